@@ -1,0 +1,65 @@
+# Each target is one command from a fresh clone: it makes .venv and installs what it needs first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+
+DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types check bench wheel hooks clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(VENV)/.installed-examples ## train CartPole with an agent and several observers (DEMO_ARGS)
+	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
+
+test: $(VENV)/.installed-test ## run the tests (TEST_ARGS)
+	$(BIN)/python -m pytest -q $(TEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev ## repair what can be repaired by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-dev ## check types, strictly
+	$(BIN)/mypy
+
+check: lint types test ## lint, types, test
+
+bench: $(VENV)/.installed-test ## measure against torch.distributed.rpc (BENCH_ARGS)
+	$(BIN)/python -m bench $(BENCH_ARGS)
+
+wheel: $(VENV)/.installed-dev ## build dist/*.whl
+	$(BIN)/python -m build --wheel
+
+hooks: $(VENV)/.installed-dev ## run the checks before each commit
+	$(BIN)/pre-commit install
+
+clean: ## remove what was built, except .venv
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
+
+# A .venv that somebody else made is used as it is; what it lacks is installed.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "aiorpc needs Python 3.11 or later: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch by itself first: the pinned release decides which build is taken, not the range in pyproject.toml.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@

@@ -1,0 +1,122 @@
+"""Every error aiorpc raises, as one tree.
+
+The class says whose doing it was; fields say where; ``str()`` makes the sentence. Nobody needs to parse text.
+
+    RpcError (RuntimeError)
+    ├── RpcUsageError            the caller did something that cannot work; nothing was sent
+    │   ├── SerializationError       an argument or result cannot travel
+    │   ├── WouldBlockLoop           a blocking verb on the thread that runs the worker's own loop
+    │   ├── UnknownWorker            no worker of that name
+    │   └── NotInitialized           no current worker, or more than one and no context
+    ├── RendezvousError          the workers could not agree on who they are
+    ├── Overloaded               a queue is at its limit; nothing was run
+    ├── RpcTimeout (TimeoutError)    the deadline passed; the callee may or may not have run
+    ├── RpcCancelled             somebody cancelled the call
+    ├── PeerLost (ConnectionError)   the other worker died or the network broke
+    ├── PeerClosed (ConnectionError) the other worker left in good order
+    ├── WorkerClosed             this worker has shut down
+    ├── PeerRefused (ConnectionError)   the other side refused us: version, secret, identity
+    ├── ProtocolError            the other side sent something that is no frame of ours
+    └── RemoteError              the remote function raised
+"""
+
+from __future__ import annotations
+
+
+class RpcError(RuntimeError):
+    """Base of all errors of aiorpc; a ``RuntimeError``, as torch.distributed.rpc raises."""
+
+
+class RpcUsageError(RpcError):
+    """The caller asked for something that cannot work. Nothing was sent."""
+
+
+class SerializationError(RpcUsageError, TypeError):
+    """An argument or a result cannot be serialised; the text names it."""
+
+
+class WouldBlockLoop(RpcUsageError):
+    """A blocking verb was used on the thread that runs the loop it would wait for."""
+
+
+class UnknownWorker(RpcUsageError, LookupError):
+    """There is no worker of that name, rank or id."""
+
+
+class NotInitialized(RpcUsageError):
+    """No worker is current in this context."""
+
+
+class RendezvousError(RpcError):
+    """The workers could not agree on names, ids or world size, or could not reach the store."""
+
+
+class Overloaded(RpcError):
+    """A bounded queue was full; the call was not run."""
+
+
+class RpcTimeout(RpcError, TimeoutError):
+    """The deadline passed. The callee may or may not have run the function; it was told to stop.
+
+    worker: the callee's name. function: what was called. seconds: how long it had.
+    """
+
+    def __init__(self, message: str, *, worker: str = "", function: str = "", seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.function = function
+        self.seconds = seconds
+
+
+class RpcCancelled(RpcError):
+    """The call was cancelled before it was answered. The callee was told; it may have run in part."""
+
+
+class PeerLost(RpcError, ConnectionError):
+    """Another worker died, or the connection to it broke without a goodbye.
+
+    worker, rank, host, pid: which one. cause: what was seen.
+    """
+
+    def __init__(
+        self, message: str, *, worker: str = "", rank: int = -1, host: str = "", pid: int = 0, cause: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.cause = cause
+
+
+class PeerClosed(RpcError, ConnectionError):
+    """The other worker shut down in good order before it answered."""
+
+
+class WorkerClosed(RpcError):
+    """This worker has shut down (or was never started)."""
+
+
+class PeerRefused(RpcError, ConnectionError):
+    """The other side refused the connection: another version, another secret, another world."""
+
+
+class ProtocolError(RpcError):
+    """The other side sent bytes that break the protocol."""
+
+
+class RemoteError(RpcError):
+    """The remote function raised an exception that cannot be raised here as itself.
+
+    type_name: qualified name of the remote exception's type. remote_message: its text.
+    remote_traceback: the remote traceback as text. worker: where it was raised.
+    """
+
+    def __init__(
+        self, message: str, *, type_name: str = "", remote_message: str = "", remote_traceback: str = "", worker: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.type_name = type_name
+        self.remote_message = remote_message
+        self.remote_traceback = remote_traceback
+        self.worker = worker

@@ -1,0 +1,276 @@
+"""Start the workers of one machine as torchrun would, from a server process that imported torch once.
+
+A process costs seconds when it imports torch itself and milliseconds when it is forked from one that has. The
+server is multiprocessing's fork server: it has one thread, so a fork of it is safe, which a fork of a program that
+already computes is not. Each worker gets the variables that torchrun would set, so that a program meets its
+peers in the same way (``env://``) however it was started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Settings = TypeVar("Settings")
+
+#: Examples share a machine with their peers: one thread of arithmetic for each process, set before numpy is imported.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+#: Seconds in which the other workers may say what went wrong for them, once the first has failed.
+GRACE = 1.0
+#: Seconds the other workers have to leave after rank 0 returned its result.
+LEAVE_TIMEOUT = 30.0
+#: Seconds a finished or terminated process has to end before it is killed.
+EXIT_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of how many workers this process is."""
+
+    rank: int
+    world_size: int
+
+
+class WorkerFailed(RuntimeError):
+    """A worker died or raised; the text names it first and carries the tracebacks. workers: the names, culprit first."""
+
+    def __init__(self, message: str, workers: Sequence[str]) -> None:
+        super().__init__(message)
+        self.workers = tuple(workers)
+
+
+def place_from_environment() -> Place | None:
+    """The place that a launcher (torchrun) gave this process, or None when it was started by hand."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def launch(
+    role: Callable[[Place, Settings], Any],
+    settings: Settings,
+    names: Sequence[str],
+    *,
+    timeout: float,
+    preload: Sequence[str] = (),
+) -> Any:
+    """Run ``role(place, settings)`` in one process for each name and return what rank 0 returned.
+
+    Under torchrun (RANK and WORLD_SIZE are set) nothing is started: the role of this process runs here, and what it
+    returned is returned on every rank.
+
+    role, settings: travel to the processes by pickle, so the role must be importable. names: the workers' names by
+    rank, for messages. timeout: seconds for the whole run. preload: modules that the server imports once.
+    Raises: WorkerFailed when a worker raised, died or did not end in time. On this and on KeyboardInterrupt, all
+    processes have ended before the call returns. Call it from the main thread.
+    """
+    place = place_from_environment()
+    if place is not None:
+        torch.set_num_threads(1)
+        return role(place, settings)
+    with contextlib.ExitStack() as stack:
+        workers = _start(stack, role, settings, names, preload)
+        return _Supervisor(workers, timeout).result()
+
+
+@dataclass
+class _Worker(Generic[Settings]):
+    """A started process, the pipe its outcome comes through, and the outcome once known."""
+
+    name: str
+    rank: int
+    process: ForkServerProcess
+    pipe: connection.Connection[Any, Any]
+    settled: bool = False
+    result: Any = None
+    error: str = ""
+    died: bool = False
+
+    def read(self) -> None:
+        """Take the outcome from the pipe, or find that the process ended without one."""
+        self.settled = True
+        try:
+            self.result, self.error = self.pipe.recv()
+        except EOFError:
+            self.died = True
+            self.process.join(EXIT_TIMEOUT)
+            self.error = _how_it_ended(self.process.exitcode)
+        self.pipe.close()
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} (rank {self.rank}, pid {self.process.pid})"
+
+    def stop(self) -> None:
+        """End the process in bounded time, whatever it does."""
+        if self.process.is_alive():
+            self.process.terminate()
+        self.process.join(EXIT_TIMEOUT)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(EXIT_TIMEOUT)
+
+
+def _how_it_ended(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "closed its pipe without a result and still runs"
+    if exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return f"exited with code {exitcode} before it had a result"
+
+
+def _start(
+    stack: contextlib.ExitStack,
+    role: Callable[[Place, Settings], Any],
+    settings: Settings,
+    names: Sequence[str],
+    preload: Sequence[str],
+) -> list[_Worker[Settings]]:
+    """Start all processes; the stack ends them again."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", *preload])
+    port = stack.enter_context(_reserved_port())
+    workers: list[_Worker[Settings]] = []
+    stack.callback(lambda: [worker.stop() for worker in workers])
+    with _environment(ONE_THREAD):
+        for rank, name in enumerate(names):
+            ours, theirs = context.Pipe(duplex=False)
+            place = Place(rank, len(names))
+            process = context.Process(target=_child, args=(role, place, settings, port, theirs), name=name)
+            process.start()
+            theirs.close()
+            workers.append(_Worker(name, rank, process, ours))
+    return workers
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables for the fork server, which inherits them, and give ours back afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A free TCP port of the loopback interface, for the store of rank 0.
+
+    The socket stays bound, so that the system gives the port to nobody else, and does not listen, so that the store,
+    which sets SO_REUSEADDR as well, can.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+class _Supervisor(Generic[Settings]):
+    """Waits for the outcomes of all workers, within bounds."""
+
+    def __init__(self, workers: Sequence[_Worker[Settings]], timeout: float) -> None:
+        self._workers = workers
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._failed: list[_Worker[Settings]] = []
+
+    def result(self) -> Any:
+        """What rank 0 returned; raises WorkerFailed."""
+        while pending := {worker.pipe: worker for worker in self._workers if not worker.settled}:
+            ready = connection.wait(list(pending), timeout=max(0.0, self._deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                self._settle(pending[pipe])  # type: ignore[index]
+        self._check_all_ended()
+        return self._workers[0].result
+
+    def _settle(self, worker: _Worker[Settings]) -> None:
+        worker.read()
+        if worker.error:
+            self._failed.append(worker)
+            self._sooner(GRACE)
+        elif worker.rank == 0:
+            self._sooner(LEAVE_TIMEOUT)
+
+    def _sooner(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _check_all_ended(self) -> None:
+        if self._failed:
+            raise self._failure(self._failed)
+        late = [worker for worker in self._workers if not worker.settled]
+        for worker in late:
+            worker.error = f"had not ended when its time was over (the run had {self._timeout:g} s)"
+        for worker in self._workers:
+            if not worker.error:
+                worker.process.join(EXIT_TIMEOUT)
+                if worker.process.exitcode != 0:
+                    worker.error = f"after its work was done, {_how_it_ended(worker.process.exitcode)}"
+                    late.append(worker)
+        if late:
+            raise self._failure(late)
+
+    @staticmethod
+    def _failure(failed: Sequence[_Worker[Settings]]) -> WorkerFailed:
+        # One death makes the calls of all others fail: the one that left without a word is the cause.
+        failed = sorted(failed, key=lambda worker: not worker.died)
+        parts = [f"{worker.title}: {worker.error}" for worker in failed]
+        return WorkerFailed("\n".join(parts), [worker.name for worker in failed])
+
+
+def _child(
+    role: Callable[[Place, Settings], Any],
+    place: Place,
+    settings: Settings,
+    port: int,
+    pipe: connection.Connection[Any, Any],
+) -> None:
+    """What a started process does: become one worker, run its role, report the outcome."""
+    # Ctrl-C reaches the whole process group; the launcher ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_launcher, name="end-with-launcher", daemon=True).start()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # torch's many objects live as long as the process: no collection need visit them
+    try:
+        pipe.send((role(place, settings), ""))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+        pipe.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # No orderly exit: what failed may be waited for by what an exit would wait for.
+        os._exit(1)
+    pipe.close()
+
+
+def _end_with_launcher() -> None:
+    """End this process when the launcher is gone, even by SIGKILL, so that no worker is left behind."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os._exit(1)

@@ -1,0 +1,128 @@
+"""CartPole learned by one agent that chooses the actions of many observers in batches.
+
+    python -m aiorpc.examples.batch_rl                      # starts its own workers
+    python -m aiorpc.examples.batch_rl --no-batch           # one run of the policy for each observer's step
+    python -m aiorpc.examples.batch_rl --async              # the same training loop with async def
+    python -m aiorpc.examples.batch_rl --sweep              # both, for 1 to 10 observers: a table and a figure
+    torchrun --standalone --nproc-per-node 6 -m aiorpc.examples.batch_rl
+
+With the same seed and batches, a run gives the same rewards again. Without batches the order in which the observers'
+calls arrive decides who gets which random numbers, so it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+import aiorpc as rpc
+
+from . import _rl
+from ._launch import WorkerFailed, launch, place_from_environment
+from ._rl import Settings
+
+__all__ = ["Agent", "Settings", "main", "rpc", "run"]
+
+PRELOAD = ("gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples.batch_rl")
+
+
+class Agent(_rl.AgentBase):
+    """The agent whose batched answers are Futures: a waiting caller holds no thread here."""
+
+    @rpc.functions.async_execution
+    def select_action_batch(self, observer: int, state: Tensor) -> Future[list[int]]:
+        return super().select_action_batch(observer, state)
+
+
+def run(settings: Settings) -> dict[str, Any] | None:
+    """Train once and return the result as plain data (under torchrun: on rank 0, None elsewhere).
+
+    Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.
+    """
+    names = [_rl.worker_name(rank) for rank in range(settings.world_size)]
+    role = _rl.blocking_role
+    if settings.use_async:
+        from ._async_rl import async_role as role
+    result: dict[str, Any] | None = launch(role, settings, names, timeout=settings.timeout, preload=PRELOAD)
+    return result
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    default = Settings()
+    made = argparse.ArgumentParser(
+        prog="python -m aiorpc.examples.batch_rl",
+        description="CartPole learned by one agent that chooses the actions of many observers in batches.",
+    )
+    made.add_argument("--world-size", type=int, default=default.world_size, help="workers: one agent, the rest observers")
+    made.add_argument("--num-episode", type=int, default=default.num_episode)
+    made.add_argument("--num-steps", type=int, default=default.num_steps, help="steps of an observer in an episode")
+    made.add_argument("--no-batch", action="store_true", help="run the policy for each observer's step alone")
+    made.add_argument("--async", dest="use_async", action="store_true", help="the training loop with async def")
+    made.add_argument("--seed", type=int, default=default.seed)
+    made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
+    made.add_argument("--sweep", action="store_true", help="world sizes 2 to 11, batched and unbatched")
+    made.add_argument("--out", default="bench/results/batch_rl", help="where --sweep writes OUT.json and OUT.png")
+    made.add_argument("--backend-module", default=default.backend_module, help=argparse.SUPPRESS)
+    return made
+
+
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    return Settings(
+        world_size=arguments.world_size,
+        num_episode=arguments.num_episode,
+        num_steps=arguments.num_steps,
+        batch=not arguments.no_batch,
+        seed=arguments.seed,
+        use_async=arguments.use_async,
+        timeout=arguments.timeout,
+        backend_module=arguments.backend_module,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit code."""
+    commands = parser()
+    arguments = commands.parse_args(argv)
+    if arguments.world_size < 2:
+        commands.error("--world-size must be at least 2: an agent and an observer")
+    if arguments.num_episode < 1 or arguments.num_steps < 2:
+        commands.error("--num-episode must be at least 1 and --num-steps at least 2")
+    if arguments.sweep and place_from_environment() is not None:
+        commands.error("--sweep starts its own workers: run it without torchrun")
+    try:
+        return _run_and_tell(arguments)
+    except WorkerFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run_and_tell(arguments: argparse.Namespace) -> int:
+    if arguments.sweep:
+        from ._sweep import sweep
+
+        sweep(run, settings_from(arguments), arguments.out)
+        return 0
+    result = run(settings_from(arguments))
+    if result is not None:
+        print(
+            f"{result['observers']} observers, {'batched' if result['batch'] else 'unbatched'}: "
+            f"{result['steps']:,} steps in {result['total_s']:.1f} s, {result['steps_per_s']:,.0f} steps/s; "
+            f"reward {result['rewards'][0]:.1f} -> {result['rewards'][-1]:.1f}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    # By its real name, not __main__: classes and functions travel to the other workers by name.
+    from aiorpc.examples import batch_rl
+
+    sys.exit(batch_rl.main())

@@ -1,0 +1,421 @@
+"""One Future for every caller: blocking threads, ``await`` on any loop, callbacks, torch's C++ helpers.
+
+States and who moves them. A Future leaves PENDING once; the first settler wins, and every later one learns that it lost.
+
+    from      event                                     to       seen by
+    PENDING   set_result / the answer arrived           VALUE    waiters woken, callbacks run
+    PENDING   set_exception / error, deadline, lost peer ERROR   the same, the exception is raised
+    PENDING   cancel                                    ERROR    RpcCancelled; the callee is told
+    VALUE, ERROR   any settler                          unchanged; `set_*` raise, internal settlers get False
+
+Invariants
+1. ``_claim`` is set by whoever settles, with one atomic ``dict.setdefault``; nothing else decides.
+2. ``_state`` is written after the outcome, so whoever sees VALUE or ERROR can read the outcome without a lock.
+3. Each registered callback runs exactly once: it is taken from the list by an atomic ``list.pop``, by the settler or by a
+   registrar that finds the Future settled after it appended.
+4. User code (`then`, `add_done_callback`) never runs on a thread that runs an event loop; it is handed to the pool.
+5. torch's C++ half is completed once, by the winner, before any callback runs, so that `torch.futures.wait_all` sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextvars import ContextVar
+from types import CodeType, FrameType
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+
+from .errors import RpcCancelled, RpcTimeout, RpcUsageError, WouldBlockLoop
+
+logger = logging.getLogger("aiorpc")
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+PENDING, VALUE, ERROR = 0, 1, 2
+
+_CFuture = torch._C.Future
+_running_loop = asyncio._get_running_loop
+
+
+class BlockObserver(Protocol):
+    """Told when a thread of a pool starts and ends a wait, so that the pool can make up for it."""
+
+    def enter_blocked(self) -> None: ...
+
+    def exit_blocked(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Where callbacks of users run when the settling thread must not run them."""
+
+    def submit(self, fn: Callable[..., None], *args: object) -> None: ...
+
+
+# Set in the threads of a handler pool; a wait there does not use up the pool.
+block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
+
+
+class CallSite:
+    """Where in the user's program a call was made; the line is computed only when somebody asks."""
+
+    __slots__ = ("code", "instruction")
+
+    def __init__(self, frame: FrameType) -> None:
+        self.code: CodeType = frame.f_code
+        self.instruction: int = frame.f_lasti
+
+    def __str__(self) -> str:
+        line = self.code.co_firstlineno
+        for start, end, number in self.code.co_lines():
+            if start <= self.instruction < end and number is not None:
+                line = number
+        return f"{self.code.co_filename}:{line} in {self.code.co_qualname}"
+
+
+class _Unobserved:
+    """Logs a failure when it is collected before anybody looked at it."""
+
+    __slots__ = ("error", "seen", "what")
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        self.what = what
+        self.error = error
+        self.seen = False
+
+    def __del__(self) -> None:
+        if not self.seen and not isinstance(self.error, RpcCancelled):
+            error = self.error
+            logger.error("%s failed and nobody looked: %s: %s", self.what, type(error).__name__, error)
+
+
+class Future(torch.futures.Future[T], Generic[T]):
+    """A ``torch.futures.Future`` that can also be awaited and cancelled.
+
+    All methods may be called from any thread. ``await`` works on any running loop. Cancelling a task that awaits the Future
+    cancels the call only if nobody else waits for it. After cancellation the callee may have run in part or not at all.
+
+    devices: as torch's; the devices that tensors of the result may live on.
+    """
+
+    # Defaults on the class: an instance carries only what differs, which keeps making one cheap.
+    _state: int = PENDING
+    _value: Any = None
+    _error: BaseException | None = None
+    _callbacks: list[Callable[[Future[Any]], None]] | None = None
+    _unobserved: _Unobserved | None = None
+    _loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
+    _executor: Executor | None = None
+    _canceller: Callable[[Future[Any]], object] | None = None
+    _what: str = "a Future"
+    _site: CallSite | None = None
+
+    def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
+        _CFuture.__init__(self, [torch.device(d) for d in devices] if devices else [])
+
+    # --- settling -----------------------------------------------------------------------------------------------------
+
+    def _settle(self, value: Any, error: BaseException | None = None) -> bool:
+        """Settle with a value or an error; False if somebody else did so first. Any thread; never raises."""
+        claim = object()
+        if self.__dict__.setdefault("_claim", claim) is not claim:
+            return False
+        if error is None:
+            self._value = value
+            self._state = VALUE
+            _CFuture.set_result(self, value)
+        else:
+            self._error = error
+            self._state = ERROR
+            _CFuture._set_unwrap_func(self, _raise)
+            _CFuture.set_result(self, error)
+            if self._site is not None:
+                self._unobserved = _Unobserved(self.describe(), error)
+        if self._callbacks:
+            self._run_callbacks()
+        return True
+
+    def set_result(self, result: T) -> None:
+        """Complete with `result`. RpcUsageError if it is already complete."""
+        if not self._settle(result):
+            raise RpcUsageError(
+                f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
+            )
+
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+        """Complete with an error, raised at whoever waits. RpcUsageError if it is already complete."""
+        if not isinstance(result, Exception):
+            raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
+        if not self._settle(None, result):
+            raise RpcUsageError(
+                f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
+            )
+
+    def cancel(self, msg: object = None) -> bool:
+        """Give up on the answer. True if this call settled it; the callee is then told to stop.
+
+        A running ``async def`` handler is cancelled; a running thread can ask ``aiorpc.cancelled()``; its result is dropped.
+        """
+        reason = f": {msg}" if msg else ""
+        if not self._settle(None, RpcCancelled(f"{self.describe()} was cancelled{reason}")):
+            return False
+        if self._canceller is not None:
+            self._canceller(self)
+        return True
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether it has settled; never blocks."""
+        return self._state != PENDING
+
+    def cancelled(self) -> bool:
+        """Whether it was settled by `cancel`."""
+        return isinstance(self._error, RpcCancelled)
+
+    def value(self) -> T:
+        """The result of a completed Future; raises its error, or RpcUsageError if it is not complete."""
+        if self._state == PENDING:
+            raise RpcUsageError(f"value() of {self.describe()}: it is not complete yet; use wait() or await it")
+        return self._outcome()
+
+    def exception(self) -> BaseException | None:
+        """The error of a completed Future, None if it has a value; RpcUsageError if it is not complete."""
+        if self._state == PENDING:
+            raise RpcUsageError(f"exception() of {self.describe()}: it is not complete yet")
+        self._look()
+        return self._error
+
+    def describe(self) -> str:
+        """What this Future stands for, with the place that made it where that is known."""
+        return self._what if self._site is None else f"{self._what} (made at {self._site})"
+
+    def __repr__(self) -> str:
+        state = ("pending", "done", "failed")[self._state]
+        return f"<aiorpc.Future {state}: {self.describe()}>"
+
+    def _look(self) -> None:
+        if self._unobserved is not None:
+            self._unobserved.seen = True
+
+    def _outcome(self) -> T:
+        if self._error is None:
+            return cast(T, self._value)
+        self._look()
+        raise self._error
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block this thread until it settles; returns the value or raises the error.
+
+        timeout: seconds to wait; None relies on the call's own deadline. On RpcTimeout from here the Future is untouched.
+        Refused with WouldBlockLoop on the thread that runs the loop which has to settle it. Ctrl-C interrupts it.
+        """
+        if self._state == PENDING:
+            self._block(timeout)
+        return self._outcome()
+
+    def _block(self, timeout: float | None) -> None:
+        loop = _running_loop()
+        if loop is not None and loop is self._loop:
+            raise WouldBlockLoop(
+                f"wait() on {self.describe()} would block the event loop that has to answer it; "
+                "use `await future` here, or call it from a `def` handler or another thread"
+            )
+        # A Python lock, not torch's C++ wait: it can be interrupted by a signal on the main thread.
+        gate = threading.Lock()
+        gate.acquire()
+
+        def wake(_: Future[Any]) -> None:
+            gate.release()
+
+        self._add_callback(wake)
+        observer = block_observer.get()
+        if observer is not None:
+            observer.enter_blocked()
+        try:
+            woken = gate.acquire(timeout=-1 if timeout is None else timeout)
+        except BaseException:
+            self._remove_callback(wake)
+            raise
+        finally:
+            if observer is not None:
+                observer.exit_blocked()
+        if not woken:
+            self._remove_callback(wake)
+            raise RpcTimeout(f"waited {timeout:g} s for {self.describe()}", seconds=timeout or 0.0)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if self._state == PENDING:
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+            thread = threading.get_ident()
+
+            def wake(_: Future[Any]) -> None:
+                if threading.get_ident() == thread:
+                    _wake(waiter)
+                elif not loop.is_closed():
+                    loop.call_soon_threadsafe(_wake, waiter)
+
+            self._add_callback(wake)
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                # The last one who cared is gone: tell the callee. Others' interest keeps the call alive.
+                if self._remove_callback(wake) and not self._callbacks:
+                    self.cancel()
+                raise
+        return self._outcome()
+
+    # --- callbacks ----------------------------------------------------------------------------------------------------
+
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:  # type: ignore[override]
+        """Call `callback(self)` once it settles (at once if it has), in a pool thread when a loop thread settles it.
+
+        Errors of the callback are logged. The callback may block, and make blocking calls.
+        """
+        if not callable(callback):
+            raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
+        self._add_callback(_UserCallback(callback, self._executor))
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+        """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error."""
+        if not callable(callback):
+            raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
+        child: Future[S] = Future()
+        child._what = f"then({getattr(callback, '__qualname__', callback)!s}) of {self._what}"
+        child._loop, child._executor = self._loop, self._executor
+
+        def run(parent: Future[T]) -> None:
+            try:
+                child._settle(callback(parent))
+            except BaseException as error:
+                child._settle(None, error)
+
+        self._add_callback(_UserCallback(run, self._executor))
+        return child
+
+    def _add_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+        """Register an internal callback: runs in the settling thread, must be quick and must not raise."""
+        callbacks = self._callbacks
+        if callbacks is None:
+            callbacks = self.__dict__.setdefault("_callbacks", [])
+        callbacks.append(callback)
+        if self._state != PENDING:
+            self._run_callbacks()
+
+    def _remove_callback(self, callback: Callable[[Future[Any]], None]) -> bool:
+        """Take a callback back; False if it has run or is about to."""
+        try:
+            (self._callbacks or []).remove(callback)
+        except ValueError:
+            return False
+        return True
+
+    def _run_callbacks(self) -> None:
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:
+                return
+            callback(self)
+
+
+class _UserCallback:
+    """A callback of the user's, kept off loop threads."""
+
+    __slots__ = ("callback", "executor")
+
+    def __init__(self, callback: Callable[[Future[Any]], Any], executor: Executor | None) -> None:
+        self.callback = callback
+        self.executor = executor
+
+    def __call__(self, future: Future[Any]) -> None:
+        if _running_loop() is None:
+            self.run(future)
+        elif self.executor is not None:
+            self.executor.submit(self.run, future)
+        else:
+            threading.Thread(target=self.run, args=(future,), name="aiorpc-callback", daemon=True).start()
+
+    def run(self, future: Future[Any]) -> None:
+        try:
+            self.callback(future)
+        except Exception:
+            logger.exception("a callback of %s raised", future.describe())
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+AnyFuture = torch.futures.Future[Any]
+
+
+def when_done(future: AnyFuture, callback: Callable[[AnyFuture], None]) -> None:
+    """Run an internal callback once any kind of torch Future settles, in the settling thread."""
+    if isinstance(future, Future):
+        future._add_callback(callback)
+    else:
+        _CFuture.add_done_callback(future, callback)
+
+
+def is_future(value: object) -> bool:
+    """Whether it is a torch Future of any kind (torch's ``then`` returns its bare C++ base)."""
+    return isinstance(value, _CFuture)
+
+
+def outcome(future: AnyFuture) -> tuple[Any, BaseException | None]:
+    """Value and error of a completed torch Future; marks an error as seen."""
+    try:
+        return future.value(), None
+    except BaseException as error:
+        return None, error
+
+
+def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
+    """A Future of the list of `futures`, complete when all of them are, whether they failed or not.
+
+    Unlike ``torch.futures.collect_all`` it keeps their Python identity, and its callbacks stay off loop threads.
+    """
+    futures = list(futures)
+    for future in futures:
+        if not is_future(future):
+            raise TypeError(f"collect_all() takes torch Futures, not {type(future).__name__}")
+    result: Future[list[AnyFuture]] = Future()
+    result._what = f"collect_all of {len(futures)} Futures"
+    for future in futures:
+        if isinstance(future, Future):
+            result._loop = result._loop or future._loop
+            result._executor = result._executor or future._executor
+    left = iter(range(len(futures) - 1, -1, -1))  # `next` of an iterator is atomic: counts down without a lock
+
+    def one_done(_: AnyFuture) -> None:
+        if next(left) == 0:
+            result._settle(futures)
+
+    if not futures:
+        result._settle(futures)
+    for future in futures:
+        when_done(future, one_done)
+    return result
+
+
+def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
+    """Block until all are complete and return their values in order; raises the first error in that order."""
+    done = collect_all(list(futures)).wait()
+    for future in done:
+        if isinstance(future, Future):
+            future._look()
+    return [future.wait() for future in done]

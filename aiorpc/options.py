@@ -1,0 +1,93 @@
+"""What can be set when a worker is made, each with its unit and default."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+
+from .errors import RpcUsageError
+
+DEFAULT_RPC_TIMEOUT = 60.0
+DEFAULT_NUM_WORKER_THREADS = 16
+
+
+def seconds(value: float | timedelta, name: str) -> float:
+    """A duration in seconds from a number or a timedelta; refuses negatives and NaN."""
+    result = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(result, bool) or not isinstance(result, (int, float)) or math.isnan(result) or result < 0:
+        raise RpcUsageError(f"{name} must be a number of seconds >= 0 (0 means no limit), not {value!r}")
+    return float(result)
+
+
+@dataclass
+class RpcBackendOptions:
+    """Options of one worker. Read once, at init.
+
+    num_worker_threads: threads for ``def`` handlers; a thread that waits for a nested call does not count.
+    rpc_timeout: seconds a call may take when it says nothing itself, and init too; 0 means no limit.
+    init_method: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
+    address: the host or address others reach this worker at over TCP (containers, NAT); found by itself if None.
+    bind_address: the local address the TCP listener binds; that of the interface that reaches the rendezvous if None.
+    port_range: first and last TCP port to listen on; any free port if None.
+    max_pending_calls: calls one peer may owe us before ``Overloaded`` is raised here.
+    max_queued_calls: calls one caller may have waiting or running here before it is answered ``Overloaded``.
+    max_frame_bytes: longest message body taken from a peer, tensors apart.
+    max_tensor_bytes: longest single tensor taken from a peer.
+    stream_window: items of a stream that may be under way before its producer waits.
+    dedicated_loop: run the worker on a loop in a thread of its own, for programs whose steps block theirs.
+    switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives; None leaves it alone.
+    lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
+    loss_grace: seconds a graceful shutdown still serves after a member of the group was lost.
+    transports: kinds of connection that may be used, best first.
+    """
+
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
+    init_method: str = "env://"
+    address: str | None = None
+    bind_address: str | None = None
+    port_range: tuple[int, int] | None = None
+    max_pending_calls: int = 65_536
+    max_queued_calls: int = 131_072
+    max_frame_bytes: int = 1 << 30
+    max_tensor_bytes: int = 1 << 40
+    stream_window: int = 16
+    dedicated_loop: bool = False
+    switch_interval: float | None = None
+    lag_warning: float = 1.0
+    loss_grace: float = 5.0
+    transports: tuple[str, ...] = field(default=("inproc", "unix", "tcp"))
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise RpcUsageError naming the first option that makes no sense."""
+        self.rpc_timeout = seconds(self.rpc_timeout, "rpc_timeout")
+        self.loss_grace = seconds(self.loss_grace, "loss_grace")
+        self.lag_warning = seconds(self.lag_warning, "lag_warning")
+        for name in (
+            "num_worker_threads",
+            "max_pending_calls",
+            "max_queued_calls",
+            "max_frame_bytes",
+            "max_tensor_bytes",
+            "stream_window",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RpcUsageError(f"{name} must be an integer >= 1, not {value!r}")
+        if self.port_range is not None:
+            first, last = self.port_range
+            if not 0 < first <= last < 65_536:
+                raise RpcUsageError(f"port_range must be two ports, first <= last, not {self.port_range!r}")
+        unknown = set(self.transports) - {"inproc", "unix", "tcp"}
+        if unknown or not self.transports:
+            raise RpcUsageError(f"transports must name some of inproc, unix, tcp; not {self.transports!r}")
+        if not isinstance(self.init_method, str):
+            raise RpcUsageError(f"init_method must be a URL, not {self.init_method!r}")
+
+    def copy(self) -> RpcBackendOptions:
+        """A copy that later changes to this object do not reach."""
+        return type(self)(**{f.name: getattr(self, f.name) for f in fields(self)})

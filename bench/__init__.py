@@ -1,0 +1,14 @@
+"""Benchmarks of aiorpc against torch.distributed.rpc, alternating in one run: ``python -m bench``.
+
+Both sides run the same functions on the same machine with their default options; every figure is the median of the
+rounds with its minimum and maximum, and every ratio is taken within a round before its median is.
+
+    stats.py        rows of figures, their spreads, ratios and targets (pure)
+    functions.py    what the servers run
+    clients.py      what a client measures, blocking;  awaited.py: the same with ``await`` (aiorpc only)
+    rank.py         one worker process: joins, then obeys its parent
+    cohort.py       the worker processes of one side, started from a fork server
+    stage.py        the cohorts that are up, and the loop of rounds
+    latency.py, throughput.py, scaling.py, memory.py, training.py    the measurements
+    suite.py        their list;  report.py, picture.py, hardware.py: what comes out
+"""

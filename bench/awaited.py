@@ -1,0 +1,47 @@
+"""What a client process measures with ``await``: aiorpc's own verbs, which torch.distributed.rpc cannot match."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .clients import WARM_UP_CALLS, arguments, check_echo
+from .stats import summary
+
+
+async def latency(
+    rpc: Any, function: Callable[..., Any], seconds: float, to: str = "server", elements: int | None = None
+) -> dict[str, float]:
+    """Microseconds of one awaited call after another."""
+    clock, call, args = time.perf_counter_ns, rpc.call, arguments(elements)
+    for _ in range(WARM_UP_CALLS):
+        check_echo(function, args, await call(to, function, *args))
+    samples: list[int] = []
+    end = clock() + int(seconds * 1e9)
+    after = 0
+    while after < end:
+        before = clock()
+        await call(to, function, *args)
+        after = clock()
+        samples.append(after - before)
+    return summary(samples)
+
+
+async def in_flight(
+    rpc: Any, function: Callable[..., Any], seconds: float, window: int, to: str = "server"
+) -> dict[str, float]:
+    """Calls per second when ``window`` coroutines each await one call after another."""
+    begin = time.perf_counter()
+    end = begin + seconds
+    counts = await asyncio.gather(*(_caller(rpc.call, to, function, end) for _ in range(window)))
+    return {"rate": sum(counts) / (time.perf_counter() - begin), "samples": float(sum(counts))}
+
+
+async def _caller(call: Callable[..., Any], to: str, function: Callable[..., Any], end: float) -> int:
+    calls = 0
+    while time.perf_counter() < end:
+        await call(to, function)
+        calls += 1
+    return calls

@@ -1,0 +1,178 @@
+"""The worker processes of one side, forked from one server that has torch imported and no threads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .rank import Command, Failed, RankSpec, Ready, start
+from .sides import SideName, Style
+from .stats import BenchError
+
+JOIN_SECONDS = 20.0
+START_SECONDS = 60.0
+COMMAND_SECONDS = 60.0
+_PRELOAD = ["torch", "torch.distributed.rpc", "uvloop", "aiorpc", "bench.rank", "bench.clients", "bench.awaited"]
+_SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@functools.cache
+def fork_server() -> ForkServerContext:
+    """The context all workers are started from. A fork server without threads is what makes forking safe."""
+    for name in _SINGLE_THREADED:
+        os.environ[name] = "1"
+    root = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    first = context.Process(target=os.getpid)  # waits until the server has imported everything
+    first.start()
+    first.join(START_SECONDS)
+    return context
+
+
+def free_address() -> str:
+    """A ``tcp://`` rendezvous on a port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Cohort:
+    """All workers of one world of one side. Every wait has a bound; a worker that dies is named in the error.
+
+    start_up: seconds from the first fork until the last worker had joined.
+    """
+
+    def __init__(
+        self, side: SideName, names: Sequence[str], style: Style = "blocking", options: dict[str, Any] | None = None
+    ) -> None:
+        self.label = f"{side} ({style})"
+        self.names = list(names)
+        self.start_up = 0.0
+        address = free_address()
+        self._specs = [
+            RankSpec(side, style, name, rank, len(names), address, options or {}) for rank, name in enumerate(names)
+        ]
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Cohort:
+        context = fork_server()
+        begin = time.monotonic()
+        try:
+            for spec in self._specs:
+                self._start(context, spec)
+            joined = [self._receive(rank, START_SECONDS) for rank in range(len(self._specs))]
+            self.start_up = max(self._checked(ready).at for ready in joined) - begin
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def _start(self, context: ForkServerContext, spec: RankSpec) -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=start, args=(spec, theirs), name=f"{spec.name} of {self.label}", daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._pipes.append(ours)
+
+    def _checked(self, ready: Any) -> Ready:
+        if not isinstance(ready, Ready):
+            raise BenchError(f"{self.label}: a worker answered {ready!r} instead of having joined")
+        if not ready.warm:
+            raise BenchError("the fork server could not import torch beforehand; start-up would measure the import")
+        return ready
+
+    def run(self, name: str, function: Callable[..., Any], /, *, timeout: float = COMMAND_SECONDS, **kwargs: Any) -> Any:
+        """Run ``function(rpc, **kwargs)`` in the named worker and return its result."""
+        rank = self.names.index(name)
+        self._pipes[rank].send(Command(function, kwargs))
+        return self._receive(rank, timeout)
+
+    def run_many(
+        self, names: Sequence[str], function: Callable[..., Any], /, *, timeout: float = COMMAND_SECONDS, **kwargs: Any
+    ) -> list[Any]:
+        """Run the same in several workers at once; results in the order of the names."""
+        ranks = [self.names.index(name) for name in names]
+        for rank in ranks:
+            self._pipes[rank].send(Command(function, kwargs))
+        return [self._receive(rank, timeout) for rank in ranks]
+
+    def _receive(self, rank: int, timeout: float) -> Any:
+        """The answer of one worker; BenchError when it failed, when any worker died, or after ``timeout`` seconds."""
+        pipe = self._pipes[rank]
+        ready = wait([pipe, *(process.sentinel for process in self._processes)], timeout)
+        if pipe not in ready:
+            raise BenchError(self._who_died() if ready else self._who_hangs(rank, timeout))
+        try:
+            answer = pipe.recv()
+        except EOFError:
+            raise BenchError(self._who_died()) from None
+        if isinstance(answer, Failed):
+            raise BenchError(f"{self._processes[rank].name} failed:\n{answer.traceback}")
+        return answer
+
+    def _who_died(self) -> str:
+        for process in self._processes:
+            process.join(0.1)
+        dead = [f"{each.name} (pid {each.pid}, exit {each.exitcode})" for each in self._processes if not each.is_alive()]
+        told = [text for rank in range(len(self._pipes)) if (text := self._last_words(rank))]
+        return "\n".join([f"died: {', '.join(dead) or 'a pipe closed'}", *told])
+
+    def _last_words(self, rank: int) -> str:
+        with contextlib.suppress(EOFError, OSError):
+            if self._pipes[rank].poll():
+                said = self._pipes[rank].recv()
+                return f"{self._processes[rank].name}:\n{said.traceback}" if isinstance(said, Failed) else ""
+        return ""
+
+    def _who_hangs(self, rank: int, timeout: float) -> str:
+        process = self._processes[rank]
+        if process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)  # its stacks go to stderr
+            process.join(0.5)
+        return f"{process.name} gave no answer within {timeout:g} s (its stacks are on stderr)"
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        self.kill()
+
+    def close(self) -> None:
+        """Have all workers leave together; BenchError when one does not end well in time."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        end = time.monotonic() + JOIN_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+        wrong = [f"{each.name} (exit {each.exitcode})" for each in self._processes if each.exitcode != 0]
+        if wrong:
+            told = [text for rank in range(len(self._pipes)) if (text := self._last_words(rank))]
+            self.kill()
+            raise BenchError("\n".join([f"did not leave well: {', '.join(wrong)}", *told]))
+
+    def kill(self) -> None:
+        """End whatever is left, at once. Idempotent."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join(JOIN_SECONDS)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []

@@ -1,0 +1,89 @@
+"""Calls one after another: no-ops and echoes, blocking and awaited, and calls beside a computing handler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from . import awaited, clients, functions
+from .stage import SWITCH_INTERVAL, Figures, Key, Stage, column
+from .stats import Row
+
+
+def _case(stage: Stage, key: Key, function: Callable[..., Any], elements: int | None = None) -> Callable[[], Figures]:
+    measure = awaited.latency if key == "aiorpc awaited" else clients.latency
+    return partial(
+        stage.client, key, measure, function=function, seconds=stage.plan.seconds, elements=elements  # type: ignore[arg-type]
+    )
+
+
+def noop_blocking(stage: Stage) -> list[Row]:
+    """A Python function that does nothing, through a handler thread, by ``rpc_sync``."""
+    cases = {key: _case(stage, key, functions.noop) for key in ("aiorpc", "torch")}
+    results = stage.alternate(cases)
+    return [_row("noop_blocking", quantity, results, target) for quantity, target in (("p50", 3.0), ("p99", None))]
+
+
+def noop_awaited(stage: Stage) -> list[Row]:
+    """An awaited call of an ``async def`` that does nothing, against torch's ``rpc_sync`` of a ``def``."""
+    if stage.null:
+        return []
+    cases = {
+        "aiorpc": _case(stage, "aiorpc awaited", functions.async_noop),
+        "torch": _case(stage, "torch", functions.noop),
+        "def": _case(stage, "aiorpc awaited", functions.noop),
+    }
+    results = stage.alternate(cases)
+    threaded = {"aiorpc": results["def"], "torch": results["torch"]}
+    return [
+        _row("noop_awaited", "p50", results, 4.0, "async def handler"),
+        _row("noop_awaited", "p99", results, None, "async def handler"),
+        _row("noop_awaited", "p50", threaded, None, "def handler"),
+    ]
+
+
+def tensor_2x2(stage: Stage) -> list[Row]:
+    """A 2x2 tensor sent and sent back, blocking and awaited."""
+    cases = {key: _case(stage, key, functions.echo, 4) for key in ("aiorpc", "torch")}
+    if not stage.null:
+        cases["awaited"] = _case(stage, "aiorpc awaited", functions.async_echo, 4)
+    results = stage.alternate(cases)
+    rows = [_row("tensor_2x2", "p50", results, 3.0, "echo, blocking")]
+    if not stage.null:
+        by_await = {"aiorpc": results["awaited"], "torch": results["torch"]}
+        rows.append(_row("tensor_2x2", "p50", by_await, 4.0, "echo, awaited, async def handler"))
+    return rows
+
+
+def tensor(name: str, elements: int, stage: Stage) -> list[Row]:
+    """A larger tensor, blocking: echoed, and sent with a tiny answer."""
+    cases: dict[str, Callable[[], Figures]] = {}
+    for label, function in (("echo", functions.echo), ("send", functions.sink)):
+        for key in ("aiorpc", "torch"):
+            cases[f"{label} {key}"] = _case(stage, key, function, elements)
+    results = stage.alternate(cases)
+    return [
+        _row(name, "p50", {key: results[f"{label} {key}"] for key in ("aiorpc", "torch")}, 2.0, note)
+        for label, note in (("echo", "echo"), ("send", "send, tiny reply"))
+    ]
+
+
+def beside_compute(stage: Stage) -> list[Row]:
+    """Blocking no-ops while another handler thread of the server computes in pure Python without a pause."""
+    keys: tuple[Key, ...] = ("aiorpc", "torch") if stage.null else ("aiorpc", "torch", "aiorpc switch")
+    cases = {key: partial(stage.client, key, clients.beside_compute, seconds=stage.plan.seconds) for key in keys}
+    results = stage.alternate(cases)
+    rows = [_row("beside_compute", quantity, results, None) for quantity in ("p50", "p99")]
+    if "aiorpc switch" in results:
+        switched = {"aiorpc": results["aiorpc switch"], "torch": results["torch"]}
+        note = f"aiorpc with switch_interval={SWITCH_INTERVAL}"
+        rows += [_row("beside_compute", quantity, switched, None, note) for quantity in ("p50", "p99")]
+    return rows
+
+
+def _row(
+    name: str, quantity: str, results: dict[str, list[Figures]], target: float | None, note: str = ""
+) -> Row:
+    ours, theirs = column(results["aiorpc"], quantity), column(results["torch"], quantity)
+    return Row(name, quantity, "µs", "lower", ours, theirs, target, note)

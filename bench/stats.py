@@ -1,0 +1,145 @@
+"""Figures, their spread over rounds, ratios and targets. No I/O, no processes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+Better = Literal["lower", "higher"]
+
+
+class BenchError(RuntimeError):
+    """A measurement could not be taken; the text names the worker process or the figure."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, minimum and maximum of the rounds."""
+
+    median: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value; BenchError if there is none."""
+        if not values:
+            raise BenchError("no round gave a figure")
+        return cls(statistics.median(values), min(values), max(values))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile of unsorted values; BenchError if there is none."""
+    if not values:
+        raise BenchError("no sample was taken")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def summary(nanoseconds: Sequence[int]) -> dict[str, float]:
+    """p50, p99 and mean in microseconds, and the number of samples, of durations in nanoseconds."""
+    return {
+        "p50": percentile(nanoseconds, 50) / 1e3,
+        "p99": percentile(nanoseconds, 99) / 1e3,
+        "mean": sum(nanoseconds) / len(nanoseconds) / 1e3,
+        "samples": float(len(nanoseconds)),
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of both sides, one value per round.
+
+    measurement: the name ``--only`` takes. quantity, unit: what was measured. better: which direction is good.
+    aiorpc, torch: values by round, empty where a side cannot do it. target: the ratio that must be reached.
+    note: a condition the reader must know. size: the number of workers, where the row belongs to a curve over them.
+    """
+
+    measurement: str
+    quantity: str
+    unit: str
+    better: Better
+    aiorpc: tuple[float, ...]
+    torch: tuple[float, ...] = ()
+    target: float | None = None
+    note: str = ""
+    size: int | None = None
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """How many times better aiorpc was, round by round; empty where one side has no figure."""
+        if len(self.aiorpc) != len(self.torch):
+            return ()
+        pairs = zip(self.aiorpc, self.torch, strict=True)
+        return tuple(_times_better(ours, theirs, self.better) for ours, theirs in pairs)
+
+    @property
+    def ratio(self) -> Spread | None:
+        """Spread of the ratios; None where there is nothing to compare."""
+        return Spread.of(self.ratios) if self.ratios else None
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the median ratio reaches the target; None without a target. Nothing to compare is a failure."""
+        if self.target is None:
+            return None
+        return self.ratio is not None and self.ratio.median >= self.target
+
+    def to_json(self) -> dict[str, Any]:
+        """The row and what follows from it, for readers of the file."""
+        ratio = self.ratio
+        derived = {
+            "aiorpc_spread": asdict(Spread.of(self.aiorpc)) if self.aiorpc else None,
+            "torch_spread": asdict(Spread.of(self.torch)) if self.torch else None,
+            "ratio": asdict(ratio) if ratio else None,
+            "passed": self.passed,
+        }
+        return asdict(self) | derived
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Row:
+        """The row ``to_json`` wrote; derived entries are computed anew."""
+        own = {field.name: data[field.name] for field in fields(cls)}
+        return cls(**own | {"aiorpc": tuple(own["aiorpc"]), "torch": tuple(own["torch"])})
+
+
+def _times_better(ours: float, theirs: float, better: Better) -> float:
+    """The ratio that is above 1 when ours is the better figure."""
+    top, bottom = (theirs, ours) if better == "lower" else (ours, theirs)
+    return top / bottom if bottom else float("inf")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A measurement that gave no figures, and why."""
+
+    measurement: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All of one run. facts: machine, versions, command. seconds: how long it took."""
+
+    facts: dict[str, str]
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able dictionary; ``from_json`` reads it back."""
+        return {
+            "facts": self.facts,
+            "seconds": self.seconds,
+            "rows": [row.to_json() for row in self.rows],
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Outcome:
+        """The outcome ``to_json`` wrote."""
+        rows = tuple(Row.from_json(row) for row in data["rows"])
+        failures = tuple(Failure(**failure) for failure in data["failures"])
+        return cls(dict(data["facts"]), rows, failures, data["seconds"])

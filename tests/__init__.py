@@ -1,0 +1,1 @@
+"""Tests of aiorpc; folders mirror the package."""

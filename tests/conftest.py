@@ -1,0 +1,140 @@
+"""What every test gets: both event loops, a time limit, a temporary directory, and a look at what it left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+
+import pytest
+from pytest_asyncio import is_async_test
+
+from tests import leaks
+from tests.limits import limit_of, time_limit
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+CALL_FAILED = pytest.StashKey[bool]()
+
+
+def loop_factories() -> dict[str, LoopFactory]:
+    """The event loops aiorpc must run on, by name; the one it prefers is last."""
+    factories: dict[str, LoopFactory] = {"asyncio": asyncio.SelectorEventLoop}
+    if sys.platform != "win32":
+        import uvloop
+
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, LoopFactory]:
+    """Async tests run once on each loop; slow ones only on the preferred one."""
+    factories = loop_factories()
+    return dict([factories.popitem()]) if item.get_closest_marker("slow") else factories
+
+
+@pytest.fixture(params=list(loop_factories()))
+def loop_factory(request: pytest.FixtureRequest) -> LoopFactory:
+    """For a test that runs loops itself (``asyncio.Runner(loop_factory=...)``): each kind in turn."""
+    return loop_factories()[request.param]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    with time_limit(limit_of(item)):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with time_limit(limit_of(item)):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    with time_limit(limit_of(item)):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[CALL_FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A temporary directory for this run and its children: another run's sockets must not look like leaks here."""
+    tmp_path_factory.getbasetemp()  # settled before the move: tests' own files stay where pytest always keeps them
+    own = tempfile.mkdtemp(prefix="rpc-")  # short: a unix socket's path has 108 bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", own)
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+    shutil.rmtree(own, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_loops() -> None:
+    """Run each kind of loop once: libuv opens a pipe for signals that lives as long as the process."""
+    for factory in loop_factories().values():
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(asyncio.sleep(0))
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(request: pytest.FixtureRequest, _own_temporary_directory: None, _warm_loops: None) -> Iterator[None]:
+    """Fail a test that passed but left descriptors, threads, children or files behind."""
+    if request.node.get_closest_marker("gpu"):
+        _start_gpu()
+    before = leaks.take_snapshot()
+    yield
+    if not request.node.stash.get(CALL_FAILED, False):
+        _report(leaks.wait_until_clean(before, allowed=_allowed(request.node)))
+
+
+@pytest.fixture(autouse=True)
+def _no_tasks_left(request: pytest.FixtureRequest, _no_leaks: None) -> None:
+    """For async tests on a loop of their own; set up before their other fixtures, so that it is finished after them."""
+    marker = request.node.get_closest_marker("asyncio")
+    own_loop = marker is None or marker.kwargs.get("loop_scope", "function") == "function"
+    if is_async_test(request.node) and own_loop:
+        request.getfixturevalue("_task_check")
+
+
+@pytest.fixture
+async def _task_check(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    before = asyncio.all_tasks()
+    yield
+    if "tasks" not in _allowed(request.node) and not request.node.stash.get(CALL_FAILED, False):
+        _report(await leaks.tasks_left(before))
+
+
+def _allowed(node: pytest.Item) -> set[str]:
+    """Kinds of leak that the test's ``allow_leaks`` markers permit; each marker has to say why."""
+    kinds: set[str] = set()
+    for marker in node.iter_markers("allow_leaks"):
+        if not marker.kwargs.get("reason"):
+            pytest.fail("allow_leaks needs a reason=", pytrace=False)
+        kinds.update(marker.args)
+    return kinds
+
+
+def _report(left: list[str]) -> None:
+    if left:
+        pytest.fail(f"left behind by this test (process {os.getpid()}):\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _start_gpu() -> None:
+    """Open the device before the snapshot: the driver keeps descriptors until the process ends."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
