@@ -110,7 +110,6 @@ class Future(torch.futures.Future[T], Generic[T]):
     _unobserved: _Unobserved | None = None
     _loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
     _executor: Executor | None = None
-    _canceller: Callable[[Future[Any]], object] | None = None
     _what: str = "a Future"
     _site: CallSite | None = None
 
@@ -163,9 +162,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         reason = f": {msg}" if msg else ""
         if not self._settle(None, RpcCancelled(f"{self.describe()} was cancelled{reason}")):
             return False
-        if self._canceller is not None:
-            self._canceller(self)
+        self._on_cancel()
         return True
+
+    def _on_cancel(self) -> None:
+        """Called once, after `cancel` settled it; a Future that stands for a call tells the callee."""
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -192,7 +193,10 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def describe(self) -> str:
         """What this Future stands for, with the place that made it where that is known."""
-        return self._what if self._site is None else f"{self._what} (made at {self._site})"
+        return self._subject() if self._site is None else f"{self._subject()} (made at {self._site})"
+
+    def _subject(self) -> str:
+        return self._what
 
     def __repr__(self) -> str:
         state = ("pending", "done", "failed")[self._state]
@@ -288,7 +292,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
         child: Future[S] = Future()
-        child._what = f"then({getattr(callback, '__qualname__', callback)!s}) of {self._what}"
+        child._what = f"then({getattr(callback, '__qualname__', callback)!s}) of {self._subject()}"
         child._loop, child._executor = self._loop, self._executor
 
         def run(parent: Future[T]) -> None:

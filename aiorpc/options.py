@@ -57,7 +57,7 @@ class RpcBackendOptions:
     switch_interval: float | None = None
     lag_warning: float = 1.0
     loss_grace: float = 5.0
-    transports: tuple[str, ...] = field(default=("inproc", "unix", "tcp"))
+    transports: tuple[str, ...] = field(default=("unix", "tcp"))
 
     def __post_init__(self) -> None:
         self.validate()
@@ -82,9 +82,9 @@ class RpcBackendOptions:
             first, last = self.port_range
             if not 0 < first <= last < 65_536:
                 raise RpcUsageError(f"port_range must be two ports, first <= last, not {self.port_range!r}")
-        unknown = set(self.transports) - {"inproc", "unix", "tcp"}
+        unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
-            raise RpcUsageError(f"transports must name some of inproc, unix, tcp; not {self.transports!r}")
+            raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")
         if not isinstance(self.init_method, str):
             raise RpcUsageError(f"init_method must be a URL, not {self.init_method!r}")
 

@@ -9,6 +9,6 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
     rank.py         one worker process: joins, then obeys its parent
     cohort.py       the worker processes of one side, started from a fork server
     stage.py        the cohorts that are up, and the loop of rounds
-    latency.py, throughput.py, scaling.py, memory.py, training.py    the measurements
+    latency.py, throughput.py, scaling.py, idle.py, memory.py, training.py    the measurements
     suite.py        their list;  report.py, picture.py, hardware.py: what comes out
 """

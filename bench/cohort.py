@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .rank import Command, Failed, RankSpec, Ready, start
+from .rank import Command, Failed, RankSpec, Ready, settle, start
 from .sides import SideName, Style
 from .stats import BenchError
 
@@ -24,6 +24,7 @@ JOIN_SECONDS = 20.0
 START_SECONDS = 60.0
 COMMAND_SECONDS = 60.0
 _PRELOAD = ["torch", "torch.distributed.rpc", "uvloop", "aiorpc", "bench.rank", "bench.clients", "bench.awaited"]
+_PRELOAD += ["gymnasium.envs.classic_control", "aiorpc.examples._rl"]  # what the batch_rl example needs
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -32,6 +33,7 @@ def fork_server() -> ForkServerContext:
     """The context all workers are started from. A fork server without threads is what makes forking safe."""
     for name in _SINGLE_THREADED:
         os.environ[name] = "1"
+    os.environ["PYTHONWARNINGS"] = "ignore:You are using a Backend"  # torch warns of itself when its RPC shuts down
     root = str(Path(__file__).resolve().parent.parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     context = multiprocessing.get_context("forkserver")
@@ -60,6 +62,7 @@ class Cohort:
     ) -> None:
         self.label = f"{side} ({style})"
         self.names = list(names)
+        self._side = side
         self.start_up = 0.0
         address = free_address()
         self._specs = [
@@ -68,20 +71,22 @@ class Cohort:
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
 
-    def __enter__(self) -> Cohort:
+    def start(self) -> Cohort:
+        """Start all workers and wait until they have joined; BenchError, with none left, when one did not."""
         context = fork_server()
         begin = time.monotonic()
         try:
             for spec in self._specs:
-                self._start(context, spec)
+                self._fork(context, spec)
             joined = [self._receive(rank, START_SECONDS) for rank in range(len(self._specs))]
             self.start_up = max(self._checked(ready).at for ready in joined) - begin
+            self.run_many(self.names, settle)
         except BaseException:
             self.kill()
             raise
         return self
 
-    def _start(self, context: ForkServerContext, spec: RankSpec) -> None:
+    def _fork(self, context: ForkServerContext, spec: RankSpec) -> None:
         ours, theirs = context.Pipe()
         process = context.Process(target=start, args=(spec, theirs), name=f"{spec.name} of {self.label}", daemon=True)
         process.start()
@@ -96,20 +101,35 @@ class Cohort:
             raise BenchError("the fork server could not import torch beforehand; start-up would measure the import")
         return ready
 
-    def run(self, name: str, function: Callable[..., Any], /, *, timeout: float = COMMAND_SECONDS, **kwargs: Any) -> Any:
+    def pause(self) -> None:
+        """Stop all workers where they are. An idle worker of torch polls with a whole core, which others would miss."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let all workers go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    def processor_seconds(self) -> float:
+        """Processor time all workers have used so far."""
+        return sum(_processor_seconds(process.pid) for process in self._processes if process.pid is not None)
+
+    def run(self, name: str, function: Callable[..., Any], /, **kwargs: Any) -> Any:
         """Run ``function(rpc, **kwargs)`` in the named worker and return its result."""
         rank = self.names.index(name)
         self._pipes[rank].send(Command(function, kwargs))
-        return self._receive(rank, timeout)
+        return self._receive(rank, COMMAND_SECONDS)
 
-    def run_many(
-        self, names: Sequence[str], function: Callable[..., Any], /, *, timeout: float = COMMAND_SECONDS, **kwargs: Any
-    ) -> list[Any]:
+    def run_many(self, names: Sequence[str], function: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
         """Run the same in several workers at once; results in the order of the names."""
         ranks = [self.names.index(name) for name in names]
         for rank in ranks:
             self._pipes[rank].send(Command(function, kwargs))
-        return [self._receive(rank, timeout) for rank in ranks]
+        return [self._receive(rank, COMMAND_SECONDS) for rank in ranks]
 
     def _receive(self, rank: int, timeout: float) -> Any:
         """The answer of one worker; BenchError when it failed, when any worker died, or after ``timeout`` seconds."""
@@ -128,7 +148,8 @@ class Cohort:
     def _who_died(self) -> str:
         for process in self._processes:
             process.join(0.1)
-        dead = [f"{each.name} (pid {each.pid}, exit {each.exitcode})" for each in self._processes if not each.is_alive()]
+        ended = [each for each in self._processes if not each.is_alive()]
+        dead = [f"{each.name} (pid {each.pid}, exit {each.exitcode})" for each in ended]
         told = [text for rank in range(len(self._pipes)) if (text := self._last_words(rank))]
         return "\n".join([f"died: {', '.join(dead) or 'a pipe closed'}", *told])
 
@@ -146,6 +167,9 @@ class Cohort:
             process.join(0.5)
         return f"{process.name} gave no answer within {timeout:g} s (its stacks are on stderr)"
 
+    def __enter__(self) -> Cohort:
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -154,7 +178,14 @@ class Cohort:
         self.kill()
 
     def close(self) -> None:
-        """Have all workers leave together; BenchError when one does not end well in time."""
+        """Have all workers leave together; BenchError when one of aiorpc's does not end well in time.
+
+        torch's are killed: its graceful shutdown races with the exit of the process that hosts the store (seen:
+        "Connection reset by peer" in TensorPipeAgent::join), and nothing is measured after it.
+        """
+        if self._side == "torch":
+            return self.kill()
+        self.resume()
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -169,10 +200,17 @@ class Cohort:
 
     def kill(self) -> None:
         """End whatever is left, at once. Idempotent."""
+        self._signal(signal.SIGSTOP)  # first, so that none reports the death of another
+        self._signal(signal.SIGKILL)
         for process in self._processes:
-            if process.is_alive():
-                process.kill()
             process.join(JOIN_SECONDS)
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+
+def _processor_seconds(pid: int) -> float:
+    """User and system time of a process, as proc(5) tells it."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

@@ -10,11 +10,18 @@ from . import awaited, clients, functions
 from .stage import SWITCH_INTERVAL, Figures, Key, Stage, column
 from .stats import Row
 
+BESIDE_SECONDS = 1.0  # a call beside a computation may take 30 ms: a shorter box would hold too few
+
 
 def _case(stage: Stage, key: Key, function: Callable[..., Any], elements: int | None = None) -> Callable[[], Figures]:
     measure = awaited.latency if key == "aiorpc awaited" else clients.latency
     return partial(
-        stage.client, key, measure, function=function, seconds=stage.plan.seconds, elements=elements  # type: ignore[arg-type]
+        stage.client,
+        key,
+        measure,
+        function=function,
+        seconds=stage.plan.seconds,
+        elements=elements,
     )
 
 
@@ -72,7 +79,10 @@ def tensor(name: str, elements: int, stage: Stage) -> list[Row]:
 def beside_compute(stage: Stage) -> list[Row]:
     """Blocking no-ops while another handler thread of the server computes in pure Python without a pause."""
     keys: tuple[Key, ...] = ("aiorpc", "torch") if stage.null else ("aiorpc", "torch", "aiorpc switch")
-    cases = {key: partial(stage.client, key, clients.beside_compute, seconds=stage.plan.seconds) for key in keys}
+    seconds = max(BESIDE_SECONDS, stage.plan.seconds)
+    cases: dict[str, Callable[[], Figures]] = {
+        key: partial(stage.client, key, clients.beside_compute, seconds=seconds) for key in keys
+    }
     results = stage.alternate(cases)
     rows = [_row("beside_compute", quantity, results, None) for quantity in ("p50", "p99")]
     if "aiorpc switch" in results:
@@ -82,8 +92,6 @@ def beside_compute(stage: Stage) -> list[Row]:
     return rows
 
 
-def _row(
-    name: str, quantity: str, results: dict[str, list[Figures]], target: float | None, note: str = ""
-) -> Row:
+def _row(name: str, quantity: str, results: dict[str, list[Figures]], target: float | None, note: str = "") -> Row:
     ours, theirs = column(results["aiorpc"], quantity), column(results["torch"], quantity)
     return Row(name, quantity, "µs", "lower", ours, theirs, target, note)

@@ -10,7 +10,6 @@ import os
 import signal
 import time
 import traceback
-import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -65,7 +64,6 @@ def start(spec: RankSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends its children
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks a worker that hangs where it is
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)  # torch's own shutdown
     try:
         if spec.style == "blocking":
             _blocking(spec, pipe)
@@ -85,8 +83,12 @@ def _fork_server_has_torch() -> bool:
 
 
 def _announce(pipe: Connection) -> None:
-    """Tell the parent, then put what start-up made out of the collector's sight (for both sides alike)."""
+    """Tell the parent when this worker had joined."""
     pipe.send(Ready(time.monotonic(), _fork_server_has_torch(), len(os.listdir("/proc/self/task"))))
+
+
+def settle(rpc: object) -> None:
+    """Put what start-up made out of the collector's sight, on both sides alike. Slow: not part of start-up."""
     gc.collect()
     gc.freeze()
 
@@ -143,4 +145,3 @@ async def _attempt_awaited(rpc: Any, command: Command) -> Any:
         return await result if isinstance(result, Awaitable) else result
     except Exception:
         return Failed(traceback.format_exc())
-

@@ -41,7 +41,7 @@ def module(side: SideName) -> RpcModule:
 
 
 def aiorpc_importable() -> bool:
-    """Whether the package under test is there with its public names (a namespace folder without them does not count)."""
+    """Whether the package under test is there with its public names (a bare folder does not count)."""
     try:
         return hasattr(importlib.import_module("aiorpc"), "rpc_sync")
     except ImportError:

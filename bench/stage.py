@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -21,23 +21,28 @@ SWITCH_INTERVAL = 0.0005
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to measure. rounds: of each pair. seconds: each side's share of a round. sizes: numbers of workers."""
+    """How much to measure. rounds: of each pair. seconds: each side's share of a round. sizes: numbers of workers.
+
+    pending_calls: how many at once. episodes, steps: of batch_rl. cohort_rounds: of what starts new workers every time.
+    """
 
     rounds: int = 5
     seconds: float = 1.0
     sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
     pending_calls: int = 10_000
     episodes: int = 8
+    steps: int = 500
+    cohort_rounds: int = 3
 
     @classmethod
     def quick(cls) -> Plan:
         """A look in under 90 seconds."""
-        return cls(rounds=3, seconds=0.25, sizes=(2, 8), pending_calls=2_000, episodes=3)
+        return cls(rounds=3, seconds=0.25, sizes=(2, 8), pending_calls=2_000, episodes=2, steps=200, cohort_rounds=1)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a pair of workers is made. null: use torch's module in aiorpc's place."""
+    """How a pair of workers is made."""
 
     side: SideName
     style: Style = "blocking"
@@ -62,6 +67,7 @@ class Stage:
         self.plan = plan
         self.null = null
         self._pairs: dict[Key, Cohort] = {}
+        self._active: Cohort | None = None
 
     def side(self, side: SideName) -> SideName:
         """The side to really use: torch in the place of aiorpc in an A/A run."""
@@ -71,28 +77,53 @@ class Stage:
         """The running pair of that kind."""
         if key not in self._pairs:
             setup = _SETUPS[key]
-            cohort = Cohort(self.side(setup.side), PAIR, setup.style, setup.options)
-            self._pairs[key] = cohort.__enter__()
-        return self._pairs[key]
+            self._pairs[key] = self.start(setup.side, PAIR, setup.style, setup.options)
+        return self.activate(self._pairs[key])
+
+    def start(
+        self, side: SideName, names: Sequence[str], style: Style = "blocking", options: dict[str, Any] | None = None
+    ) -> Cohort:
+        """Start a cohort, which the caller closes, while all others are paused. In an A/A run torch plays aiorpc."""
+        self.pause()
+        self._active = Cohort(self.side(side), names, style, options).start()
+        return self._active
+
+    def activate(self, cohort: Cohort) -> Cohort:
+        """Let this cohort run and no other."""
+        if self._active is not cohort:
+            self.pause()
+            cohort.resume()
+            self._active = cohort
+        return cohort
+
+    def pause(self) -> None:
+        """Let no cohort run."""
+        if self._active is not None:
+            self._active.pause()
+            self._active = None
 
     def client(self, key: Key, function: Callable[..., Any], /, **kwargs: Any) -> Figures:
         """Run a measurement in the client of a pair."""
         figures: Figures = self.pair(key).run("client", function, **kwargs)
         return figures
 
-    def alternate(self, cases: dict[str, Callable[[], Figures]]) -> dict[str, list[Figures]]:
-        """Every case once per round, in turn, so that what disturbs the machine disturbs all alike."""
-        results: dict[str, list[Figures]] = {label: [] for label in cases}
-        for _ in range(self.plan.rounds):
-            for label, case in cases.items():
-                results[label].append(case())
-        return results
+    def alternate(self, cases: Mapping[str, Callable[[], Figures]]) -> dict[str, list[Figures]]:
+        """Every case once per round, in turn, so that what disturbs the machine disturbs all alike.
+
+        The first round is left out: what it touches for the first time (pages, caches, threads) would count.
+        """
+        return _in_turn(cases, self.plan.rounds + 1, first=1)
+
+    def alternate_anew(self, cases: Mapping[str, Callable[[], Figures]]) -> dict[str, list[Figures]]:
+        """The same for cases that start their own workers each time: fewer rounds, and the first counts."""
+        return _in_turn(cases, self.plan.cohort_rounds, first=0)
 
     def reset(self) -> None:
         """Drop all pairs, whatever state they are in; the next measurement starts new ones."""
         for cohort in self._pairs.values():
             cohort.kill()
         self._pairs.clear()
+        self._active = None
 
     def __enter__(self) -> Stage:
         return self
@@ -104,7 +135,15 @@ class Stage:
             stack.callback(self.reset)
             if kind is None:
                 for cohort in self._pairs.values():
-                    cohort.close()
+                    self.activate(cohort).close()
+
+
+def _in_turn(cases: Mapping[str, Callable[[], Figures]], rounds: int, first: int) -> dict[str, list[Figures]]:
+    results: dict[str, list[Figures]] = {label: [] for label in cases}
+    for _ in range(rounds):
+        for label, case in cases.items():
+            results[label].append(case())
+    return {label: figures[first:] for label, figures in results.items()}
 
 
 def column(results: Sequence[Figures], quantity: str) -> tuple[float, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from . import awaited, clients, functions
-from .stage import Stage, column
+from .stage import Figures, Stage, column
 from .stats import Row
 
 WINDOW = 512
@@ -14,7 +15,7 @@ WINDOW = 512
 def in_flight(stage: Stage) -> list[Row]:
     """512 calls of a no-op always under way: from a script with futures on both sides, and by 512 coroutines."""
     share = {"seconds": stage.plan.seconds, "window": WINDOW}
-    cases = {
+    cases: dict[str, Callable[[], Figures]] = {
         key: partial(stage.client, key, clients.in_flight, function=functions.noop, **share)
         for key in ("aiorpc", "torch")
     }

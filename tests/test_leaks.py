@@ -220,12 +220,11 @@ import pytest
 kept = []
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-def test_descriptor():
+def test_descriptor_and_thread():
     kept.append(os.open("/", os.O_RDONLY))
-
-def test_thread():
     threading.Thread(target=time.sleep, args=(20,), daemon=True, name="forgotten").start()
 
+@pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_task():
     kept.append(asyncio.create_task(asyncio.sleep(20), name="forgotten"))
 
@@ -249,10 +248,10 @@ def test_checks_are_wired_into_every_test(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-c", f"{ROOT}/pyproject.toml", "--rootdir", str(tmp_path)]
     options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-rEf", str(tmp_path)]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    # test_task, test_hangs and test_clean run on both loops.
-    assert "7 passed, 2 failed, 4 errors" in _counts(done.stdout), done.stdout + done.stderr
+    # test_hangs and test_clean run on both loops; a leak is an error beside the test that passed.
+    assert "5 passed, 2 failed, 2 errors" in _counts(done.stdout), done.stdout + done.stderr
     assert "thread 'forgotten' (daemon=True)" in done.stdout
-    assert done.stdout.count("task 'forgotten'") >= 2
+    assert done.stdout.count("task 'forgotten'") >= 1
     assert "-> /\n" in done.stdout
     assert "ran for more than 0.2 s" in done.stdout
 

@@ -5,3 +5,11 @@ batch_ps: data-parallel training through a parameter server that updates in batc
 
 They need the packages of ``pip install aiorpc[examples]``.
 """
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+for _name in ("gymnasium", "matplotlib", "rich"):
+    if find_spec(_name) is None:
+        raise ModuleNotFoundError(f"the examples need {_name}: pip install 'aiorpc[examples]'", name=_name)

@@ -1,4 +1,4 @@
-"""The program of batch_rl once more, with ``async def``: the same policy, games and training loop, no thread, no lock."""
+"""The program of batch_rl once more, with ``async def``: the same training loop, without threads and locks."""
 
 from __future__ import annotations
 

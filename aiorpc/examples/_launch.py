@@ -47,7 +47,7 @@ class Place:
 
 
 class WorkerFailed(RuntimeError):
-    """A worker died or raised; the text names it first and carries the tracebacks. workers: the names, culprit first."""
+    """A worker died or raised; the text names it and has its traceback. workers: all that failed, the cause first."""
 
     def __init__(self, message: str, workers: Sequence[str]) -> None:
         super().__init__(message)
@@ -116,14 +116,19 @@ class _Worker(Generic[Settings]):
     def title(self) -> str:
         return f"{self.name} (rank {self.rank}, pid {self.process.pid})"
 
-    def stop(self) -> None:
-        """End the process in bounded time, whatever it does."""
-        if self.process.is_alive():
-            self.process.terminate()
-        self.process.join(EXIT_TIMEOUT)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(EXIT_TIMEOUT)
+
+def _stop(workers: Sequence[_Worker[Any]]) -> None:
+    """End all processes in bounded time, whatever they do."""
+    for worker in workers:
+        if worker.process.is_alive():
+            worker.process.terminate()
+    deadline = time.monotonic() + EXIT_TIMEOUT
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join(EXIT_TIMEOUT)
+        worker.pipe.close()
 
 
 def _how_it_ended(exitcode: int | None) -> str:
@@ -146,7 +151,7 @@ def _start(
     context.set_forkserver_preload(["torch", *preload])
     port = stack.enter_context(_reserved_port())
     workers: list[_Worker[Settings]] = []
-    stack.callback(lambda: [worker.stop() for worker in workers])
+    stack.callback(_stop, workers)
     with _environment(ONE_THREAD):
         for rank, name in enumerate(names):
             ours, theirs = context.Pipe(duplex=False)

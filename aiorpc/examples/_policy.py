@@ -49,7 +49,7 @@ class Learner:
         scaled = (returns - returns.mean()) / (returns.std() + torch.finfo(torch.float32).eps)
         loss = -(log_probabilities * scaled).sum() / len(returns)
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.running_reward = LATEST * reward + (1 - LATEST) * self.running_reward
 

@@ -37,7 +37,7 @@ class Settings:
     num_steps: int = 10
     batch_size: int = 20
     image_size: int = 64
-    lr: float = 0.01
+    lr: float = 0.03
     batch: bool = True
     seed: int = 543
     show: bool = True
@@ -69,8 +69,8 @@ class ServerBase:
     def __init__(self, trainers: int, settings: Settings, progress: Steps) -> None:
         torch.manual_seed(settings.seed)
         self._model = resnet(settings.model)
-        self._parameters = list(self._model.parameters())
-        self._optimizer = torch.optim.SGD(self._parameters, lr=settings.lr, momentum=MOMENTUM)
+        self.parameters = list(self._model.parameters())
+        self._optimizer = torch.optim.SGD(self.parameters, lr=settings.lr, momentum=MOMENTUM)
         self._trainers = trainers
         self._lock = threading.Lock()
         self._gradients: dict[int, list[Tensor]] = {}
@@ -95,19 +95,20 @@ class ServerBase:
                 self._gradients = {}
                 self._updated = Future()
                 # The next step waits for all trainers, and they wait for this reply: no copy is needed.
-                future.set_result([each.detach() for each in self._parameters])
+                future.set_result([each.detach() for each in self.parameters])
         return future
 
     def update_alone(self, trainer: int, gradients: list[Tensor], loss: float) -> list[Tensor]:
         """The parameters after a step with the gradients of this trainer only."""
         with self._lock:
             self._note(loss)
-            self._step([gradients])
+            # Its share of a whole step, so that as many images move the model as far as in batches.
+            self._step([[each / self._trainers for each in gradients]])
             # Copies, because another trainer's step may change the parameters while this reply is sent.
-            return [each.detach().clone() for each in self._parameters]
+            return [each.detach().clone() for each in self.parameters]
 
     def _step(self, rounds: Sequence[list[Tensor]]) -> None:
-        for parameter, *gradients in zip(self._parameters, *rounds, strict=True):
+        for parameter, *gradients in zip(self.parameters, *rounds, strict=True):
             parameter.grad = torch.stack(gradients).mean(dim=0) if len(gradients) > 1 else gradients[0]
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -124,7 +125,7 @@ class ServerBase:
         return [sum(self._losses[i : i + size]) / size for i in range(0, len(self._losses), size)]
 
     def parameter_count(self) -> int:
-        return parameter_count(self._parameters)
+        return parameter_count(self.parameters)
 
 
 def run_trainer(server: Any, trainer: int, settings: Settings) -> None:

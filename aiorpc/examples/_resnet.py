@@ -12,9 +12,15 @@ NUM_CLASSES = 30
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
     """A convolution that keeps the image's size (for stride 1), normalised over the batch."""
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False), nn.BatchNorm2d(outputs)
-    )
+    plain = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+    return nn.Sequential(plain, nn.BatchNorm2d(outputs))
+
+
+def silent_convolution(inputs: int, outputs: int, size: int) -> nn.Sequential:
+    """The last one of a branch. It begins as zero: a deep network begins as a shallow one, and learns at once."""
+    layers = convolution(inputs, outputs, size)
+    nn.init.zeros_(layers.get_submodule("1").get_parameter("weight"))
+    return layers
 
 
 class Residual(nn.Module):
@@ -32,7 +38,7 @@ class Residual(nn.Module):
 
 def basic(inputs: int, width: int, stride: int) -> Residual:
     """Two 3x3 convolutions, as in ResNet-18."""
-    branch = nn.Sequential(convolution(inputs, width, 3, stride), nn.ReLU(), convolution(width, width, 3))
+    branch = nn.Sequential(convolution(inputs, width, 3, stride), nn.ReLU(), silent_convolution(width, width, 3))
     return Residual(branch, inputs, width, stride)
 
 
@@ -43,7 +49,7 @@ def bottleneck(inputs: int, width: int, stride: int) -> Residual:
         nn.ReLU(),
         convolution(width, width, 3, stride),
         nn.ReLU(),
-        convolution(width, 4 * width, 1),
+        silent_convolution(width, 4 * width, 1),
     )
     return Residual(branch, inputs, 4 * width, stride)
 

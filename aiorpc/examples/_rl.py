@@ -32,7 +32,7 @@ class Settings:
     """What can be chosen for a run. seed: of all generators, in all processes. show: print progress."""
 
     world_size: int = 6
-    num_episode: int = 10
+    num_episode: int = 20
     num_steps: int = 500
     batch: bool = True
     seed: int = 543

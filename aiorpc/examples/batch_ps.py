@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         description="A parameter server that updates its model once for the gradients of all trainers.",
     )
     made.add_argument("--model", choices=sorted(MODELS), default=default.model)
-    made.add_argument("--world-size", type=int, default=default.world_size, help="workers: one server, the rest trainers")
+    made.add_argument("--world-size", type=int, default=default.world_size, help="one server, the rest trainers")
     made.add_argument("--num-steps", type=int, default=default.num_steps, help="steps of each trainer")
     made.add_argument("--batch-size", type=int, default=default.batch_size, help="images in a trainer's step")
     made.add_argument("--image-size", type=int, default=default.image_size, help="pixels of a side")

@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m aiorpc.examples.batch_rl",
         description="CartPole learned by one agent that chooses the actions of many observers in batches.",
     )
-    made.add_argument("--world-size", type=int, default=default.world_size, help="workers: one agent, the rest observers")
+    made.add_argument("--world-size", type=int, default=default.world_size, help="one agent, the rest observers")
     made.add_argument("--num-episode", type=int, default=default.num_episode)
     made.add_argument("--num-steps", type=int, default=default.num_steps, help="steps of an observer in an episode")
     made.add_argument("--no-batch", action="store_true", help="run the policy for each observer's step alone")

@@ -1,0 +1,93 @@
+"""aiorpc: an asyncio-native RPC runtime for PyTorch."""
+
+from __future__ import annotations
+
+from . import functions
+from .api import call, current, get_worker_info, init, peer, remote, stream
+from .errors import (
+    NotInitialized,
+    Overloaded,
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    RemoteError,
+    RendezvousError,
+    RpcCancelled,
+    RpcError,
+    RpcTimeout,
+    RpcUsageError,
+    SerializationError,
+    UnknownWorker,
+    WorkerClosed,
+    WouldBlockLoop,
+)
+from .functions import async_execution, batched
+from .futures import Future, collect_all, wait_all
+from .options import RpcBackendOptions
+from .protocol.identity import WorkerInfo
+from .runtime.current import caller, cancelled, check_cancelled, deadline
+from .runtime.group import ShutdownReport, WorkerJoined, WorkerLeft, WorkerLost
+from .runtime.references import RRef
+from .runtime.statistics import PendingCall, Statistics
+from .runtime.streams import Stream
+from .runtime.worker import PeerHandle, Worker
+from .sync import BackendType, init_rpc, rpc_async, rpc_sync, shutdown
+
+__version__ = "0.1.0"
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+
+__all__ = [
+    "BackendType",
+    "Future",
+    "NotInitialized",
+    "Overloaded",
+    "PeerClosed",
+    "PeerHandle",
+    "PeerLost",
+    "PeerRefused",
+    "PendingCall",
+    "ProtocolError",
+    "RRef",
+    "RemoteError",
+    "RendezvousError",
+    "RpcBackendOptions",
+    "RpcCancelled",
+    "RpcError",
+    "RpcTimeout",
+    "RpcUsageError",
+    "SerializationError",
+    "ShutdownReport",
+    "Statistics",
+    "Stream",
+    "TensorPipeRpcBackendOptions",
+    "UnknownWorker",
+    "Worker",
+    "WorkerClosed",
+    "WorkerInfo",
+    "WorkerJoined",
+    "WorkerLeft",
+    "WorkerLost",
+    "WouldBlockLoop",
+    "async_execution",
+    "batched",
+    "call",
+    "caller",
+    "cancelled",
+    "check_cancelled",
+    "collect_all",
+    "current",
+    "deadline",
+    "functions",
+    "get_worker_info",
+    "init",
+    "init_rpc",
+    "peer",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "stream",
+    "wait_all",
+]

@@ -1,0 +1,173 @@
+"""The inline channel: tensors as segments of the frame itself. Works everywhere; every other channel falls back to it.
+
+Tensors of one message that share a storage share one at the receiver: the span of the storage that they cover travels once.
+A tensor alone in its storage travels as its bytes; strides are kept unless they would make the span more than twice as long
+as the elements, in which case the receiver gets a contiguous copy.
+
+table: per tensor ``[segment or -1, byte offset, dtype code, shape, strides or None, flags]``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from ..errors import ProtocolError
+from ..protocol.frames import DIRECT_SIZE, Buffer
+
+REQUIRES_GRAD, PARAMETER = 1, 2
+
+# Positions are codes on the wire: append only.
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_ALIGN = 16
+
+
+class InlineChannel:
+    """See the module. Stateless; may be used from any thread."""
+
+    def put(self, tensors: Sequence[torch.Tensor], *, copy: bool = False) -> tuple[list[Any], list[Buffer]]:
+        """Describe the tensors and give their bytes. copy: take the bytes now, as the tensors may change before sending."""
+        table: list[Any] = [None] * len(tensors)
+        segments: list[Buffer] = []
+        shared: dict[int, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            shared.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+        for indices in shared.values():
+            if len(indices) == 1:
+                _put_alone(indices[0], tensors[indices[0]], table, segments, copy)
+            else:
+                _put_span(indices, tensors, table, segments, copy)
+        return table, segments
+
+    def take(self, table: list[Any], segments: Sequence[Buffer]) -> list[torch.Tensor]:
+        """Tensors over the received segments, without copying. Raises ProtocolError for a table that does not fit them."""
+        try:
+            return [_take(entry, segments) for entry in table]
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise ProtocolError(f"a tensor that does not fit its bytes: {error}") from error
+
+
+def allocate(size: int) -> memoryview:
+    """Memory for one large segment. Not zeroed: it is about to be overwritten, and touching it twice costs more."""
+    return memoryview(numpy.empty(size, dtype=numpy.uint8))
+
+
+def _flags(tensor: torch.Tensor) -> int:
+    return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0)
+
+
+def _bytes_at(owner: torch.Tensor, address: int, size: int, copy: bool) -> Buffer:
+    if copy or size < DIRECT_SIZE:
+        return ctypes.string_at(address, size)
+    array = (ctypes.c_ubyte * size).from_address(address)
+    array.owner = owner  # type: ignore[attr-defined]  # keeps the storage alive as long as the view
+    return memoryview(array).cast("B")
+
+
+def _put_alone(index: int, tensor: torch.Tensor, table: list[Any], segments: list[Buffer], copy: bool) -> None:
+    flags = _flags(tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    size = tensor.nbytes
+    if size == 0:
+        table[index] = [-1, 0, _CODES[tensor.dtype], list(tensor.shape), list(tensor.stride()), flags]
+        return
+    if not tensor.is_contiguous():
+        first, last = _span(tensor)
+        if last - first <= 2 * size:
+            _put_span([index], [tensor] * (index + 1), table, segments, copy)
+            table[index][5] = flags
+            return
+        tensor = tensor.detach().contiguous()
+    table[index] = [len(segments), 0, _CODES[tensor.dtype], list(tensor.shape), None, flags]
+    segments.append(_bytes_at(tensor, tensor.data_ptr(), size, copy))
+
+
+def _put_span(
+    indices: Sequence[int], tensors: Sequence[torch.Tensor], table: list[Any], segments: list[Buffer], copy: bool
+) -> None:
+    members = []
+    for index in indices:
+        tensor = tensors[index]
+        if tensor.nbytes == 0 or tensor.is_conj() or tensor.is_neg():
+            _put_alone(index, tensor.detach().resolve_conj().resolve_neg(), table, segments, copy)
+            table[index][5] = _flags(tensor)
+        else:
+            members.append(index)
+    if not members:
+        return
+    spans = [_span(tensors[index]) for index in members]
+    first = min(span[0] for span in spans) // _ALIGN * _ALIGN
+    last = max(span[1] for span in spans)
+    owner = tensors[members[0]]
+    for index, span in zip(members, spans, strict=True):
+        tensor = tensors[index]
+        strides = list(tensor.stride())
+        table[index] = [
+            len(segments),
+            span[0] - first,
+            _CODES[tensor.dtype],
+            list(tensor.shape),
+            strides,
+            _flags(tensor),
+        ]
+    segments.append(_bytes_at(owner, owner.untyped_storage().data_ptr() + first, last - first, copy))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one past the last byte of the storage that a non-empty tensor covers."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return first * tensor.itemsize, last * tensor.itemsize
+
+
+def _take(entry: list[Any], segments: Sequence[Buffer]) -> torch.Tensor:
+    segment, offset, code, shape, strides, flags = entry
+    dtype = DTYPES[code]
+    if segment < 0:
+        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+    elif strides is None:
+        tensor = torch.frombuffer(segments[segment], dtype=dtype)
+        if len(shape) != 1:
+            tensor = tensor.view(shape)
+    else:
+        tensor = _view(segments[segment], offset, dtype, shape, strides)
+    if flags:
+        if flags & PARAMETER:
+            return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
+        if flags & REQUIRES_GRAD:
+            tensor.requires_grad_()
+    return tensor
+
+
+def _view(buffer: Any, offset: int, dtype: torch.dtype, shape: list[int], strides: list[int]) -> torch.Tensor:
+    """A view of a buffer that other tensors of the message may share."""
+    storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape, strides)

@@ -1,0 +1,281 @@
+"""Values to and from the wire.
+
+A message carries a list of values (the arguments of a call, the one result of a reply). On the wire it becomes fields:
+
+    values      msgpack list; scalars, str and bytes stand there themselves, everything else leaves a None behind
+    tensors_at  positions in `values` that are dense tensors, in the order of the tensor list
+    opaque_at   positions in `values` that were pickled
+    pickled     one pickle (protocol 5) of the tuple of those, so that what they share stays shared
+    buffers     how many segments of the frame are out-of-band buffers of that pickle; they come last
+    table       the channel's description of the tensors (None: there are none)
+    references  wire forms of the remote references inside; a message that cannot be unpickled still has to take them
+
+Trailing fields that would be empty are left out. Tensors always leave the body: also those inside pickled objects, where
+``(load_tensor, index)`` stands for them. A container is pickled rather than written as msgpack because msgpack would turn
+tuples into lists and bytearrays into bytes, and would forget which objects were the same.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import cloudpickle
+import msgpack
+import torch
+
+from ..errors import ProtocolError, SerializationError
+from .frames import Buffer
+
+# Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
+PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+MAIN_NAMES = ("__main__", "__mp_main__")
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+
+
+class Outgoing:
+    """What is collected while one message is encoded.
+
+    target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so that
+    what it defines can go by name. on_unsent: what to undo if the frame never leaves.
+    """
+
+    __slots__ = ("buffers", "on_unsent", "references", "same_main", "target", "tensors")
+
+    def __init__(self, target: Any = None, *, same_main: bool = False) -> None:
+        self.target = target
+        self.same_main = same_main
+        self.tensors: list[Tensor] = []
+        self.buffers: list[Buffer] = []
+        self.references: list[Any] = []
+        self.on_unsent: list[Callable[[], None]] = []
+
+    def unsend(self) -> None:
+        """Undo what encoding did elsewhere: the frame will not be sent."""
+        for undo in self.on_unsent:
+            undo()
+        self.on_unsent.clear()
+
+
+class Incoming(NamedTuple):
+    """What the pickle of a message being decoded can refer to."""
+
+    tensors: Sequence[Tensor]
+    references: Sequence[Any]
+
+
+# Objects with a meaning of their own on the wire (RRef) ask these while they are pickled and unpickled.
+outgoing: ContextVar[Outgoing | None] = ContextVar("aiorpc_outgoing", default=None)
+incoming: ContextVar[Incoming | None] = ContextVar("aiorpc_incoming", default=None)
+
+
+# Making a packer costs as much as packing a call. A packer is used by one thread at a time: taken out, used, put back.
+_packers: deque[msgpack.Packer] = deque(maxlen=32)
+
+
+def pack(fields: Sequence[object]) -> bytes:
+    """A message body from fields that are plain values or lists of them."""
+    try:
+        packer = _packers.pop()
+    except IndexError:
+        packer = msgpack.Packer(autoreset=True)
+    body: bytes = packer.pack(fields)
+    _packers.append(packer)
+    return body
+
+
+def unpack(body: Buffer) -> list[Any]:
+    """The fields of a message body. Raises ProtocolError."""
+    try:
+        fields = msgpack.unpackb(body, strict_map_key=False)
+    except Exception as error:
+        raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
+    if type(fields) is not list:
+        raise ProtocolError("a message body that is no list")
+    return fields
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is described by dtype, shape and strides over bytes on a CPU; others are pickled by torch."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and type(tensor) in (Tensor, Parameter)
+    )
+
+
+def encode_values(values: list[Any], out: Outgoing, describe: Callable[[int], str]) -> list[Any]:
+    """The fields `values .. pickled` for a message; tensors and buffers are left in `out`.
+
+    describe: names the value at a position in errors. Raises SerializationError.
+    """
+    tensors_at: list[int] = []
+    opaque_at: list[int] = []
+    plain = values
+    for position, value in enumerate(values):
+        kind = type(value)
+        if kind in PLAIN and (kind is not int or -(1 << 63) <= value < 1 << 64) and (kind is not str or _is_text(value)):
+            continue
+        if plain is values:
+            plain = list(values)
+        plain[position] = None
+        if kind is Tensor and is_dense(value):
+            tensors_at.append(position)
+            out.tensors.append(value)
+        else:
+            opaque_at.append(position)
+    if opaque_at:
+        pickled = _pickle_all(values, opaque_at, out, describe)
+        return [plain, tensors_at, opaque_at, pickled, len(out.buffers)]
+    return [plain, tensors_at] if tensors_at else [plain]
+
+
+def decode_values(fields: list[Any], message: Incoming, buffers: Sequence[Buffer]) -> list[Any]:
+    """The values of a message. Raises whatever unpickling raises, and ProtocolError for a message that is none."""
+    values: list[Any] = fields[0]
+    if len(fields) == 1:
+        return values
+    for position, tensor in zip(fields[1], message.tensors, strict=False):
+        values[position] = tensor
+    if len(fields) > 2 and fields[2]:
+        opaque = loads(fields[3], message, buffers)
+        for position, value in zip(fields[2], opaque, strict=True):
+            values[position] = value
+    return values
+
+
+def _is_text(text: str) -> bool:
+    # Lone surrogates are valid in str and not in UTF-8. isascii is O(1) and true for nearly all.
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _pickle_all(values: list[Any], positions: list[int], out: Outgoing, describe: Callable[[int], str]) -> bytes:
+    token = outgoing.set(out)
+    tensors, buffers = len(out.tensors), len(out.buffers)
+    try:
+        return dumps(tuple(values[position] for position in positions), out)
+    except Exception as error:
+        # Which one was it? Pickle them one by one; what they leave behind is thrown away with the message.
+        for position in positions:
+            del out.tensors[tensors:], out.buffers[buffers:]
+            try:
+                dumps(values[position], out)
+            except Exception as cause:
+                kind = type(values[position]).__qualname__
+                raise SerializationError(f"{describe(position)} (a {kind}) cannot be serialised: {cause}") from cause
+        raise SerializationError(f"the arguments cannot be serialised together: {error}") from error
+    finally:
+        outgoing.reset(token)
+
+
+def dumps(value: object, out: Outgoing) -> bytes:
+    """Pickle one object for the wire; its dense tensors go to `out`."""
+    file = io.BytesIO()
+    _Pickler(file, out).dump(value)
+    return file.getvalue()
+
+
+def loads(data: bytes, message: Incoming, buffers: Sequence[Buffer] = ()) -> Any:
+    """Unpickle one object from the wire. Raises whatever unpickling raises."""
+    token = incoming.set(message)
+    try:
+        return _Unpickler(io.BytesIO(data), buffers=buffers).load()
+    finally:
+        incoming.reset(token)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Takes tensors out of band; sends what the main module defines by name when both sides run the same one."""
+
+    def __init__(self, file: io.BytesIO, out: Outgoing) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._take_buffer)
+        self._out = out
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        try:
+            raw = buffer.raw()
+        except BufferError:
+            return True  # not contiguous: pickle copies it into the stream
+        self._out.buffers.append(raw)
+        return False
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if is_dense(value):
+                self._out.tensors.append(value)
+                return load_tensor, (len(self._out.tensors) - 1,)
+            _refuse_device(value)
+            return NotImplemented
+        if isinstance(value, (type, FunctionType)) and value.__module__ in MAIN_NAMES and self._out.same_main:
+            found = find_main(value.__qualname__)
+            if found is value:
+                return load_main, (value.__qualname__,)
+        return super().reducer_override(value)
+
+
+def _refuse_device(tensor: Tensor) -> None:
+    if tensor.device.type not in ("cpu", "meta"):
+        raise SerializationError(
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} has no way to the other worker; "
+            "send tensor.cpu()"
+        )
+
+
+def load_tensor(index: int) -> Tensor:
+    """Used in pickles: the tensor that left the pickle as number `index`."""
+    message = incoming.get()
+    if message is None:
+        raise ProtocolError("a tensor reference outside of a message")
+    return message.tensors[index]
+
+
+def load_reference(index: int) -> Any:
+    """Used in pickles: remote reference number `index` of the message."""
+    message = incoming.get()
+    if message is None:
+        raise ProtocolError("a remote reference outside of a message")
+    return message.references[index]
+
+
+def load_main(qualname: str) -> Any:
+    """Used in pickles: what the main module calls `qualname`."""
+    found = find_main(qualname)
+    if found is None:
+        raise AttributeError(f"the main module here defines no {qualname!r}")
+    return found
+
+
+def find_main(qualname: str) -> Any:
+    """What the main module defines under that name, or None. Spawned children call theirs ``__mp_main__``."""
+    for name in MAIN_NAMES:
+        found: Any = sys.modules.get(name)
+        for part in qualname.split("."):
+            found = getattr(found, part, None)
+        if found is not None:
+            return found
+    return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the main module under either of its names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in MAIN_NAMES:
+            return load_main(name)
+        return super().find_class(module, name)

@@ -1,0 +1,251 @@
+"""Frames: what travels on a connection, and the decoder that finds them in a stream of bytes.
+
+Layout, little-endian:
+
+    head      u64 call id, u32 body length, u32 number of segments, u8 kind, u8 magic
+    table     one u64 length for each segment
+    body      msgpack
+    segments  raw bytes of tensors and other large buffers, in order
+
+Invariants
+1. Every length is compared with its limit before any memory is taken for it.
+2. A frame is handed out whole, with buffers of its own: the decoder keeps no reference to them and never reuses them.
+3. After an error the decoder is spent; its position in the stream is unknown.
+4. `get_buffer` never returns an empty view.
+5. Call ids name calls of the side that opened the connection; both sides use that number. An id is never reused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from ..errors import ProtocolError
+
+Buffer = bytes | bytearray | memoryview
+
+HEAD = struct.Struct("<QIIBB")
+MAGIC = 0xA1
+# A receive buffer of this size takes a burst of small frames in one system call.
+READ_SIZE = 256 * 1024
+# Segments at least this long are received straight into memory of their own; below it one more copy is cheaper.
+DIRECT_SIZE = 32 * 1024
+MAX_SEGMENTS = 1 << 20
+
+
+class Kind(IntEnum):
+    """What a frame means. Direction: > from the side that opened the connection, < from the other, = both."""
+
+    HELLO = 1  # = who I am, and a nonce (handshake.py)
+    PROOF = 2  # > proof of the shared secret
+    REFUSED = 3  # < why this connection is not wanted
+    CALL = 4  # > run a function
+    REPLY = 5  # < its result
+    ERROR = 6  # < the exception that it raised
+    CANCEL = 7  # > stop working on it
+    ITEM = 8  # < one item of a stream
+    CREDIT = 9  # > so many more items may come
+    REFERENCE = 10  # > a message of reference counting (references.py)
+    GOODBYE = 11  # = I leave in good order
+    WELCOME = 12  # < the proof was good; calls may come
+
+
+class Frame(NamedTuple):
+    """One frame. body: msgpack bytes. segments: writable buffers, owned by whoever holds the frame."""
+
+    kind: int
+    call_id: int
+    body: bytes
+    segments: Sequence[bytearray | memoryview] = ()
+
+    def __str__(self) -> str:
+        name = Kind(self.kind).name if self.kind in Kind._value2member_map_ else str(self.kind)
+        head = bytes(self.body[:24])
+        return f"<{name} {self.call_id}: {len(self.body)} bytes {head!r}, {len(self.segments)} segments>"
+
+
+def encode_frame(kind: int, call_id: int, body: bytes, segments: Sequence[Buffer] = ()) -> list[Buffer]:
+    """The buffers to write, in order, for one frame. Segments are borrowed until they are written."""
+    if not segments:
+        return [HEAD.pack(call_id, len(body), 0, kind, MAGIC) + body]
+    table = struct.pack(f"<{len(segments)}Q", *map(len, segments))
+    head = HEAD.pack(call_id, len(body), len(segments), kind, MAGIC) + table + body
+    if sum(map(len, segments)) < DIRECT_SIZE:
+        return [b"".join((head, *segments))]
+    return [head, *(segment for segment in segments if len(segment))]
+
+
+def _new_bytes(size: int) -> bytearray:
+    return bytearray(size)
+
+
+class FrameDecoder:
+    """Turns a stream of bytes into frames. Feed it with `get_buffer` and `received`.
+
+    max_body, max_segment: limits in bytes. allow_segments: False until the peer has proved who it is.
+    allocate: makes the writable buffer for one large segment of so many bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_body: int,
+        max_segment: int = 0,
+        allocate: Callable[[int], bytearray | memoryview] = _new_bytes,
+    ) -> None:
+        self.max_body = max_body
+        self.max_segment = max_segment
+        self.allocate = allocate
+        self._buffer = bytearray(READ_SIZE)
+        self._start = 0  # of the bytes not yet parsed
+        self._end = 0
+        self._large: _LargeFrame | None = None
+
+    def get_buffer(self) -> memoryview:
+        """Where the next bytes of the stream belong; as long as may usefully be read at once."""
+        if self._large is not None:
+            return self._large.remaining()
+        return memoryview(self._buffer)[self._end :]
+
+    def received(self, count: int) -> list[Frame]:
+        """`count` bytes were put into the last buffer; returns the frames that this completed.
+
+        Raises ProtocolError when the stream is not ours or asks for more than the limits.
+        """
+        frames: list[Frame] = []
+        if self._large is not None:
+            if self._large.filled(count):
+                frames.append(self._large.frame())
+                self._large = None
+        else:
+            self._end += count
+            self._parse(frames)
+        return frames
+
+    def _parse(self, frames: list[Frame]) -> None:
+        buffer, start, end = self._buffer, self._start, self._end
+        size = HEAD.size
+        need = size
+        while end - start >= size:
+            call_id, body_length, count, kind, magic = HEAD.unpack_from(buffer, start)
+            if magic != MAGIC or body_length > self.max_body or count:
+                self._check(magic, body_length, count)
+            if count:
+                self._start = start
+                need = self._parse_segments(frames)
+                start = self._start
+                if need or self._large is not None:
+                    break
+                need = size
+                continue
+            need = size + body_length
+            if end - start < need:
+                break
+            frames.append(Frame(kind, call_id, bytes(buffer[start + size : start + need])))
+            start += need
+            need = size
+        self._start = start
+        self._make_room(need)
+
+    def _check(self, magic: int, body_length: int, count: int) -> None:
+        if magic != MAGIC:
+            raise ProtocolError("not an aiorpc stream: a frame does not begin as frames do")
+        if body_length > self.max_body:
+            raise ProtocolError(f"a frame announces a body of {body_length} bytes; the limit is {self.max_body}")
+        if count and not self.max_segment:
+            raise ProtocolError("a frame announces tensors before the handshake is done")
+        if count > MAX_SEGMENTS:
+            raise ProtocolError(f"a frame announces {count} segments; the limit is {MAX_SEGMENTS}")
+
+    def _parse_segments(self, frames: list[Frame]) -> int:
+        """Parse a frame with segments at the start of the buffer.
+
+        Returns 0 when it was taken, whole or as the large frame under way; else how many bytes must be there first.
+        """
+        start, end = self._start, self._end
+        call_id, body_length, count, kind, _ = HEAD.unpack_from(self._buffer, start)
+        prefix = HEAD.size + 8 * count + body_length
+        if end - start < prefix:
+            return prefix
+        lengths = struct.unpack_from(f"<{count}Q", self._buffer, start + HEAD.size)
+        longest = max(lengths)
+        if longest > self.max_segment:
+            raise ProtocolError(f"a frame announces a tensor of {longest} bytes; the limit is {self.max_segment}")
+        at = start + prefix
+        body = bytes(self._buffer[at - body_length : at])
+        if end - at >= sum(lengths) and longest < DIRECT_SIZE:
+            segments: list[bytearray | memoryview] = []
+            for length in lengths:
+                segments.append(self._buffer[at : at + length])
+                at += length
+            frames.append(Frame(kind, call_id, body, segments))
+            self._start = at
+            return 0
+        large = _LargeFrame(kind, call_id, body, [self.allocate(length) for length in lengths])
+        self._start = at + large.take(memoryview(self._buffer)[at:end])
+        if large.complete:
+            frames.append(large.frame())
+        else:
+            self._large = large
+        return 0
+
+    def _make_room(self, need: int) -> None:
+        """Move the unparsed rest to the front, and grow when one frame needs more than there is."""
+        if self._large is not None:
+            self._start = self._end = 0
+            return
+        rest = self._end - self._start
+        if rest == 0:
+            self._start = self._end = 0
+            if len(self._buffer) > 4 * READ_SIZE:
+                self._buffer = bytearray(READ_SIZE)
+            return
+        if self._start + need > len(self._buffer) or self._end == len(self._buffer):
+            data = self._buffer[self._start : self._end]
+            if need > len(self._buffer):
+                self._buffer = bytearray(need)
+            self._buffer[:rest] = data
+            self._start, self._end = 0, rest
+
+
+class _LargeFrame:
+    """A frame whose segments are received straight into their own memory."""
+
+    def __init__(self, kind: int, call_id: int, body: bytes, segments: list[bytearray | memoryview]) -> None:
+        self.kind = kind
+        self.call_id = call_id
+        self.body = body
+        self.segments = segments
+        self._views = [memoryview(segment) for segment in segments if len(segment)]
+        self._views.reverse()
+
+    @property
+    def complete(self) -> bool:
+        return not self._views
+
+    def remaining(self) -> memoryview:
+        return self._views[-1]
+
+    def filled(self, count: int) -> bool:
+        view = self._views[-1]
+        if count == len(view):
+            self._views.pop()
+        else:
+            self._views[-1] = view[count:]
+        return not self._views
+
+    def take(self, data: memoryview) -> int:
+        """Copy what has arrived already; returns how much of it was ours."""
+        taken = 0
+        while self._views and taken < len(data):
+            view = self._views[-1]
+            count = min(len(view), len(data) - taken)
+            view[:count] = data[taken : taken + count]
+            taken += count
+            self.filled(count)
+        return taken
+
+    def frame(self) -> Frame:
+        return Frame(self.kind, self.call_id, self.body, self.segments)

@@ -1,0 +1,166 @@
+"""Who is on the other end: versions, identities and a mutual proof of the shared secret.
+
+    opener                                   acceptor
+    HELLO version, record, nonce    -->
+                                    <--      HELLO version, record, nonce, proof("acceptor")
+    PROOF proof("opener")           -->      ready
+    ready                           <--      WELCOME
+
+The acceptor proves itself first, so that the opener never sends a call to somebody who does not know the secret. A proof is
+HMAC-SHA256 over the role and both HELLOs; the role label keeps one side's proof from being played back as the other's.
+Bodies are msgpack of plain values; nothing is unpickled before both proofs were checked.
+
+The opener sends nothing before the WELCOME, so that the acceptor's strict limits hold for every byte before the proof.
+
+States of the opener: START -> SENT -> PROVED -> READY; of the acceptor: START -> CHALLENGED -> READY. Anything else: FAILED.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from enum import Enum
+
+import msgpack
+
+from ..errors import PeerRefused, ProtocolError
+from .frames import Buffer, Frame, Kind, encode_frame
+from .identity import WorkerRecord
+
+VERSION = 1
+NONCE_SIZE = 32
+# Longest body taken from somebody who has not proved anything yet, in bytes.
+MAX_BODY = 16 * 1024
+
+
+class State(Enum):
+    """Where a handshake stands."""
+
+    START = "start"
+    SENT = "sent"
+    PROVED = "proved"
+    CHALLENGED = "challenged"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class Handshake:
+    """One side of the exchange. `start` (opener only) and `feed` return what to write; `peer` is set once READY.
+
+    expect: (name, incarnation) that the opener wants to reach; None takes whoever proves the secret.
+    accept: asked by the acceptor about the opener's record; returns a reason to refuse it, or None.
+    """
+
+    def __init__(
+        self,
+        record: WorkerRecord,
+        secret: bytes,
+        *,
+        opener: bool,
+        expect: tuple[str, str] | None = None,
+        accept: Callable[[WorkerRecord], str | None] | None = None,
+    ) -> None:
+        self.record = record
+        self.state = State.START
+        self.peer: WorkerRecord | None = None
+        self._candidate: WorkerRecord | None = None
+        self._secret = secret
+        self._opener = opener
+        self._expect = expect
+        self._accept = accept
+        self._nonce = secrets.token_bytes(NONCE_SIZE)
+        self._mine = b""
+        self._theirs = b""
+
+    def start(self) -> list[Buffer]:
+        """The opener's HELLO."""
+        self._mine = self._hello()
+        self.state = State.SENT
+        return encode_frame(Kind.HELLO, 0, msgpack.packb([self._mine, b""]))
+
+    def feed(self, frame: Frame) -> list[Buffer]:
+        """Take the peer's next frame. Raises PeerRefused or ProtocolError, with `refusal` as the frame to send first."""
+        try:
+            return self._feed(frame)
+        except (PeerRefused, ProtocolError):
+            self.state = State.FAILED
+            raise
+
+    def _feed(self, frame: Frame) -> list[Buffer]:
+        if frame.kind == Kind.REFUSED:
+            raise PeerRefused(f"the other side refused the connection: {frame.body[:500].decode('utf-8', 'replace')}")
+        if self.state is State.START and not self._opener and frame.kind == Kind.HELLO:
+            self._theirs, _ = self._read_hello(frame)
+            self._candidate = self._check_record()
+            self._mine = self._hello()
+            self.state = State.CHALLENGED
+            return encode_frame(Kind.HELLO, 0, msgpack.packb([self._mine, self._proof("acceptor")]))
+        if self.state is State.SENT and frame.kind == Kind.HELLO:
+            self._theirs, proof = self._read_hello(frame)
+            self._candidate = self._check_record()
+            self._check_proof("acceptor", proof)
+            self.state = State.PROVED
+            return encode_frame(Kind.PROOF, 0, self._proof("opener"))
+        if self.state is State.PROVED and frame.kind == Kind.WELCOME and self._candidate is not None:
+            self._ready(self._candidate)
+            return []
+        if self.state is State.CHALLENGED and frame.kind == Kind.PROOF and self._candidate is not None:
+            self._check_proof("opener", frame.body)
+            self._ready(self._candidate)
+            return encode_frame(Kind.WELCOME, 0, b"")
+        raise ProtocolError(f"{frame} does not belong in a handshake that is {self.state.value}")
+
+    def _ready(self, peer: WorkerRecord) -> None:
+        self.peer = peer
+        self.state = State.READY
+
+    def _hello(self) -> bytes:
+        hello: bytes = msgpack.packb([VERSION, self.record.to_wire(), self._nonce])
+        return hello
+
+    def _read_hello(self, frame: Frame) -> tuple[bytes, bytes]:
+        hello = _unpack(frame.body)
+        if not isinstance(hello, list) or len(hello) != 2 or not all(isinstance(part, bytes) for part in hello):
+            raise ProtocolError("a HELLO that is none")
+        return hello[0], hello[1]
+
+    def _check_record(self) -> WorkerRecord:
+        hello = _unpack(self._theirs)
+        if not isinstance(hello, list) or len(hello) != 3:
+            raise ProtocolError("a HELLO that is none")
+        version, record, nonce = hello
+        if version != VERSION:
+            raise PeerRefused(f"it speaks version {version!r} of the protocol, we speak {VERSION}; use one aiorpc everywhere")
+        if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
+            raise ProtocolError("a HELLO without a nonce")
+        peer = WorkerRecord.from_wire(record)
+        if self._expect is not None and (peer.name, peer.incarnation) != self._expect:
+            raise PeerRefused(f"worker {peer.name!r} answers where {self._expect[0]!r} should be; it may have been restarted")
+        reason = self._accept(peer) if self._accept is not None else None
+        if reason is not None:
+            raise PeerRefused(reason)
+        return peer
+
+    def _proof(self, role: str) -> bytes:
+        hellos = (self._mine, self._theirs) if self._opener else (self._theirs, self._mine)
+        message = b"\0".join((b"aiorpc", role.encode(), *(hashlib.sha256(hello).digest() for hello in hellos)))
+        return hmac.digest(self._secret, message, "sha256")
+
+    def _check_proof(self, role: str, proof: bytes) -> None:
+        if not hmac.compare_digest(self._proof(role), proof):
+            raise PeerRefused("the shared secret does not match (AIORPC_SECRET, or another group of workers)")
+
+
+def refusal(reason: str) -> list[Buffer]:
+    """The frame that tells the other side why its connection is closed."""
+    return encode_frame(Kind.REFUSED, 0, reason.encode()[:500])
+
+
+def _unpack(data: bytes) -> object:
+    try:
+        unpacked: object = msgpack.unpackb(data, max_array_len=64, max_map_len=0)
+    except Exception as error:
+        raise ProtocolError(f"a HELLO that is no msgpack: {error}") from None
+    return unpacked

@@ -1,0 +1,106 @@
+"""Who a worker is: its public name and number, and the full record that peers exchange. Pure data, no I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+from ..errors import ProtocolError, RpcUsageError
+
+NAME_LIMIT = 128
+_NAME = re.compile(r"[A-Za-z0-9\-_:]*")
+_TEXT_LIMIT = 4096
+_ID_LIMIT = 1 << 31
+_NUMBER_LIMITS = {"id": (0, _ID_LIMIT), "pid": (1, 1 << 32), "tcp_port": (0, 1 << 16)}
+
+
+def check_name(name: object) -> str:
+    """Return `name` if it can name a worker; RpcUsageError says what is wrong with it otherwise."""
+    if not isinstance(name, str):
+        raise RpcUsageError(f"Worker name must be a string, but got {name!r}")
+    if not name:
+        raise RpcUsageError("Worker name must be non-empty.")
+    if len(name) >= NAME_LIMIT:
+        raise RpcUsageError(f"Worker name must be shorter than {NAME_LIMIT} characters, but got {len(name)}.")
+    if not _NAME.fullmatch(name):
+        raise RpcUsageError(f"Worker name must match ^[A-Za-z0-9-_:]*$, but got {name!r}")
+    return name
+
+
+@dataclass(frozen=True, order=True, repr=False)
+class WorkerInfo:
+    """Name and id (rank) of a worker; usable wherever a worker is named. Hashable, comparable, picklable."""
+
+    name: str
+    id: int
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """All that others need to know to reach a worker and to tell whether it still lives.
+
+    name, id: as in WorkerInfo. incarnation: random hex, new for every init. host: identity of the host and its
+    namespaces (equal on both sides: unix sockets and pidfd work). hostname, pid: for people. main: identity of the
+    main module. unix_path: path of its unix socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if
+    nowhere.
+    """
+
+    name: str
+    id: int
+    incarnation: str
+    host: str
+    hostname: str
+    pid: int
+    main: str
+    unix_path: str
+    tcp_host: str
+    tcp_port: int
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The public part."""
+        return WorkerInfo(self.name, self.id)
+
+    def describe(self) -> str:
+        """One phrase for error messages: name, rank, pid and host name."""
+        return f"{self.name} (rank {self.id}, pid {self.pid} on {self.hostname})"
+
+    def to_wire(self) -> list[str | int]:
+        """A flat list of strings and integers, in the order of the fields."""
+        return list(astuple(self))
+
+    @classmethod
+    def from_wire(cls, value: object) -> WorkerRecord:
+        """The record that `to_wire` made; ProtocolError names the first part that is malformed."""
+        declared = fields(cls)
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != len(declared):
+            raise ProtocolError(f"a worker record is a list of {len(declared)} items, not {_short(value)}")
+        items: list[Any] = [_checked(f.name, str(f.type), item) for f, item in zip(declared, value, strict=True)]
+        record = cls(*items)
+        try:
+            check_name(record.name)
+        except RpcUsageError as error:
+            raise ProtocolError(f"worker record: {error}") from None
+        return record
+
+
+def _checked(name: str, kind: str, value: object) -> str | int:
+    if kind == "str":
+        if isinstance(value, str) and len(value) <= _TEXT_LIMIT:
+            return value
+        raise ProtocolError(f"worker record: {name} must be a string of at most {_TEXT_LIMIT}, not {_short(value)}")
+    low, high = _NUMBER_LIMITS[name]
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value < high:
+        return value
+    raise ProtocolError(f"worker record: {name} must be an integer from {low} to {high - 1}, not {_short(value)}")
+
+
+def _short(value: object) -> str:
+    # A peer's value goes into the message only as far as it can hurt nobody's log.
+    text = repr(value)[:80] if isinstance(value, (str, bytes, int, float, bool, type(None))) else ""
+    return f"{type(value).__name__} {text}".strip()

@@ -1,0 +1,687 @@
+"""Who still holds which remote reference: the counting of RRefs, without I/O.
+
+A value lives at its owner. Every holder has a *fork* of the reference, named by an id, and the owner keeps the set of
+forks it counts; it frees the value when that set is empty. A fork that is passed on stays counted (*pinned*) until the
+receiver's own fork is counted. `docs/references.md` numbers the guarantees and has the tables of messages and states.
+
+One `ReferenceTable` per worker. Its methods take events and return what is to be done, in order; they never block, and
+must be called by one thread at a time. What a worker says to itself (a reference to its own value) is handled inside
+the call that causes it, in the order of a connection.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..errors import ProtocolError, RpcUsageError
+
+Message = tuple[object, ...]
+Wire = tuple[int, int, int, int, int]
+
+
+class ReferenceId(NamedTuple):
+    """A reference or a fork of one: the worker that named it, and that worker's running number."""
+
+    worker: int
+    number: int
+
+
+class Tag(enum.IntEnum):
+    """First item of every message between tables. What follows is in `FIELDS`."""
+
+    ADD = 1
+    ADDED = 2
+    GONE = 3
+    CHILD_OK = 4
+    DEL = 5
+    ASK = 6
+    NEVER = 7
+    ABANDON = 8
+
+
+FIELDS: dict[Tag, tuple[type, ...]] = {
+    Tag.ADD: (ReferenceId, ReferenceId),  # rref, fork
+    Tag.ADDED: (ReferenceId, ReferenceId),  # rref, fork
+    Tag.GONE: (ReferenceId, ReferenceId, str),  # rref, fork, reason
+    Tag.CHILD_OK: (ReferenceId,),  # child
+    Tag.DEL: (ReferenceId, ReferenceId),  # rref, fork
+    Tag.ASK: (ReferenceId,),  # rref
+    Tag.NEVER: (ReferenceId,),  # rref
+    Tag.ABANDON: (ReferenceId, ReferenceId, bool, str),  # rref, fork, CREATE may still arrive, reason
+}
+
+FREED = "the owner has freed the value: a worker that passed the reference on was lost before the receiver was counted"
+REFUSED = "the value will not be created"
+UNSENT = "the call that was to create the value was never sent"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `message`, a flat tuple of ints, bools and strings, to worker `to`, behind what it was sent before."""
+
+    to: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """No holder is left, or the value will never come: drop it, also if it comes later; who waits for it here fails.
+
+    May be said again for the same reference: when somebody registered after the value was freed, and was refused.
+    """
+
+    rref: ReferenceId
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The owner counts this fork. Said at most once, and not after `drop`."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """This fork can never be used: pending and later uses fail with `reason`. Said at most once, not after `drop`."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+    reason: str
+
+
+Output = Send | Free | Confirmed | Broken
+Outputs = list[Output]
+
+
+class Role(enum.StrEnum):
+    """What a line of `ReferenceTable.live` is about."""
+
+    OWNER = "owner"  # a handle here to a value here
+    USER = "user"  # a handle here to a value elsewhere
+    FORK = "fork"  # a handle elsewhere to a value here
+    WAITING = "waiting"  # a handle elsewhere to a value whose creation has not arrived here
+    TOMBSTONE = "tombstone"  # a value that will never exist here; its creator's last word is awaited
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One live reference as this worker knows it. `fork` is None, and `holder` the creator, for a tombstone.
+
+    holder: worker id of who has the handle. pins: forks passed on that are not counted yet. dropped: the handle here
+    has died, and the fork waits for its confirmation or its pins.
+    """
+
+    rref: ReferenceId
+    owner: int
+    fork: ReferenceId | None
+    role: Role
+    holder: int
+    confirmed: bool
+    pins: int = 0
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sizes of a table; all 0 when nothing is referred to.
+
+    owned: values that exist here. users: handles here to values elsewhere. pending: handles here not confirmed yet.
+    forks: handles the owner side counts, those here included. pins: forks passed on that are not counted yet.
+    placeholders: values whose creation is awaited. tombstones: values that will never exist.
+    """
+
+    owned: int
+    users: int
+    pending: int
+    forks: int
+    pins: int
+    placeholders: int
+    tombstones: int
+
+
+class _State(enum.Enum):
+    """Of a fork, at its holder."""
+
+    PENDING = enum.auto()
+    CONFIRMED = enum.auto()
+    BROKEN = enum.auto()
+
+
+class _Value(enum.Enum):
+    """Of a value, at its owner."""
+
+    AWAITED = enum.auto()
+    CREATED = enum.auto()
+    NEVER = enum.auto()
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A fork held here. counted: the owner knows it, so its end is told with DEL. parent: who awaits our CHILD_OK."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+    owner: int
+    state: _State
+    counted: bool
+    creator: bool = False
+    parent: int | None = None
+    dropped: bool = False
+    reason: str = ""
+    pins: dict[ReferenceId, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Owned:
+    """A value owned here. waiting: ADDs that came before CREATE. coming: NEVER was decided, yet CREATE may arrive."""
+
+    rref: ReferenceId
+    value: _Value
+    forks: dict[ReferenceId, int] = field(default_factory=dict)
+    waiting: dict[ReferenceId, int] = field(default_factory=dict)
+    coming: bool = False
+    reason: str = ""
+
+
+def _shortened(item: object) -> str:
+    return f"{item!r:.100}"
+
+
+def _is_number(item: object) -> bool:
+    return type(item) is int and 0 <= item < 1 << 63
+
+
+def _parse(message: object) -> tuple[Tag, list[object]]:
+    """The tag and the fields of a message, or ProtocolError."""
+    if not isinstance(message, (tuple, list)) or not message or isinstance(message[0], bool):
+        raise ProtocolError(f"not a reference message: {_shortened(message)}")
+    try:
+        tag = Tag(message[0])
+    except ValueError:
+        raise ProtocolError(f"unknown reference message {_shortened(message[0])}") from None
+    fields, items = [], list(message[1:])
+    for kind in FIELDS[tag]:
+        width = 2 if kind is ReferenceId else 1
+        taken, items = items[:width], items[width:]
+        fields.append(_field(kind, taken, tag))
+    if items:
+        raise ProtocolError(f"{tag.name} message is too long")
+    return tag, fields
+
+
+def _field(kind: type, taken: list[object], tag: Tag) -> object:
+    if kind is ReferenceId and len(taken) == 2 and all(map(_is_number, taken)):
+        return ReferenceId(*taken)  # type: ignore[arg-type]  # checked on the line above
+    if kind is not ReferenceId and taken and type(taken[0]) is kind:
+        return taken[0]
+    raise ProtocolError(f"{tag.name} message is malformed")
+
+
+class ReferenceTable:
+    """The references one worker holds, and those that others hold to its values.
+
+    worker_id: this worker's id. Ids of workers are never used twice, not even by a worker that comes back.
+    """
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self._next = 0
+        self._forks: dict[ReferenceId, _Fork] = {}  # held here, by fork
+        self._owned: dict[ReferenceId, _Owned] = {}  # owned here, by rref
+        self._pinned: dict[ReferenceId, ReferenceId] = {}  # child -> fork it pins
+        self._granted: dict[ReferenceId, ReferenceId] = {}  # child counted when we, the owner, encoded it -> rref
+        self._departed: set[int] = set()
+        self._outputs: Outputs = []
+        self._loopback: deque[Message] = deque()
+        self._handlers: dict[Tag, Callable[..., None]] = {
+            Tag.ADD: self._on_add,
+            Tag.ADDED: self._on_added,
+            Tag.GONE: self._on_gone,
+            Tag.CHILD_OK: self._on_child_ok,
+            Tag.DEL: self._on_del,
+            Tag.ASK: self._on_ask,
+            Tag.NEVER: self._on_never,
+            Tag.ABANDON: self._on_abandon,
+        }
+
+    # -- user side --------------------------------------------------------------------------------------------------
+
+    def create(self, owner: int) -> tuple[ReferenceId, ReferenceId]:
+        """Name a value that `owner` will make, and our fork of it. The call that carries both is sent afterwards.
+
+        Exactly one of `create_failed_to_send`, `created`, `creation_failed`, or `lost(owner)` has to follow.
+        """
+        rref, fork = self._new_id(), self._new_id()
+        self._forks[fork] = _Fork(rref, fork, owner, _State.PENDING, counted=False, creator=True)
+        if owner == self.worker_id:
+            self._owned[rref] = _Owned(rref, _Value.AWAITED, {fork: owner})
+        return rref, fork
+
+    def create_failed_to_send(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
+        """The call of `create` was never sent, not even in part."""
+        return self._abandon(rref, fork, UNSENT, coming=False)
+
+    def created(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
+        """The owner answered the call of `create`. Ignored when that creation was given up before."""
+        held = self._creation(rref, fork)
+        if held is not None:
+            self._confirm(held)
+        return self._finish()
+
+    def creation_failed(self, rref: ReferenceId, fork: ReferenceId, reason: str, *, answered: bool = True) -> Outputs:
+        """The owner answered the call of `create` with an error, or (answered=False) we gave up waiting for that.
+
+        It may be that the value exists all the same, as an error others can fetch; here the reference is broken.
+        """
+        return self._abandon(rref, fork, reason, coming=not answered)
+
+    def encode(self, rref: ReferenceId, fork: ReferenceId, to: int) -> tuple[Wire, Outputs]:
+        """What to put into a frame for worker `to` so that it gets a fork of its own; `fork` stays counted meanwhile.
+
+        A frame that is not sent needs `unsend` for each of its children. Raises RpcUsageError, and changes nothing,
+        when this fork is not held here or is broken.
+        """
+        held = self._forks.get(fork)
+        if held is None or held.rref != rref or held.dropped:
+            raise RpcUsageError(f"reference {rref} has no live fork {fork} here")
+        if held.state is _State.BROKEN:
+            raise RpcUsageError(f"a broken reference cannot be passed on: {held.reason}")
+        child = self._new_id()
+        if to not in self._departed:  # lost(to) has been and gone: nothing would ever release the child
+            self._keep_for(held, child, to)
+        return (rref.worker, rref.number, held.owner, child.worker, child.number), self._finish()
+
+    def unsend(self, child: ReferenceId) -> Outputs:
+        """The frame that carried `child` was never sent. Idempotent."""
+        if child in self._granted:
+            self._uncount(self._owned[self._granted[child]], child)
+        self._unpin(child)
+        return self._finish()
+
+    def decode(self, wire: object, sender: int) -> tuple[ReferenceId, int, ReferenceId, Outputs]:
+        """The reference in a frame from `sender`: rref, owner's worker id, our fork, and what to do.
+
+        Every wire tuple of a frame that arrived must be decoded once, even if its handle is dropped at once (a body
+        that cannot be unpickled, a cancelled call): the sender waits for it. Raises ProtocolError, and changes nothing,
+        on what no worker can send.
+        """
+        rref, owner, fork = self._check_wire(wire, sender)
+        direct = sender == owner  # the owner counted us when it encoded
+        state = _State.CONFIRMED if direct else _State.PENDING
+        held = _Fork(rref, fork, owner, state, counted=direct, parent=None if direct else sender)
+        self._forks[fork] = held
+        if owner in self._departed:
+            self._break(held, f"its owner, worker {owner}, is gone")
+        elif owner == self.worker_id and direct and fork not in self._granted:
+            self._break(held, REFUSED)  # while the frame travelled from us to us
+        elif direct:
+            self._outputs.append(Confirmed(rref, fork))
+        else:
+            self._send(owner, Tag.ADD, *rref, *fork)
+        return rref, owner, fork, self._finish()
+
+    def drop(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
+        """The last handle of this fork died here. The owner is told as soon as that is safe. Idempotent."""
+        held = self._forks.get(fork)
+        if held is not None and held.rref == rref:
+            held.dropped = True
+            self._settle(held)
+        return self._finish()
+
+    # -- owner side -------------------------------------------------------------------------------------------------
+
+    def own(self, rref: ReferenceId | None = None) -> tuple[ReferenceId, ReferenceId]:
+        """A local handle: to a new value (`RRef(value)`), or one more to the value `rref` that exists here.
+
+        Raises RpcUsageError if `rref` is given and does not exist here.
+        """
+        if rref is None:
+            rref = self._new_id()
+            self._owned[rref] = _Owned(rref, _Value.CREATED)
+        owned = self._owned.get(rref)
+        if owned is None or owned.value is not _Value.CREATED:
+            raise RpcUsageError(f"reference {rref} does not exist on this worker")
+        fork = self._new_id()
+        owned.forks[fork] = self.worker_id
+        self._forks[fork] = _Fork(rref, fork, self.worker_id, _State.CONFIRMED, counted=True)
+        return rref, fork
+
+    def on_create(self, rref: ReferenceId, fork: ReferenceId, sender: int) -> Outputs:
+        """A call that creates `rref` arrived from `sender`: its fork counts, and early ADDs are answered.
+
+        To be called for every such call, also one that is refused (its value is then the error). If Free comes back,
+        the creator has given up and nobody else holds it: the call need not run. Raises ProtocolError, and changes
+        nothing, on impossible ids.
+        """
+        owned = self._owned.get(rref)
+        if rref.worker != sender or fork != (sender, rref.number + 1):
+            raise ProtocolError(f"worker {sender} cannot create {rref} with fork {fork}")
+        if owned is not None and owned.value is _Value.CREATED:
+            raise ProtocolError(f"reference {rref} was created twice")
+        if sender in self._departed:
+            self._outputs.append(Free(rref))
+        else:
+            self._bring_to_life(owned or _Owned(rref, _Value.AWAITED), fork, sender)
+        return self._finish()
+
+    def holds(self, rref: ReferenceId) -> bool:
+        """Whether the value of `rref` is here or may still come. False: it is gone for good, or was never here."""
+        owned = self._owned.get(rref)
+        return owned is not None and owned.value is not _Value.NEVER
+
+    # -- both -------------------------------------------------------------------------------------------------------
+
+    def on_message(self, sender: int, message: object) -> Outputs:
+        """A message of another worker's table. Raises ProtocolError, and changes nothing, when it cannot be right."""
+        tag, fields = _parse(message)
+        if sender == self.worker_id:
+            raise ProtocolError("a worker does not send reference messages to itself")
+        if sender not in self._departed:
+            self._handlers[tag](sender, *fields)
+        return self._finish()
+
+    def lost(self, worker_id: int) -> Outputs:
+        """Worker `worker_id` died, and nothing more will come from it. Idempotent."""
+        return self._depart(worker_id, "was lost")
+
+    def left(self, worker_id: int) -> Outputs:
+        """Worker `worker_id` left in good order, and nothing more will come from it. Idempotent."""
+        return self._depart(worker_id, "has left")
+
+    def live(self) -> list[Record]:
+        """Every reference this worker holds or counts, for statistics and the report of leaks."""
+        records = [self._record(held) for held in self._forks.values()]
+        for owned in self._owned.values():
+            others = {fork: holder for fork, holder in owned.forks.items() if holder != self.worker_id}
+            if owned.value is _Value.NEVER:
+                records.append(Record(owned.rref, self.worker_id, None, Role.TOMBSTONE, owned.rref.worker, False))
+                continue
+            records += [Record(owned.rref, self.worker_id, f, Role.FORK, h, True) for f, h in others.items()]
+            waiting = {fork: holder for fork, holder in owned.waiting.items() if holder != self.worker_id}
+            records += [Record(owned.rref, self.worker_id, f, Role.WAITING, h, False) for f, h in waiting.items()]
+        return records
+
+    def counts(self) -> Counts:
+        """Sizes of the table, in time proportional to it."""
+        values = [owned.value for owned in self._owned.values()]
+        return Counts(
+            owned=values.count(_Value.CREATED),
+            users=sum(held.owner != self.worker_id for held in self._forks.values()),
+            pending=sum(held.state is _State.PENDING for held in self._forks.values()),
+            forks=sum(len(owned.forks) for owned in self._owned.values()),
+            pins=len(self._pinned),
+            placeholders=values.count(_Value.AWAITED),
+            tombstones=values.count(_Value.NEVER),
+        )
+
+    # -- the holder's half ------------------------------------------------------------------------------------------
+
+    def _new_id(self) -> ReferenceId:
+        number = self._next
+        self._next += 1
+        return ReferenceId(self.worker_id, number)
+
+    def _creation(self, rref: ReferenceId, fork: ReferenceId) -> _Fork | None:
+        """Our fork of a creation that is still undecided."""
+        held = self._forks.get(fork)
+        undecided = held is not None and held.rref == rref and held.creator and held.state is _State.PENDING
+        return held if undecided else None
+
+    def _abandon(self, rref: ReferenceId, fork: ReferenceId, reason: str, *, coming: bool) -> Outputs:
+        held = self._creation(rref, fork)
+        if held is not None:
+            # Third workers may have registered already: the owner has to refuse them until our DEL ends it.
+            self._send(held.owner, Tag.ABANDON, *rref, *fork, coming, reason)
+            self._break(held, reason, counted=True)
+        return self._finish()
+
+    def _check_wire(self, wire: object, sender: int) -> tuple[ReferenceId, int, ReferenceId]:
+        if not isinstance(wire, (tuple, list)) or len(wire) != 5 or not all(map(_is_number, wire)):
+            raise ProtocolError(f"not a reference: {_shortened(wire)}")
+        rref, owner, fork = ReferenceId(wire[0], wire[1]), wire[2], ReferenceId(wire[3], wire[4])
+        if fork.worker != sender:
+            raise ProtocolError(f"worker {sender} passed fork {fork}, which it cannot have named")
+        if fork in self._forks:
+            raise ProtocolError(f"fork {fork} was passed twice")
+        self._check_known(rref)
+        return rref, owner, fork
+
+    def _check_known(self, rref: ReferenceId) -> None:
+        if rref.worker == self.worker_id and rref.number >= self._next:
+            raise ProtocolError(f"reference {rref} was never named by this worker")
+
+    def _keep_for(self, held: _Fork, child: ReferenceId, to: int) -> None:
+        """Let the child be alive while it travels: counted at once if we own the value, else by pinning our fork."""
+        if held.owner == self.worker_id:
+            self._owned[held.rref].forks[child] = to
+            self._granted[child] = held.rref
+        else:
+            held.pins[child] = to
+            self._pinned[child] = held.fork
+
+    def _unpin(self, child: ReferenceId) -> None:
+        fork = self._pinned.pop(child, None)
+        if fork is not None:
+            held = self._forks[fork]
+            del held.pins[child]
+            self._settle(held)
+
+    def _confirm(self, held: _Fork) -> None:
+        held.state, held.counted = _State.CONFIRMED, True
+        if not held.dropped:
+            self._outputs.append(Confirmed(held.rref, held.fork))
+        self._release_parent(held)
+        self._settle(held)
+
+    def _break(self, held: _Fork, reason: str, *, counted: bool = False) -> None:
+        """counted: the owner still knows this fork, so its pins hold and its end must be told."""
+        if held.state is _State.BROKEN and not held.counted:
+            return
+        if held.state is not _State.BROKEN:
+            held.reason = reason
+            if not held.dropped:
+                self._outputs.append(Broken(held.rref, held.fork, reason))
+        held.state, held.counted = _State.BROKEN, counted
+        if not counted:
+            for child in held.pins:
+                del self._pinned[child]
+            held.pins.clear()
+        self._release_parent(held)
+        self._settle(held)
+
+    def _release_parent(self, held: _Fork) -> None:
+        parent, held.parent = held.parent, None
+        if parent is not None:
+            self._send(parent, Tag.CHILD_OK, *held.fork)
+
+    def _settle(self, held: _Fork) -> None:
+        """Forget a dropped fork once nothing depends on it: no child to be counted, no answer to come."""
+        if not held.dropped or held.pins or held.state is _State.PENDING:
+            return
+        if self._forks.pop(held.fork, None) is not None and held.counted:
+            self._send(held.owner, Tag.DEL, *held.rref, *held.fork)
+
+    def _on_added(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
+        held = self._forks.get(fork)
+        asked = held is not None and held.state is _State.PENDING and not held.creator
+        if held is None or not asked or held.rref != rref or held.owner != sender:
+            raise ProtocolError(f"ADDED for fork {fork}, which did not ask worker {sender}")
+        self._confirm(held)
+
+    def _on_gone(self, sender: int, rref: ReferenceId, fork: ReferenceId, reason: str) -> None:
+        held = self._forks.get(fork)
+        if held is None:  # our DEL crossed it
+            return
+        if held.rref != rref or held.owner != sender:
+            raise ProtocolError(f"GONE for fork {fork} from worker {sender}, which does not own it")
+        self._break(held, reason)
+
+    def _on_child_ok(self, sender: int, child: ReferenceId) -> None:
+        fork = self._pinned.get(child)
+        if fork is None:  # released before: that broken fork needed no pins any more
+            return
+        if self._forks[fork].pins[child] != sender:
+            raise ProtocolError(f"CHILD_OK for {child} from worker {sender}, which it was not passed to")
+        self._unpin(child)
+
+    def _on_ask(self, sender: int, rref: ReferenceId) -> None:
+        self._check_known(rref)
+        if rref.worker != self.worker_id:
+            raise ProtocolError(f"asked about {rref}, which this worker did not create")
+        held = self._forks.get(ReferenceId(self.worker_id, rref.number + 1))
+        if held is None or not held.creator or held.rref != rref or held.owner != sender:
+            self._send(sender, Tag.NEVER, *rref)
+        # Else silence: CREATE or ABANDON is on its way, or the answer to it is.
+
+    # -- the owner's half -------------------------------------------------------------------------------------------
+
+    def _on_add(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
+        self._check_add(sender, rref, fork)
+        owned = self._owned.get(rref)
+        if owned is None and (rref.worker == self.worker_id or rref.worker in self._departed):
+            self._send(sender, Tag.GONE, *rref, *fork, FREED)
+        elif owned is None:
+            # Not created yet, or freed long ago? Only the creator can tell; remembering all that was freed cannot end.
+            self._owned[rref] = _Owned(rref, _Value.AWAITED, waiting={fork: sender})
+            self._send(rref.worker, Tag.ASK, *rref)
+        elif owned.value is _Value.CREATED:
+            owned.forks[fork] = sender
+            self._send(sender, Tag.ADDED, *rref, *fork)
+        elif owned.value is _Value.AWAITED:
+            owned.waiting[fork] = sender
+        else:
+            self._send(sender, Tag.GONE, *rref, *fork, owned.reason)
+
+    def _check_add(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
+        self._check_known(rref)
+        owned = self._owned.get(rref)
+        if fork.worker == self.worker_id:
+            raise ProtocolError(f"ADD for fork {fork}, which its owner named and counts")
+        if owned is not None and (fork in owned.forks or fork in owned.waiting):
+            raise ProtocolError(f"ADD for fork {fork} a second time")
+
+    def _bring_to_life(self, owned: _Owned, fork: ReferenceId, sender: int) -> None:
+        if owned.value is _Value.AWAITED:
+            owned.forks[fork] = sender
+        # Else it was given up: the fork is in the set, or its DEL has been here.
+        owned.value, owned.coming = _Value.CREATED, False
+        self._owned[owned.rref] = owned
+        waiting, owned.waiting = owned.waiting, {}
+        owned.forks.update(waiting)
+        for early, holder in waiting.items():
+            self._send(holder, Tag.ADDED, *owned.rref, *early)
+        self._reap(owned)
+
+    def _on_del(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
+        owned = self._owned.get(rref)
+        if owned is None:
+            return
+        if owned.forks.get(fork, sender) != sender or fork in owned.waiting:
+            raise ProtocolError(f"DEL for fork {fork} from worker {sender}, which cannot drop it now")
+        self._uncount(owned, fork)
+
+    def _on_never(self, sender: int, rref: ReferenceId) -> None:
+        if rref.worker != sender:
+            raise ProtocolError(f"NEVER for {rref} from worker {sender}, which did not create it")
+        owned = self._owned.get(rref)
+        if owned is not None and owned.value is _Value.AWAITED:
+            self._refuse(owned, FREED)
+            self._reap(owned)
+
+    def _on_abandon(self, sender: int, rref: ReferenceId, fork: ReferenceId, coming: bool, reason: str) -> None:
+        if rref.worker != sender or fork != (sender, rref.number + 1):
+            raise ProtocolError(f"ABANDON of {rref} from worker {sender}, which did not create it")
+        owned = self._owned.get(rref) or _Owned(rref, _Value.AWAITED)
+        if owned.value is _Value.CREATED:  # users can fetch the error, which is its value
+            return
+        if owned.value is _Value.NEVER:
+            raise ProtocolError(f"reference {rref} was abandoned twice")
+        owned.forks.pop(fork, None)  # the creator knows; its fork stays until it says DEL, and with it the refusal
+        self._refuse(owned, reason)
+        owned.value, owned.reason, owned.coming = _Value.NEVER, reason, coming
+        owned.forks[fork] = sender
+        self._owned[rref] = owned
+
+    def _refuse(self, owned: _Owned, reason: str) -> None:
+        """The value will never come: everybody who has or wants a fork is told."""
+        everyone = {**owned.forks, **owned.waiting}
+        for fork, holder in everyone.items():
+            self._granted.pop(fork, None)
+            self._send(holder, Tag.GONE, *owned.rref, *fork, reason)
+        owned.forks, owned.waiting = {}, {}
+        self._outputs.append(Free(owned.rref))
+
+    def _uncount(self, owned: _Owned, fork: ReferenceId) -> None:
+        owned.forks.pop(fork, None)
+        self._granted.pop(fork, None)
+        self._reap(owned)
+
+    def _reap(self, owned: _Owned) -> None:
+        """Forget a value nobody refers to."""
+        if owned.forks or owned.waiting or owned.coming:
+            return
+        del self._owned[owned.rref]
+        if owned.value is _Value.CREATED:
+            self._outputs.append(Free(owned.rref))
+
+    # -- departures, sending, reports ---------------------------------------------------------------------------------
+
+    def _depart(self, worker_id: int, how: str) -> Outputs:
+        if worker_id == self.worker_id:
+            raise RpcUsageError("a worker cannot lose itself")
+        if worker_id not in self._departed:
+            self._departed.add(worker_id)
+            for held in list(self._forks.values()):
+                self._fork_departs(held, worker_id, how)
+            for owned in list(self._owned.values()):
+                self._value_departs(owned, worker_id, how)
+        return self._finish()
+
+    def _fork_departs(self, held: _Fork, worker_id: int, how: str) -> None:
+        if held.parent == worker_id:
+            held.parent = None
+        if held.owner == worker_id:
+            self._break(held, f"its owner, worker {worker_id}, {how}")
+        for child in [child for child, to in held.pins.items() if to == worker_id]:
+            self._unpin(child)
+
+    def _value_departs(self, owned: _Owned, worker_id: int, how: str) -> None:
+        creator = owned.rref.worker == worker_id
+        for fork in _held_by(owned.forks, worker_id):
+            del owned.forks[fork]
+            self._granted.pop(fork, None)
+        for fork in _held_by(owned.waiting, worker_id):
+            del owned.waiting[fork]
+        if creator and owned.value is _Value.AWAITED:
+            self._refuse(owned, f"its creator, worker {worker_id}, {how} before the value was made")
+        owned.coming = owned.coming and not creator
+        self._reap(owned)
+
+    def _send(self, to: int, tag: Tag, *fields: object) -> None:
+        message = (int(tag), *fields)
+        if to == self.worker_id:
+            self._loopback.append(message)
+        elif to not in self._departed:
+            self._outputs.append(Send(to, message))
+
+    def _finish(self) -> Outputs:
+        """Handle what this worker said to itself, then hand out what is to be done."""
+        while self._loopback:
+            tag, fields = _parse(self._loopback.popleft())
+            self._handlers[tag](self.worker_id, *fields)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _record(self, held: _Fork) -> Record:
+        role = Role.OWNER if held.owner == self.worker_id else Role.USER
+        confirmed = held.state is _State.CONFIRMED
+        return Record(held.rref, held.owner, held.fork, role, self.worker_id, confirmed, len(held.pins), held.dropped)
+
+
+def _held_by(forks: dict[ReferenceId, int], worker_id: int) -> list[ReferenceId]:
+    return [fork for fork, holder in forks.items() if holder == worker_id]

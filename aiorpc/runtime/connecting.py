@@ -1,0 +1,223 @@
+"""From a socket to a proved peer: the handshake on both sides, with a bound on how long and how much it may take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import PeerRefused, ProtocolError
+from ..protocol import handshake
+from ..protocol.frames import Frame, FrameDecoder
+from ..protocol.handshake import Handshake
+from ..protocol.identity import WorkerRecord
+from ..transport import sockets
+from ..transport.connection import Connection
+from .host import provably_dead
+
+if TYPE_CHECKING:
+    from .peer import Peer
+    from .worker import Worker
+
+logger = logging.getLogger("aiorpc")
+
+HANDSHAKE_TIMEOUT = 10.0
+CONNECT_TIMEOUT = 30.0
+FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
+# Connections that may be in their handshake at once; strangers must not use up our descriptors.
+MAX_HANDSHAKES = 256
+
+
+def _decoder(worker: Worker) -> FrameDecoder:
+    return FrameDecoder(max_body=handshake.MAX_BODY, allocate=worker.allocate)
+
+
+def _trust(worker: Worker, decoder: FrameDecoder) -> None:
+    """The peer has proved itself: from now on the limits of the options hold."""
+    decoder.max_body = worker.options.max_frame_bytes
+    decoder.max_segment = worker.options.max_tensor_bytes
+
+
+async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> Connection:
+    """A connection to a worker, ready for calls; retried with back-off. Raises OSError or PeerRefused; bounded in time."""
+    limit = time.monotonic() + CONNECT_TIMEOUT
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            sock = await _reach(worker, record)
+            break
+        except OSError as error:
+            if time.monotonic() > limit or provably_dead(record, worker.record.host):
+                raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+    return await _Opening(worker, record, peer, sock).run()
+
+
+async def _reach(worker: Worker, record: WorkerRecord) -> socket.socket:
+    failure: OSError | None = None
+    for transport in worker.options.transports:
+        try:
+            if transport == "unix" and record.unix_path and record.host == worker.record.host:
+                return await sockets.connect_unix(record.unix_path)
+            if transport == "tcp" and record.tcp_port:
+                return await sockets.connect_tcp(record.tcp_host, record.tcp_port)
+        except OSError as error:
+            failure = error
+    raise failure or ConnectionError(f"{record.describe()} and this worker have no transport in common")
+
+
+class _Opening:
+    """Our side of a handshake that we began."""
+
+    def __init__(self, worker: Worker, record: WorkerRecord, peer: Peer, sock: socket.socket) -> None:
+        self.worker = worker
+        self.peer = peer
+        self.connection = Connection(worker.loop, sock, _decoder(worker), label=f"{worker.name} to {record.name}")
+        self.handshake = Handshake(
+            worker.record, worker.secret, opener=True, expect=(record.name, record.incarnation)
+        )
+        self.done: asyncio.Future[None] = worker.loop.create_future()
+
+    async def run(self) -> Connection:
+        connection = self.connection
+        connection.on_frames = self._on_frames
+        connection.on_closed = self._on_closed
+        connection.start()
+        connection.send(self.handshake.start(), urgent=True)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
+                await self.done
+        except TimeoutError:
+            connection.abort()
+            raise ConnectionError(f"no answer to the handshake within {HANDSHAKE_TIMEOUT:g} s") from None
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+    def _on_frames(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            for reply in (self.handshake.feed(frame),):
+                if reply:
+                    self.connection.send(reply, urgent=True)
+        if self.handshake.state is handshake.State.READY and not self.done.done():
+            _trust(self.worker, self.connection.decoder)
+            self.connection.on_frames = self.peer.on_frames
+            self.done.set_result(None)
+
+    def _on_closed(self, cause: BaseException | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(cause or ConnectionError("closed during the handshake"))
+            return
+        self.worker.connection_closed(self.peer, self.connection, cause)
+
+
+class Acceptor:
+    """Takes connections from the listeners and serves those that prove the secret."""
+
+    def __init__(self, worker: Worker, listeners: list[socket.socket]) -> None:
+        self.worker = worker
+        self._listeners = listeners
+        self._handshakes: set[_Accepting] = set()
+        for sock in listeners:
+            worker.loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def _accept(self, listener: socket.socket) -> None:
+        # A few at a time: whoever connects in a loop must not keep the loop from its other work.
+        for _ in range(16):
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                logger.warning("worker %s cannot take a connection: %s", self.worker.name, error)
+                return
+            reason = self._unwanted(sock)
+            if reason is not None:
+                self.refuse(reason)
+                sock.close()
+                continue
+            self._handshakes.add(_Accepting(self, sock))
+
+    def _unwanted(self, sock: socket.socket) -> str | None:
+        if sock.family == socket.AF_UNIX:
+            if sockets.peer_uid(sock) not in (os.getuid(), None):
+                return "a process of another user connected"
+        else:
+            with contextlib.suppress(OSError):
+                sockets.tune_tcp(sock)
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            return f"{MAX_HANDSHAKES} connections are in their handshake already"
+        return None
+
+    def refuse(self, reason: str) -> None:
+        """A stranger was turned away: count each, log each once."""
+        self.worker.counters.refused += 1
+        logger.warning("worker %s refused a connection: %s", self.worker.name, reason)
+
+    def ended(self, accepting: _Accepting) -> None:
+        """A handshake is over, one way or the other."""
+        self._handshakes.discard(accepting)
+
+    def close(self) -> None:
+        """Take no more connections; those in their handshake are closed."""
+        for sock in self._listeners:
+            self.worker.loop.remove_reader(sock.fileno())
+        for accepting in list(self._handshakes):
+            accepting.connection.abort()
+
+
+class _Accepting:
+    """Our side of a handshake that somebody else began."""
+
+    def __init__(self, acceptor: Acceptor, sock: socket.socket) -> None:
+        worker = acceptor.worker
+        self.acceptor = acceptor
+        self.worker = worker
+        self.connection = Connection(worker.loop, sock, _decoder(worker), label=f"to {worker.name}")
+        self.handshake = Handshake(worker.record, worker.secret, opener=False, accept=self._is_wanted)
+        self._timer = worker.loop.call_later(HANDSHAKE_TIMEOUT, self._too_slow)
+        self._serving: Callable[[BaseException | None], None] | None = None
+        self.connection.on_frames = self._on_frames
+        self.connection.on_closed = self._on_closed
+        self.connection.start()
+
+    def _is_wanted(self, record: WorkerRecord) -> str | None:
+        if record.id in self.worker.group.lost:
+            return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
+        return None
+
+    def _on_frames(self, frames: list[Frame]) -> None:
+        try:
+            for frame in frames:
+                reply = self.handshake.feed(frame)
+                if reply:
+                    self.connection.send(reply, urgent=True)
+        except (PeerRefused, ProtocolError) as error:
+            self.connection.send(handshake.refusal(str(error)), urgent=True)
+            raise ProtocolError(str(error)) from error
+        record = self.handshake.peer
+        if record is not None:
+            self._timer.cancel()
+            self.acceptor.ended(self)
+            _trust(self.worker, self.connection.decoder)
+            service = self.worker.add_service(record, self.connection)
+            self.connection.on_frames = service.on_frames
+            self._serving = lambda cause: self.worker.service_closed(service, cause)
+
+    def _too_slow(self) -> None:
+        self.connection.abort(TimeoutError(f"it did not prove itself within {HANDSHAKE_TIMEOUT:g} s"))
+
+    def _on_closed(self, cause: BaseException | None) -> None:
+        self._timer.cancel()
+        self.acceptor.ended(self)
+        if self._serving is not None:
+            self._serving(cause)
+        elif cause is not None and not isinstance(cause, ConnectionResetError):
+            self.acceptor.refuse(str(cause))

@@ -1,0 +1,469 @@
+"""The callee's side of one connection: each call from its frame to its answer.
+
+States of a served call; it is in `Service.calls` exactly while it is RUNNING, and `dict.pop` decides who ends it.
+
+    RUNNING -> ANSWERED    the handler returned or raised: REPLY or ERROR goes out, once
+    RUNNING -> CANCELLED   CANCEL came, the connection ended, or we shut down: the handler is told, its result dropped
+
+Where a handler runs is its `Mode`: coroutines on the loop, everything that may block in the pool. Arguments are unpickled
+where the handler runs, so that a slow ``__setstate__`` blocks no loop; a coroutine's are, too, when they are large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcUsageError
+from ..futures import AnyFuture, is_future, outcome, when_done
+from ..protocol.codec import Outgoing, unpack
+from ..protocol.frames import Buffer, Frame, Kind, encode_frame
+from ..protocol.identity import WorkerRecord
+from ..transport.connection import Connection
+from . import functions, messages
+from .batching import get_batcher
+from .current import CallContext, current_call
+from .failures import encode_error
+from .functions import Mode, Target
+from .peer import LARGE_PICKLE
+from .statistics import PendingCall
+from .streams import serve_async_generator, serve_generator
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+logger = logging.getLogger("aiorpc")
+
+Run = Callable[[Target, CallContext, list[Any], Sequence[Buffer]], None]
+FETCH, METHOD = "f", "m"
+
+
+class Service:
+    """Serves the calls that arrive on one connection. All methods belong to the loop except where they say otherwise."""
+
+    def __init__(self, worker: Worker, peer: WorkerRecord, connection: Connection) -> None:
+        self.worker = worker
+        self.peer = peer
+        self.connection = connection
+        self.calls: dict[int, CallContext] = {}
+        self._info = peer.info
+        self._functions: dict[int, Target] = {}
+        self._same_main = peer.main == worker.record.main
+        self._run: dict[Mode, Run] = {
+            Mode.THREAD: self._start_thread,
+            Mode.DEFERRED: self._start_thread,
+            Mode.GENERATOR: self._start_thread,
+            Mode.COROUTINE: self._start_task,
+            Mode.ASYNC_GENERATOR: self._start_task,
+            Mode.BATCHED: self._start_thread,
+        }
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    def on_frames(self, frames: list[Frame]) -> None:
+        """Frames from the caller."""
+        for frame in frames:
+            kind = frame.kind
+            if kind == Kind.CALL:
+                self._on_call(frame)
+            elif kind == Kind.CANCEL:
+                self.cancel(frame.call_id)
+            elif kind == Kind.CREDIT:
+                context = self.calls.get(frame.call_id)
+                if context is not None and context.credits is not None:
+                    context.credits.add(int(unpack(frame.body)[0]))
+            elif kind == Kind.REFERENCE:
+                self.worker.references.on_message(self.peer.id, tuple(unpack(frame.body)))
+            elif kind == Kind.GOODBYE:
+                self.worker.on_goodbye(self.peer, frame)
+            else:
+                raise ProtocolError(f"{frame} is not for a callee")
+
+    def _on_call(self, frame: Frame) -> None:
+        fields = unpack(frame.body)
+        try:
+            wire_function, remaining, trace, names, extra = fields[:5]
+        except ValueError:
+            raise ProtocolError(f"{frame} has too few fields") from None
+        deadline = None if remaining is None else time.monotonic() + remaining
+        root = trace if trace is not None else (self.peer.id << 48) | frame.call_id
+        context = CallContext(self.worker, self._info, frame.call_id, "?", deadline, root)
+        if type(extra) is list:
+            self.worker.references.on_create(extra, self.peer.id, context)
+        if len(self.calls) >= self.worker.options.max_queued_calls:
+            self.calls[frame.call_id] = context
+            self._discard_arguments(fields)
+            self.answer_error(
+                context,
+                Overloaded(
+                    f"worker {self.worker.name!r} has {len(self.calls) - 1} calls of {self.peer.name!r} waiting or running "
+                    "(max_queued_calls); this one was not run"
+                ),
+            )
+            return
+        self.calls[frame.call_id] = context
+        try:
+            self._route(wire_function, context, fields, frame.segments)
+        except Exception as error:
+            self._discard_arguments(fields)
+            self.answer_error(context, error)
+
+    def _discard_arguments(self, fields: list[Any]) -> None:
+        """A call that does not run: the references among its arguments still have to be taken."""
+        if len(fields) > 11 and fields[11]:
+            self._load_references(fields[11])
+
+    def _route(self, wire: Any, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        target: Target | None = None
+        if type(wire) is int:
+            target = self._functions.get(wire)
+            if target is None:
+                raise ProtocolError(f"function number {wire} was never named")
+        elif wire is None:  # by value: it comes out of the arguments, which may take long
+            self.worker.pool.submit(self._unpack_function, context, fields, segments)
+            return
+        elif wire[0] == FETCH:
+            context.function = "to_here"
+            self._fetch(wire, context)
+            return
+        elif wire[0] == METHOD:
+            context.function = f"{wire[3]} of a reference"
+            self._resolve_method(wire, context, fields, segments)
+            return
+        else:
+            number, name = wire
+            target = self._functions.get(number)
+            if target is None:
+                context.function = name
+                if not functions.is_loaded(name):
+                    self.worker.pool.submit(self._import, wire, context, fields, segments)
+                    return
+                target = self._functions[number] = functions.resolve(name)
+        self._start(target, context, fields, segments)
+
+    # --- finding the function -----------------------------------------------------------------------------------------
+
+    def _import(self, wire: Any, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        """In the pool: the function's module has to be imported first."""
+        number, name = wire
+        try:
+            target = functions.resolve(name)
+        except Exception as error:
+            self.worker.call_on_loop(self._discard_arguments, fields)
+            self.answer_error(context, error)
+            return
+        self._functions[number] = target
+        self.worker.call_on_loop(self._start, target, context, fields, segments)
+
+    def _unpack_function(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        """In the pool: the function came by value, as the first argument."""
+        try:
+            values = messages.decode(fields[5:], segments, self._load_references)
+            function = values.pop(0)
+            if not callable(function):
+                raise RpcUsageError(f"{type(function).__qualname__} is not callable")
+            target = functions.classify(function, functions.describe(function))
+        except BaseException as error:
+            self.answer_error(context, error)
+            return
+        self.worker.call_on_loop(self._start, target, context, [*fields[:5], values], ())
+
+    def _fetch(self, wire: list[Any], context: CallContext) -> None:
+        """The value of a reference, once it is there."""
+        value = self.worker.references.value(wire[1], wire[2])
+        when_done(value, partial(self._answer_future, context, False))
+
+    def _resolve_method(
+        self, wire: list[Any], context: CallContext, fields: list[Any], segments: Sequence[Buffer]
+    ) -> None:
+        """A method of a reference's value, once that is there."""
+
+        def found(future: AnyFuture) -> None:
+            value, error = outcome(future)
+            try:
+                if error is not None:
+                    raise error
+                method = getattr(value, wire[3])
+                if not callable(method):
+                    raise RpcUsageError(f"{wire[3]!r} of {type(value).__qualname__} is not callable")
+                target = functions.classify(method, f"{type(value).__qualname__}.{wire[3]}")
+            except Exception as failure:
+                self.worker.call_on_loop(self._discard_arguments, fields)
+                self.answer_error(context, failure)
+                return
+            self.worker.call_on_loop(self._start, target, context, fields, segments)
+
+        when_done(self.worker.references.value(wire[1], wire[2]), found)
+
+    # --- running it ---------------------------------------------------------------------------------------------------
+
+    def _start(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        context.function = target.name
+        context.system = target.system
+        if not target.system:
+            self.worker.counters.served_users += 1
+        if context.cancelled or (context.deadline is not None and time.monotonic() > context.deadline):
+            self._discard_arguments(fields)
+            self.answer_error(context, RpcCancelled(f"{target.name} was not run: its caller had given up by then"))
+            return
+        streamed = target.mode in (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
+        if streamed != (type(fields[4]) is int):
+            self._discard_arguments(fields)
+            self.answer_error(context, _wrong_verb(target, streamed))
+            return
+        self._run[target.mode](target, context, fields, segments)
+
+    def _arguments(self, fields: list[Any], segments: Sequence[Buffer]) -> tuple[list[Any], dict[str, Any]]:
+        values = messages.decode(fields[5:], segments, self._load_references)
+        names = fields[3]
+        if not names:
+            return values, {}
+        count = len(values) - len(names)
+        return values[:count], dict(zip(names, values[count:], strict=True))
+
+    def _load_references(self, wires: list[Any]) -> Sequence[Any]:
+        return self.worker.references.load(wires, self.peer.id)
+
+    def _start_thread(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        self.worker.pool.submit(self._run_thread, target, context, fields, segments)
+
+    def _run_thread(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        """In the pool: a handler that may block."""
+        if context.cancelled:
+            self.worker.call_on_loop(self._discard_arguments, fields)
+            return
+        token = current_call.set(context)
+        try:
+            args, kwargs = self._arguments(fields, segments)
+            if target.mode is Mode.BATCHED:
+                self._join_batch(target, context, args, kwargs)
+                return
+            result = target.function(*args, **kwargs)
+            if target.mode is Mode.GENERATOR:
+                result = serve_generator(self, context, result, fields[4])
+        except BaseException as error:
+            self.answer_error(context, error)
+            return
+        finally:
+            current_call.reset(token)
+        if target.mode is Mode.DEFERRED:
+            self._defer(target, context, result)
+        elif asyncio.iscoroutine(result):
+            # A plain function that hands back a coroutine: run it where coroutines run.
+            self.worker.call_on_loop(self._create_task, context, result)
+        else:
+            self.answer(context, result)
+
+    def _defer(self, target: Target, context: CallContext, result: object) -> None:
+        if is_future(result):
+            when_done(result, partial(self._answer_future, context, True))  # type: ignore[arg-type]
+            return
+        self.answer_error(
+            context,
+            RpcUsageError(
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object: {target.name} "
+                f"returned {type(result).__qualname__}"
+            ),
+        )
+
+    def _join_batch(self, target: Target, context: CallContext, args: list[Any], kwargs: dict[str, Any]) -> None:
+        batcher = get_batcher(target.function)
+        assert batcher is not None, "the function was classified as batched"
+
+        def done(result: object, error: BaseException | None) -> None:
+            if error is None:
+                self.answer(context, result, copy=True)
+            else:
+                self.answer_error(context, error)
+
+        def arm(seconds: float, take: Callable[[], Any]) -> None:
+            def fire() -> None:
+                self._run_batch(take())
+
+            self.worker.call_on_loop(self.worker.loop.call_later, seconds, fire)
+
+        context.on_cancel = partial(batcher.discard, context)
+        batch = batcher.add(tuple(args), kwargs, done, arm, context)
+        if context.cancelled:
+            batcher.discard(context)
+        self._run_batch(batch)
+
+    def _run_batch(self, batch: Any) -> None:
+        """A full batch, or none. From the pool, or from a timer on the loop."""
+        if batch is None:
+            return
+        if batch.is_async:
+            self.worker.call_on_loop(self.worker.spawn, batch.run_async())
+        elif self.worker.pool.is_pool_thread():
+            batch.run()
+        else:
+            self.worker.pool.submit(batch.run)
+
+    def _start_task(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        if len(fields) > 8 and fields[8] and len(fields[8]) > LARGE_PICKLE:
+            self.worker.pool.submit(self._decode_for_task, target, context, fields, segments)
+            return
+        try:
+            args, kwargs = self._arguments(fields, segments)
+        except Exception as error:
+            self.answer_error(context, error)
+            return
+        self._start_coroutine(target, context, args, kwargs, fields[4])
+
+    def _decode_for_task(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        try:
+            args, kwargs = self._arguments(fields, segments)
+        except Exception as error:
+            self.answer_error(context, error)
+            return
+        self.worker.call_on_loop(self._start_coroutine, target, context, args, kwargs, fields[4])
+
+    def _start_coroutine(
+        self, target: Target, context: CallContext, args: list[Any], kwargs: dict[str, Any], credit: Any
+    ) -> None:
+        scope = contextvars.copy_context()
+        try:
+            result = scope.run(_call_in, context, target.function, args, kwargs)
+            if target.mode is Mode.ASYNC_GENERATOR:
+                result = serve_async_generator(self, context, result, credit)
+        except BaseException as error:
+            self.answer_error(context, error)
+            return
+        self._create_task(context, result, scope)
+
+    def _create_task(self, context: CallContext, coroutine: Any, scope: contextvars.Context | None = None) -> None:
+        if scope is None:
+            scope = contextvars.copy_context()
+            scope.run(current_call.set, context)
+        if context.cancelled:
+            coroutine.close()
+            return
+        task = self.worker.spawn(self._run_coroutine(context, coroutine), context=scope)
+        context.on_cancel = task.cancel
+
+    async def _run_coroutine(self, context: CallContext, coroutine: Any) -> None:
+        try:
+            result = await coroutine
+        except asyncio.CancelledError:
+            if not context.cancelled:
+                self.answer_error(context, RpcCancelled(f"{context.function} was cancelled on {self.worker.name!r}"))
+                return
+            raise
+        except BaseException as error:
+            self.answer_error(context, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        self.answer(context, result)
+
+    # --- answering, from any thread -----------------------------------------------------------------------------------
+
+    def _answer_future(self, context: CallContext, copy: bool, future: AnyFuture) -> None:
+        value, error = outcome(future)
+        if error is None:
+            self.answer(context, value, copy=copy)
+        else:
+            self.answer_error(context, error)
+
+    def answer(self, context: CallContext, result: object, *, copy: bool = False) -> None:
+        """Send the result, unless the call has ended. copy: the result's tensors may change right after this."""
+        if context.cancelled or context.call_id not in self.calls:
+            return
+        created = self.worker.references.take_created(context, result)
+        out = Outgoing(self.worker.peer_of(self.peer), same_main=self._same_main)
+        try:
+            body, segments = messages.encode(
+                [], [None if created else result], out, lambda _: f"the result of {context.function}", copy=copy
+            )
+        except Exception as error:
+            self.answer_error(context, error)
+            return
+        if self.calls.pop(context.call_id, None) is None:
+            out.unsend()
+            return
+        context.replied = True
+        self.connection.send(encode_frame(Kind.REPLY, context.call_id, body, segments), urgent=not self.calls)
+
+    def answer_error(self, context: CallContext, error: BaseException) -> None:
+        """Send the exception, unless the call has ended."""
+        if self.calls.pop(context.call_id, None) is None:
+            return
+        context.replied = True
+        self.worker.references.fail_created(context, error)
+        self.worker.counters.failed += 1
+        logger.debug("%s for %s raised", context.function, context.caller, exc_info=error)
+        body = messages.pack(encode_error(error, self.worker.name))
+        self.connection.send(encode_frame(Kind.ERROR, context.call_id, body), urgent=not self.calls)
+
+    def send_item(self, context: CallContext, item: object) -> None:
+        """Send one item of a stream. Raises SerializationError."""
+        out = Outgoing(self.worker.peer_of(self.peer), same_main=self._same_main)
+        body, segments = messages.encode([], [item], out, lambda _: f"an item of {context.function}", copy=True)
+        if context.cancelled:
+            out.unsend()
+        else:
+            self.connection.send(encode_frame(Kind.ITEM, context.call_id, body, segments))
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def cancel(self, call_id: int) -> None:
+        """The caller has given up on that call."""
+        context = self.calls.pop(call_id, None)
+        if context is None:
+            return
+        context.cancelled = True
+        self.worker.counters.cancelled += 1
+        self.worker.references.fail_created(context, RpcCancelled(f"{context.function} was cancelled by its caller"))
+        if context.credits is not None:
+            context.credits.stop()
+        if context.on_cancel is not None:
+            context.on_cancel()
+
+    def close(self) -> None:
+        """The connection has ended: nobody waits for these calls any more."""
+        for call_id in list(self.calls):
+            self.cancel(call_id)
+
+    def goodbye(self) -> None:
+        """Tell the caller that we leave, if that takes no waiting. Any thread."""
+        self.connection.send(encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
+
+    def say_goodbye(self) -> None:
+        """We leave: tell the caller, after the answers that are queued, and close."""
+        self.goodbye()
+        self.connection.close()
+
+    def pending_calls(self) -> list[PendingCall]:
+        """The calls of users that are being served."""
+        now = time.monotonic()
+        return [
+            PendingCall(
+                "served",
+                self.peer.name,
+                context.function,
+                now - context.started,
+                None if context.deadline is None else context.deadline - now,
+            )
+            for context in list(self.calls.values())
+            if not context.system
+        ]
+
+    def user_calls(self) -> int:
+        """Calls of users that are being served."""
+        return sum(not context.system for context in list(self.calls.values()))
+
+
+def _call_in(context: CallContext, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    current_call.set(context)
+    return function(*args, **kwargs)
+
+
+def _wrong_verb(target: Target, streamed: bool) -> RpcUsageError:
+    if streamed:
+        return RpcUsageError(f"{target.name} is a generator function: use `async for item in aiorpc.stream(...)`")
+    return RpcUsageError(f"{target.name} is no generator function: use aiorpc.call, not aiorpc.stream")

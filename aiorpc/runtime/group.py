@@ -1,0 +1,276 @@
+"""The group of workers: who leads, who was lost, and how all leave together.
+
+A group of fixed size is a star: every member keeps a connection to the leader, the member with the lowest id. The leader
+sees a member die and tells the others. Graceful shutdown, as torch programs expect, serves while others still work:
+
+    member                         leader
+    ENTER (a call)         -->     notes it; once every live member has entered:
+                           <--     POLL (calls): idle? how many calls so far?   ... two equal, idle rounds in a row
+    leaves                 <--     answers all ENTERs: commit
+    GOODBYE                        GOODBYE
+
+Why two rounds: an idle worker wakes up only by a call, and calls start only at workers that are not idle, or from users'
+threads. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under way in between.
+
+In a group that is joined freely each newcomer announces itself to all, and a member that leaves finishes its own work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import RpcError
+from ..protocol.identity import WorkerInfo, WorkerRecord
+from .current import current_call
+from .functions import system
+from .references import LeakedReference
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+logger = logging.getLogger("aiorpc")
+
+_POLL_TIMEOUT = 10.0
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+
+
+@dataclass(frozen=True)
+class WorkerJoined:
+    """A worker joined the group."""
+
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True)
+class WorkerLeft:
+    """A worker left in good order."""
+
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A worker died or cannot be reached any more. cause: what was seen."""
+
+    worker: WorkerInfo
+    cause: str
+
+
+Event = WorkerJoined | WorkerLeft | WorkerLost
+
+
+@dataclass(frozen=True)
+class ShutdownReport:
+    """How a shutdown went. timed_out: the work of others, or ours, was not over. references: what was still referred to."""
+
+    lost: tuple[WorkerInfo, ...] = ()
+    timed_out: bool = False
+    references: tuple[LeakedReference, ...] = ()
+
+
+class Group:
+    """One worker's view of its group. On the loop."""
+
+    def __init__(self, worker: Worker, records: list[WorkerRecord]) -> None:
+        self.worker = worker
+        self.members: dict[int, WorkerRecord] = {record.id: record for record in records}
+        self.lost: dict[int, WorkerInfo] = {}
+        self._gone: set[int] = set()
+        self._entered: dict[int, asyncio.Future[None]] = {}
+        self._changed = asyncio.Event()
+        self._lost_at: float | None = None
+        self._rounds: asyncio.Task[None] | None = None
+
+    @property
+    def leader(self) -> int:
+        """The id of the member that coordinates a group of fixed size."""
+        return min(self.members)
+
+    @property
+    def leads(self) -> bool:
+        """Whether that is us."""
+        return self.leader == self.worker.id
+
+    def start(self) -> None:
+        """Make ourselves known: to the leader, or to everybody in a group that is joined freely."""
+        others = [record for record in self.members.values() if record.id != self.worker.id]
+        if not self.worker.dynamic:
+            others = [record for record in others if record.id == self.leader]
+        for record in others:
+            self._tell(record, attend, self.worker.record.to_wire())
+
+    def _tell(self, record: WorkerRecord, function: Any, *args: Any) -> None:
+        try:
+            call = self.worker.peer_of(record).call(function, args, None, self.worker.options.rpc_timeout, system=True)
+        except RpcError:
+            return
+        call._add_callback(lambda future: future._look())
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def joined(self, record: WorkerRecord) -> bool:
+        """A member we did not know; False if we did."""
+        if record.id in self.members:
+            return False
+        self.members[record.id] = record
+        return True
+
+    def gone(self, record: WorkerRecord, lost: bool, cause: str) -> bool:
+        """A member left or was lost; False if that is no news."""
+        if record.id in self._gone:
+            return False
+        self._gone.add(record.id)
+        self._changed.set()
+        if lost:
+            self.lost[record.id] = record.info
+            self._lost_at = self._lost_at or time.monotonic()
+            if not self.worker.dynamic and self.leads:
+                for other in self._live():
+                    if other.id != self.worker.id:
+                        self._tell(other, report_lost, record.to_wire(), cause)
+        entered = self._entered.pop(record.id, None)
+        if entered is not None and not entered.done():
+            entered.set_result(None)
+        return True
+
+    def _live(self) -> list[WorkerRecord]:
+        return [record for record in self.members.values() if record.id not in self._gone]
+
+    # --- leaving together ---------------------------------------------------------------------------------------------
+
+    async def leave(self, timeout: float) -> bool:
+        """Serve until the group's work is over; False if that could not be awaited. timeout: seconds, 0 for no limit."""
+        work = asyncio.ensure_future(self._leave_freely() if self.worker.dynamic else self._leave_together())
+        limit = time.monotonic() + timeout if timeout else None
+        try:
+            while not work.done():
+                pause = self._patience(limit)
+                if pause is not None and pause <= 0:
+                    return False
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                try:
+                    await asyncio.wait((work, changed), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
+            return work.exception() is None
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    def _patience(self, limit: float | None) -> float | None:
+        """Seconds that may still be waited: until the limit, and not much longer once a member was lost."""
+        limits = [limit] if limit is not None else []
+        if self._lost_at is not None and not self.worker.dynamic:
+            limits.append(self._lost_at + self.worker.options.loss_grace)
+        return min(limits) - time.monotonic() if limits else None
+
+    async def _leave_together(self) -> None:
+        if self.leads:
+            await self.enter(self.worker.id)
+            return
+        leader = self.members[self.leader]
+        if leader.id in self._gone:
+            await self._until_idle()
+            return
+        # While that is awaited we go on serving: everything else on the loop runs as before.
+        call = self.worker.peer_of(leader).call(enter, (), None, 0.0, system=True)
+        try:
+            await call
+        except RpcError:
+            await self._until_idle()
+
+    async def _leave_freely(self) -> None:
+        await self._until_idle()
+        while self.worker.hosts_store and any(record.id != self.worker.id for record in self._live()):
+            # The store goes when its host goes: nobody could join, or be found, any more.
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _until_idle(self) -> None:
+        pause = _FIRST_PAUSE
+        while not self.worker.is_idle():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
+
+    async def enter(self, member: int) -> None:
+        """On the leader: that member's own program is done; returns when it may leave."""
+        future = self._entered.get(member)
+        if future is None:
+            future = self._entered[member] = asyncio.get_running_loop().create_future()
+        self._changed.set()
+        if self._rounds is None or self._rounds.done():
+            self._rounds = self.worker.spawn(self._run_rounds())
+        await asyncio.shield(future)
+
+    async def _run_rounds(self) -> None:
+        """Once all live members have entered: poll until the group is quiet, then let everybody go."""
+        if any(record.id not in self._entered for record in self._live()):
+            return
+        limit = time.monotonic() + (self.worker.options.rpc_timeout or 60.0)
+        previous: list[tuple[int, bool, int]] | None = None
+        pause = _FIRST_PAUSE
+        while True:
+            current = await self._poll_all()
+            if current == previous and all(idle for _, idle, _ in current):
+                break
+            if time.monotonic() > limit:
+                busy = [self.worker.describe_id(member) for member, idle, _ in current if not idle]
+                logger.warning("shutdown: %s still had calls under way; leaving all the same", ", ".join(busy) or "nobody")
+                break
+            if previous is not None:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+            previous = current
+        for future in self._entered.values():
+            if not future.done():
+                future.set_result(None)
+
+    async def _poll_all(self) -> list[tuple[int, bool, int]]:
+        live = self._live()
+        answers = await asyncio.gather(*(self._poll(record) for record in live), return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def _poll(self, record: WorkerRecord) -> tuple[int, bool, int]:
+        if record.id == self.worker.id:
+            return (record.id, *self.worker.activity())
+        idle, calls = await self.worker.peer_of(record).call(poll, (), None, _POLL_TIMEOUT, system=True)
+        return record.id, idle, calls
+
+
+def _current() -> tuple[Group, WorkerInfo]:
+    context = current_call.get()
+    assert context is not None, "these functions are handlers"
+    return context.worker.group, context.caller
+
+
+@system
+async def attend(record: list[Any]) -> None:
+    """Handler: a member is there, and keeps a connection to us."""
+    group, _ = _current()
+    group.worker.on_joined(WorkerRecord.from_wire(record))
+
+
+@system
+async def report_lost(record: list[Any], cause: str) -> None:
+    """Handler: the leader saw a member die."""
+    group, _ = _current()
+    group.worker.on_lost(WorkerRecord.from_wire(record), cause)
+
+
+@system
+async def enter() -> None:
+    """Handler, on the leader: a member's own program is done; answered when all may leave."""
+    group, caller = _current()
+    await group.enter(caller.id)
+
+
+@system
+async def poll() -> tuple[bool, int]:
+    """Handler: whether this worker is idle, and how many calls it has seen."""
+    group, _ = _current()
+    return group.worker.activity()

@@ -1,0 +1,190 @@
+"""How late the loop is, and who keeps it: a timer on the loop, and a thread that notices when the timer is overdue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+logger = logging.getLogger("aiorpc")
+
+_FRAMES = 4
+_WEIGHT = 0.1
+_JOIN_SECONDS = 2.0
+
+
+class _Tick:
+    """One awaited run of the timer. Replaced as a whole, so that loop and watchdog never mix two of them."""
+
+    __slots__ = ("due", "excused", "warned")
+
+    def __init__(self, due: float) -> None:
+        self.due = due
+        self.excused = 0.0
+        self.warned = False
+
+
+class LoopMonitor:
+    """Measures how late a loop's timers run, and warns when something blocks it.
+
+    loop: asyncio's or uvloop's. interval: seconds between two looks, of the timer and of the thread.
+    warn_after: seconds the loop may be blocked before one warning (logger ``aiorpc``) says for how long, by what, and
+    what to do; 0: no thread and no warnings. describe: what the runtime believes to be running; called in the thread.
+    name: of the thread, ``aiorpc-watch-<name>``.
+
+    Time in which the process was stopped or got no processor is not held against a handler, nor is time in which the
+    loop was not running. ``start`` and ``stop`` belong on the loop's thread, or anywhere while the loop does not run.
+    The figures may be read from any thread.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        interval: float = 0.25,
+        warn_after: float,
+        describe: Callable[[], str],
+        name: str = "loop",
+    ) -> None:
+        if interval <= 0 or warn_after < 0:
+            raise ValueError(f"interval must be > 0 and warn_after >= 0 seconds, not {interval} and {warn_after}")
+        self._loop = loop
+        self._interval = interval
+        self._warn_after = warn_after
+        self._describe = describe
+        self._name = name
+        self._handle: asyncio.Handle | None = None
+        self._tick: _Tick | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loop_thread = 0
+        self._cpu_clock: int | None = None
+        self.lag_max = 0.0
+        """Seconds the timer was late at worst."""
+        self.lag_mean = 0.0
+        """Seconds the timer is late, a moving average over about ten intervals."""
+        self.blocked_count = 0
+        """Times the loop was blocked for more than ``warn_after`` (0 if that is 0)."""
+
+    def start(self) -> None:
+        """Begin to measure. Nothing if it has begun."""
+        if self._handle is not None:
+            return
+        # A new one: a watchdog that hung in ``describe`` and outlived a stop must still end.
+        self._stopped = threading.Event()
+        self._handle = self._loop.call_soon(self._first)
+        if self._warn_after > 0:
+            name = f"aiorpc-watch-{self._name}"
+            self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the timer and the thread; waits for the thread, at most two seconds. Idempotent."""
+        self._stopped.set()
+        self._tick = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.cancel()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_SECONDS)
+
+    # On the loop.
+
+    def _first(self) -> None:
+        self._loop_thread = threading.get_ident()
+        self._cpu_clock = _thread_clock(self._loop_thread)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._stopped.is_set():
+            return
+        self._tick = _Tick(time.monotonic() + self._interval)
+        self._handle = self._loop.call_later(self._interval, self._ticked)
+
+    def _ticked(self) -> None:
+        tick = self._tick
+        if tick is None:
+            return
+        # uvloop counts from the beginning of the loop's turn, so a tick may also come a little early.
+        lag = max(0.0, time.monotonic() - tick.due - tick.excused)
+        self.lag_max = max(self.lag_max, lag)
+        self.lag_mean += _WEIGHT * (lag - self.lag_mean)
+        if 0 < self._warn_after < lag:
+            self.blocked_count += 1
+        self._schedule()
+
+    # In the thread.
+
+    def _watch(self) -> None:
+        stopped = self._stopped
+        before, cpu_before = time.monotonic(), self._cpu_used()
+        while not stopped.wait(self._interval) and not self._loop.is_closed():
+            now, cpu = time.monotonic(), self._cpu_used()
+            tick = self._tick
+            if tick is not None:
+                tick.excused += self._excuse(now - before, cpu - cpu_before)
+                self._judge(tick, now)
+            before, cpu_before = now, cpu
+
+    def _excuse(self, passed: float, cpu: float) -> float:
+        """Seconds of the last look's time that no handler is to blame for.
+
+        We were late ourselves: the process was stopped or starved, unless the loop's thread used the processor all
+        the while, which means that it held the interpreter lock in one long C call.
+        """
+        if not self._loop.is_running():
+            return passed
+        return max(0.0, passed - self._interval - cpu)
+
+    def _judge(self, tick: _Tick, now: float) -> None:
+        blocked = now - tick.due - tick.excused
+        if tick.warned or blocked <= self._warn_after or tick is not self._tick or not self._loop.is_running():
+            return
+        tick.warned = True
+        logger.warning(
+            "the event loop has been blocked for %.2f s by %s (at %s): nothing else on this loop runs meanwhile. "
+            "Make it a plain `def` handler, which runs in a thread, or set options.dedicated_loop for a program whose "
+            "own steps block the loop",
+            blocked,
+            self._described(),
+            _innermost(self._loop_thread),
+        )
+
+    def _described(self) -> str:
+        try:
+            return self._describe()
+        except Exception as error:
+            return f"an unknown handler ({type(error).__name__} while asking)"
+
+    def _cpu_used(self) -> float:
+        """Processor time of the loop's thread so far, in seconds; 0 where the platform does not tell."""
+        if self._cpu_clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(self._cpu_clock)
+        except OSError:
+            return 0.0
+
+
+def _thread_clock(ident: int) -> int | None:
+    try:
+        return time.pthread_getcpuclockid(ident)
+    except (AttributeError, OSError):
+        return None
+
+
+def _innermost(thread: int) -> str:
+    """The innermost frames of a thread, innermost first, as ``file:line function``."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    places: list[str] = []
+    while frame is not None and len(places) < _FRAMES:
+        code = frame.f_code
+        places.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places) or "an unknown place"

@@ -1,0 +1,412 @@
+"""The caller's side of one other worker: the connection to it, the calls it owes us, the functions it knows by number.
+
+States of a peer, changed on the loop only:
+
+    from        event                               to          what happens
+    IDLE        first frame for it                  CONNECTING  frames wait in `_waiting`
+    CONNECTING  handshake done                      READY       waiting frames go out, in order
+    CONNECTING  no way to reach it in time          GONE        pending calls fail with PeerLost or PeerRefused
+    READY       GOODBYE                             GONE        pending calls fail with PeerClosed
+    READY       connection broke, process died      GONE        pending calls fail with PeerLost
+    any         we shut down                        GONE        pending calls fail with WorkerClosed
+
+Invariants
+1. A call is in `pending` from before its frame is queued until somebody takes it out; `dict.pop` decides who settles it.
+2. A function's number goes with its name until a reply to such a call confirmed that the callee has it.
+3. GONE is final: a worker that comes back under the same name is a new peer (another incarnation).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Overloaded, ProtocolError, RpcError, RpcTimeout, WorkerClosed
+from ..futures import CallSite, Future
+from ..protocol.codec import Outgoing, unpack
+from ..protocol.frames import Buffer, Frame, Kind, encode_frame
+from ..protocol.identity import WorkerRecord
+from ..transport.connection import Connection
+from . import messages
+from .current import current_call
+from .failures import decode_error
+from .functions import describe
+from .statistics import PendingCall
+
+if TYPE_CHECKING:
+    from .streams import Stream
+    from .worker import Worker
+
+logger = logging.getLogger("aiorpc")
+
+# A reply whose pickle is longer than this is unpickled in the pool, off the loop.
+LARGE_PICKLE = 64 * 1024
+
+
+class State(Enum):
+    """See the module."""
+
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    READY = "ready"
+    GONE = "gone"
+
+
+class CallFuture(Future[Any]):
+    """The Future of one call."""
+
+    _peer: Peer
+    _call_id: int = -1
+    _function: str = ""
+    _entry: _FunctionEntry | None = None
+    _started: float = 0.0
+    _seconds: float | None = None
+    _system: bool = False
+
+    def _subject(self) -> str:
+        return f"the call of {self._function} on worker {self._peer.name!r}"
+
+    def _on_cancel(self) -> None:
+        self._peer.cancel(self._call_id)
+
+
+class _FunctionEntry:
+    __slots__ = ("confirmed", "name", "number")
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.confirmed = False
+
+
+class Peer:
+    """See the module. `call` may be used from any thread; what is marked so belongs to the loop."""
+
+    def __init__(self, worker: Worker, name: str, record: WorkerRecord | None) -> None:
+        self.worker = worker
+        self.name = name
+        self.record = record
+        self.state = State.IDLE
+        self.pending: dict[int, CallFuture] = {}
+        self.streams: dict[int, Stream] = {}
+        self.gone: RpcError | None = None
+        self.connection: Connection | None = None
+        self._ids = itertools.count(1)
+        self._waiting: list[Sequence[Buffer]] = []
+        self._lock = threading.Lock()
+        self._functions: dict[str, _FunctionEntry] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def same_main(self) -> bool:
+        """Whether the peer runs the same main module, so that what it defines can go by name."""
+        return self.record is not None and self.record.main == self.worker.record.main
+
+    def describe(self) -> str:
+        """Name, rank, host and pid, for errors."""
+        return self.record.describe() if self.record is not None else f"worker {self.name!r}"
+
+    # --- calling ------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        function: Callable[..., Any] | list[Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        *,
+        extra: Any = None,
+        system: bool = False,
+        stream: Stream | None = None,
+        depth: int = 2,
+    ) -> CallFuture:
+        """Send one call and return its Future at once. Any thread.
+
+        function: a callable, or the wire form of a method or value of a reference. timeout: seconds, 0 for no limit.
+        extra: a stream's credit, or the ids of the reference that the call creates. depth: frames up to the user's code.
+        Raises SerializationError and Overloaded; nothing was sent then. A lost peer is told by the Future.
+        """
+        worker = self.worker
+        if worker.closed:
+            raise WorkerClosed(f"worker {worker.name!r} has shut down; it makes no more calls")
+        if len(self.pending) >= worker.options.max_pending_calls and not system:
+            raise Overloaded(
+                f"{len(self.pending)} calls to worker {self.name!r} wait for answers (max_pending_calls); "
+                "await some before making more"
+            )
+        future = CallFuture()
+        future._peer = self
+        future._loop = worker.loop
+        future._executor = worker.pool
+        future._system = system
+        if not system:
+            worker.counters.made += 1
+            future._site = CallSite(sys._getframe(depth))
+        future._started = now = time.monotonic()
+        deadline = now + timeout if timeout else None
+        trace: int | None = None
+        context = current_call.get()
+        if context is not None and not context.replied and context.worker is worker:
+            trace = context.trace
+            if context.deadline is not None and (deadline is None or context.deadline < deadline):
+                deadline = context.deadline
+        remaining = None if deadline is None else deadline - now
+        future._seconds = remaining
+
+        values = list(args)
+        if kwargs:
+            names: list[str] | None = list(kwargs)
+            values.extend(kwargs.values())
+        else:
+            names = None
+        wire_function: Any
+        if type(function) is list:
+            wire_function = function
+            future._function = str(function[-1])
+        else:
+            wire_function = self._function(function, future)
+            if wire_function is None:
+                values.insert(0, function)
+        out = Outgoing(self, same_main=self.same_main)
+        body, segments = messages.encode(
+            [wire_function, remaining, trace, names, extra],
+            values,
+            out,
+            lambda position: _name_argument(position, wire_function is None, len(args), names, future),
+        )
+        future._call_id = call_id = next(self._ids)
+        self.pending[call_id] = future
+        if stream is not None:
+            self.streams[call_id] = stream
+        if deadline is not None:
+            worker.deadlines.add(deadline, call_id, self)
+        self.send(encode_frame(Kind.CALL, call_id, body, segments), urgent=len(self.pending) == 1)
+        if self.gone is not None:  # it went while we were at it, and may have missed this call
+            self._settle(call_id, self.gone)
+        return future
+
+    def _function(self, function: Any, future: CallFuture) -> Any:
+        """The wire form of a function: its number, number and name, or None when it travels by value."""
+        name = self.worker.names.of(function, self.same_main)
+        if name is None:
+            future._function = describe(function)
+            return None
+        future._function = name
+        entry = self._functions.get(name)
+        if entry is None:
+            entry = self._functions.setdefault(name, _FunctionEntry(next(self._numbers), name))
+        if entry.confirmed:
+            return entry.number
+        future._entry = entry
+        return [entry.number, name]
+
+    def send(self, frame: Sequence[Buffer], *, urgent: bool = False) -> None:
+        """Queue a frame for this peer, connecting first if need be. Any thread; dropped when the peer is gone."""
+        connection = self.connection
+        if connection is None:
+            with self._lock:
+                connection = self.connection
+                if connection is None:
+                    if self.gone is None:
+                        self._waiting.append(frame)
+                        if self.state is State.IDLE:
+                            self.state = State.CONNECTING
+                            self.worker.call_on_loop(self.worker.connect, self)
+                    return
+        connection.send(frame, urgent=urgent)
+
+    def cancel(self, call_id: int) -> None:
+        """The caller of that call has given up: forget it and tell the callee. Any thread."""
+        self.streams.pop(call_id, None)
+        if self.pending.pop(call_id, None) is not None:
+            self.send(encode_frame(Kind.CANCEL, call_id, b""))
+
+    def expire(self, call_id: int) -> None:
+        """The deadline of that call has passed; on the loop."""
+        future = self.pending.pop(call_id, None)
+        if future is None:
+            return
+        self.streams.pop(call_id, None)
+        self.worker.counters.timed_out += 1
+        seconds = future._seconds or 0.0
+        state = "" if self.state is State.READY else f"; there is no connection to it yet ({self.state.value})"
+        future._settle(
+            None,
+            RpcTimeout(
+                f"RPC ran for more than set timeout ({seconds:g} s): {future.describe()} got no answer{state}. "
+                "It was told to stop, and may or may not have run.",
+                worker=self.name,
+                function=future._function,
+                seconds=seconds,
+            ),
+        )
+        self.send(encode_frame(Kind.CANCEL, call_id, b""))
+
+    # --- answers, on the loop -----------------------------------------------------------------------------------------
+
+    def on_frames(self, frames: list[Frame]) -> None:
+        """Frames from the callee."""
+        for frame in frames:
+            kind = frame.kind
+            if kind == Kind.REPLY or kind == Kind.ERROR:
+                self._on_answer(frame)
+            elif kind == Kind.ITEM:
+                stream = self.streams.get(frame.call_id)
+                if stream is not None:
+                    stream.on_item(unpack(frame.body), frame.segments)
+                else:
+                    self._discard(frame)
+            elif kind == Kind.GOODBYE:
+                self.worker.on_goodbye(self.record, frame)
+            else:
+                raise ProtocolError(f"{frame} is not for a caller")
+
+    def _on_answer(self, frame: Frame) -> None:
+        future = self.pending.pop(frame.call_id, None)
+        if future is None:
+            self.worker.counters.late_answers += 1
+            self._discard(frame)
+            return
+        counters = self.worker.counters
+        counters.record_latency(time.monotonic() - future._started)
+        entry = future._entry
+        if entry is not None:
+            entry.confirmed = True
+        if self.streams:
+            self.streams.pop(frame.call_id, None)
+        if frame.kind == Kind.ERROR:
+            self._settle_error(future, frame)
+            return
+        try:
+            fields = unpack(frame.body)
+            if len(fields) > 3 and fields[3] and len(fields[3]) > LARGE_PICKLE:
+                self.worker.pool.submit(self._settle_value, future, fields, frame.segments)
+                return
+        except Exception as error:
+            future._settle(None, error)
+            return
+        self._settle_value(future, fields, frame.segments)
+
+    def _settle_value(self, future: CallFuture, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        try:
+            value = messages.decode(fields, segments, self.load_references)[0]
+        except Exception as error:
+            failure = RpcError(f"the result of {future.describe()} cannot be read here: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            future._settle(None, failure)
+        else:
+            future._settle(value)
+
+    def _settle_error(self, future: CallFuture, frame: Frame) -> None:
+        try:
+            error = decode_error(unpack(frame.body), future._function)
+        except Exception as broken:
+            error = RpcError(f"{future.describe()} failed, and its error cannot be read: {broken}")
+        future._settle(None, error)
+
+    def _discard(self, frame: Frame) -> None:
+        """An answer that nobody waits for; references inside still have to be taken."""
+        if frame.kind == Kind.ERROR:
+            return
+        try:
+            fields = unpack(frame.body)
+            if len(fields) > 6 and fields[6]:
+                self.load_references(fields[6])
+        except Exception:
+            logger.debug("a late answer of %s cannot be read", self.name, exc_info=True)
+
+    def load_references(self, wires: list[Any]) -> Sequence[Any]:
+        """Handles of the references in a message from this peer."""
+        assert self.record is not None, "an answer came over a connection, so the peer is known"
+        return self.worker.references.load(wires, self.record.id)
+
+    # --- connection, on the loop --------------------------------------------------------------------------------------
+
+    def ready(self, connection: Connection) -> None:
+        """The handshake is done: send what has waited."""
+        with self._lock:
+            for frame in self._waiting:
+                connection.send(frame)
+            self._waiting.clear()
+            self.connection = connection
+            self.state = State.READY
+
+    def fail(self, error: RpcError) -> None:
+        """The peer is gone for good; every call it owes us fails. Idempotent."""
+        with self._lock:
+            if self.gone is not None:
+                return
+            self.gone = error
+            self.state = State.GONE
+            self._waiting.clear()
+        for call_id in list(self.pending):
+            self._settle(call_id, error)
+        if self.connection is not None:
+            self.connection.abort()
+
+    def _settle(self, call_id: int, error: RpcError) -> None:
+        future = self.pending.pop(call_id, None)
+        self.streams.pop(call_id, None)
+        if future is not None:
+            future._settle(None, _copy_for(error, future))
+
+    def close(self) -> None:
+        """We leave: say goodbye and fail what is still pending. On the loop."""
+        if self.connection is not None:
+            self.goodbye()
+            self.connection.close()
+        self.fail(WorkerClosed(f"worker {self.worker.name!r} shut down before the answer came"))
+
+    def goodbye(self) -> None:
+        """Tell the peer that we leave, if that takes no waiting. Any thread."""
+        if self.connection is not None:
+            self.connection.send(encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
+
+    def pending_calls(self) -> list[PendingCall]:
+        """The calls of users that this peer has not answered."""
+        now = time.monotonic()
+        return [
+            PendingCall(
+                "made",
+                self.name,
+                future._function,
+                now - future._started,
+                None if future._seconds is None else future._seconds - (now - future._started),
+                str(future._site or ""),
+            )
+            for future in list(self.pending.values())
+            if not future._system
+        ]
+
+    def user_calls(self) -> int:
+        """Pending calls of users, not of the runtime."""
+        return sum(not future._system for future in list(self.pending.values()))
+
+
+def _copy_for(error: RpcError, future: CallFuture) -> RpcError:
+    """Each call gets an error of its own: raising one object at many places mixes up their tracebacks."""
+    copy = type(error).__new__(type(error))
+    copy.__dict__.update(error.__dict__)
+    copy.args = (f"{error}; {future.describe()} got no answer", *error.args[1:])
+    return copy
+
+
+def _name_argument(
+    position: int, function_first: bool, count: int, names: list[str] | None, future: CallFuture
+) -> str:
+    where = f"of {future._function} for worker {future._peer.name!r}"
+    if function_first:
+        if position == 0:
+            return f"the function {future._function}"
+        position -= 1
+    if names is not None and position >= count:
+        return f"argument {names[position - count]!r} {where}"
+    return f"argument {position} {where}"
+
+

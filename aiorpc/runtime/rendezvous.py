@@ -1,0 +1,368 @@
+"""How workers find each other: a meeting place, a group, and a secret its members share.
+
+All of it blocks and belongs in a helper thread, off every loop. Each wait polls the store and is bounded by the
+timeout given to `Rendezvous.open`; a timeout of 0 means no limit, and `stop` ends any wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ..errors import RendezvousError
+from ..protocol.identity import WorkerRecord
+from .host import host_identity, main_identity
+from .membership import FixedWorld, FreeWorld, Member, load_json
+from .stores import (
+    LAST_PAUSE,
+    Board,
+    Patience,
+    Place,
+    StoreGone,
+    check_ranks,
+    listens,
+    local_address,
+    open_file,
+    open_tcp,
+    parse,
+    reach_tcp,
+)
+
+__all__ = ["Rendezvous", "host_identity", "main_identity"]
+
+logger = logging.getLogger("aiorpc")
+
+_SECRET_BYTES = 32
+_TURN_AWAY = 0.03
+_CLOSING_TIME = 1.5
+
+
+def _environment_secret() -> bytes | None:
+    text = os.environ.get("AIORPC_SECRET")
+    return hashlib.sha256(text.encode()).digest() if text else None
+
+
+class Rendezvous:
+    """One worker's view of the meeting place. Made by `open`; its methods may be called from any thread.
+
+    rank, world_size: as given or found in the environment; world_size is None for a group that is joined freely.
+    hosts_store: this process serves the store, so the group cannot be joined once it has gone.
+    """
+
+    def __init__(self, place: Place, store: Store, hosts_store: bool, patience: Patience) -> None:
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.hosts_store = hosts_store
+        self._place = place
+        self._patience = patience
+        self._board = Board(store, str(place))
+        self._own_secret = _environment_secret()
+        self._world = self._make_world()
+        self._held: _HeldSecret | None = None
+        self._warned = False
+
+    @classmethod
+    def open(
+        cls,
+        init_method: str,
+        *,
+        rank: int | None,
+        world_size: int | None,
+        timeout: float,
+        stop: threading.Event | None = None,
+        store: Store | None = None,
+    ) -> Rendezvous:
+        """Reach (or host) the store that `init_method` names, or use the `store` given.
+
+        timeout: seconds for this, `join` and `agree_secret` together; 0 means no limit. RendezvousError: a variable
+        of env:// is missing, or the store cannot be reached in time. RpcUsageError: the arguments make no sense.
+        """
+        patience = Patience(timeout, stop)
+        if store is not None:
+            check_ranks(rank, world_size)
+            return cls(Place(rank, world_size), store, False, patience)
+        place = parse(init_method, rank, world_size, os.environ)
+        if place.path:
+            return cls(place, open_file(place), False, patience)
+        made, hosts_store = open_tcp(place, patience)
+        rendezvous = cls(place, made, hosts_store, patience)
+        if hosts_store:
+            # A store shared with a process group of torch outlives us and may still say that we were leaving.
+            rendezvous._board.set_closing(False)
+        return rendezvous
+
+    @property
+    def dynamic(self) -> bool:
+        """True if workers join and leave freely."""
+        return self.world_size is None
+
+    @property
+    def generation(self) -> int:
+        """How many times, counting this one, the group was formed at this store; 0 before `join`."""
+        return self._world.generation
+
+    def local_address(self) -> str:
+        """IP address of the interface that reaches the rendezvous; 127.0.0.1 if that is on this host alone."""
+        return local_address(self._place)
+
+    def join(self, make_record: Callable[[int], WorkerRecord]) -> list[WorkerRecord]:
+        """Register the record made for this worker's id; the members' records: all by rank, or those there now.
+
+        make_record is called with the id (the rank, or a free number in a dynamic group). RendezvousError, on all
+        ranks where all are concerned: a name or rank that is not unique, different world sizes, missing ranks.
+        """
+        record: WorkerRecord | None = None
+
+        def make(number: int) -> WorkerRecord:
+            nonlocal record
+            record = make_record(number)
+            return record
+
+        for _ in self._patience.tries():
+            try:
+                self._check_open()
+                if isinstance(self._world, FreeWorld):
+                    members = self._world.join(make, self._patience)
+                else:
+                    members = self._world.join(record or make(self._world.rank), self._patience)
+                return [member.record for member in members]
+            except StoreGone:
+                if not self._is_client() or self._patience.left() <= 0:
+                    raise
+                self._reconnect()
+        raise RendezvousError(f"the store at {self._place} kept closing for {self._patience.seconds:g} s")
+
+    def members(self) -> list[WorkerRecord]:
+        """Records of the group: who is in it now if it is dynamic, else those found at `join`."""
+        return [member.record for member in self._world.members()]
+
+    def find(self, name: str) -> WorkerRecord | None:
+        """The member of that name, or None."""
+        return next((record for record in self.members() if record.name == name), None)
+
+    def leave(self, record: WorkerRecord) -> None:
+        """Take a record out of the group (one's own, or a lost peer's). Nothing happens if the store has gone."""
+        # torch logs every failed operation: do not ask a server that is not there.
+        if self._is_client() and not listens(self._place):
+            return
+        with contextlib.suppress(StoreGone):
+            self._world.leave(record)
+
+    def close(self) -> None:
+        """Let go of the store, and end the server if this process hosts it. Idempotent.
+
+        The host first waits up to 2 s for ranks that have not yet read that the group is complete.
+        """
+        if self.hosts_store:
+            with contextlib.suppress(StoreGone):
+                self._announce_end()
+        self._board.close()
+        if self._held is not None and self._held.path is not None:
+            self._held.path.unlink(missing_ok=True)
+
+    def _announce_end(self) -> None:
+        if isinstance(self._world, FixedWorld) and self._world.members():
+            self._world.wait_until_known(self._world.world_size, 2.0)
+        self._board.set_closing(True)
+        # Ranks may already be here for the next group: time to turn away, lest torch logs their broken connections.
+        time.sleep(_TURN_AWAY)
+        if int(self._board.get("generation") or 0) > self.generation:
+            time.sleep(3 * LAST_PAUSE)
+
+    def agree_secret(self, record: WorkerRecord, records: Sequence[WorkerRecord], directory: str | Path) -> bytes:
+        """The 32 bytes by which the group's members know each other.
+
+        From AIORPC_SECRET if it is set (on all, or RendezvousError). Else the first member makes them and leaves them
+        in a 0600 file in `directory` (its private one); members on other hosts get them through the store, and one
+        warning says that whoever reaches that may join.
+        """
+        self._check_environment()
+        if self._own_secret is not None:
+            return self._own_secret
+        held = _HeldSecret(record, Path(directory))
+        value = self._agree_free(held) if isinstance(self._world, FreeWorld) else self._agree_fixed(held, records)
+        self._held = held
+        return value
+
+    def serve_secret_requests(self) -> None:
+        """What a member of a dynamic group does now and then: hand the secret to those who cannot read the file.
+
+        Does not wait. Only one member acts: the one that offers the secret, or after it left the oldest that has it.
+        """
+        world, held = self._world, self._held
+        if held is not None and isinstance(world, FreeWorld):
+            with contextlib.suppress(StoreGone):
+                self._serve_secret(world, held)
+
+    def _serve_secret(self, world: FreeWorld, held: _HeldSecret) -> None:
+        alive = world.alive(world.members())
+        raw, offer = self._offer()
+        if self._owner(offer, alive) is None:
+            heirs = [member.record.incarnation for member in alive if member.trusted]
+            if heirs[:1] == [held.record.incarnation]:
+                self._publish(held, raw, self._wanted(alive))
+        elif offer["owner"] == held.record.incarnation and "value" not in offer and self._wanted(alive):
+            self._publish(held, raw, True)
+
+    def _make_world(self) -> FixedWorld | FreeWorld:
+        own = self._own_secret is not None
+        if self.world_size is None:
+            return FreeWorld(self._board, self.rank, own_secret=own)
+        assert self.rank is not None, "checked with the arguments"
+        return FixedWorld(self._board, self.rank, self.world_size, own_secret=own, hosts_store=self.hosts_store)
+
+    def _is_client(self) -> bool:
+        return bool(self._place.host) and not self.hosts_store
+
+    def _check_open(self) -> None:
+        """StoreGone if the previous group's host has ended the store or is about to."""
+        if self._is_client() and not listens(self._place):
+            raise StoreGone(f"the store at {self._place} is gone")
+        self._board.check_open()
+
+    def _reconnect(self) -> None:
+        self._board.close()
+        # A store that is closing is gone soon, unless torch uses it as well: then its host takes it up again.
+        for _ in Patience(min(_CLOSING_TIME, self._patience.attempt()), self._patience.stop).tries():
+            if not listens(self._place):
+                break
+        self._board = Board(reach_tcp(self._place, self._patience), str(self._place))
+        self._world = self._make_world()
+
+    def _check_environment(self) -> None:
+        members = self._world.members()
+        with_it = [member.record.describe() for member in members if member.own_secret]
+        without = [member.record.describe() for member in members if not member.own_secret]
+        if with_it and without:
+            raise RendezvousError(
+                f"AIORPC_SECRET must be set for all workers or for none: {', '.join(with_it)} have it, "
+                f"{', '.join(without)} have not"
+            )
+
+    def _secret_key(self, name: str = "secret") -> str:
+        return f"{self.generation}/{name}"
+
+    def _agree_fixed(self, held: _HeldSecret, records: Sequence[WorkerRecord]) -> bytes:
+        first = min(records, key=lambda other: other.id)
+        if first.incarnation == held.record.incarnation:
+            self._publish(held, "", any(other.host != first.host for other in records))
+            return held.value
+        for _ in self._patience.tries():
+            _, offer = self._offer()
+            if offer.get("owner") == first.incarnation and held.take(offer):
+                return held.value
+        raise RendezvousError(f"no secret from {first.describe()} within {self._patience.seconds:g} s")
+
+    def _agree_free(self, held: _HeldSecret) -> bytes:
+        assert isinstance(self._world, FreeWorld)
+        me = held.record.incarnation
+        for _ in self._patience.tries():
+            alive = self._world.alive(self._world.members())
+            raw, offer = self._offer()
+            if self._owner(offer, alive) is not None:
+                if held.take(offer):
+                    break
+                self._board.put(self._secret_key("wanted"), me)
+            elif _is_heir(me, alive) and self._publish(held, raw, False):
+                break
+        else:
+            raise RendezvousError(f"no member of the group handed out its secret within {self._patience.seconds:g} s")
+        self._world.trust(held.record, self._patience)
+        return held.value
+
+    def _offer(self) -> tuple[str, dict[str, str]]:
+        raw = self._board.get(self._secret_key()) or ""
+        offer: dict[str, str] = load_json(raw) if raw else {}
+        return raw, offer
+
+    def _owner(self, offer: dict[str, str], alive: Sequence[Member]) -> Member | None:
+        owners = (member for member in alive if member.record.incarnation == offer.get("owner"))
+        return next(owners, None)
+
+    def _wanted(self, alive: Sequence[Member]) -> bool:
+        """True if a member that is still there asked to be sent the secret and has none yet."""
+        asker = self._board.get(self._secret_key("wanted"))
+        return any(member.record.incarnation == asker and not member.trusted for member in alive)
+
+    def _publish(self, held: _HeldSecret, expected: str, openly: bool) -> bool:
+        offer = json.dumps(held.offer(openly))
+        won = self._board.swap(self._secret_key(), expected, offer) == offer
+        if won and openly and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the workers are on several hosts and AIORPC_SECRET is not set: their secret goes through the "
+                "rendezvous store, so whoever reaches %s is trusted to run code on all of them",
+                self._place,
+            )
+        return won
+
+
+def _is_heir(incarnation: str, alive: Sequence[Member]) -> bool:
+    """True if this member may make a new secret: nobody knows an older one, and all others came later."""
+    return bool(alive) and alive[0].record.incarnation == incarnation and not any(member.trusted for member in alive)
+
+
+@dataclass
+class _HeldSecret:
+    """This worker's copy of the group's secret, empty until it is made or taken."""
+
+    record: WorkerRecord
+    directory: Path
+    value: bytes = b""
+    path: Path | None = None
+
+    def offer(self, openly: bool) -> dict[str, str]:
+        """What goes into the store: where the file is, and the secret itself only if `openly`."""
+        self.value = self.value or secrets.token_bytes(_SECRET_BYTES)
+        if self.path is None:
+            # A name of its own: workers of one process may share the directory.
+            self.path = self.directory / f"secret-{secrets.token_hex(8)}"
+            _write_private(self.path, self.value)
+        offer = {"owner": self.record.incarnation, "host": self.record.host, "path": str(self.path)}
+        return {**offer, "value": self.value.hex()} if openly else offer
+
+    def take(self, offer: dict[str, str]) -> bool:
+        """Take the secret out of an offer; False if it cannot be had this way (yet)."""
+        if "value" in offer:
+            value: bytes | None = bytes.fromhex(offer["value"])
+        else:
+            value = _read_private(offer["path"]) if offer["host"] == self.record.host else None
+        if value is None:
+            return False
+        if len(value) != _SECRET_BYTES:
+            raise RendezvousError(f"the group's secret has {len(value)} bytes instead of {_SECRET_BYTES}")
+        self.value = value
+        return True
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _read_private(path: str) -> bytes | None:
+    """Content of a file that only this user can have written; None if it is not there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RendezvousError(f"cannot read the group's secret ({error}); set AIORPC_SECRET for all") from None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise RendezvousError(f"{path} is not a private file of this user (mode 0600); set AIORPC_SECRET instead")
+        return file.read(_SECRET_BYTES + 1)

@@ -1,0 +1,82 @@
+"""What a worker has done and is doing, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class Counters:
+    """Running counts of one worker. Written without locks: a rare lost increment costs less than a lock for each call."""
+
+    def __init__(self) -> None:
+        self.made = 0  # calls of users made here
+        self.served_users = 0  # calls of users served here
+        self.failed = 0
+        self.cancelled = 0
+        self.timed_out = 0
+        self.late_answers = 0
+        self.bytes_sent = 0  # of connections that have ended
+        self.bytes_received = 0
+        self.refused = 0
+        self._latencies = [0] * 48  # answers by the number of bits of their latency in microseconds
+
+    def record_latency(self, seconds: float) -> None:
+        """One call was answered."""
+        self._latencies[min(47, int(seconds * 1e6).bit_length())] += 1
+
+    def answered(self) -> int:
+        """Calls that got an answer."""
+        return sum(self._latencies)
+
+    def quantile(self, share: float) -> float:
+        """Seconds within which that share of the answers came, to within a factor of two; 0.0 without answers."""
+        total = self.answered()
+        seen = 0
+        for bits, count in enumerate(self._latencies):
+            seen += count
+            if total and seen >= share * total:
+                return float(1 << bits) / 1e6
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A worker at one moment; see `Worker.statistics`. Times in seconds, sizes in bytes."""
+
+    calls_made: int = 0
+    calls_answered: int = 0
+    calls_pending: int = 0
+    calls_timed_out: int = 0
+    late_answers: int = 0
+    latency_p50: float = 0.0  # upper bound, to within a factor of two
+    latency_p99: float = 0.0
+    calls_served: int = 0
+    calls_running: int = 0
+    calls_failed: int = 0
+    calls_cancelled: int = 0
+    connections: int = 0
+    connections_refused: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    threads: int = 0
+    threads_idle: int = 0
+    threads_blocked: int = 0
+    jobs_queued: int = 0
+    references_owned: int = 0
+    references_held: int = 0
+    references_pending: int = 0
+    loop_lag_mean: float = 0.0
+    loop_lag_max: float = 0.0
+    loop_blocked: int = 0
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """One call under way. direction: "made" here or "served" here. seconds: how long it has been. deadline: seconds left."""
+
+    direction: str
+    worker: str
+    function: str
+    seconds: float
+    deadline: float | None
+    made_at: str = field(default="")

@@ -1,0 +1,119 @@
+"""The blocking wrapper for ordinary scripts, with the names and signatures of ``torch.distributed.rpc``.
+
+It adds no logic: `init_rpc` runs a worker on a loop in a thread of its own, the other verbs wait for the Futures of that
+worker. A verb that would block the loop of its worker is refused with WouldBlockLoop, which names the awaitable to use.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .errors import RpcUsageError
+from .futures import Future
+from .options import RpcBackendOptions
+from .protocol.identity import WorkerInfo
+from .runtime.current import registry
+from .runtime.group import ShutdownReport
+from .runtime.loops import LoopThread
+from .runtime.worker import Worker
+
+UNSET_RPC_TIMEOUT = -1.0
+DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+
+To = str | int | WorkerInfo
+
+
+class BackendType(enum.Enum):
+    """Names of backends, for programs that pass one; there is one runtime behind all of them."""
+
+    AIORPC = "AIORPC"
+    TENSORPIPE = "TENSORPIPE"
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Start this process's worker and wait until its group is there. Its loop runs in a thread of its own (uvloop).
+
+    rank: -1 takes RANK from the environment. world_size: None takes WORLD_SIZE, and without that the group is joined
+    freely. Raises RendezvousError within ``rpc_timeout`` seconds; RpcUsageError if this process has a worker already.
+    """
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    running = registry.workers()
+    if running:
+        raise RpcUsageError(f"RPC is already initialized: worker {running[0].name!r} runs in this process")
+    worker = Worker(
+        name, rank=None if rank < 0 else rank, world_size=world_size, options=rpc_backend_options
+    )
+    thread = LoopThread(name)
+    try:
+        thread.run(worker.start())
+    except BaseException:
+        thread.close()
+        raise
+    worker.hosted_by = thread
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> ShutdownReport:
+    """Leave the group, then end the worker's loop and thread. Nothing happens if there is no worker.
+
+    graceful: serve until every live member has called this and no call is under way; see `Worker.shutdown`.
+    """
+    workers = registry.workers()
+    if not workers:
+        return ShutdownReport()
+    worker = registry.get()
+    worker.refuse_on_loop("shutdown()", "await worker.shutdown()")
+    thread = worker.hosted_by
+    if thread is None:
+        raise RpcUsageError(f"worker {worker.name!r} runs on a loop of yours; use `await worker.shutdown()` there")
+    try:
+        return thread.run(worker.shutdown(graceful, timeout))
+    finally:
+        thread.close()
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised. See `aiorpc.call`."""
+    worker = registry.get()
+    worker.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
+    return worker.find_peer(to).call(func, args or (), kwargs, worker.timeout(timeout)).wait()
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await."""
+    worker = registry.get()
+    return worker.find_peer(to).call(func, args or (), kwargs, worker.timeout(timeout))
+
+
+__all__ = [
+    "DEFAULT_SHUTDOWN_TIMEOUT",
+    "UNSET_RPC_TIMEOUT",
+    "BackendType",
+    "init_rpc",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+

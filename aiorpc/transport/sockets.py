@@ -1,0 +1,139 @@
+"""Listening, connecting and what the system knows about the other end, for unix sockets and TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import stat
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+BACKLOG = 1024
+# A broken network between hosts is noticed after this many seconds of unanswered data or probes.
+TCP_TIMEOUT = 20
+
+
+def private_directory() -> Path:
+    """This user's directory for sockets and secrets: ours alone, mode 0700. Short, as unix paths end at 108 bytes.
+
+    Raises PermissionError when somebody else made it first.
+    """
+    path = Path(tempfile.gettempdir()) / f"aiorpc-{os.getuid()}"
+    if len(str(path)) > 60:
+        path = Path("/tmp") / path.name
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a directory that only this user can enter; remove it or set TMPDIR")
+    return path
+
+
+def remove_stale(directory: Path) -> None:
+    """Remove what dead workers left behind: sockets that nobody listens on any more."""
+    for path in directory.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
+def listen_unix(directory: Path) -> tuple[socket.socket, str]:
+    """A listening unix socket with a random name in the private directory, and its path."""
+    path = directory / f"{secrets.token_hex(8)}.sock"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(str(path))
+        path.chmod(0o600)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, str(path)
+
+
+def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    """A listening TCP socket on one interface, on a free port or one of a range. Raises OSError if none is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    candidates = range(ports[0], ports[1] + 1) if ports else (0,)
+    failure: OSError | None = None
+    for port in candidates:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if ports:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise OSError(f"no port to listen on at {host} in {ports}: {failure}") from failure
+
+
+async def connect_unix(path: str) -> socket.socket:
+    """Connect to a unix socket; the peer's uid must be ours. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    await _connect(sock, path)
+    if peer_uid(sock) not in (os.getuid(), None):
+        sock.close()
+        raise PermissionError(f"{path} belongs to another user's process")
+    return sock
+
+
+async def connect_tcp(host: str, port: int) -> socket.socket:
+    """Connect over TCP, with the options that notice a dead network. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    family, kind, proto, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+    sock = socket.socket(family, kind, proto)
+    await _connect(sock, address)
+    tune_tcp(sock)
+    return sock
+
+
+async def _connect(sock: socket.socket, address: object) -> None:
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def tune_tcp(sock: socket.socket) -> None:
+    """No delay for small frames; keep-alive and TCP_USER_TIMEOUT so that a vanished host is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TCP_TIMEOUT // 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, TCP_TIMEOUT // 10))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TCP_TIMEOUT * 1000)
+
+
+def peer_uid(sock: socket.socket) -> int | None:
+    """The user id of the process at the other end of a unix socket; None where the system does not say."""
+    credentials = _peer_credentials(sock)
+    return credentials[1] if credentials else None
+
+
+def peer_pid(sock: socket.socket) -> int | None:
+    """The pid of that process as this process sees it; None where unknown, or in another pid namespace."""
+    credentials = _peer_credentials(sock)
+    return credentials[0] or None if credentials else None
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int, int] | None:
+    if sys.platform != "linux" or sock.family != socket.AF_UNIX:
+        return None
+    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid, gid

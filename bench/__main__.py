@@ -1,0 +1,69 @@
+"""``python -m bench``: measure, print the table, write JSON and picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from . import picture, report, suite
+from .stage import Plan
+from .stats import Outcome
+
+DEFAULT_OUT = Path(__file__).parent / "results" / "bench"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    options.add_argument("--quick", action="store_true", help="fewer and shorter rounds, under 90 seconds in all")
+    options.add_argument("--only", metavar="NAME,...", help="take these measurements only")
+    options.add_argument("--rounds", type=int, metavar="N", help="rounds of each pair")
+    options.add_argument("--out", type=Path, default=DEFAULT_OUT, help="files to write, without .json and .png")
+    options.add_argument("--list", action="store_true", help="list the measurements")
+    options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
+    options.add_argument("--null", action="store_true", help="torch against itself, to see the noise")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 1 when a measurement failed (or, with ``--check``, a target was missed), 2 for misuse."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(given)
+    if options.list:
+        print("\n".join(f"{each.name:16} {each.summary}" for each in suite.MEASUREMENTS))
+        return 0
+    try:
+        chosen = suite.choose(options.only.split(",") if options.only else None)
+    except ValueError as error:
+        parser().error(str(error))
+    outcome = suite.run(chosen, _plan(options), given, null=options.null)
+    report.show(outcome)
+    _write(outcome, options.out)
+    missed = options.check and any(row.passed is False for row in outcome.rows)
+    return 1 if outcome.failures or missed else 0
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    plan = Plan.quick() if options.quick else Plan()
+    if options.rounds is None:
+        return plan
+    rounds = max(1, options.rounds)
+    return replace(plan, rounds=rounds, cohort_rounds=min(rounds, plan.cohort_rounds))
+
+
+def _write(outcome: Outcome, out: Path) -> None:
+    report.write_json(outcome, out.with_suffix(".json"))
+    print(f"wrote {out.with_suffix('.json')}")
+    try:
+        picture.draw(outcome, out.with_suffix(".png"))
+    except ImportError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    else:
+        print(f"wrote {out.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

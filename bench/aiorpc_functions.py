@@ -1,0 +1,13 @@
+"""Handlers that need aiorpc's own decorator."""
+
+from __future__ import annotations
+
+import aiorpc
+
+from .functions import new_held
+
+
+@aiorpc.async_execution
+def hold() -> aiorpc.Future[None]:
+    """Answer only when ``release_held`` completes the future."""
+    return new_held(aiorpc.Future())

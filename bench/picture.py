@@ -1,0 +1,81 @@
+"""The picture of a run: ratios with their targets, and what more workers cost. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import hardware
+from .stats import Outcome, Row, Spread
+
+OURS, THEIRS = "tab:blue", "tab:orange"
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Write a PNG; ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    compared = [row for row in outcome.rows if row.ratio is not None and row.size is None]
+    curves = _curves(outcome.rows)
+    height = max(3.0, 1.2 + 0.34 * len(compared))
+    figure = pyplot.figure(figsize=(13, height + (4 if curves else 0)), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=[height, 4]) if curves else [figure]
+    if compared:
+        _draw_ratios(parts[0].subplots(), compared)
+    if curves:
+        places = parts[1].subplots(1, len(curves), squeeze=False)[0]
+        for axes, (title, rows) in zip(places, curves.items(), strict=True):
+            _draw_curve(axes, title, rows)
+    figure.suptitle(f"{outcome.facts['sides']}\n{hardware.line(outcome.facts)}", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    curves: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.size is not None:
+            curves.setdefault(f"{row.quantity} [{row.unit}]", []).append(row)
+    return curves
+
+
+def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        ratio = Spread.of(row.ratios)
+        colour = {None: "tab:gray", True: "tab:green", False: "tab:red"}[row.passed]
+        error = [[ratio.median - ratio.minimum], [ratio.maximum - ratio.median]]
+        axes.barh(place, ratio.median, color=colour, xerr=error, ecolor="black", capsize=2)
+        axes.text(ratio.maximum * 1.04, place, f"{ratio.median:.1f}x", va="center", fontsize=8)
+        if row.target is not None:
+            axes.plot([row.target] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
+    labels = [f"{row.measurement}: {row.quantity} {row.note}" for row in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="x", which="both", labelsize=8)
+    axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("times better (bar: median, line: minimum to maximum of rounds; black mark: target)")
+
+
+def _draw_curve(axes: Any, title: str, rows: Sequence[Row]) -> None:
+    for label, colour in (("aiorpc", OURS), ("torch", THEIRS)):
+        points = [(row.size, Spread.of(values)) for row in rows if (values := getattr(row, label))]
+        if points:
+            sizes = [size for size, _ in points]
+            axes.plot(sizes, [spread.median for _, spread in points], marker="o", color=colour, label=label)
+            axes.fill_between(
+                sizes, [s.minimum for _, s in points], [s.maximum for _, s in points], color=colour, alpha=0.2
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([row.size for row in rows], [str(row.size) for row in rows])
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("workers")
+    axes.legend(fontsize=8)

@@ -1,0 +1,62 @@
+"""The list of measurements, and running some of them."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from . import hardware, idle, latency, memory, scaling, throughput, training
+from .stage import Plan, Stage, progress
+from .stats import Failure, Outcome, Row
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A name for ``--only``, what it is in one line, and what takes it."""
+
+    name: str
+    summary: str
+    take: Callable[[Stage], list[Row]]
+
+
+MEASUREMENTS: tuple[Measurement, ...] = (
+    Measurement("noop_blocking", "rpc_sync of a Python no-op, µs", latency.noop_blocking),
+    Measurement("noop_awaited", "awaited no-op against torch's rpc_sync, µs", latency.noop_awaited),
+    Measurement("inflight512", "calls/s with 512 under way", throughput.in_flight),
+    Measurement("tensor_2x2", "a 2x2 tensor echoed, blocking and awaited, µs", latency.tensor_2x2),
+    Measurement("tensor_64KB", "64 KB echoed and sent, blocking, µs", partial(latency.tensor, "tensor_64KB", 1 << 14)),
+    Measurement("tensor_1MB", "1 MB echoed and sent, blocking, µs", partial(latency.tensor, "tensor_1MB", 1 << 18)),
+    Measurement("batch_rl", "steps/s of the batch_rl example with 5 observers", training.batch_rl),
+    Measurement("beside_compute", "no-op beside a handler that computes in pure Python, µs", latency.beside_compute),
+    Measurement("workers", "cost per call and start-up as workers grow", scaling.workers),
+    Measurement("idle", "processor time of idle workers", idle.idle),
+    Measurement("memory", "resident bytes per connection and per pending call", memory.memory),
+)
+
+
+def choose(names: Sequence[str] | None) -> list[Measurement]:
+    """The measurements of these names in the suite's order, all without names; ValueError names unknown ones."""
+    known = {each.name for each in MEASUREMENTS}
+    if unknown := set(names or ()) - known:
+        raise ValueError(f"no measurement {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    return [each for each in MEASUREMENTS if names is None or each.name in names]
+
+
+def run(chosen: Sequence[Measurement], plan: Plan, arguments: Sequence[str], *, null: bool = False) -> Outcome:
+    """Take the measurements one after another. One that fails is reported and does not stop the others."""
+    found = hardware.facts(arguments, plan.rounds, plan.seconds, null=null)
+    begin = time.monotonic()
+    rows: list[Row] = []
+    failures: list[Failure] = []
+    with Stage(plan, null=null) as stage:
+        for measurement in chosen:
+            progress(f"{time.monotonic() - begin:5.0f} s  {measurement.name}: {measurement.summary}")
+            try:
+                rows += measurement.take(stage)
+            except Exception:
+                failures.append(Failure(measurement.name, traceback.format_exc()))
+                stage.reset()
+    return Outcome(found, tuple(rows), tuple(failures), time.monotonic() - begin)

@@ -1,0 +1,158 @@
+"""batch_rl, as its users run it: blocking and async, batched and not, alone and under torchrun, undisturbed and not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiorpc.examples import _sweep
+from aiorpc.examples._rl import Settings
+from tests.examples.programs import Program, run_all, run_program, started, torchrun
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
+]
+MODULE = "aiorpc.examples.batch_rl"
+SMALL = ("--num-episode", "2", "--num-steps", "30")
+LIMIT = 60.0  # seconds for a program that takes about five
+#: Long enough to be disturbed.
+ENDLESS = ("-m", MODULE, "--world-size", "3", "--num-episode", "1000000", "--num-steps", "50", "--timeout", "50")
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "batched again": {},
+    "unbatched": {"batch": False},
+    "async batched": {"use_async": True},
+    "async unbatched": {"use_async": True, "batch": False},
+    "torch batched": {"backend_module": "aiorpc.examples._torch"},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All variants of a small run, by name, one after the other in one program."""
+    common = {"world_size": 3, "num_episode": 3, "num_steps": 40, "show": False, "timeout": LIMIT}
+    settings = [{**common, **variant} for variant in VARIANTS.values()]
+    found = run_all(MODULE, settings, tmp_path_factory.mktemp("anywhere"), timeout=2 * LIMIT)
+    return dict(zip(VARIANTS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_plays_all_its_steps(results: dict[str, dict[str, Any]], name: str) -> None:
+    """Two observers, three episodes of forty steps; the result says so, with a reward for each episode."""
+    result = results[name]
+    assert (result["observers"], result["steps"]) == (2, 2 * 3 * 40)
+    assert len(result["rewards"]) == len(result["running_rewards"]) == len(result["seconds"]) == 3
+    assert all(5 <= reward <= 40 for reward in result["rewards"])
+    assert result["steps_per_s"] > 0 and result["median_steps_per_s"] > 0
+
+
+def test_a_seed_gives_the_same_rewards_again(results: dict[str, dict[str, Any]]) -> None:
+    """Batched: whatever the order of the calls, and whichever way the program is written."""
+    assert results["batched"]["rewards"] == results["batched again"]["rewards"]
+    assert results["batched"]["rewards"] == results["async batched"]["rewards"]
+
+
+def test_torch_rpc_gives_the_same_rewards(results: dict[str, dict[str, Any]]) -> None:
+    """The same program on torch.distributed.rpc: what is compared is the same work."""
+    assert results["batched"]["rewards"] == results["torch batched"]["rewards"]
+
+
+def test_the_program_shows_progress_and_speed(tmp_path: Path) -> None:
+    """A line for each episode, one for the whole run, and nothing on stderr."""
+    outcome = run_program(["-m", MODULE, "--world-size", "3", *SMALL], tmp_path, timeout=LIMIT)
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert [line.split()[:3] for line in lines[:2]] == [["episode", "1", "reward"], ["episode", "2", "reward"]]
+    assert re.fullmatch(r"2 observers, batched: 120 steps in .* steps/s; reward .* -> .*", lines[2])
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("options", [(), ("--async",)], ids=["blocking", "async"])
+def test_it_runs_unchanged_under_torchrun(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """torchrun starts the workers, its environment says which; only rank 0 speaks."""
+    outcome = run_program(torchrun(3, "-m", MODULE, *SMALL, *options), tmp_path, timeout=LIMIT)
+    assert outcome.code == 0, outcome.err
+    assert [line.split()[0] for line in outcome.out.splitlines()] == ["episode", "episode", "2"]
+
+
+@pytest.mark.parametrize("victim", ["agent", "observer"])
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, victim: str) -> None:
+    """Within seconds there is an error that names the worker, exit code 1, and no process left."""
+    with started(ENDLESS, tmp_path) as program:
+        program.wait_for_line("episode")
+        worker = _workers(program)[0 if victim == "agent" else -1]
+        killed = time.monotonic()
+        os.kill(worker, signal.SIGKILL)
+        outcome = program.finish(LIMIT)
+        assert time.monotonic() - killed < 20.0
+        assert outcome.code == 1
+        title = "agent (rank 0" if victim == "agent" else "observer2 (rank 2"
+        assert f"error: {title}, pid {worker}): was killed by SIGKILL" in outcome.err
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["the program", "the process group"])
+def test_ctrl_c_ends_all_workers(tmp_path: Path, everyone: bool) -> None:
+    """One line, exit code 130, no traceback, and no process left; from a terminal the signal reaches all of them."""
+    with started(ENDLESS, tmp_path) as program:
+        program.wait_for_line("episode")
+        if everyone:
+            os.killpg(program.process.pid, signal.SIGINT)
+        else:
+            program.process.send_signal(signal.SIGINT)
+        outcome = program.finish(20.0)
+        assert outcome.code == 130
+        assert outcome.err.splitlines()[-1] == "interrupted" and "Traceback" not in outcome.err
+
+
+def test_workers_end_with_a_killed_program(tmp_path: Path) -> None:
+    """Even SIGKILL of the program leaves no worker behind."""
+    with started(ENDLESS, tmp_path) as program:
+        program.wait_for_line("episode")
+        program.process.kill()
+        program.process.wait(20.0)
+
+
+@pytest.mark.parametrize("wrong", [("--world-size", "1"), ("--num-steps", "1"), ("--num-episode", "0")])
+def test_what_cannot_be_run_is_refused(tmp_path: Path, wrong: tuple[str, str]) -> None:
+    """A usage error that names the option, before anything is started."""
+    outcome = run_program(["-m", MODULE, *wrong], tmp_path, timeout=LIMIT)
+    assert outcome.code == 2 and f"error: {wrong[0]}" in outcome.err
+
+
+def test_a_sweep_writes_its_data_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each world size in the table and in the file, and a PNG picture. The runs' speeds are given here."""
+
+    def run(settings: Settings) -> dict[str, Any]:
+        rate = 1000.0 * (settings.world_size if settings.batch else 2.5)
+        return {"median_steps_per_s": rate, "steps_per_s": rate, "total_s": 1.0, "rewards": [20.0]}
+
+    _sweep.sweep(run, replace(Settings(), num_episode=2), str(tmp_path / "new" / "out"), world_sizes=(2, 3, 4))
+    data = json.loads((tmp_path / "new" / "out.json").read_text())
+    assert [row["observers"] for row in data["rows"]] == [1, 2, 3]
+    assert data["batched_wins_from"] == 2
+    assert (tmp_path / "new" / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "batches win from 2 observers on" in capsys.readouterr().out
+
+
+def _workers(program: Program) -> list[int]:
+    """Process ids of the workers, by rank: the children of the fork server, which forks them in that order."""
+    answer = subprocess.run(["ps", "-eo", "pid,ppid,sid"], capture_output=True, text=True, check=True, timeout=10.0)
+    parents = {}
+    for line in answer.stdout.splitlines()[1:]:
+        pid, parent, session = map(int, line.split())
+        if session == program.process.pid:
+            parents[pid] = parent
+    servers = {pid for pid, parent in parents.items() if parent == program.process.pid}
+    return sorted(pid for pid, parent in parents.items() if parent in servers)

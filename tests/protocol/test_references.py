@@ -1,0 +1,1298 @@
+"""Reference counting: each guarantee of docs/references.md by itself, then all of them under any interleaving."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aiorpc.errors import ProtocolError, RpcUsageError
+from aiorpc.protocol.references import (
+    Broken,
+    Confirmed,
+    Counts,
+    Free,
+    Outputs,
+    ReferenceId,
+    ReferenceTable,
+    Role,
+    Send,
+    Tag,
+    Wire,
+)
+
+EMPTY = Counts(owned=0, users=0, pending=0, forks=0, pins=0, placeholders=0, tombstones=0)
+
+
+class Violation(AssertionError):
+    """A guarantee was broken."""
+
+
+def require(condition: bool, *what: object) -> None:
+    if not condition:
+        raise Violation(*what)
+
+
+# -- a small world: workers, connections, what a runtime does with a table, and an oracle that knows everything --------
+
+
+@dataclass(eq=False)
+class Fork:
+    """What the oracle knows of one fork. kind: creator, own, granted (passed by the owner) or passed."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+    owner: int
+    holder: int
+    kind: str
+    parent: Fork | None = None
+    state: str = "pending"
+    handle: bool = True  # a handle lives at the holder, or is under way to it
+    decoded: bool = True
+    call: str = ""  # creators: unsent, sent
+
+
+@dataclass
+class Frame:
+    """What travels. kind: message, create, reply, wire or lost."""
+
+    kind: str
+    body: object = None
+    fork: Fork | None = None
+    ok: bool = True
+
+
+class World:
+    """Tables joined by one FIFO queue per ordered pair of workers.
+
+    bulk: frames that may carry tensors (create, wire) can be overtaken, as when their tensors use another connection.
+    """
+
+    def __init__(self, size: int, table: type[ReferenceTable] = ReferenceTable, *, bulk: bool = False) -> None:
+        self.tables = [table(number) for number in range(size)]
+        self.alive = set(range(size))
+        self.bulk = bulk
+        self.queues: dict[tuple[int, int], deque[Frame]] = {}
+        self.unsent: list[tuple[int, int, Frame]] = []
+        self.forks: dict[ReferenceId, Fork] = {}
+        self.created: set[ReferenceId] = set()  # the owner took the CREATE
+        self.freed: set[ReferenceId] = set()  # freed after that
+        self.refused: set[ReferenceId] = set()  # freed before that
+        self.failed: set[ReferenceId] = set()  # given up by the creator
+
+    # what the user and the runtime do
+
+    def create(self, creator: int, owner: int, *, ok: bool = True, send: bool = True) -> Fork:
+        rref, name = self.tables[creator].create(owner)
+        fork = self._know(Fork(rref, name, owner, creator, "creator", call="unsent"))
+        self._put(creator, owner, Frame("create", fork=fork, ok=ok), send)
+        return fork
+
+    def own(self, worker: int, like: Fork | None = None) -> Fork:
+        rref, name = self.tables[worker].own(like.rref if like else None)
+        self.created.add(rref)
+        return self._know(Fork(rref, name, worker, worker, "own", state="confirmed"))
+
+    def encode(self, fork: Fork, to: int, *, send: bool = True) -> Fork:
+        wire, outputs = self.tables[fork.holder].encode(fork.rref, fork.fork, to)
+        kind = "granted" if fork.holder == fork.owner else "passed"
+        child = Fork(fork.rref, ReferenceId(*wire[3:]), fork.owner, to, kind, parent=fork, decoded=False)
+        self._know(child)
+        self._apply(fork.holder, outputs)
+        self._put(fork.holder, to, Frame("wire", wire, child), send)
+        return child
+
+    def send(self, index: int = 0) -> None:
+        """Send a frame that was held back; to a worker that is not there any more it cannot be sent."""
+        source, to, frame = self.unsent[index]
+        if to not in self.alive:
+            self.unsend(index)
+        else:
+            del self.unsent[index]
+            self._put(source, to, frame, True)
+
+    def unsend(self, index: int = 0) -> None:
+        source, _to, frame = self.unsent.pop(index)
+        assert frame.fork is not None
+        if frame.kind == "create":
+            self.failed.add(frame.fork.rref)
+            self._apply(source, self.tables[source].create_failed_to_send(frame.fork.rref, frame.fork.fork))
+        else:
+            frame.fork.handle = False
+            self._apply(source, self.tables[source].unsend(frame.fork.fork))
+
+    def give_up(self, fork: Fork) -> None:
+        self.failed.add(fork.rref)
+        outputs = self.tables[fork.holder].creation_failed(fork.rref, fork.fork, "timeout", answered=False)
+        self._apply(fork.holder, outputs)
+
+    def drop(self, fork: Fork) -> None:
+        fork.handle = False
+        self._apply(fork.holder, self.tables[fork.holder].drop(fork.rref, fork.fork))
+
+    def kill(self, worker: int, keep: Callable[[int], int] = lambda length: length) -> None:
+        """The worker dies. keep: of what it sent to each other worker, how many frames still arrive."""
+        self.alive.discard(worker)
+        self.unsent = [entry for entry in self.unsent if entry[0] != worker]
+        for fork in self.forks.values():
+            fork.handle = fork.handle and fork.holder != worker
+        for other in range(len(self.tables)):
+            self.queues.pop((other, worker), None)
+            queue = self.queues.pop((worker, other), deque())
+            if other in self.alive:
+                arriving = deque(list(queue)[: keep(len(queue))])
+                self._bury(queue, arriving)
+                arriving.append(Frame("lost"))
+                self.queues[worker, other] = arriving
+
+    def deliver(self, source: int, to: int, index: int = 0) -> None:
+        queue = self.queues[source, to]
+        frame = queue[index]
+        del queue[index]
+        if not queue:
+            del self.queues[source, to]
+        getattr(self, "_take_" + frame.kind)(source, to, frame)
+
+    def deliverable(self) -> list[tuple[int, int, int]]:
+        """Every frame that can be the next: the first of each queue, and what may overtake it."""
+        found = []
+        for (source, to), queue in self.queues.items():
+            for index, frame in enumerate(queue):
+                if index == 0 or frame.kind != "lost":
+                    found.append((source, to, index))
+                if not self.bulk or frame.kind not in ("create", "wire"):
+                    break
+        return found
+
+    def drain(self) -> None:
+        """Let everything arrive, each queue in order."""
+        for _ in range(100_000):
+            if not self.queues:
+                return
+            self.deliver(*next(iter(self.queues)))
+        raise Violation("messages without end")
+
+    # frames arriving
+
+    def _take_message(self, source: int, to: int, frame: Frame) -> None:
+        self._apply(to, self.tables[to].on_message(source, msgpack.unpackb(msgpack.packb(frame.body))))
+
+    def _take_create(self, source: int, to: int, frame: Frame) -> None:
+        fork = frame.fork
+        assert fork is not None
+        outputs = self.tables[to].on_create(fork.rref, fork.fork, source)
+        self.created.add(fork.rref)
+        self._apply(to, outputs)
+        if source in self.alive:
+            self._put(to, source, Frame("reply", fork=fork, ok=frame.ok), True)
+
+    def _take_reply(self, source: int, to: int, frame: Frame) -> None:
+        fork = frame.fork
+        assert fork is not None
+        table = self.tables[to]
+        if frame.ok:
+            self._apply(to, table.created(fork.rref, fork.fork))
+        else:
+            self.failed.add(fork.rref)
+            self._apply(to, table.creation_failed(fork.rref, fork.fork, "ValueError: construction failed"))
+
+    def _take_wire(self, source: int, to: int, frame: Frame) -> None:
+        assert frame.fork is not None
+        rref, owner, fork, outputs = self.tables[to].decode(msgpack.unpackb(msgpack.packb(frame.body)), source)
+        require((rref, owner, fork) == (frame.fork.rref, frame.fork.owner, frame.fork.fork), "another reference")
+        frame.fork.decoded = True
+        self._apply(to, outputs)
+
+    def _take_lost(self, source: int, to: int, frame: Frame) -> None:
+        table = self.tables[to]
+        self._apply(to, table.lost(source) if source % 2 else table.left(source))
+
+    # plumbing
+
+    def _know(self, fork: Fork) -> Fork:
+        require(fork.fork not in self.forks, "an id was used twice", fork)
+        self.forks[fork.fork] = fork
+        return fork
+
+    def _put(self, source: int, to: int, frame: Frame, send: bool) -> None:
+        if not send:
+            self.unsent.append((source, to, frame))
+            return
+        if frame.kind == "create":
+            assert frame.fork is not None
+            frame.fork.call = "sent"
+        if to in self.alive:
+            self.queues.setdefault((source, to), deque()).append(frame)
+        elif frame.kind == "wire":
+            assert frame.fork is not None
+            frame.fork.handle = False
+
+    def _bury(self, queue: deque[Frame], arriving: deque[Frame]) -> None:
+        for frame in list(queue)[len(arriving) :]:
+            if frame.kind == "wire" and frame.fork is not None:
+                frame.fork.handle = False
+
+    def _apply(self, worker: int, outputs: Outputs) -> None:
+        for output in outputs:
+            if isinstance(output, Send):
+                require(output.to != worker, "a message to oneself", output)
+                self._put(worker, output.to, Frame("message", output.message), True)
+            elif isinstance(output, Free):
+                self._check_free(worker, output.rref)
+            elif isinstance(output, Confirmed):
+                self._check_confirmed(self.forks[output.fork])
+            else:
+                self._check_broken(self.forks[output.fork])
+
+    # the oracle
+
+    def protected(self, fork: Fork) -> bool:
+        """Whether the owner, or a chain of live workers that ends at it, answers for this fork."""
+        if fork.holder not in self.alive:
+            return False
+        if fork.kind == "granted":
+            return fork.rref not in self.refused
+        if fork.kind != "passed" or fork.state == "confirmed":
+            return True
+        assert fork.parent is not None
+        return fork.state == "pending" and self.protected(fork.parent)
+
+    def _check_free(self, owner: int, rref: ReferenceId) -> None:
+        if rref not in self.created:
+            self.refused.add(rref)
+            return
+        self.freed.add(rref)  # said again when somebody waited for a value that proved to be freed
+        for fork in self.forks.values():
+            if fork.rref == rref and fork.owner == owner and fork.handle and fork.state != "broken":
+                require(not self.protected(fork), "G1: freed while in use", fork)
+
+    def _check_confirmed(self, fork: Fork) -> None:
+        require(fork.state == "pending", "decided twice", fork)
+        fork.state = "confirmed"
+        if fork.owner in self.alive and not (fork.kind == "granted" and fork.rref in self.refused):
+            require(fork.rref not in self.freed, "G1: confirmed after it was freed", fork)
+
+    def _check_broken(self, fork: Fork) -> None:
+        require(fork.state != "broken", "broken twice", fork)
+        if fork.owner in self.alive and fork.rref not in self.failed:
+            creator_lost = fork.rref.worker not in self.alive and fork.rref not in self.created
+            require(creator_lost or not self.protected(fork), "G5: broken without cause", fork)
+        fork.state = "broken"
+
+    def usable(self) -> list[Fork]:
+        """Forks with a live handle at a live worker."""
+        return [f for f in self.forks.values() if f.handle and f.decoded and f.holder in self.alive]
+
+    def finish(self) -> None:
+        """Everything arrives; then all handles die: nobody may be left waiting, and nothing may remain."""
+        while self.unsent:
+            self.send() if len(self.unsent) % 2 else self.unsend()
+        self.drain()
+        for fork in self.usable():
+            self._check_settled(fork)
+        for fork in self.usable():
+            self.drop(fork)
+        self.drain()
+        for number in self.alive:
+            table = self.tables[number]
+            require(table.counts() == EMPTY, "G16: left over", number, table.counts(), table.live())
+            require(table.live() == [] and not table._granted, "G16: left over", number)
+        left = [rref for rref in self.created - self.freed if self._owner(rref) in self.alive]
+        require(not left, "G16: never freed", left)
+
+    def _check_settled(self, fork: Fork) -> None:
+        require(fork.state != "pending", "G6: waits forever", fork)
+        if fork.state == "confirmed" and fork.owner in self.alive:
+            # A refusal can overtake the frame with a fork the owner granted (G11): then only the use itself fails.
+            exempt = fork.kind == "granted" and fork.rref in self.refused and fork.holder != fork.owner
+            require(exempt or self.tables[fork.owner].holds(fork.rref), "G1: in use, but not kept", fork)
+
+    def _owner(self, rref: ReferenceId) -> int:
+        return next(fork.owner for fork in self.forks.values() if fork.rref == rref)
+
+
+def messages(world: World, source: int, to: int) -> list[Tag]:
+    """Tags of the reference messages on their way."""
+    queue = world.queues.get((source, to), ())
+    return [Tag(frame.body[0]) for frame in queue if frame.kind == "message"]  # type: ignore[index]
+
+
+OWNER, A, B, C = 0, 1, 2, 3
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Four workers; at the end nobody may wait and nothing may be left."""
+    world = World(4)
+    yield world
+    world.finish()
+
+
+def made(world: World, creator: int = A) -> Fork:
+    """A value at OWNER, created by `creator` and confirmed."""
+    fork = world.create(creator, OWNER)
+    world.drain()
+    return fork
+
+
+# -- guarantee by guarantee --------------------------------------------------------------------------------------------
+
+
+def test_ids_are_one_counter_under_the_workers_id() -> None:
+    """The first create gives reference number 0 and fork number 1; the next handle goes on from there."""
+    table = ReferenceTable(7)
+    assert table.create(3) == ((7, 0), (7, 1))
+    assert table.own() == ((7, 2), (7, 3))
+
+
+def test_g1_the_value_is_freed_when_the_last_of_several_forks_is_dropped(world: World) -> None:
+    """G1: two forks, two deletions; only the second frees."""
+    first = made(world)
+    second = world.encode(first, B)
+    world.drain()
+    world.drop(first)
+    world.drain()
+    assert world.freed == set()
+    world.drop(second)
+    world.drain()
+    assert world.freed == {first.rref}
+
+
+def test_g2_a_parent_dropped_before_the_childs_add_stays_counted(world: World) -> None:
+    """G2: A passes its fork to B and drops it; the deletion waits until B is counted."""
+    parent = made(world)
+    child = world.encode(parent, B)
+    world.drop(parent)
+    assert messages(world, A, OWNER) == []
+    world.deliver(A, B)
+    world.deliver(B, OWNER)
+    world.deliver(OWNER, B)
+    assert child.state == "confirmed"
+    assert messages(world, B, A) == [Tag.CHILD_OK]
+    world.deliver(B, A)
+    assert messages(world, A, OWNER) == [Tag.DEL]
+    world.drain()
+    assert world.freed == set()
+
+
+def test_g2_a_chain_of_four_keeps_every_link_until_the_next_is_counted() -> None:
+    """G2: A to B to C to D, every parent dropped at once, and no ADD delivered until the end."""
+    world = World(5)
+    links = [made(world)]
+    for to in (B, C, 4):
+        links.append(world.encode(links[-1], to))
+        world.drop(links[-2])
+        world.deliver(to - 1, to)
+    world.drain()
+    assert [link.state for link in links[1:]] == ["pending", "pending", "confirmed"]  # dropped handles hear no more
+    assert world.freed == set()
+    assert [world.tables[n].counts() for n in (A, B, C)] == [EMPTY] * 3
+    world.finish()
+
+
+def test_g3_a_creator_that_drops_at_once_says_del_only_after_created(world: World) -> None:
+    """G3: the fork of a call that is still under way is not deleted before it is counted."""
+    fork = world.create(A, OWNER)
+    world.drop(fork)
+    assert messages(world, A, OWNER) == []
+    world.drain()
+    assert world.freed == {fork.rref}
+    assert fork.state == "pending"  # a dead handle is told nothing
+
+
+def test_g3_a_fork_dropped_before_its_confirmation_is_deleted_after_it(world: World) -> None:
+    """G3: B decodes and drops at once; its ADD, CHILD_OK and DEL still all happen."""
+    parent = made(world)
+    child = world.encode(parent, B)
+    world.deliver(A, B)
+    world.drop(child)
+    assert messages(world, B, OWNER) == [Tag.ADD]
+    world.drain()
+    assert world.tables[B].counts() == EMPTY
+    assert world.tables[A].counts().pins == 0
+    assert world.freed == set()
+
+
+def test_g3_a_fork_may_be_passed_on_before_it_is_confirmed(world: World) -> None:
+    """G3: A passes a reference on whose creation has not even been sent."""
+    parent = world.create(A, OWNER, send=False)
+    child = world.encode(parent, B)
+    world.deliver(A, B)
+    grandchild = world.encode(child, C)
+    world.deliver(B, C)
+    world.drop(parent)
+    world.drop(child)
+    world.send()
+    world.drain()
+    assert grandchild.state == "confirmed"
+    assert world.freed == set()
+
+
+def test_g4_an_add_that_comes_before_create_is_answered_when_create_comes(world: World) -> None:
+    """G4: B's ADD overtakes A's CREATE on another connection; it is neither refused nor forgotten."""
+    parent = world.create(A, OWNER)
+    child = world.encode(parent, B)
+    world.deliver(A, B)
+    world.deliver(B, OWNER)
+    assert messages(world, OWNER, B) == []
+    assert messages(world, OWNER, A) == [Tag.ASK]
+    assert world.tables[OWNER].counts().placeholders == 1
+    assert [record.role for record in world.tables[OWNER].live()] == [Role.WAITING]
+    world.deliver(OWNER, A)  # the creator knows that CREATE is under way, and says nothing
+    assert messages(world, A, OWNER) == []
+    world.deliver(A, OWNER)
+    assert messages(world, OWNER, B) == [Tag.ADDED]
+    world.drain()
+    assert child.state == "confirmed"
+
+
+def test_g5_an_add_after_the_value_was_freed_is_refused_once_the_creator_was_asked(world: World) -> None:
+    """G5: the owner cannot tell a freed value from one not created yet; the creator can."""
+    first = made(world)
+    parent = world.encode(first, B)
+    world.drain()
+    child = world.encode(parent, C)
+    world.drop(first)
+    world.deliver(A, OWNER)
+    world.kill(B)
+    world.deliver(B, OWNER)
+    assert world.freed == {first.rref}
+    world.deliver(B, C)
+    world.deliver(C, OWNER)
+    assert messages(world, OWNER, A) == [Tag.ASK]
+    world.deliver(OWNER, A)
+    assert messages(world, A, OWNER) == [Tag.NEVER]
+    world.deliver(A, OWNER)
+    assert messages(world, OWNER, C) == [Tag.GONE]
+    world.drain()
+    assert child.state == "broken"
+
+
+def test_g5_a_late_answer_of_the_creator_does_not_touch_a_value_that_exists(world: World) -> None:
+    """G5: ASK is answered after CREATE came, B was counted and the creator had dropped its fork."""
+    parent = world.create(A, OWNER)
+    child = world.encode(parent, B)
+    world.drop(parent)
+    world.deliver(A, B)
+    world.deliver(B, OWNER)  # ASK waits in OWNER -> A
+    ask = world.queues[OWNER, A].popleft()
+    world.drain()
+    assert world.tables[A].counts() == EMPTY
+    world.queues[OWNER, A] = deque([ask])
+    world.drain()
+    assert child.state == "confirmed"
+    assert world.freed == set()
+
+
+def test_g5_the_owner_refuses_its_own_freed_values_without_asking(world: World) -> None:
+    """G5: a value the owner made itself is known to be freed when there is no trace of it."""
+    mine = world.own(OWNER)
+    parent = world.encode(mine, A)
+    world.drain()
+    child = world.encode(parent, B)
+    world.drop(mine)
+    world.kill(A)
+    world.deliver(A, OWNER)
+    world.deliver(A, B)
+    world.deliver(B, OWNER)
+    assert messages(world, OWNER, B) == [Tag.GONE]
+    world.drain()
+    assert child.state == "broken"
+
+
+def test_g6_a_parent_lost_before_the_childs_add_breaks_the_child(world: World) -> None:
+    """G6: creator and only holder A dies after passing to B; B is told, and does not wait."""
+    parent = made(world)
+    child = world.encode(parent, B)
+    world.kill(A)
+    world.deliver(A, OWNER)
+    world.drain()
+    assert world.freed == {parent.rref}
+    assert child.state == "broken"
+
+
+def test_g6_a_fork_named_by_a_lost_worker_is_counted_while_the_value_exists(world: World) -> None:
+    """G6: the parent's death does not hurt a child whose ADD finds the value alive."""
+    first = made(world)
+    parent = world.encode(first, B)
+    world.drain()
+    child = world.encode(parent, C)
+    world.kill(B)
+    world.deliver(B, OWNER)
+    world.drain()
+    assert child.state == "confirmed"
+
+
+def test_g6_a_lost_owner_breaks_every_fork_and_releases_every_parent(world: World) -> None:
+    """G6: confirmed, pending and creating holders all hear of it, and name the worker."""
+    confirmed = made(world)
+    creating = world.create(A, OWNER)
+    pending = world.encode(confirmed, B)
+    world.deliver(A, B)
+    world.kill(OWNER, keep=lambda length: 0)
+    outputs = [world.tables[n].lost(OWNER) for n in (A, B)]
+    broken = [output for group in outputs for output in group if isinstance(output, Broken)]
+    assert {output.fork for output in broken} == {confirmed.fork, creating.fork, pending.fork}
+    assert all("worker 0" in output.reason and "lost" in output.reason for output in broken)
+    for number, group in zip((A, B), outputs, strict=True):
+        world._apply(number, group)
+    assert world.tables[A].counts().pins == 0
+
+
+def test_g6_a_reference_decoded_after_its_owner_was_lost_is_broken_at_once(world: World) -> None:
+    """G6: the frame was under way while the news of the owner's death came."""
+    parent = made(world)
+    child = world.encode(parent, B)
+    world.kill(OWNER)
+    world.deliver(OWNER, B)
+    world.deliver(A, B)
+    assert child.state == "broken"
+    world.drain()
+    with pytest.raises(RpcUsageError, match="worker 0, is gone"):
+        world.tables[B].encode(child.rref, child.fork, A)
+
+
+def test_g6_a_creator_lost_before_create_breaks_those_who_wait(world: World) -> None:
+    """G6: the CREATE died with its sender; the early ADD is refused, and so is a later one."""
+    parent = world.create(A, OWNER, send=False)
+    early, late = world.encode(parent, B), world.encode(parent, C)
+    world.deliver(A, B)
+    world.deliver(B, OWNER)
+    world.kill(A)
+    world.deliver(A, OWNER)
+    assert world.tables[OWNER].counts() == EMPTY
+    world.drain()
+    assert (early.state, late.state) == ("broken", "broken")
+
+
+def test_left_says_another_word_than_lost() -> None:
+    """A worker that left in good order is not reported as lost."""
+    for how, word in (("lost", "was lost"), ("left", "has left")):
+        table = ReferenceTable(A)
+        rref, fork = table.create(OWNER)
+        assert getattr(table, how)(OWNER) == [Broken(rref, fork, f"its owner, worker 0, {word}")]
+
+
+def test_g7_an_unsent_creation_breaks_every_user_and_leaves_nothing(world: World) -> None:
+    """G7: the call never left; B waits at the owner, C has not asked yet, and both are refused."""
+    parent = world.create(A, OWNER, send=False)
+    early, late = world.encode(parent, B), world.encode(parent, C)
+    world.deliver(A, B)
+    world.deliver(B, OWNER)
+    world.unsend()
+    world.drop(parent)
+    assert parent.state == "broken"
+    world.deliver(A, OWNER)
+    assert world.tables[OWNER].counts().tombstones == 1
+    assert [record.role for record in world.tables[OWNER].live()] == [Role.TOMBSTONE]
+    world.drain()
+    assert (early.state, late.state) == ("broken", "broken")
+    assert world.tables[OWNER].counts() == EMPTY
+
+
+def test_g7_a_construction_error_breaks_the_creator_and_stays_for_the_others(world: World) -> None:
+    """G7: the error is the value: a third worker is counted, and can fetch it."""
+    parent = world.create(A, OWNER, ok=False)
+    child = world.encode(parent, B)
+    world.drain()
+    assert (parent.state, child.state) == ("broken", "confirmed")
+    assert world.tables[OWNER].holds(parent.rref)
+    world.drop(parent)
+    world.drain()
+    assert world.freed == set()
+
+
+def test_g7_a_creation_given_up_before_create_arrived_is_freed_on_arrival() -> None:
+    """G7: ABANDON and DEL overtake the CREATE, whose tensors took another connection; the tombstone waits for it."""
+    world = World(4, bulk=True)
+    fork = world.create(A, OWNER)
+    world.give_up(fork)
+    world.drop(fork)
+    world.deliver(A, OWNER, 1)
+    world.deliver(A, OWNER, 1)
+    assert world.tables[OWNER].counts() == Counts(0, 0, 0, 0, 0, 0, tombstones=1)
+    assert not world.tables[OWNER].holds(fork.rref)
+    world.deliver(A, OWNER)
+    assert world.freed == {fork.rref}
+    assert world.tables[OWNER].counts() == EMPTY
+    world.finish()
+
+
+def test_g7_a_tombstone_ends_with_its_creator() -> None:
+    """G7: the CREATE that a tombstone waits for can no longer come when the creator is lost."""
+    owner, creator = ReferenceTable(OWNER), ReferenceTable(A)
+    rref, fork = creator.create(OWNER)
+    for output in creator.creation_failed(rref, fork, "timeout", answered=False) + creator.drop(rref, fork):
+        if isinstance(output, Send):
+            owner.on_message(A, output.message)
+    assert owner.counts().tombstones == 1
+    owner.lost(A)
+    assert owner.counts() == EMPTY
+
+
+def test_g7_a_call_refused_before_on_create_is_forgotten_with_the_creators_fork() -> None:
+    """G7: the owner answered with an error and never took the CREATE."""
+    owner, creator = ReferenceTable(OWNER), ReferenceTable(A)
+    rref, fork = creator.create(OWNER)
+    sent = creator.creation_failed(rref, fork, "Overloaded") + creator.drop(rref, fork)
+    outputs = [owner.on_message(A, output.message) for output in sent if isinstance(output, Send)]
+    assert outputs == [[Free(rref)], []]
+    assert owner.counts() == creator.counts() == EMPTY
+
+
+def test_g7_the_reason_of_a_failed_creation_reaches_third_workers() -> None:
+    """G7: what the creator knows of the failure is what the others are told."""
+    owner, creator, third = ReferenceTable(OWNER), ReferenceTable(A), ReferenceTable(B)
+    rref, fork = creator.create(OWNER)
+    wire, _ = creator.encode(rref, fork, B)
+    *_, child, added = third.decode(wire, A)
+    assert isinstance(added[0], Send)
+    (abandon, _broken) = creator.creation_failed(rref, fork, "ValueError: 4")
+    assert isinstance(abandon, Send)
+    owner.on_message(A, abandon.message)
+    (gone,) = owner.on_message(B, added[0].message)
+    assert isinstance(gone, Send)
+    assert third.on_message(OWNER, gone.message)[0] == Broken(rref, child, "ValueError: 4")
+
+
+def test_g8_the_forks_of_a_lost_worker_are_dropped(world: World) -> None:
+    """G8: the only holder dies without a word, and the value is freed."""
+    fork = made(world)
+    world.kill(A, keep=lambda length: 0)
+    world.drain()
+    assert world.freed == {fork.rref}
+
+
+def test_g8_pins_for_a_lost_worker_are_released(world: World) -> None:
+    """G8: the receiver dies before it registered; the parent's deletion does not wait for it."""
+    parent = made(world)
+    world.encode(parent, B)
+    world.drop(parent)
+    world.kill(B)
+    world.drain()
+    assert world.freed == {parent.rref}
+
+
+def test_g8_nothing_is_kept_for_a_worker_that_is_lost_already() -> None:
+    """G8: a handle encoded for a dead worker, and words that arrive from it late, leave no trace."""
+    for owner in (A, OWNER):
+        table = ReferenceTable(A)
+        rref, fork = table.own() if owner == A else table.create(OWNER)
+        table.lost(B)
+        before = table.counts()
+        wire, outputs = table.encode(rref, fork, B)
+        assert outputs == [] and table.counts() == before
+        assert table.unsend(ReferenceId(*wire[3:])) == []
+        assert table.on_message(B, (Tag.ADD, *rref, B, 5)) == []
+        assert table.on_create(ReferenceId(B, 0), ReferenceId(B, 1), B) == [Free(ReferenceId(B, 0))]
+        assert table.counts() == before
+
+
+@pytest.mark.parametrize("holder", [A, OWNER])
+def test_g9_a_frame_that_is_not_sent_gives_its_fork_back(world: World, holder: int) -> None:
+    """G9: encoding failed half way; the parent, or the owner's count, is as before, and once is enough."""
+    fork = made(world) if holder == A else world.own(OWNER)
+    child = world.encode(fork, B, send=False)
+    world.drop(fork)
+    assert world.freed == set()
+    world.unsend()
+    assert world.tables[holder].unsend(child.fork) == []
+    world.drain()
+    assert world.freed == {fork.rref}
+
+
+def test_g10_saying_a_thing_twice_changes_nothing(world: World) -> None:
+    """G10: DEL, CHILD_OK, drop, lost and GONE of what is over are ignored."""
+    parent = made(world)
+    child = world.encode(parent, B)
+    world.drain()
+    owner, holder = world.tables[OWNER], world.tables[A]
+    assert holder.on_message(B, (Tag.CHILD_OK, *child.fork)) == []
+    world.drop(parent)
+    world.drain()
+    assert holder.drop(parent.rref, parent.fork) == []
+    assert owner.on_message(A, (Tag.DEL, *parent.rref, *parent.fork)) == []
+    world.drop(child)
+    world.drain()
+    assert owner.on_message(B, (Tag.DEL, *child.rref, *child.fork)) == []
+    assert world.tables[B].on_message(OWNER, (Tag.GONE, *child.rref, *child.fork, "late")) == []
+    assert owner.lost(C) == owner.lost(C) == owner.left(C) == []
+
+
+def test_g11_a_fork_passed_by_the_owner_is_counted_before_the_frame_leaves(world: World) -> None:
+    """G11: the owner drops its own handle while the frame is under way; the receiver asks nobody."""
+    mine = world.own(OWNER)
+    child = world.encode(mine, A)
+    world.drop(mine)
+    assert world.freed == set()
+    assert [(r.role, r.holder) for r in world.tables[OWNER].live()] == [(Role.FORK, A)]
+    world.deliver(OWNER, A)
+    assert child.state == "confirmed"
+    assert not world.queues
+
+
+def test_g11_a_fork_the_owner_passed_before_a_creation_failed_is_broken_later(world: World) -> None:
+    """G11: the owner hands on a reference to what A was to create; A's call is never sent."""
+    parent = world.create(A, OWNER, send=False)
+    back = world.encode(parent, OWNER)
+    world.deliver(A, OWNER)
+    child = world.encode(back, B)
+    world.deliver(OWNER, B)
+    assert (back.state, child.state) == ("pending", "confirmed")
+    world.unsend()
+    world.drain()
+    assert (back.state, child.state) == ("broken", "broken")
+
+
+def test_g12_passing_back_to_the_owner_gives_a_local_handle_and_releases_the_parent(world: World) -> None:
+    """G12: the owner confirms its own handle at once, without a message to itself."""
+    parent = made(world)
+    back = world.encode(parent, OWNER)
+    world.drop(parent)
+    world.deliver(A, OWNER)
+    assert back.state == "confirmed"
+    assert messages(world, OWNER, A) == [Tag.CHILD_OK]
+    world.drain()
+    assert world.freed == set()
+    assert [(r.role, r.confirmed) for r in world.tables[OWNER].live()] == [(Role.OWNER, True)]
+
+
+def test_g12_a_handle_that_is_back_before_the_value_waits_for_create(world: World) -> None:
+    """G12: the local handle is pending until CREATE comes, and the parent is kept meanwhile."""
+    parent = world.create(A, OWNER, send=False)
+    back = world.encode(parent, OWNER)
+    world.deliver(A, OWNER)
+    assert back.state == "pending"
+    assert world.tables[A].counts().pins == 1
+    world.send()
+    world.drain()
+    assert back.state == "confirmed"
+    assert world.tables[A].counts().pins == 0
+
+
+def test_g13_a_worker_may_create_on_itself_and_pass_to_itself(world: World) -> None:
+    """G13: creation, passing and dropping among one worker's own handles need no message."""
+    first = world.create(A, A)
+    world.drain()
+    second = world.encode(first, A)
+    world.drop(first)
+    world.drain()
+    assert (first.state, second.state) == ("confirmed", "confirmed")
+    assert world.freed == set()
+    world.drop(second)
+    assert world.freed == {first.rref}
+
+
+def test_g13_others_wait_for_a_value_its_owner_is_still_to_create(world: World) -> None:
+    """G13: a reference to oneself is passed round before the local call has begun; nobody is asked."""
+    first = world.create(A, A, send=False)
+    granted = world.encode(first, B)
+    world.drain()
+    third = world.encode(granted, C)
+    world.drain()
+    assert (granted.state, third.state) == ("confirmed", "pending")
+    world.send()
+    world.drain()
+    assert third.state == "confirmed"
+
+
+def test_g13_a_local_creation_that_never_began_breaks_everybody(world: World) -> None:
+    """G13: the local call was not even queued: own handle, granted fork and waiting fork all hear of it."""
+    first = world.create(A, A, send=False)
+    granted = world.encode(first, B)
+    world.drain()
+    third = world.encode(granted, C)
+    world.drain()
+    world.unsend()
+    world.drain()
+    assert [fork.state for fork in (first, granted, third)] == ["broken"] * 3
+
+
+def test_g13_a_user_may_pass_to_itself(world: World) -> None:
+    """G13: a holder sends itself its handle; the copy registers with the owner like any other."""
+    parent = made(world)
+    copy = world.encode(parent, A)
+    world.drop(parent)
+    world.drain()
+    assert copy.state == "confirmed"
+    assert world.freed == set()
+
+
+def test_g14_the_same_handle_passed_twice_gives_two_forks(world: World) -> None:
+    """G14: each passing is counted by itself; dropping one leaves the other."""
+    parent = made(world)
+    one, two = world.encode(parent, B), world.encode(parent, B)
+    world.drop(parent)
+    world.drain()
+    world.drop(one)
+    world.drain()
+    assert two.state == "confirmed"
+    assert world.freed == set()
+
+
+def test_g14_own_gives_one_more_handle_to_a_value_that_is_here(world: World) -> None:
+    """G14: the owner's handler takes a handle to a value another worker created."""
+    fork = made(world)
+    local = world.own(OWNER, like=fork)
+    world.drop(fork)
+    world.drain()
+    assert world.freed == set()
+    assert world.tables[OWNER].counts() == Counts(
+        owned=1, users=0, pending=0, forks=1, pins=0, placeholders=0, tombstones=0
+    )
+    with pytest.raises(RpcUsageError):
+        world.tables[OWNER].own(ReferenceId(A, 99))
+    assert local.state == "confirmed"
+
+
+MALFORMED: list[object] = [
+    None,
+    (),
+    b"\x01",
+    (0,),
+    (99, 1, 2),
+    (True, 1, 0, 1, 1),
+    ("ADD", 1, 0, 1, 1),
+    (Tag.ADD, A, 0, A),
+    (Tag.ADD, A, 0, A, 1, 1),
+    (Tag.ADD, A, 0, A, -1),
+    (Tag.ADD, A, 0, A, 1 << 63),
+    (Tag.ADD, A, 0, A, True),
+    (Tag.GONE, A, 0, A, 1, 5),
+    (Tag.ABANDON, A, 0, A, 1, 1, "text"),
+]
+
+
+def settled_pair() -> tuple[ReferenceTable, ReferenceTable, ReferenceId, ReferenceId]:
+    """A value at OWNER that A created, both tables knowing it."""
+    owner, user = ReferenceTable(OWNER), ReferenceTable(A)
+    rref, fork = user.create(OWNER)
+    owner.on_create(rref, fork, A)
+    user.created(rref, fork)
+    return owner, user, rref, fork
+
+
+@pytest.mark.parametrize("message", MALFORMED, ids=repr)
+def test_g15_a_malformed_message_is_refused_and_changes_nothing(message: object) -> None:
+    """G15: wrong length, type or range is a ProtocolError."""
+    owner, *_ = settled_pair()
+    before = owner.live(), owner.counts()
+    with pytest.raises(ProtocolError):
+        owner.on_message(A, message)
+    assert (owner.live(), owner.counts()) == before
+
+
+IMPOSSIBLE: dict[str, tuple[int, tuple[int, ...]]] = {
+    "counted fork added again": (A, (Tag.ADD, A, 0, A, 1)),
+    "fork the owner named": (B, (Tag.ADD, A, 0, OWNER, 0)),
+    "value the owner never named": (B, (Tag.ADD, OWNER, 7, A, 9)),
+    "fork of another worker deleted": (B, (Tag.DEL, A, 0, A, 1)),
+    "answer nobody asked for": (A, (Tag.ADDED, A, 0, A, 1)),
+    "never from a stranger": (B, (Tag.NEVER, A, 0)),
+    "question about another's value": (B, (Tag.ASK, A, 0)),
+    "abandoned by a stranger": (B, (Tag.ABANDON, A, 0, A, 1, False, "no")),  # type: ignore[dict-item]
+    "message from itself": (OWNER, (Tag.DEL, A, 0, A, 1)),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_g15_an_impossible_message_is_refused_and_changes_nothing(case: str) -> None:
+    """G15: what no correct worker can send is a ProtocolError."""
+    sender, message = IMPOSSIBLE[case]
+    owner, *_ = settled_pair()
+    before = owner.live(), owner.counts()
+    with pytest.raises(ProtocolError):
+        owner.on_message(sender, message)
+    assert (owner.live(), owner.counts()) == before
+
+
+def test_g15_answers_from_the_wrong_worker_are_refused() -> None:
+    """G15: GONE and CHILD_OK count only from the owner, and from the worker the child was passed to."""
+    _owner, user, rref, fork = settled_pair()
+    wire, _ = user.encode(rref, fork, B)
+    before = user.live()
+    with pytest.raises(ProtocolError):
+        user.on_message(B, (Tag.GONE, *rref, *fork, "no"))
+    with pytest.raises(ProtocolError):
+        user.on_message(C, (Tag.CHILD_OK, *wire[3:]))
+    assert user.live() == before
+
+
+def test_g15_a_second_abandon_is_refused() -> None:
+    """G15: a creator gives up once."""
+    owner = ReferenceTable(OWNER)
+    abandon = (Tag.ABANDON, A, 0, A, 1, False, "no")
+    assert owner.on_message(A, abandon) == [Free(ReferenceId(A, 0))]
+    with pytest.raises(ProtocolError):
+        owner.on_message(A, abandon)
+
+
+def test_g15_an_impossible_creation_is_refused() -> None:
+    """G15: ids that are not the sender's, and a second CREATE."""
+    owner, _user, rref, fork = settled_pair()
+    for bad in ((rref, fork, A), (ReferenceId(A, 4), ReferenceId(A, 5), B), (ReferenceId(A, 4), ReferenceId(A, 6), A)):
+        with pytest.raises(ProtocolError):
+            owner.on_create(*bad)
+    assert owner.counts().owned == 1
+
+
+@pytest.mark.parametrize(
+    "wire", [(A, 0, OWNER, A), (A, 0, OWNER, A, -1), (A, 0, OWNER, C, 2), (B, 3, OWNER, A, 2), "x"]
+)
+def test_g15_an_impossible_reference_in_a_frame_is_refused(wire: object) -> None:
+    """G15: wrong shape, a fork the sender cannot have named, a value we never named."""
+    table = ReferenceTable(B)
+    with pytest.raises(ProtocolError):
+        table.decode(wire, A)
+    assert table.counts() == EMPTY
+
+
+def test_g15_the_same_fork_cannot_arrive_twice() -> None:
+    """G15: a wire tuple is decoded once."""
+    table = ReferenceTable(B)
+    wire: Wire = (A, 0, OWNER, A, 2)
+    table.decode(wire, A)
+    with pytest.raises(ProtocolError, match="twice"):
+        table.decode(wire, A)
+    assert table.counts().users == 1
+
+
+def test_misuse_by_the_caller_is_refused() -> None:
+    """Encoding what is not held, or was dropped, and losing oneself are usage errors."""
+    table = ReferenceTable(A)
+    rref, fork = table.create(OWNER)
+    table.drop(rref, fork)  # still there: it waits for its confirmation
+    for bad in (fork, ReferenceId(A, 77)):
+        with pytest.raises(RpcUsageError):
+            table.encode(rref, bad, B)
+    with pytest.raises(RpcUsageError):
+        table.lost(A)
+
+
+def test_a_late_created_after_giving_up_changes_nothing() -> None:
+    """The answer to a call that timed out does not revive a broken reference."""
+    table = ReferenceTable(A)
+    rref, fork = table.create(OWNER)
+    table.creation_failed(rref, fork, "timeout", answered=False)
+    assert table.created(rref, fork) == []
+    assert table.creation_failed(rref, fork, "again") == []
+    assert table.drop(rref, fork) == [Send(OWNER, (Tag.DEL, *rref, *fork))]
+
+
+def test_live_shows_pins_and_dropped_handles() -> None:
+    """What a leak report needs: who holds what, and why it is still there."""
+    _owner, user, rref, fork = settled_pair()
+    user.encode(rref, fork, B)
+    user.drop(rref, fork)
+    (record,) = user.live()
+    assert (record.role, record.owner, record.holder, record.pins, record.dropped) == (Role.USER, OWNER, A, 1, True)
+
+
+# -- any interleaving --------------------------------------------------------------------------------------------------
+
+
+class Actions:
+    """What may happen in a world, each choice made by a number; a choice that is not there does nothing."""
+
+    def __init__(self, world: World, most_deaths: int = 2) -> None:
+        self.world = world
+        self.deaths = most_deaths
+
+    def _worker(self, n: int) -> int:
+        alive = sorted(self.world.alive)
+        return alive[n % len(alive)]
+
+    def _fork(self, n: int) -> Fork | None:
+        forks = [fork for fork in self.world.usable()]
+        return forks[n % len(forks)] if forks else None
+
+    def create(self, n: int, m: int) -> None:
+        """To any worker, also one that is dead without the creator knowing it; one in eight fails to construct."""
+        to = (n // 7) % len(self.world.tables)
+        creator = self._worker(n)
+        if to in self.world.tables[creator]._departed:
+            return  # the runtime refuses it before it has a reference
+        self.world.create(creator, to, ok=m % 8 != 0, send=m % 3 != 0)
+
+    def own(self, n: int, m: int) -> None:
+        self.world.own(self._worker(n))
+
+    def own_again(self, n: int, m: int) -> None:
+        fork = self._fork(n)
+        if (
+            fork is not None
+            and fork.holder == fork.owner
+            and fork.state == "confirmed"
+            and fork.rref in self.world.created
+        ):
+            self.world.own(fork.owner, like=fork)
+
+    def encode(self, n: int, m: int) -> None:
+        fork = self._fork(n)
+        if fork is not None and fork.state != "broken":
+            self.world.encode(fork, m % len(self.world.tables), send=(m // 5) % 4 != 0)
+
+    def send(self, n: int, m: int) -> None:
+        if self.world.unsent:
+            self.world.send(n % len(self.world.unsent))
+
+    def unsend(self, n: int, m: int) -> None:
+        if self.world.unsent:
+            self.world.unsend(n % len(self.world.unsent))
+
+    def drop(self, n: int, m: int) -> None:
+        fork = self._fork(n)
+        if fork is not None:
+            self.world.drop(fork)
+
+    def deliver(self, n: int, m: int) -> None:
+        frames = self.world.deliverable()
+        if frames:
+            self.world.deliver(*frames[n % len(frames)])
+
+    def give_up(self, n: int, m: int) -> None:
+        calls = [f for f in self.world.usable() if f.call == "sent" and f.state == "pending"]
+        if calls:
+            self.world.give_up(calls[n % len(calls)])
+
+    def kill(self, n: int, m: int) -> None:
+        if self.deaths and len(self.world.alive) > 2:
+            self.deaths -= 1
+            self.world.kill(self._worker(n), keep=lambda length: m % (length + 1))
+
+
+WEIGHTS = {
+    "create": 3,
+    "own": 1,
+    "own_again": 1,
+    "encode": 7,
+    "send": 3,
+    "unsend": 1,
+    "drop": 6,
+    "deliver": 16,
+    "give_up": 1,
+    "kill": 1,
+}
+
+
+SEEDS = 2000
+
+
+def run_seed(seed: int, table: type[ReferenceTable] = ReferenceTable, steps: int = 100) -> World:
+    """A random program on three or four workers, to its end. Raises Violation when a guarantee breaks."""
+    source = random.Random(seed)
+    world = World(3 + seed % 2, table, bulk=seed % 4 >= 2)
+    actions = Actions(world, most_deaths=seed % 3)
+    names = source.choices(list(WEIGHTS), weights=list(WEIGHTS.values()), k=steps)
+    for name in names:
+        getattr(actions, name)(source.randrange(1 << 16), source.randrange(1 << 16))
+    world.finish()
+    return world
+
+
+def test_every_guarantee_holds_in_random_programs() -> None:
+    """G1 to G16: many seeded programs with overtaken frames, unsent frames and dying workers."""
+    worlds = [run_seed(seed) for seed in range(SEEDS)]
+    states = [fork.state for world in worlds for fork in world.forks.values() if fork.kind == "passed"]
+    assert min(states.count("confirmed"), states.count("broken")) > SEEDS // 4  # both ends are reached
+    assert sum(len(world.freed) for world in worlds) > 2 * SEEDS
+
+
+numbers = st.integers(0, (1 << 16) - 1)
+
+
+class References(RuleBasedStateMachine):
+    """Any order of events, found and shrunk by hypothesis; checked by the oracle, and to the end in teardown."""
+
+    @initialize(size=st.integers(2, 4), bulk=st.booleans())
+    def start(self, size: int, bulk: bool) -> None:
+        self.actions = Actions(World(size, bulk=bulk))
+
+    @rule(n=numbers, m=numbers)
+    def create(self, n: int, m: int) -> None:
+        self.actions.create(n, m)
+
+    @rule(n=numbers, m=numbers)
+    def own(self, n: int, m: int) -> None:
+        self.actions.own(n, m)
+
+    @precondition(lambda self: self.actions.world.usable())
+    @rule(n=numbers, m=numbers, again=st.booleans())
+    def encode(self, n: int, m: int, again: bool) -> None:
+        self.actions.encode(n, m)
+        if again:
+            self.actions.encode(n, m)
+
+    @precondition(lambda self: self.actions.world.unsent)
+    @rule(n=numbers, sent=st.booleans())
+    def decide(self, n: int, sent: bool) -> None:
+        (self.actions.send if sent else self.actions.unsend)(n, 0)
+
+    @precondition(lambda self: self.actions.world.usable())
+    @rule(n=numbers)
+    def drop(self, n: int) -> None:
+        self.actions.drop(n, 0)
+
+    @precondition(lambda self: self.actions.world.queues)
+    @rule(choices=st.lists(numbers, min_size=1, max_size=4))
+    def deliver(self, choices: list[int]) -> None:
+        for n in choices:
+            self.actions.deliver(n, 0)
+
+    @precondition(lambda self: self.actions.world.usable())
+    @rule(n=numbers)
+    def give_up(self, n: int) -> None:
+        self.actions.give_up(n, 0)
+
+    @rule(n=numbers, m=numbers)
+    def kill(self, n: int, m: int) -> None:
+        self.actions.kill(n, m)
+
+    @invariant()
+    def pins_and_records_agree(self) -> None:
+        """The two indexes of a table say the same."""
+        if hasattr(self, "actions"):
+            for table in self.actions.world.tables:
+                require(table.counts().pins == sum(record.pins for record in table.live()), "pins disagree")
+
+    def teardown(self) -> None:
+        if hasattr(self, "actions"):
+            self.actions.world.finish()
+
+
+TestReferences = References.TestCase
+TestReferences.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# -- the oracle can fail -----------------------------------------------------------------------------------------------
+
+
+class FreesOnFirstDel(ReferenceTable):
+    """Takes one deletion for all."""
+
+    def _uncount(self, owned, fork):  # type: ignore[no-untyped-def]
+        for other in owned.forks:
+            self._granted.pop(other, None)
+        owned.forks.clear()
+        self._reap(owned)
+
+
+class PinsNothing(ReferenceTable):
+    """Lets a parent go while its child travels."""
+
+    def _keep_for(self, held, child, to):  # type: ignore[no-untyped-def]
+        if held.owner == self.worker_id:
+            super()._keep_for(held, child, to)
+
+
+class CountsNothingAtEncode(ReferenceTable):
+    """The owner forgets to count what it passes on itself."""
+
+    def _keep_for(self, held, child, to):  # type: ignore[no-untyped-def]
+        if held.owner != self.worker_id:
+            super()._keep_for(held, child, to)
+
+
+class GuessesGone(ReferenceTable):
+    """Takes an early ADD for one of a freed value."""
+
+    def _on_add(self, sender, rref, fork):  # type: ignore[no-untyped-def]
+        if rref in self._owned:
+            super()._on_add(sender, rref, fork)
+        else:
+            self._send(sender, Tag.GONE, *rref, *fork, "guessed")
+
+
+class NeverAsks(ReferenceTable):
+    """Takes an ADD for a freed value for an early one."""
+
+    def _send(self, to, tag, *fields):  # type: ignore[no-untyped-def]
+        if tag is not Tag.ASK:
+            super()._send(to, tag, *fields)
+
+
+class KeepsForksOfTheDead(ReferenceTable):
+    """Does not drop what a lost worker held."""
+
+    def _value_departs(self, owned, worker_id, how):  # type: ignore[no-untyped-def]
+        return
+
+
+class ForgetsUnsent(ReferenceTable):
+    """Keeps what was counted for a frame that never left."""
+
+    def unsend(self, child):  # type: ignore[no-untyped-def]
+        return self._finish()
+
+
+class NeverReleasesParents(ReferenceTable):
+    """Sends no CHILD_OK."""
+
+    def _release_parent(self, held):  # type: ignore[no-untyped-def]
+        held.parent = None
+
+
+class DeletesBeforeConfirmation(ReferenceTable):
+    """Forgets a dropped fork without waiting for the owner's answer."""
+
+    def drop(self, rref, fork):  # type: ignore[no-untyped-def]
+        held = self._forks.get(fork)
+        if held is not None and not held.pins:
+            del self._forks[fork]
+            self._send(held.owner, Tag.DEL, *rref, *fork)
+        return self._finish()
+
+
+class KeepsNoTombstone(ReferenceTable):
+    """Forgets a creation that was given up although its CREATE may still come."""
+
+    def _on_abandon(self, sender, rref, fork, coming, reason):  # type: ignore[no-untyped-def]
+        super()._on_abandon(sender, rref, fork, False, reason)
+
+
+class ForgetsAbandoned(ReferenceTable):
+    """Does not tell the owner that a creation was given up."""
+
+    def _send(self, to, tag, *fields):  # type: ignore[no-untyped-def]
+        if tag is not Tag.ABANDON:
+            super()._send(to, tag, *fields)
+
+
+MUTANTS = {
+    FreesOnFirstDel: "G1",
+    PinsNothing: "G",
+    CountsNothingAtEncode: "G1",
+    GuessesGone: "G5",
+    NeverAsks: "G6",
+    KeepsForksOfTheDead: "G",
+    ForgetsUnsent: "G16",
+    NeverReleasesParents: "G16",
+    DeletesBeforeConfirmation: "G",
+    KeepsNoTombstone: "G16",
+    ForgetsAbandoned: "G",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_oracle_notices_a_broken_table(mutant: type[ReferenceTable]) -> None:
+    """Each fault planted in a table is found by the same programs that the real table passes."""
+    found = []
+    for seed in range(SEEDS):
+        try:
+            run_seed(seed, mutant)
+        except Violation as violation:
+            found.append(str(violation.args[0]))
+        except (ProtocolError, KeyError):  # a broken table may also trip over itself: that proves nothing of the oracle
+            continue
+        if any(text.startswith(MUTANTS[mutant]) for text in found):
+            return
+    pytest.fail(f"not noticed; seen: {set(found)}")

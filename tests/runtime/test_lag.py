@@ -1,0 +1,280 @@
+"""The loop monitor: real blockages are measured and named once, everything else stays silent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from aiorpc.runtime.lag import LoopMonitor
+
+Run = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Runs a coroutine function on one loop or the other."""
+    factory = asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
+
+    def runner(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        with asyncio.Runner(loop_factory=factory) as loop:
+            loop.run(asyncio.wait_for(main(), 20))
+
+    yield runner
+
+
+def monitor(**changes: Any) -> LoopMonitor:
+    settings: dict[str, Any] = {"interval": 0.02, "warn_after": 0.1, "describe": lambda: "call 7 of slow", "name": "t"}
+    return LoopMonitor(asyncio.get_running_loop(), **(settings | changes))
+
+
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "aiorpc-watch-t"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the condition is set by timers and threads that signal nobody
+        await asyncio.sleep(0.005)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "aiorpc"]
+
+
+def block_for(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_blocked_loop_is_reported_once_with_handler_and_place(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning for one blockage: how long, the handler, the innermost frames, and what to do."""
+
+    async def main() -> None:
+        watch = monitor()
+        watch.start()
+        await until(lambda: watch._tick is not None)
+        block_for(0.5)
+        await until(lambda: watch.blocked_count > 0)
+        watch.stop()
+        assert watch.lag_max > 0.2
+        assert 0 < watch.lag_mean < watch.lag_max
+        assert watch.blocked_count == 1
+
+    run(main)
+    (text,) = warnings(caplog)
+    assert re.search(
+        r"blocked for 0\.\d\d s by call 7 of slow \(at test_lag\.py:\d+ block_for < test_lag\.py:\d+ main", text
+    )
+    assert "`def` handler" in text
+    assert "options.dedicated_loop" in text
+
+
+def test_each_blockage_is_reported(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """After the loop ran again, the next blockage is news."""
+
+    async def main() -> None:
+        watch = monitor()
+        watch.start()
+        await until(lambda: watch._tick is not None)
+        block_for(0.5)
+        await until(lambda: watch.blocked_count == 1)
+        block_for(0.5)
+        await until(lambda: watch.blocked_count == 2)
+        watch.stop()
+
+    run(main)
+    assert len(warnings(caplog)) == 2
+
+
+def test_a_handler_that_holds_the_interpreter_lock_is_reported(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """One long C call stops the watchdog too; the processor time it used tells it from a stopped process."""
+
+    async def main() -> None:
+        watch = monitor()
+        watch.start()
+        await until(lambda: watch.lag_mean > 0 and watch._cpu_clock is not None)
+        spent, size = 0.0, 1_000_000
+        while spent < 0.3:
+            start = time.monotonic()
+            3**size
+            spent, size = time.monotonic() - start, size * 2
+        await until(lambda: watch.blocked_count > 0)
+        watch.stop()
+
+    run(main)
+    assert warnings(caplog)
+
+
+def test_a_healthy_loop_is_never_reported(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Fifty intervals of a busy loop that keeps yielding: no warning, and the lag stays small."""
+
+    async def main() -> None:
+        watch = monitor(warn_after=0.5)
+        watch.start()
+        end = time.monotonic() + 50 * 0.02
+        turns = 0
+        while time.monotonic() < end:
+            sum(range(1000))
+            await asyncio.sleep(0)
+            turns += 1
+        watch.stop()
+        assert turns > 100
+        assert watch.blocked_count == 0
+        assert watch.lag_max < 0.5
+
+    run(main)
+    assert warnings(caplog) == []
+
+
+def test_without_warnings_there_is_no_thread(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """warn_after=0 measures the lag and starts no thread."""
+
+    async def main() -> None:
+        watch = monitor(warn_after=0.0)
+        watch.start()
+        assert watchers() == []
+        await until(lambda: watch._tick is not None)
+        block_for(0.2)
+        await until(lambda: watch.lag_max > 0.1)
+        watch.stop()
+        assert watch.blocked_count == 0
+
+    run(main)
+    assert warnings(caplog) == []
+
+
+def test_stop_ends_timer_and_thread(run: Run) -> None:
+    """After stop nothing ticks and no thread is left; stop again is nothing; start begins anew."""
+
+    async def main() -> None:
+        watch = monitor()
+        watch.start()
+        watch.start()
+        (thread,) = watchers()
+        assert thread.daemon
+        watch.stop()
+        assert not thread.is_alive()
+        watch.stop()
+        watch.start()
+        await until(lambda: watch.lag_max > 0)
+        assert len(watchers()) == 1
+        watch.stop()
+        assert watchers() == []
+        assert watch._tick is None
+
+    run(main)
+
+
+def test_a_describer_that_fails_does_not_hide_the_blockage(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning comes, and says that the handler is not known."""
+
+    def describe() -> str:
+        raise KeyError("nobody")
+
+    async def main() -> None:
+        watch = monitor(describe=describe)
+        watch.start()
+        await until(lambda: watch._tick is not None)
+        block_for(0.5)
+        await until(lambda: watch.blocked_count > 0)
+        watch.stop()
+
+    run(main)
+    (text,) = warnings(caplog)
+    assert "an unknown handler (KeyError while asking)" in text
+
+
+@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_loop_that_does_not_run_is_not_blocked(
+    factory: Callable[[], asyncio.AbstractEventLoop], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two run_until_complete (a notebook) nothing is late, and the thread ends with the loop."""
+    loop = factory()
+    watch = LoopMonitor(loop, interval=0.02, warn_after=0.1, describe=lambda: "nobody", name="t")
+    watch.start()
+    loop.run_until_complete(asyncio.sleep(0.05))
+    time.sleep(0.4)  # the time in which the loop does not run is what is tested
+    loop.run_until_complete(asyncio.sleep(0.05))
+    assert watch.blocked_count == 0
+    assert watch.lag_max < 0.3
+    (thread,) = watchers()
+    loop.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert warnings(caplog) == []
+
+
+STOPPED_PROGRAM = """
+import asyncio, logging, os, signal, sys, time, uvloop
+from aiorpc.runtime.lag import LoopMonitor
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+async def main():
+    watch = LoopMonitor(asyncio.get_running_loop(), interval=0.02, warn_after=0.2, describe=lambda: "innocent")
+    watch.start()
+    await asyncio.sleep(0.1)
+    print("ready", flush=True)
+    line = await asyncio.to_thread(sys.stdin.readline)
+    await asyncio.sleep(0.1)
+    print("silent so far", file=sys.stderr, flush=True)
+    time.sleep(0.6)
+    await asyncio.sleep(0.1)
+    watch.stop()
+factory = asyncio.new_event_loop if sys.argv[1] == "asyncio" else uvloop.new_event_loop
+with asyncio.Runner(loop_factory=factory) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_stopped_process_blames_nobody(loop: str) -> None:
+    """SIGSTOP for a second is not a blocked loop; a blockage after it is reported again."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_PROGRAM, loop],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)  # how long it is stopped is what is tested
+        process.send_signal(signal.SIGCONT)
+        _, log = process.communicate("go\n", timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+    before, _, after = log.partition("silent so far\n")
+    assert before == ""
+    assert "blocked for" in after
+    assert "by innocent" in after
+
+
+@pytest.mark.parametrize("changes", [{"interval": 0.0}, {"warn_after": -1.0}])
+async def test_settings_that_make_no_sense_are_refused(changes: dict[str, float]) -> None:
+    """An interval of nothing and a negative threshold are named."""
+    with pytest.raises(ValueError, match="interval must be > 0"):
+        monitor(**changes)
+
+
+async def test_the_warning_goes_to_the_projects_logger(caplog: pytest.LogCaptureFixture) -> None:
+    """It is a WARNING of logger aiorpc."""
+    watch = monitor()
+    watch.start()
+    await until(lambda: watch._tick is not None)
+    block_for(0.5)
+    await until(lambda: watch.blocked_count > 0)
+    watch.stop()
+    assert [(record.name, record.levelno) for record in caplog.records] == [("aiorpc", logging.WARNING)]

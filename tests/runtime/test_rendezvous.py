@@ -1,0 +1,913 @@
+"""How workers find each other: real stores, threads as ranks, and child processes where a process has to die."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from aiorpc.errors import RendezvousError, RpcUsageError
+from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.rendezvous import Rendezvous, host_identity
+
+T = TypeVar("T")
+PATIENCE = 20.0
+SOON = 0.5
+ELSEWHERE = "another-boot:1:1"
+
+
+def make_record(name: str, rank: int, *, host: str = "", pid: int = 0) -> WorkerRecord:
+    """A record as a worker of this process would make it, or of another host or process."""
+    host, pid = host or host_identity(), pid or os.getpid()
+    return WorkerRecord(name, rank, secrets.token_hex(16), host, "node", pid, "main", "", "127.0.0.1", 0)
+
+
+def together(*actions: Callable[[], T]) -> list[T | Exception]:
+    """Run all actions at once, each in a thread; what each returned or raised, in order."""
+    results: list[T | Exception | None] = [None] * len(actions)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = actions[index]()
+        except Exception as error:
+            # A traceback would keep the frames, and with them the stores, alive.
+            results[index] = error.with_traceback(None)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+        assert not thread.is_alive()
+    return [result for result in results if result is not None]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def native_threads() -> list[str]:
+    """Names of all threads of this process, those of libraries too."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+        except OSError:
+            continue
+    return sorted(names)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Poll a condition for a bounded time."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.005)
+
+
+class Group:
+    """Rendezvous of one test, all at one meeting place, closed at the end with the hosts last."""
+
+    def __init__(self, method: str, store: Store | None) -> None:
+        self.method = method
+        self.store = store
+        self.opened: list[Rendezvous] = []
+
+    def open(self, rank: int | None, size: int | None, timeout: float = PATIENCE) -> Rendezvous:
+        opened = Rendezvous.open(self.method, rank=rank, world_size=size, timeout=timeout, store=self.store)
+        self.opened.append(opened)
+        return opened
+
+    def join(
+        self,
+        rank: int | None,
+        size: int | None,
+        name: str = "",
+        timeout: float = PATIENCE,
+        host: str = "",
+        pid: int = 0,
+    ) -> list[WorkerRecord]:
+        opened = self.open(rank, size, timeout)
+        return opened.join(lambda number: make_record(name or f"worker{number}", number, host=host, pid=pid))
+
+    def join_all(self, size: int, timeout: float = PATIENCE) -> list[list[WorkerRecord] | Exception]:
+        return together(*(lambda rank=rank: self.join(rank, size, timeout=timeout) for rank in range(size)))
+
+    def leave_all(self) -> None:
+        """Everybody leaves and closes, the host of the store last."""
+        for opened in self.opened:
+            for record in opened.members():
+                if record.id == opened.rank:
+                    opened.leave(record)
+        self.close()
+
+    def close(self) -> None:
+        for opened in sorted(self.opened, key=lambda one: one.hosts_store):
+            opened.close()
+        self.opened.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_made_once() -> None:
+    """The first server in a process makes libuv open a pipe that it keeps for good."""
+    TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
+
+
+@pytest.fixture(autouse=True)
+def no_secret_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user's environment holds does not decide these tests."""
+    monkeypatch.delenv("AIORPC_SECRET", raising=False)
+
+
+@pytest.fixture(params=["given", "file", "tcp"])
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Group]:
+    """A meeting place of each kind in turn."""
+    methods = {"given": "env://", "file": f"file://{tmp_path}/meet", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+    made = Group(methods[request.param], HashStore() if request.param == "given" else None)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Group]:
+    """The quickest meeting place: a store of this process."""
+    made = Group("env://", HashStore())
+    yield made
+    made.close()
+
+
+def texts(results: Sequence[object]) -> list[str]:
+    """The messages of results that are all RendezvousErrors."""
+    assert [type(result) for result in results] == [RendezvousError] * len(results), results
+    return [str(result) for result in results]
+
+
+# ---- a world of fixed size
+
+
+def test_all_ranks_learn_the_same_members(group: Group) -> None:
+    """Each rank gets every record, ordered by rank, and finds workers by name."""
+    results = group.join_all(4)
+    first = results[0]
+    assert isinstance(first, list)
+    assert [record.name for record in first] == ["worker0", "worker1", "worker2", "worker3"]
+    assert all(result == first for result in results)
+    for opened in group.opened:
+        assert opened.members() == first
+        assert opened.find("worker2") == first[2]
+        assert opened.find("nobody") is None
+        assert (opened.generation, opened.dynamic, opened.world_size) == (1, False, 4)
+
+
+def test_only_rank_0_hosts_a_tcp_store() -> None:
+    """The others are clients, and the address they announce is the loopback one."""
+    group = Group(f"tcp://127.0.0.1:{free_port()}", None)
+    group.join_all(3)
+    assert {opened.rank: opened.hosts_store for opened in group.opened} == {0: True, 1: False, 2: False}
+    assert {opened.local_address() for opened in group.opened} == {"127.0.0.1"}
+    group.close()
+
+
+def test_a_name_used_twice_is_an_error_on_every_rank(group: Group) -> None:
+    """The error names the name and both ranks."""
+    names = ["same", "other", "same"]
+    results = together(*(lambda r=r, n=n: group.join(r, 3, n) for r, n in enumerate(names)))
+    for text in texts(results):
+        assert "name 'same' is not unique: ranks 0 and 2" in text
+
+
+def test_different_world_sizes_are_an_error_on_every_rank(group: Group) -> None:
+    """The error names ranks and both sizes."""
+    started = time.monotonic()
+    results = together(lambda: group.join(0, 3), lambda: group.join(1, 4))
+    for text in texts(results):
+        assert "world_size differs" in text
+        assert "(rank 0," in text and "(rank 1," in text
+        assert "says 3" in text and "says 4" in text
+    assert time.monotonic() - started < PATIENCE / 2
+
+
+def test_a_rank_beyond_the_world_is_an_error_on_every_rank(group: Group) -> None:
+    """The error names the rank and the size."""
+    results = together(lambda: group.join(0, 2), lambda: group.join(2, 2))
+    for text in texts(results):
+        assert "rank 2 of worker2" in text and "not below the world_size of 2" in text
+
+
+@pytest.mark.parametrize("twice", [0, 1])
+def test_a_rank_taken_twice_is_an_error_on_every_rank(group: Group, twice: int) -> None:
+    """All that are there learn who the two holders are, long before the time is up."""
+    started = time.monotonic()
+    results = together(
+        lambda: group.join(0, 3, "a"), lambda: group.join(1, 3, "b"), lambda: group.join(twice, 3, "second")
+    )
+    for text in texts(results):
+        assert f"rank {twice} was taken twice" in text
+        assert "second (rank" in text and f"pid {os.getpid()} on node" in text
+    assert time.monotonic() - started < PATIENCE / 2
+
+
+def test_a_second_holder_does_not_disturb_a_complete_group(group: Group) -> None:
+    """It is refused; it does not silently become a second generation, and the others see nothing of it."""
+    group.join_all(2)
+    group_before = [opened.members() for opened in group.opened]
+    with pytest.raises(RendezvousError, match=r"rank 1 was taken twice: by worker1 .* and by late"):
+        group.join(1, 2, "late", timeout=5)
+    assert [opened.members() for opened in group.opened[:2]] == group_before
+    assert group.opened[0].find("late") is None
+
+
+def test_a_second_holder_is_refused_while_others_form_the_next_generation(here: Group) -> None:
+    """Rank 0 left and waits again; a stranger may not take the rank that the old rank 1 still holds."""
+    here.join_all(2)
+    here.opened[0].leave(here.opened[0].members()[0])
+    store = here.store
+    assert store is not None
+
+    def stranger() -> list[WorkerRecord]:
+        wait_until(lambda: bool(store.check(["aiorpc/2/slot/0"])), "rank 0 waits in the next generation")
+        return here.join(1, 2, "stranger")
+
+    for text in texts(together(lambda: here.join(0, 2), stranger)):
+        assert "rank 1 was taken twice: by worker1" in text and "stranger" in text
+
+
+def test_missing_ranks_are_named_when_the_time_is_up(group: Group) -> None:
+    """Every waiting rank is told within its timeout who is missing and who is here."""
+    started = time.monotonic()
+    results = together(lambda: group.join(0, 4, timeout=SOON), lambda: group.join(2, 4, timeout=SOON))
+    for text in texts(results):
+        assert f"waited {SOON:g} s for ranks 1, 3 of 4" in text
+        assert "here: worker0 (rank 0," in text and "worker2 (rank 2," in text
+    assert SOON <= time.monotonic() - started < SOON + 3
+
+
+def test_the_group_can_be_formed_after_one_gave_up(group: Group) -> None:
+    """A rank that waited in vain tries again, and the one that comes late joins it there."""
+    with pytest.raises(RendezvousError, match="for rank 1 of 2"):
+        group.join(0, 2, timeout=SOON)
+    group.close()
+    assert all(isinstance(result, list) for result in group.join_all(2))
+
+
+def test_the_group_can_be_formed_again_and_again(group: Group) -> None:
+    """init, shutdown, init at the same place works, whether the store lives on or not."""
+    generations = []
+    for _ in range(3):
+        results = group.join_all(3)
+        assert all(isinstance(result, list) for result in results), results
+        generations.append({opened.generation for opened in group.opened})
+        group.leave_all()
+    assert generations == ([{1}] * 3 if group.method.startswith("tcp") else [{1}, {2}, {3}])
+
+
+def test_ranks_that_come_back_before_the_host_has_gone_wait_for_it() -> None:
+    """A client that reaches the old store as it closes goes on to the new one, and torch logs nothing."""
+    script = CHILD + (
+        "def round_of(rank):\n"
+        "    for _ in range(3):\n"
+        "        r = Rendezvous.open(sys.argv[1], rank=rank, world_size=4, timeout=20)\n"
+        "        records = r.join(lambda n: record(f'w{n}', n))\n"
+        "        assert len(records) == 4\n"
+        "        if rank == 0:\n"
+        "            time.sleep(0.1)\n"
+        "        r.leave(records[rank]); r.close()\n"
+        "threads = [threading.Thread(target=round_of, args=(rank,)) for rank in range(4)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "print('finished')\n"
+    )
+    command = [sys.executable, "-c", script, f"tcp://localhost:{free_port()}"]
+    environment = child_environment()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=environment)
+    assert (done.stdout, done.stderr) == ("finished\n", "")
+
+
+def test_32_ranks_meet_within_seconds() -> None:
+    """Over TCP, all as threads of one process."""
+    group = Group(f"tcp://127.0.0.1:{free_port()}", None)
+    started = time.monotonic()
+    results = group.join_all(32)
+    elapsed = time.monotonic() - started
+    assert {len(result) for result in results if isinstance(result, list)} == {32}
+    group.leave_all()
+    assert elapsed < 10
+
+
+def test_a_timeout_of_zero_waits_until_it_is_stopped(group: Group) -> None:
+    """No limit means none, but the stop event ends the wait at once."""
+    stop = threading.Event()
+    opened = Rendezvous.open(group.method, rank=0, world_size=2, timeout=0, stop=stop, store=group.store)
+    group.opened.append(opened)
+    failures: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            opened.join(lambda number: make_record("a", number))
+        except RendezvousError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    stop.set()
+    thread.join(10)
+    assert [str(error) for error in failures] == ["joining the group was stopped"]
+
+
+# ---- stores that are not there
+
+
+def test_a_store_that_cannot_be_reached_is_named_within_the_timeout() -> None:
+    """Nobody listens: the error says where and for how long it was tried."""
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match=rf"cannot reach the store at tcp://127.0.0.1:{port} within 0.5 s"):
+        Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=0.5)
+    assert 0.4 < time.monotonic() - started < 3
+
+
+def test_a_server_that_never_speaks_is_not_waited_for() -> None:
+    """Something accepts connections and says nothing: an error within the timeout all the same."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as mute:
+        port = mute.getsockname()[1]
+        started = time.monotonic()
+        with pytest.raises(RendezvousError, match=rf"cannot reach the store at tcp://127.0.0.1:{port}.*no answer"):
+            Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=0.5)
+        assert time.monotonic() - started < 4
+
+
+def test_rank_0_that_cannot_host_says_why() -> None:
+    """An address of no interface of this host."""
+    with pytest.raises(RendezvousError, match=r"(host|reach) the store at tcp://192\.0\.2\.1:4000"):
+        Rendezvous.open("tcp://192.0.2.1:4000", rank=0, world_size=2, timeout=1.0)
+
+
+def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
+    """torch alone would try for minutes."""
+    with pytest.raises(RendezvousError, match="cannot open the rendezvous file"):
+        Rendezvous.open(f"file://{tmp_path}/none/meet", rank=0, world_size=1, timeout=5)
+
+
+def test_a_store_that_goes_away_is_an_error_for_those_who_wait() -> None:
+    """The host dies before the group is complete: the others say that they cannot reach it."""
+    port = free_port()
+    host = spawn("r = Rendezvous.open(sys.argv[1], rank=0, world_size=3, timeout=20)\nprint('up', flush=True)", port)
+    assert host.stdout is not None and host.stdout.readline() == "up\n"
+    group = Group(f"tcp://127.0.0.1:{port}", None)
+    opened = group.open(1, 3, timeout=1.0)
+    kill(host)
+    with pytest.raises(RendezvousError, match=r"the store at .* no longer answers|cannot reach the store at"):
+        opened.join(lambda number: make_record("b", number))
+    group.close()
+
+
+# ---- what environment and URL say
+
+
+def test_env_reads_the_four_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; arguments win over the first two."""
+    set_environment(monkeypatch, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    group = Group("env://", None)
+    opened = group.open(None, None)
+    assert (opened.rank, opened.world_size, opened.hosts_store) == (0, 1, True)
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    client = group.open(1, 2)
+    assert (client.rank, client.world_size, client.hosts_store) == (1, 2, False)
+    group.close()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """The error says which one env:// needs."""
+    given = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
+    set_environment(monkeypatch, **{name: value for name, value in given.items() if name != missing})
+    with pytest.raises(RendezvousError, match=f"environment variable {missing}"):
+        Rendezvous.open("env://", rank=None, world_size=None, timeout=1)
+
+
+def test_under_torchrun_the_agent_owns_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker hosts it, and groups can be formed in it one after another."""
+    agent = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
+    set_environment(
+        monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(agent.port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
+    group = Group("env://", None)
+    for generation in (1, 2):
+        assert all(isinstance(result, list) for result in group.join_all(3))
+        assert {(opened.hosts_store, opened.generation) for opened in group.opened} == {(False, generation)}
+        group.leave_all()
+    del agent
+    gc.collect()
+
+
+def test_rank_and_world_size_may_stand_in_the_url() -> None:
+    """As torch's tcp:// URLs have them; arguments win."""
+    url = f"tcp://localhost:{free_port()}?rank=0&world_size=1"
+    with closing(Rendezvous.open(url, rank=None, world_size=None, timeout=5)) as opened:
+        assert (opened.rank, opened.world_size) == (0, 1)
+    with closing(Rendezvous.open(url, rank=0, world_size=3, timeout=5)) as opened:
+        assert opened.world_size == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "size", "text"),
+    [
+        ("tcp://127.0.0.1", 0, 1, "names no port"),
+        ("tcp://[::1]", 0, 1, "names no port"),
+        ("tcp://:4000", 0, 1, "names no host"),
+        ("tcp://a:x", 0, 1, "port in init_method must be an integer"),
+        ("tcp://a:70000", 0, 1, "between 1 and 65535"),
+        ("tcp://a:4000?rank=x", None, 1, "rank in init_method must be an integer"),
+        ("http://a:4000", 0, 1, "must start with env://, tcp:// or file://"),
+        ("file://", 0, 1, "names no path"),
+        ("tcp://a:4000", None, 2, "rank is needed"),
+        ("tcp://a:4000", -1, 2, "must not be negative"),
+        ("tcp://a:4000", 0, 0, "world_size must be at least 1"),
+    ],
+)
+def test_a_url_that_makes_no_sense_is_a_usage_error(method: str, rank: int | None, size: int, text: str) -> None:
+    """Said at once, without trying anything."""
+    with pytest.raises(RpcUsageError, match=text):
+        Rendezvous.open(method, rank=rank, world_size=size, timeout=5)
+
+
+# ---- the server of the store
+
+
+def test_the_server_is_gone_after_close() -> None:
+    """No thread of the store stays behind, and the port can be hosted again at once."""
+    before = native_threads()
+    port = free_port()
+    for _ in range(2):
+        group = Group(f"tcp://127.0.0.1:{port}", None)
+        group.join_all(2)
+        assert "pt_tcpstore_uv" in native_threads()
+        group.leave_all()
+        wait_until(lambda: native_threads() == before, "the server's thread is gone")
+    Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=5).close()
+
+
+def test_a_process_group_of_torch_may_share_the_port() -> None:
+    """Its store in the same process is the same server, which stays while either uses it."""
+    port = free_port()
+    group = Group(f"tcp://127.0.0.1:{port}", None)
+    group.join_all(2)
+    shared = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=10), False, True)
+    group.leave_all()
+    shared.set("gloo", "1")
+    assert shared.check(["gloo"])
+    assert all(isinstance(result, list) for result in group.join_all(2))
+    assert {opened.generation for opened in group.opened} == {2}
+    group.leave_all()
+
+
+def test_a_group_that_lives_on_loopback_is_not_served_to_the_network() -> None:
+    """torch would listen on every interface."""
+    port = free_port()
+    with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=5)):
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), 2):
+            pass
+        socket.create_connection(("127.0.0.1", port), 2).close()
+
+
+def test_close_is_idempotent_and_ends_all_use(here: Group) -> None:
+    """Later verbs say that this worker closed it; leaving late is no error."""
+    opened = here.open(None, None)
+    (record,) = opened.join(lambda number: make_record("a", number))
+    opened.close()
+    opened.close()
+    opened.leave(record)
+    with pytest.raises(RendezvousError, match="closed by this worker"):
+        opened.members()
+
+
+# ---- workers that died
+
+
+def test_a_rank_that_died_here_can_be_taken_again(tmp_path: Path) -> None:
+    """Killed without leaving: the next group forms at the same file, as the dead holder is seen to be dead."""
+    method = f"file://{tmp_path}/meet"
+    lines = f"r = Rendezvous.open({method!r}, rank=1, world_size=2, timeout=20)\n"
+    child = spawn(lines + "r.join(lambda n: record('victim', n))\nprint('joined', flush=True)", 0)
+    group = Group(method, None)
+    assert [record.name for record in group.join(0, 2)] == ["worker0", "victim"]
+    assert child.stdout is not None and child.stdout.readline() == "joined\n"
+    with pytest.raises(RendezvousError, match=rf"taken twice: by victim \(rank 1, pid {child.pid} on"):
+        group.join(1, 2, "heir", timeout=5)
+    group.leave_all()
+    kill(child, reap=False)
+    # Nobody has waited for the child: it is a zombie, which must not pass for alive.
+    results = together(lambda: group.join(0, 2), lambda: group.join(1, 2, "heir"))
+    assert all(isinstance(result, list) for result in results), results
+    group.leave_all()
+    kill(child)
+
+
+def test_one_that_died_while_joining_does_not_end_the_wait_of_others(here: Group) -> None:
+    """Rank 1 died before the group was complete and is started again: rank 0 meets it in the next generation."""
+    dead = spawn("print('up', flush=True)", 0)
+    kill(dead)
+    with pytest.raises(RendezvousError, match="joining the group was stopped"):
+        stop_while_joining(here, pid=dead.pid)
+    results = together(lambda: here.join(0, 3), lambda: here.join(1, 3), lambda: here.join(2, 3))
+    assert all(isinstance(result, list) for result in results), results
+    assert {opened.generation for opened in here.opened[1:]} == {2}
+
+
+def test_a_stale_holder_on_another_host_is_named(here: Group) -> None:
+    """Nothing proves that it is dead: the error says who it was and what can be done."""
+    with pytest.raises(RendezvousError):
+        stop_while_joining(here, host=ELSEWHERE, pid=4711)
+    with pytest.raises(RendezvousError, match=r"taken twice: by stale \(rank 1, pid 4711 on node\).*remove the rend"):
+        here.join(1, 3, timeout=5)
+
+
+def stop_while_joining(group: Group, *, host: str = "", pid: int = 0) -> None:
+    """Take rank 1 of 3 as another process would, and end while waiting, without leaving."""
+    stop = threading.Event()
+    opened = Rendezvous.open(group.method, rank=1, world_size=3, timeout=20, stop=stop, store=group.store)
+    group.opened.append(opened)
+    timer = threading.Timer(0.2, stop.set)
+    timer.start()
+    try:
+        opened.join(lambda number: make_record("stale", number, host=host, pid=pid))
+    finally:
+        timer.join()
+
+
+# ---- a group that is joined freely
+
+
+def test_workers_join_and_leave_freely(group: Group) -> None:
+    """Each sees who is there; one that left is gone; its name can be used again under a new id."""
+    assert [record.name for record in group.join(None, None, "a")] == ["a"]
+    assert [record.name for record in group.join(None, None, "b")] == ["a", "b"]
+    first, second = group.opened
+    assert (first.dynamic, first.hosts_store) == (True, group.method.startswith("tcp"))
+    old = first.find("b")
+    assert old is not None and old.id == 1
+    second.leave(old)
+    second.leave(old)
+    assert first.find("b") is None
+    assert [record.name for record in group.join(None, None, "b")] == ["a", "b"]
+    new = first.find("b")
+    assert new is not None and (new.id, new.incarnation != old.incarnation) == (2, True)
+
+
+def test_many_that_join_at_once_get_ids_of_their_own(group: Group) -> None:
+    """Also over TCP, where the first of them becomes the host."""
+    results = together(*(lambda i=i: group.join(None, None, f"n{i}") for i in range(12)))
+    assert all(isinstance(result, list) for result in results), results
+    members = group.opened[0].members()
+    assert {record.id for record in members} == set(range(12))
+    assert {record.name for record in members} == {f"n{i}" for i in range(12)}
+    assert sum(opened.hosts_store for opened in group.opened) <= 12
+
+
+def test_a_name_in_use_is_refused_to_the_newcomer(group: Group) -> None:
+    """The error names who has it; the one who has it is not disturbed."""
+    group.join(None, None, "a")
+    with pytest.raises(RendezvousError, match=r"name 'a' is not unique: a \(rank 0, pid \d+ on node\) has it"):
+        group.join(None, None, "a")
+    assert [record.name for record in group.opened[0].members()] == ["a"]
+
+
+def test_a_rank_may_be_chosen_if_it_is_free(here: Group) -> None:
+    """Numbers given out later avoid it; a second claim to it is refused."""
+    here.join(1, None, "chosen")
+    with pytest.raises(RendezvousError, match=r"rank 1 is taken by chosen"):
+        here.join(1, None, "other")
+    here.join(None, None, "b")
+    assert [record.id for record in here.join(None, None, "c")] == [1, 0, 2]
+
+
+def test_a_name_whose_holder_died_here_is_free(tmp_path: Path) -> None:
+    """Killed without leaving: the next to join takes it off the list and may have its name and its rank."""
+    method = f"file://{tmp_path}/meet"
+    lines = f"r = Rendezvous.open({method!r}, rank=3, world_size=None, timeout=20)\n"
+    child = spawn(lines + "r.join(lambda n: record('a', n))\nprint('joined', flush=True)", 0)
+    assert child.stdout is not None and child.stdout.readline() == "joined\n"
+    group = Group(method, None)
+    with pytest.raises(RendezvousError, match=rf"'a' is not unique: a \(rank 3, pid {child.pid} on"):
+        group.join(3, None, "a")
+    kill(child)
+    assert [record.id for record in group.join(3, None, "a")] == [3]
+    group.close()
+
+
+def test_a_lost_peer_can_be_taken_off_the_list_by_others(here: Group) -> None:
+    """Of another host, where nothing else proves that it is dead."""
+    here.join(None, None, "far", host=ELSEWHERE, pid=4711)
+    here.join(None, None, "near")
+    lost = here.opened[1].find("far")
+    assert lost is not None
+    here.opened[1].leave(lost)
+    assert [record.name for record in here.join(None, None, "far")] == ["near", "far"]
+
+
+# ---- the secret
+
+
+def test_on_one_host_the_secret_goes_by_a_private_file(group: Group, tmp_path: Path) -> None:
+    """All get the same 32 bytes, the file is 0600, and the store holds only its path."""
+    values = agree(group, 3, tmp_path)
+    assert len({*values}) == 1 and len(values[0]) == 32
+    (path,) = tmp_path.glob("w*/secret-*")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_bytes() == values[0]
+    if isinstance(group.store, HashStore):
+        offer = group.store.get("aiorpc/1/secret").decode()
+        assert str(path) in offer and values[0].hex() not in offer
+
+
+def test_on_several_hosts_the_secret_goes_through_the_store_with_one_warning(
+    here: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning says what that means and what to set instead."""
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        values = agree(here, 3, tmp_path, far={1})
+    assert len({*values}) == 1 and len(values[0]) == 32
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "AIORPC_SECRET is not set" in message and "is trusted" in message
+
+
+def test_the_secret_of_the_environment_wins(
+    here: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hashed to 32 bytes; nothing is written and nothing is logged, on however many hosts."""
+    monkeypatch.setenv("AIORPC_SECRET", "correct horse")
+    values = agree(here, 2, tmp_path, far={1})
+    assert {*values} == {hashlib.sha256(b"correct horse").digest()}
+    assert not list(tmp_path.glob("w*/*")) and not caplog.records
+
+
+def test_a_secret_in_the_environment_of_some_is_an_error_for_all(
+    here: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names who has it and who has not, instead of a refused handshake later."""
+    opened = [here.open(0, 2)]
+    monkeypatch.setenv("AIORPC_SECRET", "x")
+    opened.append(here.open(1, 2))
+    joined = together(*(lambda one=one: one.join(lambda n: make_record(f"w{n}", n)) for one in opened))
+    for one, records in zip(opened, joined, strict=True):
+        assert isinstance(records, list)
+        with pytest.raises(RendezvousError, match=r"for all workers or for none: w1 .* have it, w0 .* have not"):
+            one.agree_secret(records[one.rank or 0], records, tmp_path)
+
+
+def test_a_secret_file_that_others_may_read_is_refused(here: Group, tmp_path: Path) -> None:
+    """Mode and owner are checked by the reader."""
+    here.join(None, None, "a")
+    first = here.opened[0]
+    first.agree_secret(first.members()[0], first.members(), tmp_path)
+    (path,) = tmp_path.glob("secret-*")
+    path.chmod(0o644)
+    records = here.join(None, None, "b")
+    with pytest.raises(RendezvousError, match="is not a private file of this user"):
+        here.opened[1].agree_secret(records[1], records, tmp_path)
+
+
+def test_a_secret_path_that_is_a_link_is_refused(here: Group, tmp_path: Path) -> None:
+    """Whoever could replace the file by a link does not get another file read."""
+    here.join(None, None, "a")
+    first = here.opened[0]
+    first.agree_secret(first.members()[0], first.members(), tmp_path)
+    (path,) = tmp_path.glob("secret-*")
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    records = here.join(None, None, "b")
+    with pytest.raises(RendezvousError, match=r"cannot read the group's secret.*AIORPC_SECRET"):
+        here.opened[1].agree_secret(records[1], records, tmp_path)
+
+
+def test_a_newcomer_from_another_host_is_served_the_secret(
+    here: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asks through the store; the member that offers the secret publishes it, with the warning."""
+    here.join(None, None, "a")
+    first = here.opened[0]
+    value = first.agree_secret(first.members()[0], first.members(), tmp_path)
+    first.serve_secret_requests()
+    assert here.store is not None
+    assert value.hex() not in here.store.get("aiorpc/1/secret").decode() and not caplog.records
+    assert served(here, "far", [first], tmp_path) == value
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_newcomer_whom_nobody_serves_gives_up_in_time(here: Group, tmp_path: Path) -> None:
+    """The wait for the secret is bounded by the same timeout."""
+    here.join(None, None, "a")
+    first = here.opened[0]
+    first.agree_secret(first.members()[0], first.members(), tmp_path)
+    records = here.join(None, None, "far", timeout=SOON, host=ELSEWHERE)
+    with pytest.raises(RendezvousError, match=f"no member of the group handed out its secret within {SOON:g} s"):
+        here.opened[1].agree_secret(records[1], records, tmp_path)
+
+
+def test_the_secret_outlives_the_member_that_made_it(here: Group, tmp_path: Path) -> None:
+    """The oldest that knows it offers it again, so all members past and future share one secret."""
+    values = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        records = here.join(None, None, name)
+        values.append(here.opened[-1].agree_secret(records[-1], records, tmp_path / name))
+    first, second = here.opened
+    first.leave(records[0])
+    for path in (tmp_path / "a").iterdir():
+        path.unlink()
+    values.append(served(here, "c", [second], tmp_path, host=""))
+    assert len({*values}) == 1
+
+
+def test_a_group_that_was_empty_makes_a_new_secret(here: Group, tmp_path: Path) -> None:
+    """Nobody is left who knows the old one, and its file may be gone."""
+    values = []
+    for name in ("a", "b"):
+        records = here.join(None, None, name)
+        values.append(here.opened[-1].agree_secret(records[-1], records, tmp_path))
+        here.opened[-1].leave(records[-1])
+    assert len({*values}) == 2
+
+
+def agree(group: Group, size: int, folder: Path, far: frozenset[int] | set[int] = frozenset()) -> list[bytes]:
+    """Join as a world of `size`, some ranks from another host, each with a directory of its own; all secrets."""
+
+    def worker(rank: int) -> bytes:
+        own = folder / f"w{rank}"
+        own.mkdir(mode=0o700)
+        opened = group.open(rank, size)
+        records = opened.join(lambda number: make_record(f"w{number}", number, host=ELSEWHERE if rank in far else ""))
+        return opened.agree_secret(records[rank], records, own)
+
+    values = together(*(lambda rank=rank: worker(rank) for rank in range(size)))
+    secrets_found = [value for value in values if isinstance(value, bytes)]
+    assert len(secrets_found) == size, values
+    return secrets_found
+
+
+def served(group: Group, name: str, servers: list[Rendezvous], folder: Path, host: str = ELSEWHERE) -> bytes:
+    """The secret that a newcomer gets while the servers look for requests now and then."""
+    records = group.join(None, None, name, host=host)
+    newcomer, finished = group.opened[-1], threading.Event()
+
+    def ask() -> bytes:
+        try:
+            return newcomer.agree_secret(records[-1], records, folder)
+        finally:
+            finished.set()
+
+    def serve() -> bytes:
+        while not finished.wait(0.01):
+            for server in servers:
+                server.serve_secret_requests()
+        return b""
+
+    value = together(ask, serve)[0]
+    assert isinstance(value, bytes), value
+    return value
+
+
+# ---- identities
+
+
+def test_host_identity_is_the_same_for_all_processes_here() -> None:
+    """And it tells this boot and these namespaces from others."""
+    child = run_python("-c", CHILD + "print(host_identity())")
+    assert child == host_identity()
+    assert host_identity().count(":") == 2
+
+
+def test_a_script_and_its_spawned_children_have_one_main(tmp_path: Path) -> None:
+    """Both ways to start a child load the script again as __mp_main__; another process of it agrees too."""
+    script = tmp_path / "script.py"
+    script.write_text(MAIN_SCRIPT)
+    first, second = run_python(str(script), "spawn", "forkserver", "fork").split(), run_python(str(script)).split()
+    assert (len(first), len(second)) == (4, 1) and {*first} == {*second} == {first[0]}
+    assert first[0].startswith("file:")
+
+
+def test_a_script_with_other_content_is_another_main(tmp_path: Path) -> None:
+    """Same path, changed between two starts."""
+    script = tmp_path / "script.py"
+    script.write_text(MAIN_SCRIPT)
+    first = run_python(str(script))
+    script.write_text(MAIN_SCRIPT + "# changed")
+    assert run_python(str(script)) != first
+
+
+def test_a_module_run_by_name_is_known_by_its_name(tmp_path: Path) -> None:
+    """Its spawned children agree."""
+    (tmp_path / "some_module.py").write_text(MAIN_SCRIPT)
+    names = run_python("-m", "some_module", "spawn", folder=tmp_path).split()
+    assert len(names) == 2 and len({*names}) == 1
+    assert names[0].startswith("module:some_module:")
+
+
+def test_a_main_without_a_file_is_its_own() -> None:
+    """python -c: two processes differ, a forked child is the same."""
+    code = (
+        "import os\nfrom aiorpc.runtime.host import main_identity\n"
+        "print(main_identity(), flush=True)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n    print(main_identity(), flush=True); os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+    )
+    parent, child = run_python("-c", code).split()
+    assert parent == child
+    assert parent.startswith("process:") and run_python("-c", code).split()[0] != parent
+
+
+# ---- child processes
+
+CHILD = """
+import os, secrets, socket, sys, threading, time
+from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.rendezvous import Rendezvous, host_identity, main_identity
+
+def record(name, number):
+    token = secrets.token_hex(16)
+    return WorkerRecord(name, number, token, host_identity(), "node", os.getpid(), "main", "", "127.0.0.1", 0)
+
+"""
+
+# Says who it is, and then, for each way to start a child that it is given, who that child says it is.
+MAIN_SCRIPT = """
+import multiprocessing, sys
+from aiorpc.runtime.host import main_identity
+
+def say(queue):
+    queue.put(main_identity())
+
+if __name__ == "__main__":
+    print(main_identity())
+    for method in sys.argv[1:]:
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=say, args=(queue,))
+        process.start()
+        print(queue.get())
+        process.join()
+"""
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def child_environment() -> dict[str, str]:
+    """This environment, with the package found from any folder."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+
+def run_python(*arguments: str, folder: Path | None = None) -> str:
+    """What a Python process prints; it must succeed."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=50, check=False, cwd=folder, env=child_environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def spawn(lines: str, port: int) -> subprocess.Popen[str]:
+    """A process that runs the lines after CHILD and then waits to be killed."""
+    code = f"{CHILD}{lines}\nsys.stdin.read()\n"
+    command = [sys.executable, "-c", code, f"tcp://127.0.0.1:{port}"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment())
+
+
+def kill(process: subprocess.Popen[str], *, reap: bool = True) -> None:
+    """SIGKILL it; without `reap` it stays a zombie, as below a parent that does not look."""
+    process.kill()
+    if reap:
+        process.communicate(timeout=10)
+    else:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """Exactly these of the variables that env:// reads."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)

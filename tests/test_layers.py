@@ -1,0 +1,196 @@
+"""Imports point downward only, and the protocol core does no I/O: read from the source, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "aiorpc"
+ROOT = Path(__file__).resolve().parent.parent
+
+# Top to bottom; a module may import its own layer and those below it. Names are modules or subpackages of aiorpc.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("",),  # aiorpc/__init__.py
+    ("examples", "testing"),
+    ("compat",),
+    ("sync", "functions"),
+    ("autograd", "optim", "nn"),
+    ("runtime",),
+    ("channels",),
+    ("transport",),
+    ("protocol",),
+    ("futures",),
+    ("options", "errors", "_typing"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# Written as their users write theirs: through the package's public names.
+MAY_IMPORT_ROOT = {"examples", "testing"}
+
+# The protocol core is bytes in, events out: testable without a loop, a thread or a device.
+NO_IO = "protocol"
+FORBIDDEN_IN_CORE = (
+    "asyncio",
+    "concurrent",
+    "multiprocessing",
+    "select",
+    "selectors",
+    "socket",
+    "ssl",
+    "subprocess",
+    "threading",
+    "torch.cuda",
+    "uvloop",
+)
+
+
+def violations(sources: Mapping[str, str]) -> list[str]:
+    """What breaks the rules, as ``file:line: what``. sources: path from the project's root -> source text."""
+    modules = {module_name(path) for path in sources}
+    return [
+        f"{path}:{line}: {problem}"
+        for path, text in sorted(sources.items())
+        for line, target in imported(path, ast.parse(text, path), modules)
+        if (problem := judge(part_of(module_name(path)), target))
+    ]
+
+
+def judge(part: str, target: str) -> str | None:
+    """Why ``part`` of the package may not import ``target`` (a dotted module name); None if it may."""
+    if part not in LEVEL:
+        return f"aiorpc.{part} has no layer: give it one in tests/test_layers.py and in docs/design.md"
+    if part == NO_IO and (name := next((n for n in FORBIDDEN_IN_CORE if is_under(target, n)), None)):
+        return f"the protocol core does no I/O and must not import {name}"
+    if not is_under(target, PACKAGE):
+        return None
+    other = part_of(target)
+    if other == "":
+        allowed = part in MAY_IMPORT_ROOT or part == ""
+        return None if allowed else f"{part} imports the package root {PACKAGE}"
+    if other not in LEVEL:
+        return f"imports {target}, which has no layer"
+    return f"{part or PACKAGE} imports {target} from a higher layer" if LEVEL[other] < LEVEL[part] else None
+
+
+def imported(path: str, tree: ast.AST, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of each module that a source names: inside functions and for types only too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = origin(path, node)
+            yield from ((node.lineno, resolve(base, alias.name, modules)) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            yield node.lineno, f"torch.{node.attr}"  # torch.cuda needs no import of its own
+
+
+def origin(path: str, node: ast.ImportFrom) -> str:
+    """The module behind ``from X import``, with leading dots resolved."""
+    if not node.level:
+        return node.module or ""
+    package = path.removesuffix(".py").split("/")[:-1]
+    package = package[: len(package) - (node.level - 1)]
+    return ".".join([*package, node.module] if node.module else package)
+
+
+def resolve(base: str, name: str, modules: set[str]) -> str:
+    """``base.name`` where that can be a module: one of ours, or anything outside the package; else ``base``."""
+    full = f"{base}.{name}"
+    return full if full in modules or not is_under(base, PACKAGE) else base
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def part_of(module: str) -> str:
+    """The module or subpackage right under aiorpc that a module belongs to; empty for the package itself."""
+    return f"{module}.".split(".")[1]
+
+
+def is_under(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def project_sources() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / PACKAGE).rglob("*.py")}
+
+
+def test_imports_point_downward() -> None:
+    """No module of aiorpc imports a higher layer, the package root from below, or I/O in the protocol core."""
+    sources = project_sources()
+    assert f"{PACKAGE}/errors.py" in sources
+    found = violations(sources)
+    assert not found, "\n" + "\n".join(found)
+
+
+# What the made-up sources may refer to.
+MADE_UP = {
+    "aiorpc/__init__.py": "from .runtime import worker\n",
+    "aiorpc/errors.py": "",
+    "aiorpc/futures.py": "from . import errors\nfrom .errors import RpcError\n",
+    "aiorpc/protocol/__init__.py": "",
+    "aiorpc/protocol/frames.py": "import struct\nimport torch\nfrom .. import futures\nfrom . import codec\n",
+    "aiorpc/protocol/codec.py": "import torch\nx = torch.empty(1)\n",
+    "aiorpc/runtime/__init__.py": "import asyncio\n",
+    "aiorpc/runtime/worker.py": "import threading\nfrom ..protocol import frames\nimport aiorpc.transport.unix\n",
+    "aiorpc/transport/unix.py": "import socket\nfrom aiorpc.protocol.frames import Frame\n",
+    "aiorpc/examples/hello.py": "import aiorpc as rpc\nfrom aiorpc import call\nimport asyncio\n",
+    "aiorpc/sync.py": "from .runtime.worker import Worker\n",
+}
+
+
+def test_allowed_imports_pass() -> None:
+    """Downward, sideways and outside imports are no violation; examples use the package root."""
+    assert violations(MADE_UP) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "expected"),
+    [
+        (
+            "protocol/codec.py",
+            "import json\nimport asyncio\n",
+            "2: the protocol core does no I/O and must not import asyncio",
+        ),
+        ("protocol/codec.py", "from concurrent.futures import Future\n", "1: the protocol core does no I/O"),
+        ("protocol/codec.py", "def f():\n    import socket as s\n", "2: the protocol core does no I/O"),
+        (
+            "protocol/codec.py",
+            "from torch import cuda\n",
+            "1: the protocol core does no I/O and must not import torch.cuda",
+        ),
+        ("protocol/codec.py", "import torch\ntorch.cuda.is_available()\n", "2: the protocol core does no I/O"),
+        (
+            "protocol/codec.py",
+            "from ..runtime import worker\n",
+            "1: protocol imports aiorpc.runtime.worker from a higher",
+        ),
+        (
+            "protocol/__init__.py",
+            "from ..transport.unix import x\n",
+            "1: protocol imports aiorpc.transport.unix from a",
+        ),
+        ("errors.py", "from .futures import Future\n", "1: errors imports aiorpc.futures from a higher layer"),
+        ("errors.py", "from . import futures\n", "1: errors imports aiorpc.futures from a higher layer"),
+        (
+            "transport/unix.py",
+            "if TYPE_CHECKING:\n    import aiorpc.runtime.worker\n",
+            "2: transport imports aiorpc.runtime",
+        ),
+        ("runtime/worker.py", "import aiorpc\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/worker.py", "from .. import call\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/worker.py", "from aiorpc import call\n", "1: runtime imports the package root aiorpc"),
+        ("runtime/worker.py", "from ..sync import rpc_sync\n", "1: runtime imports aiorpc.sync from a higher layer"),
+        ("sync.py", "from .examples import hello\n", "1: sync imports aiorpc.examples.hello from a higher layer"),
+        ("helpers.py", "import os\n", "1: aiorpc.helpers has no layer"),
+        ("sync.py", "from .helpers import f\n", "1: imports aiorpc.helpers, which has no layer"),
+    ],
+)
+def test_violation_is_found_at_its_line(path: str, source: str, expected: str) -> None:
+    """Each way to break a rule is reported with file and line."""
+    (found,) = violations({**MADE_UP, f"aiorpc/{path}": source})
+    assert found.startswith(f"aiorpc/{path}:{expected}")
