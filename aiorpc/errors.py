@@ -32,7 +32,11 @@ class RpcUsageError(RpcError):
 
 
 class SerializationError(RpcUsageError, TypeError):
-    """An argument or a result cannot be serialised; the text names it."""
+    """An argument or a result cannot be serialised; the text names it. position: its place in the message, from 0."""
+
+    def __init__(self, message: str, position: int = 0) -> None:
+        super().__init__(message)
+        self.position = position
 
 
 class WouldBlockLoop(RpcUsageError):

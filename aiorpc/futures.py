@@ -9,7 +9,7 @@ States and who moves them. A Future leaves PENDING once; the first settler wins,
     VALUE, ERROR   any settler                          unchanged; `set_*` raise, internal settlers get False
 
 Invariants
-1. ``_claim`` is set by whoever settles, with one atomic ``dict.setdefault``; nothing else decides.
+1. ``_unclaimed`` holds one item; whoever takes it out with the atomic ``list.pop`` settles. Nothing else decides.
 2. ``_state`` is written after the outcome, so whoever sees VALUE or ERROR can read the outcome without a lock.
 3. Each registered callback runs exactly once: it is taken from the list by an atomic ``list.pop``, by the settler or by a
    registrar that finds the Future settled after it appended.
@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from types import CodeType, FrameType
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -39,6 +39,8 @@ S = TypeVar("S")
 PENDING, VALUE, ERROR = 0, 1, 2
 
 _CFuture = torch._C.Future
+# Held for the moment in which a Future gets its list of callbacks; most Futures never have one.
+_callbacks_lock = threading.Lock()
 _running_loop = asyncio._get_running_loop
 
 
@@ -60,14 +62,11 @@ class Executor(Protocol):
 block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
 
 
-class CallSite:
+class CallSite(NamedTuple):
     """Where in the user's program a call was made; the line is computed only when somebody asks."""
 
-    __slots__ = ("code", "instruction")
-
-    def __init__(self, frame: FrameType) -> None:
-        self.code: CodeType = frame.f_code
-        self.instruction: int = frame.f_lasti
+    code: CodeType
+    instruction: int
 
     def __str__(self) -> str:
         line = self.code.co_firstlineno
@@ -75,6 +74,11 @@ class CallSite:
             if start <= self.instruction < end and number is not None:
                 line = number
         return f"{self.code.co_filename}:{line} in {self.code.co_qualname}"
+
+
+def call_site(frame: FrameType) -> CallSite:
+    """The place that a frame is at."""
+    return CallSite(frame.f_code, frame.f_lasti)
 
 
 class _Unobserved:
@@ -115,13 +119,15 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
         _CFuture.__init__(self, [torch.device(d) for d in devices] if devices else [])
+        self._unclaimed = [True]
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def _settle(self, value: Any, error: BaseException | None = None) -> bool:
         """Settle with a value or an error; False if somebody else did so first. Any thread; never raises."""
-        claim = object()
-        if self.__dict__.setdefault("_claim", claim) is not claim:
+        try:
+            self._unclaimed.pop()
+        except IndexError:
             return False
         if error is None:
             self._value = value
@@ -308,7 +314,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Register an internal callback: runs in the settling thread, must be quick and must not raise."""
         callbacks = self._callbacks
         if callbacks is None:
-            callbacks = self.__dict__.setdefault("_callbacks", [])
+            with _callbacks_lock:
+                callbacks = self._callbacks
+                if callbacks is None:
+                    callbacks = self._callbacks = []
         callbacks.append(callback)
         if self._state != PENDING:
             self._run_callbacks()

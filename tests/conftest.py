@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -73,6 +74,7 @@ def pytest_runtest_makereport(
 def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A temporary directory for this run and its children: another run's sockets must not look like leaks here."""
     tmp_path_factory.getbasetemp()  # settled before the move: tests' own files stay where pytest always keeps them
+    multiprocessing.util.get_temp_dir()  # the same: its fork server outlives the session's directory
     own = tempfile.mkdtemp(prefix="rpc-")  # short: a unix socket's path has 108 bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", own)

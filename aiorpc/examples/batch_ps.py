@@ -28,7 +28,8 @@ from ._resnet import MODELS
 
 __all__ = ["ParameterServer", "Settings", "main", "rpc", "run"]
 
-PRELOAD = ("rich.progress", "aiorpc.examples.batch_ps")
+# Not this module: multiprocessing runs it again, as the main module of each child.
+PRELOAD = ("rich.progress", "aiorpc.examples._ps")
 
 
 class ParameterServer(_ps.ServerBase):

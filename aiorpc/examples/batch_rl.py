@@ -28,7 +28,8 @@ from ._rl import Settings
 
 __all__ = ["Agent", "Settings", "main", "rpc", "run"]
 
-PRELOAD = ("gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples.batch_rl")
+# Not this module: multiprocessing runs it again, as the main module of each child.
+PRELOAD = ("gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._async_rl")
 
 
 class Agent(_rl.AgentBase):

@@ -106,18 +106,18 @@ def unpack(body: Buffer) -> list[Any]:
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor is described by dtype, shape and strides over bytes on a CPU; others are pickled by torch."""
     return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        (type(tensor) is Tensor or type(tensor) is Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and type(tensor) in (Tensor, Parameter)
     )
 
 
-def encode_values(values: list[Any], out: Outgoing, describe: Callable[[int], str]) -> list[Any]:
+def encode_values(values: list[Any], out: Outgoing) -> list[Any]:
     """The fields `values .. pickled` for a message; tensors and buffers are left in `out`.
 
-    describe: names the value at a position in errors. Raises SerializationError.
+    Raises SerializationError with the position of the value that cannot be serialised.
     """
     tensors_at: list[int] = []
     opaque_at: list[int] = []
@@ -135,7 +135,7 @@ def encode_values(values: list[Any], out: Outgoing, describe: Callable[[int], st
         else:
             opaque_at.append(position)
     if opaque_at:
-        pickled = _pickle_all(values, opaque_at, out, describe)
+        pickled = _pickle_all(values, opaque_at, out)
         return [plain, tensors_at, opaque_at, pickled, len(out.buffers)]
     return [plain, tensors_at] if tensors_at else [plain]
 
@@ -165,7 +165,7 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _pickle_all(values: list[Any], positions: list[int], out: Outgoing, describe: Callable[[int], str]) -> bytes:
+def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes:
     token = outgoing.set(out)
     tensors, buffers = len(out.tensors), len(out.buffers)
     try:
@@ -178,8 +178,8 @@ def _pickle_all(values: list[Any], positions: list[int], out: Outgoing, describe
                 dumps(values[position], out)
             except Exception as cause:
                 kind = type(values[position]).__qualname__
-                raise SerializationError(f"{describe(position)} (a {kind}) cannot be serialised: {cause}") from cause
-        raise SerializationError(f"the arguments cannot be serialised together: {error}") from error
+                raise SerializationError(f"(a {kind}) cannot be serialised: {cause}", position) from cause
+        raise SerializationError(f"cannot be serialised together with the others: {error}", positions[0]) from error
     finally:
         outgoing.reset(token)
 

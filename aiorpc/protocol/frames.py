@@ -52,6 +52,10 @@ class Kind(IntEnum):
     WELCOME = 12  # < the proof was good; calls may come
 
 
+# Members of an IntEnum cost a look-up and a conversion each time; the hot paths use these.
+CALL, REPLY, ERROR, ITEM = int(Kind.CALL), int(Kind.REPLY), int(Kind.ERROR), int(Kind.ITEM)
+
+
 class Frame(NamedTuple):
     """One frame. body: msgpack bytes. segments: writable buffers, owned by whoever holds the frame."""
 

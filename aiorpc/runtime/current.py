@@ -30,6 +30,7 @@ class CallContext:
         "call_id",
         "caller",
         "cancelled",
+        "creates",
         "credits",
         "deadline",
         "function",
@@ -54,6 +55,7 @@ class CallContext:
         self.cancelled = False
         self.replied = False
         self.system = False
+        self.creates: Any = None  # ids of the reference whose value the result becomes
         self.on_cancel: Any = None  # called on the loop when the caller gives up
         self.credits: Any = None  # a stream's: how many items may be sent
 
@@ -93,14 +95,14 @@ class Registry:
 
     def get(self) -> Worker:
         """The worker that module-level verbs act on. NotInitialized if there is none, or several and no context."""
+        if self._only is not None:
+            return self._only
         call = current_call.get()
         if call is not None:
             return call.worker
         worker = current_worker.get()
         if worker is not None and not worker.closed:
             return worker
-        if self._only is not None:
-            return self._only
         workers = self.workers()
         if not workers:
             raise NotInitialized(

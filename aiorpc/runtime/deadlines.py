@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,9 @@ class Deadlines:
         self.expire: Callable[[Any, int], None] = lambda owner, call_id: None
         self._loop = loop
         self._is_pending = is_pending
-        self._heap: list[tuple[float, int, Any]] = []
+        # deadline, a number that no other entry has (it ends every comparison), call id, owner
+        self._heap: list[tuple[float, int, int, Any]] = []
+        self._numbers = itertools.count()
         self._clean_at = 1024
         self._lock = threading.Lock()
         self._armed = float("inf")
@@ -36,7 +39,7 @@ class Deadlines:
     def add(self, deadline: float, call_id: int, owner: Any) -> None:
         """Watch one call of `owner` until `deadline` (``time.monotonic()`` seconds)."""
         with self._lock:
-            heapq.heappush(self._heap, (deadline, call_id, _Owner(owner)))
+            heapq.heappush(self._heap, (deadline, next(self._numbers), call_id, owner))
             if len(self._heap) > self._clean_at:
                 self._clean()
         if deadline < self._armed and not self._closed:
@@ -50,7 +53,7 @@ class Deadlines:
         self._heap.clear()
 
     def _clean(self) -> None:
-        self._heap = [entry for entry in self._heap if self._is_pending(entry[2].owner, entry[1])]
+        self._heap = [entry for entry in self._heap if self._is_pending(entry[3], entry[2])]
         heapq.heapify(self._heap)
         self._clean_at = max(1024, 2 * len(self._heap))
 
@@ -62,7 +65,7 @@ class Deadlines:
             return
         self._armed = float("inf")
         with self._lock:
-            while self._heap and not self._is_pending(self._heap[0][2].owner, self._heap[0][1]):
+            while self._heap and not self._is_pending(self._heap[0][3], self._heap[0][2]):
                 heapq.heappop(self._heap)
             first = self._heap[0][0] if self._heap else None
         if first is not None:
@@ -74,20 +77,9 @@ class Deadlines:
         due: list[tuple[Any, int]] = []
         with self._lock:
             while self._heap and self._heap[0][0] <= now:
-                _, call_id, holder = heapq.heappop(self._heap)
-                due.append((holder.owner, call_id))
+                _, _, call_id, owner = heapq.heappop(self._heap)
+                due.append((owner, call_id))
         for owner, call_id in due:
             self.expire(owner, call_id)
         self._rearm()
 
-
-class _Owner:
-    """Makes heap entries comparable when deadline and call id are the same."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-
-    def __lt__(self, other: _Owner) -> bool:
-        return id(self.owner) < id(other.owner)

@@ -12,17 +12,16 @@ where the handler runs, so that a slow ``__setstate__`` blocks no loop; a corout
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcUsageError
+from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcUsageError, SerializationError
 from ..futures import AnyFuture, is_future, outcome, when_done
-from ..protocol.codec import Outgoing, unpack
-from ..protocol.frames import Buffer, Frame, Kind, encode_frame
+from ..protocol.codec import unpack
+from ..protocol.frames import CALL, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import functions, messages
@@ -53,7 +52,7 @@ class Service:
         self.calls: dict[int, CallContext] = {}
         self._info = peer.info
         self._functions: dict[int, Target] = {}
-        self._same_main = peer.main == worker.record.main
+        self._target = worker.peer_of(peer)
         self._run: dict[Mode, Run] = {
             Mode.THREAD: self._start_thread,
             Mode.DEFERRED: self._start_thread,
@@ -69,7 +68,7 @@ class Service:
         """Frames from the caller."""
         for frame in frames:
             kind = frame.kind
-            if kind == Kind.CALL:
+            if kind == CALL:
                 self._on_call(frame)
             elif kind == Kind.CANCEL:
                 self.cancel(frame.call_id)
@@ -326,25 +325,27 @@ class Service:
     def _start_coroutine(
         self, target: Target, context: CallContext, args: list[Any], kwargs: dict[str, Any], credit: Any
     ) -> None:
-        scope = contextvars.copy_context()
+        # The task copies this context, so it and all it starts know the call that they serve.
+        token = current_call.set(context)
         try:
-            result = scope.run(_call_in, context, target.function, args, kwargs)
+            result = target.function(*args, **kwargs)
             if target.mode is Mode.ASYNC_GENERATOR:
                 result = serve_async_generator(self, context, result, credit)
+            context.on_cancel = self.worker.serve(self._run_coroutine(context, result)).cancel
         except BaseException as error:
             self.answer_error(context, error)
-            return
-        self._create_task(context, result, scope)
+        finally:
+            current_call.reset(token)
 
-    def _create_task(self, context: CallContext, coroutine: Any, scope: contextvars.Context | None = None) -> None:
-        if scope is None:
-            scope = contextvars.copy_context()
-            scope.run(current_call.set, context)
+    def _create_task(self, context: CallContext, coroutine: Any) -> None:
         if context.cancelled:
             coroutine.close()
             return
-        task = self.worker.spawn(self._run_coroutine(context, coroutine), context=scope)
-        context.on_cancel = task.cancel
+        token = current_call.set(context)
+        try:
+            context.on_cancel = self.worker.serve(self._run_coroutine(context, coroutine)).cancel
+        finally:
+            current_call.reset(token)
 
     async def _run_coroutine(self, context: CallContext, coroutine: Any) -> None:
         try:
@@ -359,6 +360,8 @@ class Service:
             if not isinstance(error, Exception):
                 raise
             return
+        finally:
+            self.worker.served()
         self.answer(context, result)
 
     # --- answering, from any thread -----------------------------------------------------------------------------------
@@ -372,29 +375,32 @@ class Service:
 
     def answer(self, context: CallContext, result: object, *, copy: bool = False) -> None:
         """Send the result, unless the call has ended. copy: the result's tensors may change right after this."""
-        if context.cancelled or context.call_id not in self.calls:
+        if context.cancelled:
             return
-        created = self.worker.references.take_created(context, result)
-        out = Outgoing(self.worker.peer_of(self.peer), same_main=self._same_main)
+        if context.creates is not None:
+            self.worker.references.settle_created(context, result)
+            result = None
         try:
-            body, segments = messages.encode(
-                [], [None if created else result], out, lambda _: f"the result of {context.function}", copy=copy
-            )
+            body, segments = messages.encode([], [result], self._target, copy=copy)
+        except SerializationError as error:
+            self.answer_error(context, SerializationError(f"the result of {context.function} {error}"))
+            return
         except Exception as error:
             self.answer_error(context, error)
             return
-        if self.calls.pop(context.call_id, None) is None:
-            out.unsend()
-            return
-        context.replied = True
-        self.connection.send(encode_frame(Kind.REPLY, context.call_id, body, segments), urgent=not self.calls)
+        # A call that ended meanwhile is answered all the same if it took references along: the caller drops the late answer,
+        # and takes the references, for which the table here waits.
+        if self.calls.pop(context.call_id, None) is not None or context.cancelled:
+            context.replied = True
+            self.connection.send(encode_frame(REPLY, context.call_id, body, segments), urgent=not self.calls)
 
     def answer_error(self, context: CallContext, error: BaseException) -> None:
         """Send the exception, unless the call has ended."""
         if self.calls.pop(context.call_id, None) is None:
             return
         context.replied = True
-        self.worker.references.fail_created(context, error)
+        if context.creates is not None:
+            self.worker.references.settle_created(context, None, error)
         self.worker.counters.failed += 1
         logger.debug("%s for %s raised", context.function, context.caller, exc_info=error)
         body = messages.pack(encode_error(error, self.worker.name))
@@ -402,12 +408,11 @@ class Service:
 
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""
-        out = Outgoing(self.worker.peer_of(self.peer), same_main=self._same_main)
-        body, segments = messages.encode([], [item], out, lambda _: f"an item of {context.function}", copy=True)
-        if context.cancelled:
-            out.unsend()
-        else:
-            self.connection.send(encode_frame(Kind.ITEM, context.call_id, body, segments))
+        try:
+            body, segments = messages.encode([], [item], self._target, copy=True)
+        except SerializationError as error:
+            raise SerializationError(f"an item of {context.function} {error}") from error.__cause__
+        self.connection.send(encode_frame(ITEM, context.call_id, body, segments))
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -418,7 +423,9 @@ class Service:
             return
         context.cancelled = True
         self.worker.counters.cancelled += 1
-        self.worker.references.fail_created(context, RpcCancelled(f"{context.function} was cancelled by its caller"))
+        if context.creates is not None:
+            error = RpcCancelled(f"{context.function} was cancelled by its caller")
+            self.worker.references.settle_created(context, None, error)
         if context.credits is not None:
             context.credits.stop()
         if context.on_cancel is not None:
@@ -456,11 +463,6 @@ class Service:
     def user_calls(self) -> int:
         """Calls of users that are being served."""
         return sum(not context.system for context in list(self.calls.values()))
-
-
-def _call_in(context: CallContext, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-    current_call.set(context)
-    return function(*args, **kwargs)
 
 
 def _wrong_verb(target: Target, streamed: bool) -> RpcUsageError:

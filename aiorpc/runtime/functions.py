@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -95,29 +94,13 @@ def describe(function: object) -> str:
     return str(name) if name else repr(function)
 
 
-class Names:
-    """The wire names of functions, ``module:qualname``, remembered for each function of one worker."""
+def find_name(function: Any, same_main: bool) -> str | None:
+    """The wire name, ``module:qualname``, under which the callee finds the same function; None if it travels by value.
 
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-
-    def of(self, function: Callable[..., Any], same_main: bool) -> str | None:
-        """The name under which the callee finds the same function; None if it has to travel by value.
-
-        same_main: whether caller and callee run the same main module.
-        """
-        try:
-            name = self._known.get(function)
-        except TypeError:  # not hashable, or no weak references: a callable object, travels by value
-            return None
-        if name is None:
-            name = _find_name(function)
-            if name is None:
-                return None
-            self._known[function] = name
-        if not same_main and name.startswith("__main__:"):
-            return None
-        return name
+    same_main: whether caller and callee run the same main module.
+    """
+    name = _find_name(function)
+    return None if name is not None and not same_main and name.startswith("__main__:") else name
 
 
 def _find_name(function: Any) -> str | None:

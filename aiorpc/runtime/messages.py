@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..channels.inline import InlineChannel
 from ..errors import ProtocolError
-from ..protocol.codec import Incoming, Outgoing, decode_values, encode_values, pack
+from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, pack
 from ..protocol.frames import Buffer
 
 channel = InlineChannel()
@@ -19,15 +19,31 @@ class ReferenceLoader(Protocol):
     def __call__(self, wires: list[Any]) -> Sequence[Any]: ...
 
 
+class Target(Protocol):
+    """The worker that a message goes to, as its encoding needs to know it."""
+
+    @property
+    def same_main(self) -> bool: ...
+
+
 def encode(
-    prefix: list[Any], values: list[Any], out: Outgoing, describe: Callable[[int], str], *, copy: bool = False
+    prefix: list[Any], values: list[Any], target: Target, *, copy: bool = False
 ) -> tuple[bytes, Sequence[Buffer]]:
     """Body and segments of a message. copy: the tensors may change as soon as this returns.
 
     Raises SerializationError, with nothing left behind. The segments borrow the tensors until they are written.
     """
+    for value in values:
+        if type(value) not in PLAIN:
+            break
+    else:
+        try:
+            return pack([*prefix, values]), ()
+        except (OverflowError, UnicodeEncodeError):
+            pass  # an int beyond 64 bits, a str that is no text: these are pickled
+    out = Outgoing(target, same_main=target.same_main)
     try:
-        fields = encode_values(values, out, describe)
+        fields = encode_values(values, out)
         if not out.tensors and not out.references:
             return pack(prefix + fields), out.buffers
         segments: Sequence[Buffer] = out.buffers

@@ -18,6 +18,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import sys
@@ -27,16 +28,18 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Overloaded, ProtocolError, RpcError, RpcTimeout, WorkerClosed
-from ..futures import CallSite, Future
-from ..protocol.codec import Outgoing, unpack
-from ..protocol.frames import Buffer, Frame, Kind, encode_frame
+import torch
+
+from ..errors import Overloaded, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
+from ..futures import PENDING, Executor, Future, call_site
+from ..protocol.codec import unpack
+from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import messages
 from .current import current_call
 from .failures import decode_error
-from .functions import describe
+from .functions import describe, find_name
 from .statistics import PendingCall
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 logger = logging.getLogger("aiorpc")
+_CFuture = torch._C.Future
 
 # A reply whose pickle is longer than this is unpickled in the pool, off the loop.
 LARGE_PICKLE = 64 * 1024
@@ -61,13 +65,48 @@ class State(Enum):
 class CallFuture(Future[Any]):
     """The Future of one call."""
 
-    _peer: Peer
-    _call_id: int = -1
-    _function: str = ""
-    _entry: _FunctionEntry | None = None
-    _started: float = 0.0
-    _seconds: float | None = None
-    _system: bool = False
+    # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
+    __slots__ = (
+        "_call_id",
+        "_callbacks",
+        "_entry",
+        "_error",
+        "_peer",
+        "_seconds",
+        "_site",
+        "_started",
+        "_state",
+        "_system",
+        "_unclaimed",
+        "_value",
+    )
+
+    def __init__(self, peer: Peer, system: bool) -> None:
+        _CFuture.__init__(self, [])
+        self._unclaimed = [True]
+        self._state = PENDING
+        self._callbacks = None
+        self._error = None
+        self._value = None
+        self._site = None
+        self._peer: Peer = peer
+        self._system: bool = system
+        self._call_id: int = -1
+        self._entry: _FunctionEntry
+        self._seconds: float | None
+        self._started: float
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]
+        return self._peer.worker.loop
+
+    @property
+    def _executor(self) -> Executor:  # type: ignore[override]
+        return self._peer.worker.pool
+
+    @property
+    def _function(self) -> str:
+        return self._entry.name
 
     def _subject(self) -> str:
         return f"the call of {self._function} on worker {self._peer.name!r}"
@@ -77,9 +116,11 @@ class CallFuture(Future[Any]):
 
 
 class _FunctionEntry:
+    """A function as this peer knows it. number: -1 when it has none, as it travels by value or belongs to a reference."""
+
     __slots__ = ("confirmed", "name", "number")
 
-    def __init__(self, number: int, name: str) -> None:
+    def __init__(self, name: str, number: int = -1) -> None:
         self.number = number
         self.name = name
         self.confirmed = False
@@ -100,7 +141,8 @@ class Peer:
         self._ids = itertools.count(1)
         self._waiting: list[Sequence[Buffer]] = []
         self._lock = threading.Lock()
-        self._functions: dict[str, _FunctionEntry] = {}
+        # By function: those that have a name live as long as their module does.
+        self._functions: dict[Any, _FunctionEntry] = {}
         self._numbers = itertools.count()
 
     @property
@@ -135,19 +177,16 @@ class Peer:
         worker = self.worker
         if worker.closed:
             raise WorkerClosed(f"worker {worker.name!r} has shut down; it makes no more calls")
-        if len(self.pending) >= worker.options.max_pending_calls and not system:
+        pending = self.pending
+        if len(pending) >= worker.options.max_pending_calls and not system:
             raise Overloaded(
-                f"{len(self.pending)} calls to worker {self.name!r} wait for answers (max_pending_calls); "
+                f"{len(pending)} calls to worker {self.name!r} wait for answers (max_pending_calls); "
                 "await some before making more"
             )
-        future = CallFuture()
-        future._peer = self
-        future._loop = worker.loop
-        future._executor = worker.pool
-        future._system = system
+        future = CallFuture(self, system)
         if not system:
             worker.counters.made += 1
-            future._site = CallSite(sys._getframe(depth))
+            future._site = call_site(sys._getframe(depth))
         future._started = now = time.monotonic()
         deadline = now + timeout if timeout else None
         trace: int | None = None
@@ -168,43 +207,42 @@ class Peer:
         wire_function: Any
         if type(function) is list:
             wire_function = function
-            future._function = str(function[-1])
+            future._entry = _FunctionEntry(str(function[-1]))
         else:
-            wire_function = self._function(function, future)
-            if wire_function is None:
+            try:
+                entry = self._functions.get(function) or self._enter(function)
+            except TypeError:  # not hashable, so it has no name
+                entry = _FunctionEntry(describe(function))
+            future._entry = entry
+            if entry.confirmed:
+                wire_function = entry.number
+            elif entry.number >= 0:
+                wire_function = [entry.number, entry.name]
+            else:
+                wire_function = None
                 values.insert(0, function)
-        out = Outgoing(self, same_main=self.same_main)
-        body, segments = messages.encode(
-            [wire_function, remaining, trace, names, extra],
-            values,
-            out,
-            lambda position: _name_argument(position, wire_function is None, len(args), names, future),
-        )
+        try:
+            body, segments = messages.encode([wire_function, remaining, trace, names, extra], values, self)
+        except SerializationError as error:
+            where = _name_argument(error.position, wire_function is None, len(args), names, future)
+            raise SerializationError(f"{where} {error}") from error.__cause__
         future._call_id = call_id = next(self._ids)
-        self.pending[call_id] = future
+        pending[call_id] = future
         if stream is not None:
             self.streams[call_id] = stream
         if deadline is not None:
             worker.deadlines.add(deadline, call_id, self)
-        self.send(encode_frame(Kind.CALL, call_id, body, segments), urgent=len(self.pending) == 1)
+        self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) == 1)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
         return future
 
-    def _function(self, function: Any, future: CallFuture) -> Any:
-        """The wire form of a function: its number, number and name, or None when it travels by value."""
-        name = self.worker.names.of(function, self.same_main)
+    def _enter(self, function: Any) -> _FunctionEntry:
+        """A function called for the first time: it gets a number here if it can go by name."""
+        name = find_name(function, self.same_main)
         if name is None:
-            future._function = describe(function)
-            return None
-        future._function = name
-        entry = self._functions.get(name)
-        if entry is None:
-            entry = self._functions.setdefault(name, _FunctionEntry(next(self._numbers), name))
-        if entry.confirmed:
-            return entry.number
-        future._entry = entry
-        return [entry.number, name]
+            return _FunctionEntry(describe(function))
+        return self._functions.setdefault(function, _FunctionEntry(name, next(self._numbers)))
 
     def send(self, frame: Sequence[Buffer], *, urgent: bool = False) -> None:
         """Queue a frame for this peer, connecting first if need be. Any thread; dropped when the peer is gone."""
@@ -254,9 +292,9 @@ class Peer:
         """Frames from the callee."""
         for frame in frames:
             kind = frame.kind
-            if kind == Kind.REPLY or kind == Kind.ERROR:
+            if kind == REPLY or kind == ERROR:
                 self._on_answer(frame)
-            elif kind == Kind.ITEM:
+            elif kind == ITEM:
                 stream = self.streams.get(frame.call_id)
                 if stream is not None:
                     stream.on_item(unpack(frame.body), frame.segments)
@@ -275,12 +313,10 @@ class Peer:
             return
         counters = self.worker.counters
         counters.record_latency(time.monotonic() - future._started)
-        entry = future._entry
-        if entry is not None:
-            entry.confirmed = True
+        future._entry.confirmed = future._entry.number >= 0
         if self.streams:
             self.streams.pop(frame.call_id, None)
-        if frame.kind == Kind.ERROR:
+        if frame.kind == ERROR:
             self._settle_error(future, frame)
             return
         try:
@@ -312,7 +348,7 @@ class Peer:
 
     def _discard(self, frame: Frame) -> None:
         """An answer that nobody waits for; references inside still have to be taken."""
-        if frame.kind == Kind.ERROR:
+        if frame.kind == ERROR:
             return
         try:
             fields = unpack(frame.body)
@@ -391,9 +427,9 @@ class Peer:
 
 def _copy_for(error: RpcError, future: CallFuture) -> RpcError:
     """Each call gets an error of its own: raising one object at many places mixes up their tracebacks."""
-    copy = type(error).__new__(type(error))
+    copy = type(error)(f"{error}; {future.describe()} got no answer")
     copy.__dict__.update(error.__dict__)
-    copy.args = (f"{error}; {future.describe()} got no answer", *error.args[1:])
+    copy.__cause__ = error.__cause__
     return copy
 
 

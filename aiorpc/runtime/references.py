@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import RpcError, RpcUsageError
-from ..futures import CallSite, Future
+from ..futures import Future, call_site
 from ..protocol import codec
 from ..protocol.codec import pack
 from ..protocol.frames import Kind, encode_frame
@@ -72,7 +72,7 @@ class RRef(Generic[T]):
         self._confirmed = owner == references.worker.id
         self._broken: str | None = None
         self._creation: CallFuture | None = None
-        self._site = CallSite(frame) if frame is not None else None
+        self._site = call_site(frame) if frame is not None else None
 
     # --- where it is --------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,6 @@ class References:
         self._handles: WeakValueDictionary[ReferenceId, RRef[Any]] = WeakValueDictionary()
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
         self._flushing = False
-        self._created: dict[CallContext, tuple[ReferenceId, ReferenceId]] = {}
         self._closed = False
 
     # --- making handles -----------------------------------------------------------------------------------------------
@@ -349,26 +348,15 @@ class References:
             outputs = self._table.on_create(rref, fork, sender)
             if rref not in self._values:
                 self._values[rref] = self._new_value()
-            self._created[context] = (rref, fork)
+            context.creates = rref
             freed = self._carry_out(outputs)
         self._release(freed)
 
-    def take_created(self, context: CallContext, result: Any) -> bool:
-        """If that call creates a reference, its value is `result` now, and the reply carries nothing. Any thread."""
-        created = self._created.pop(context, None) if self._created else None
-        if created is None:
-            return False
-        future = self._values.get(created[0])
+    def settle_created(self, context: CallContext, result: Any, error: BaseException | None = None) -> None:
+        """The call of `context` creates a reference: here is its value, or the error for whoever uses it. Any thread."""
+        future = self._values.get(context.creates)
         if future is not None:
-            future._settle(result)
-        return True
-
-    def fail_created(self, context: CallContext, error: BaseException) -> None:
-        """If that call creates a reference, whoever uses its value gets the error."""
-        created = self._created.pop(context, None) if self._created else None
-        future = self._values.get(created[0]) if created is not None else None
-        if future is not None:
-            future._settle(None, error)
+            future._settle(result, error)
 
     # --- the table's outputs ------------------------------------------------------------------------------------------
 
@@ -468,5 +456,4 @@ class References:
         self._values.clear()
         for value in values:
             value._settle(None, RpcError(f"worker {self.worker.name!r}, which owns the value, shut down"))
-        self._created.clear()
         self._dropped.clear()

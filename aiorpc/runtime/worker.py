@@ -49,7 +49,6 @@ from .connecting import Acceptor, open_connection
 from .current import current_worker, registry
 from .deadlines import Deadlines
 from .dispatch import Service
-from .functions import Names
 from .group import Event, Group, ShutdownReport, WorkerJoined, WorkerLeft, WorkerLost
 from .host import host_identity, main_identity
 from .lag import LoopMonitor
@@ -103,7 +102,6 @@ class Worker:
         self.init_method = init_method or self.options.init_method
         self.state = State.NEW
         self.counters = Counters()
-        self.names = Names()
         self.default_timeout = self.options.rpc_timeout
         self.pool: ThreadPool
         self.loop: asyncio.AbstractEventLoop
@@ -226,7 +224,9 @@ class Worker:
         for record in records:
             self._add_peer(record)
         self._watch = ProcessWatch(self.loop, self._on_process_exit)
-        self._acceptor = Acceptor(self, [sock for sock, _ in self._listeners])
+        # Handlers run in a copy of the context in which the reader was registered: not in that of whoever started us.
+        listeners = [sock for sock, _ in self._listeners]
+        self._acceptor = contextvars.Context().run(Acceptor, self, listeners)
         self._monitor = LoopMonitor(
             self.loop, warn_after=self.options.lag_warning, describe=self._describe_running, name=self.name
         )
@@ -336,7 +336,7 @@ class Worker:
 
     def find_peer(self, to: To) -> Peer:
         """The peer of that name, id or WorkerInfo. UnknownWorker if the group cannot have it. Any thread."""
-        key: str | int = to.name if isinstance(to, WorkerInfo) else to
+        key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to  # type: ignore[assignment]
         peer = self._peers.get(key)
         if peer is not None and (peer.gone is None or not self.dynamic or self.closed):
             return peer
@@ -586,6 +586,21 @@ class Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def serve(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that serves a call, in the running context; it ends with `served`. On the loop.
+
+        Not `spawn`, whose callback at the end would cost each call another turn of the loop.
+        """
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        return task
+
+    def served(self) -> None:
+        """The running task has served its call."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.discard(task)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 

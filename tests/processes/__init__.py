@@ -1,0 +1,1 @@
+"""Tests with real processes: death, shutdown, scripts, strangers, large messages."""

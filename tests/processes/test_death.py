@@ -1,0 +1,360 @@
+"""A worker that dies is seen at once, by name; one that is only busy is not taken for dead."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import aiorpc as rpc
+
+from . import bodies
+from .workers import Child, Link, Place, group, process_state, processes, wait_for, wait_for_async
+
+SOON = 1.0  # seconds within which a death has to be known
+
+
+async def fails_soon(awaitable: Any, killed: float, child: Child) -> rpc.PeerLost:
+    """The error of something that waits for a killed worker; checks that it is complete and in time."""
+    with pytest.raises(rpc.PeerLost) as caught:
+        await asyncio.wait_for(awaitable, 10)
+    assert time.monotonic() - killed < SOON
+    error = caught.value
+    expected = (child.place.name, child.place.rank, socket.gethostname(), child.pid)
+    assert (error.worker, error.rank, error.host, error.pid) == expected
+    for part in expected:
+        assert re.search(rf"\b{re.escape(str(part))}\b", str(error)), error
+    return error
+
+
+async def running(worker: str, count: int) -> None:
+    """Wait until a worker says that it runs so many calls."""
+
+    async def calls() -> int:
+        served = await rpc.call(worker, served_calls)
+        return int(served)
+
+    async with asyncio.timeout(10):
+        while await calls() < count:
+            await asyncio.sleep(0.01)
+
+
+def served_calls() -> int:
+    """Calls under way at this worker, this one apart."""
+    return sum(call.direction == "served" for call in rpc.current().pending_calls()) - 1
+
+
+async def test_kill_fails_pending_calls_at_once_and_names_the_worker() -> None:
+    """Calls of threads, tasks and by value that wait for a killed worker fail in under a second; a third goes on."""
+    async with group(3, ended=("w1",)) as (worker, children):
+        calls = [
+            rpc.call("w1", bodies.block),
+            rpc.call("w1", bodies.ablock),
+            rpc.call(1, lambda: time.sleep(60)),
+            rpc.peer("w1", timeout=0).call(bodies.ablock),
+        ]
+        await running("w1", 4)
+        children["w1"].kill()
+        killed = time.monotonic()
+        errors = [await fails_soon(call, killed, children["w1"]) for call in calls]
+        assert len({id(error) for error in errors}) == len(errors)
+        assert "block" in str(errors[0])
+        assert await rpc.call("w2", bodies.add, 1, 2) == 3
+        with pytest.raises(rpc.PeerLost):
+            await rpc.call("w1", bodies.add, 1, 2)
+        started = time.monotonic()
+        report = await worker.shutdown()
+        assert [info.name for info in report.lost] == ["w1"]
+        assert not report.timed_out
+        assert time.monotonic() - started < 5
+        assert await children["w2"].ahear() == ["w1"]
+
+
+async def test_kill_ends_streams_and_references() -> None:
+    """Streams raise after their items, and every user of a reference that lived there is told."""
+    async with group(2, ended=("w1",)) as (_, children):
+        ref = rpc.remote("w1", bodies.Counter, 5)
+        assert await ref.rpc_async().add(1) == 6
+        method = ref.rpc_async().block()
+        streams = [rpc.stream("w1", bodies.acount, 3), rpc.stream("w1", bodies.count, 3)]
+        for stream in streams:
+            assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
+        children["w1"].kill()
+        killed = time.monotonic()
+        for stream in streams:
+            await fails_soon(anext(stream), killed, children["w1"])
+        await fails_soon(method, killed, children["w1"])
+        with pytest.raises(rpc.PeerLost):
+            await asyncio.wait_for(ref, 5)
+        with pytest.raises(rpc.PeerLost):
+            await ref.rpc_async().add(1)
+
+
+async def test_blocked_threads_learn_of_a_death() -> None:
+    """`rpc_sync`, `to_here` and `wait` in threads end with the same error."""
+    async with group(2, ended=("w1",)) as (worker, children):
+        ref = worker.remote("w1", bodies.Counter)
+        assert await ref.rpc_async().add(1) == 1
+        slow = worker.remote("w1", bodies.block)
+        verbs: list[Callable[[], Any]] = [
+            lambda: rpc.rpc_sync("w1", bodies.block),
+            lambda: slow.to_here(),
+            lambda: rpc.rpc_async("w1", bodies.ablock).wait(),
+            lambda: ref.rpc_sync().block(),
+        ]
+        waiting = [asyncio.ensure_future(asyncio.to_thread(verb)) for verb in verbs]
+        await running("w1", 4)
+        children["w1"].kill()
+        killed = time.monotonic()
+        for future in waiting:
+            await fails_soon(future, killed, children["w1"])
+
+
+async def test_nested_call_to_a_dead_worker_reaches_the_first_caller() -> None:
+    """The error of a handler whose own call was lost travels on, and names the one that died."""
+    async with group(3, ended=("w2",)) as (_, children):
+        call = rpc.call("w1", bodies.call_other, "w2", 60.0)
+        await running("w2", 1)
+        children["w2"].kill()
+        killed = time.monotonic()
+        await fails_soon(call, killed, children["w2"])
+
+
+async def test_members_without_a_connection_learn_of_a_death() -> None:
+    """The leader tells the others, also of a worker that never called or was called."""
+    async with group(3, ended=("w2",)) as (worker, children):
+        events = worker.events()
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        children["w2"].kill()
+        event = await asyncio.wait_for(waiting, SOON)
+        assert isinstance(event, rpc.WorkerLost)
+        assert event.worker.name == "w2"
+        await events.aclose()
+        assert await rpc.call("w1", lost_here_soon) == ["w2"]
+        await worker.shutdown()
+        assert await children["w1"].ahear() == ["w2"]
+
+
+def lost_here_soon() -> list[str]:
+    """Names of the lost, once there are any."""
+    lost = rpc.current().group.lost
+    wait_for(lambda: lost, SOON)
+    return [info.name for info in lost.values()]
+
+
+async def test_death_of_the_leader_is_survived() -> None:
+    """The others still call each other, leave in bounded time and say who was lost."""
+    with processes() as children:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            method = f"file://{folder}/store"
+            for rank in range(3):
+                children.start(Place(f"w{rank}", rank, 3, method), leave_after_the_leader)
+            for child in children:
+                assert await child.ahear() == "ready"
+            children["w0"].kill()
+            killed = time.monotonic()
+            for name in ("w1", "w2"):
+                assert await children[name].ahear() == (["w0"], 3)
+            assert time.monotonic() - killed < 5
+            await asyncio.to_thread(lambda: children.check_ended(but=("w0",)))
+
+
+def leave_after_the_leader(place: Place, link: Link) -> tuple[list[str], int]:
+    """Body: wait for the leader's death, call the other survivor, leave."""
+    place.init_rpc()
+    rpc.rpc_sync("w0", bodies.add, args=(1, 1))
+    link.tell("ready")
+    with pytest.raises(rpc.PeerLost):
+        rpc.rpc_sync("w0", bodies.block)
+    result = rpc.rpc_sync({"w1": "w2", "w2": "w1"}[place.name], bodies.add, args=(1, 2))
+    return [info.name for info in rpc.shutdown().lost], result
+
+
+async def test_two_deaths_at_once() -> None:
+    """Several workers may die together; each is named."""
+    async with group(4, ended=("w1", "w2")) as (worker, children):
+        calls = {name: rpc.call(name, bodies.ablock) for name in ("w1", "w2")}
+        for name in calls:
+            await running(name, 1)
+        for name in calls:
+            children[name].kill()
+        killed = time.monotonic()
+        for name, call in calls.items():
+            await fails_soon(call, killed, children[name])
+        report = await worker.shutdown()
+        assert {info.name for info in report.lost} == {"w1", "w2"}
+
+
+@pytest.mark.slow
+async def test_stopped_process_is_not_dead() -> None:
+    """SIGSTOP for seconds, with connections coming in meanwhile, only delays."""
+    async with group(3) as (worker, children):
+        assert await rpc.call("w1", bodies.add, 1, 2) == 3
+        children["w1"].kill(signal.SIGSTOP)
+        await wait_for_async(lambda: process_state(children["w1"].pid) == "T")
+        try:
+            call = rpc.call("w1", bodies.add, 2, 2)
+            through = rpc.call("w2", bodies.call_other, "w1", 0.0)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(asyncio.wait({_task(call), _task(through)})), 4)
+            assert await rpc.call("w2", bodies.add, 3, 3) == 6
+        finally:
+            children["w1"].kill(signal.SIGCONT)
+        assert await asyncio.wait_for(call, 5) == 4
+        await asyncio.wait_for(through, 5)
+        assert (await worker.shutdown()).lost == ()
+
+
+def _task(future: rpc.Future[Any]) -> asyncio.Future[Any]:
+    return asyncio.ensure_future(future)
+
+
+@pytest.mark.slow
+async def test_handler_that_keeps_the_interpreter_is_not_dead() -> None:
+    """A peer whose loop cannot run for seconds answers late, and is not given up by anyone."""
+    async with group(3) as (worker, children):
+        held = rpc.call("w1", bodies.hold_the_interpreter, 4.0)
+        late = rpc.call("w1", bodies.add, 1, 1)
+        through = rpc.call("w2", bodies.call_other, "w1", 0.0)
+        assert await rpc.call("w2", bodies.add, 1, 2) == 3
+        assert await asyncio.wait_for(held, 15) >= 4.0
+        assert await asyncio.wait_for(late, 5) == 2
+        await asyncio.wait_for(through, 5)
+        assert (await worker.shutdown()).lost == ()
+
+
+async def test_death_is_seen_although_a_forked_child_holds_the_sockets() -> None:
+    """A grandchild that has copies of all descriptors does not hide the death of its parent."""
+    async with group(2, ended=("w1",)) as (_, children):
+        grandchild = await rpc.call("w1", bodies.fork_and_hold_sockets, 60.0)
+        try:
+            call = rpc.call("w1", bodies.ablock)
+            await running("w1", 1)
+            children["w1"].kill()
+            killed = time.monotonic()
+            error = await fails_soon(call, killed, children["w1"])
+            assert "process" in error.cause
+            assert process_state(grandchild) not in ("", "Z")
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+
+
+def verbs_in_fork() -> dict[str, str]:
+    """In a forked child: what each verb does; one line each."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, repr(try_verbs()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as file:
+        answer = file.read()
+    assert os.waitpid(child, 0)[1] == 0
+    found: dict[str, str] = eval(answer)
+    return found
+
+
+def try_verbs() -> dict[str, str]:
+    """What each verb raises here, by name."""
+    worker = rpc.current()
+    verbs: dict[str, Callable[[], Any]] = {
+        "call": lambda: rpc.call("w0", bodies.pid),
+        "rpc_sync": lambda: rpc.rpc_sync("w0", bodies.pid),
+        "rpc_async": lambda: rpc.rpc_async("w0", bodies.pid),
+        "remote": lambda: rpc.remote("w0", bodies.pid),
+        "stream": lambda: rpc.stream("w0", bodies.count, 1),
+        "peer": lambda: rpc.peer("w0").call(bodies.pid),
+        "worker.call": lambda: worker.call("w0", bodies.pid),
+        "get_worker_info": lambda: rpc.get_worker_info("w0"),
+    }
+    found = {}
+    for name, verb in verbs.items():
+        try:
+            found[name] = repr(verb())
+        except Exception as error:
+            found[name] = type(error).__name__
+    return found
+
+
+async def test_verbs_raise_in_a_forked_child_and_the_parent_is_well() -> None:
+    """os.fork in a handler: every verb in the child raises and hangs nowhere; the parent's connections are untouched."""
+    async with group(2) as (_, children):
+        found = await rpc.call("w1", verbs_in_fork)
+        assert set(found.values()) <= {"WorkerClosed", "NotInitialized"}, found
+        assert await rpc.call("w1", bodies.add, 1, 2) == 3
+        assert await rpc.call("w1", bodies.pid) == children["w1"].pid
+
+
+def children_of_a_handler() -> tuple[list[int], float]:
+    """multiprocessing and a DataLoader with workers, forked from a handler."""
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        squares = pool.map(square, range(5))
+    loader = DataLoader(torch.arange(8.0), batch_size=4, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
+    return squares, float(sum(batch.sum() for batch in loader))
+
+
+def square(n: int) -> int:
+    """Of n."""
+    return n * n
+
+
+@pytest.mark.slow
+async def test_multiprocessing_and_data_loader_in_a_handler() -> None:
+    """Forked children of a handler come and go without harm to its worker."""
+    async with group(2) as (_, children):
+        for _ in range(2):
+            assert await rpc.call("w1", children_of_a_handler) == ([0, 1, 4, 9, 16], 28.0)
+        assert await rpc.call("w1", bodies.add, 1, 2) == 3
+
+
+async def test_handler_still_running_for_a_dead_caller_is_told() -> None:
+    """A handler whose caller died can ask, and its worker leaves in good order."""
+    async with group(2, call_and_wait, ended=("w1",)) as (_, children):
+        assert await children["w1"].ahear() == "calling"
+        async with asyncio.timeout(10):
+            while not Asked.started.is_set():
+                await asyncio.sleep(0.01)
+        children["w1"].kill()
+        async with asyncio.timeout(SOON):
+            while not Asked.cancelled.is_set():
+                await asyncio.sleep(0.01)
+        Asked.started.clear()
+        Asked.cancelled.clear()
+
+
+class Asked:
+    """What the handler below has seen, in the test's process."""
+
+    started = threading.Event()
+    cancelled = threading.Event()
+
+
+def until_cancelled() -> None:
+    """Run until the caller has given up."""
+    Asked.started.set()
+    wait_for(rpc.cancelled, 10)
+    Asked.cancelled.set()
+
+
+def call_and_wait(place: Place, link: Link) -> None:
+    """Body: make a call that does not end."""
+    place.init_rpc()
+    call = rpc.rpc_async("w0", until_cancelled)
+    link.tell("calling")
+    call.wait()
