@@ -20,16 +20,17 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from types import CodeType, FrameType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from .errors import RpcCancelled, RpcTimeout, RpcUsageError, WouldBlockLoop
+from .errors import RpcCancelled, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
 
 logger = logging.getLogger("aiorpc")
 
@@ -62,23 +63,25 @@ class Executor(Protocol):
 block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
 
 
-class CallSite(NamedTuple):
-    """Where in the user's program a call was made; the line is computed only when somebody asks."""
-
-    code: CodeType
-    instruction: int
-
-    def __str__(self) -> str:
-        line = self.code.co_firstlineno
-        for start, end, number in self.code.co_lines():
-            if start <= self.instruction < end and number is not None:
-                line = number
-        return f"{self.code.co_filename}:{line} in {self.code.co_qualname}"
+# Where in the user's program a call was made: code and instruction. The line is computed only when somebody asks.
+CallSite = tuple[CodeType, int]
 
 
 def call_site(frame: FrameType) -> CallSite:
     """The place that a frame is at."""
-    return CallSite(frame.f_code, frame.f_lasti)
+    return frame.f_code, frame.f_lasti
+
+
+def describe_site(site: CallSite | None) -> str:
+    """A place as text: file, line, function; empty where it is not known."""
+    if site is None:
+        return ""
+    code, instruction = site
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{code.co_filename}:{line} in {code.co_qualname}"
 
 
 class _Unobserved:
@@ -199,7 +202,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def describe(self) -> str:
         """What this Future stands for, with the place that made it where that is known."""
-        return self._subject() if self._site is None else f"{self._subject()} (made at {self._site})"
+        return self._subject() if self._site is None else f"{self._subject()} (made at {describe_site(self._site)})"
 
     def _subject(self) -> str:
         return self._what
@@ -256,26 +259,27 @@ class Future(torch.futures.Future[T], Generic[T]):
         finally:
             if observer is not None:
                 observer.exit_blocked()
-        if not woken:
-            self._remove_callback(wake)
+        # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
+        if not woken and self._remove_callback(wake):
             raise RpcTimeout(f"waited {timeout:g} s for {self.describe()}", seconds=timeout or 0.0)
 
     def __await__(self) -> Generator[Any, None, T]:
         if self._state == PENDING:
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
-            thread = threading.get_ident()
 
             def wake(_: Future[Any]) -> None:
-                if threading.get_ident() == thread:
+                if _running_loop() is loop:
                     _wake(waiter)
-                elif not loop.is_closed():
-                    loop.call_soon_threadsafe(_wake, waiter)
+                else:
+                    # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
+                    with contextlib.suppress(RuntimeError):
+                        loop.call_soon_threadsafe(_wake, waiter)
 
             self._add_callback(wake)
             try:
                 yield from waiter
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, GeneratorExit):  # the latter: the coroutine was dropped
                 # The last one who cared is gone: tell the callee. Others' interest keeps the call alive.
                 if self._remove_callback(wake) and not self._callbacks:
                     self.cancel()
@@ -352,15 +356,22 @@ class _UserCallback:
     def __call__(self, future: Future[Any]) -> None:
         if _running_loop() is None:
             self.run(future)
-        elif self.executor is not None:
-            self.executor.submit(self.run, future)
         else:
-            threading.Thread(target=self.run, args=(future,), name="aiorpc-callback", daemon=True).start()
+            self.hand_over(future)
+
+    def hand_over(self, future: Future[Any]) -> None:
+        if self.executor is not None:
+            try:
+                self.executor.submit(self.run, future)
+                return
+            except WorkerClosed:  # its worker has shut down, which may be what settled the Future
+                pass
+        threading.Thread(target=self.run, args=(future,), name="aiorpc-callback", daemon=True).start()
 
     def run(self, future: Future[Any]) -> None:
         try:
             self.callback(future)
-        except Exception:
+        except BaseException:  # whatever it is, the other callbacks and the settler must not suffer
             logger.exception("a callback of %s raised", future.describe())
 
 

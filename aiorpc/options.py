@@ -79,9 +79,11 @@ class RpcBackendOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RpcUsageError(f"{name} must be an integer >= 1, not {value!r}")
         if self.port_range is not None:
-            first, last = self.port_range
-            if not 0 < first <= last < 65_536:
+            ports = tuple(self.port_range) if isinstance(self.port_range, (tuple, list)) else ()
+            if not (len(ports) == 2 and all(type(port) is int for port in ports) and 0 < ports[0] <= ports[1] < 65_536):
                 raise RpcUsageError(f"port_range must be two ports, first <= last, not {self.port_range!r}")
+        if self.switch_interval is not None and not seconds(self.switch_interval, "switch_interval"):
+            raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")

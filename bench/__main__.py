@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--out", type=Path, default=DEFAULT_OUT, help="files to write, without .json and .png")
     options.add_argument("--list", action="store_true", help="list the measurements")
     options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
+    options.add_argument("--halting", action="store_true", help="let idle cores halt in all measurements")
     options.add_argument("--null", action="store_true", help="torch against itself, to see the noise")
     return options
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = suite.choose(options.only.split(",") if options.only else None)
     except ValueError as error:
         parser().error(str(error))
-    outcome = suite.run(chosen, _plan(options), given, null=options.null)
+    outcome = suite.run(chosen, _plan(options), given, null=options.null, halting=options.halting)
     report.show(outcome)
     _write(outcome, options.out)
     missed = options.check and any(row.passed is False for row in outcome.rows)

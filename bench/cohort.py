@@ -54,7 +54,7 @@ def free_address() -> str:
 class Cohort:
     """All workers of one world of one side. Every wait has a bound; a worker that dies is named in the error.
 
-    start_up: seconds from the first fork until the last worker had joined.
+    side: whose. start_up: seconds from the first fork until the last worker had joined.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Cohort:
     ) -> None:
         self.label = f"{side} ({style})"
         self.names = list(names)
-        self._side = side
+        self.side = side
         self.start_up = 0.0
         address = free_address()
         self._specs = [
@@ -183,7 +183,7 @@ class Cohort:
         torch's are killed: its graceful shutdown races with the exit of the process that hosts the store (seen:
         "Connection reset by peer" in TensorPipeAgent::join), and nothing is measured after it.
         """
-        if self._side == "torch":
+        if self.side == "torch":
             return self.kill()
         self.resume()
         for pipe in self._pipes:
@@ -210,7 +210,6 @@ class Cohort:
 
 
 def _processor_seconds(pid: int) -> float:
-    """User and system time of a process, as proc(5) tells it."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    user, system = stat.rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    """Time all threads of a process have run: the first field of schedstat, in nanoseconds."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(each.read_text(encoding="utf-8").split()[0]) for each in threads) / 1e9

@@ -13,7 +13,12 @@ from collections.abc import Sequence
 DISTRIBUTIONS = ("aiorpc", "torch", "uvloop", "msgpack", "numpy")
 
 
-def facts(arguments: Sequence[str], rounds: int, seconds: float, *, null: bool = False) -> dict[str, str]:
+AWAKE = "; cores kept awake for aiorpc, as torch's polling workers keep them (see noop_halting)"
+
+
+def facts(
+    arguments: Sequence[str], rounds: int, seconds: float, *, null: bool = False, halting: bool = False
+) -> dict[str, str]:
     """Machine, versions, how it was measured, and the command that does it again."""
     return {
         "sides": f"{'torch.distributed.rpc, for the noise,' if null else 'aiorpc'} against torch.distributed.rpc",
@@ -26,7 +31,7 @@ def facts(arguments: Sequence[str], rounds: int, seconds: float, *, null: bool =
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         **{name: _version(name) for name in DISTRIBUTIONS},
         "load": f"{os.getloadavg()[0]:.2f} when it began",
-        "method": _method(rounds, seconds),
+        "method": _method(rounds, seconds) + ("" if halting else AWAKE),
     }
 
 

@@ -9,7 +9,7 @@ from . import clients
 from .stage import PAIR, Figures, Key, Stage, column
 from .stats import Row
 
-IDLE_SECONDS = 1.0  # the kernel counts processor time in hundredths of a second
+IDLE_SECONDS = 1.0
 
 
 def idle(stage: Stage) -> list[Row]:

@@ -32,6 +32,20 @@ def noop_blocking(stage: Stage) -> list[Row]:
     return [_row("noop_blocking", quantity, results, target) for quantity, target in (("p50", 3.0), ("p99", None))]
 
 
+def noop_halting(stage: Stage) -> list[Row]:
+    """The no-ops again on cores that may halt when idle, which a quiet machine's do."""
+    cases = {key: _case(stage, key, functions.noop) for key in ("aiorpc", "torch")}
+    if not stage.null:
+        cases["awaited"] = _case(stage, "aiorpc awaited", functions.async_noop)
+    with stage.halting():
+        results = stage.alternate(cases)
+    rows = [_row("noop_halting", "p50", results, None, "blocking")]
+    if not stage.null:
+        by_await = {"aiorpc": results["awaited"], "torch": results["torch"]}
+        rows.append(_row("noop_halting", "p50", by_await, None, "awaited, async def handler"))
+    return rows
+
+
 def noop_awaited(stage: Stage) -> list[Row]:
     """An awaited call of an ``async def`` that does nothing, against torch's ``rpc_sync`` of a ``def``."""
     if stage.null:

@@ -120,8 +120,10 @@ async def _awaited(spec: RankSpec, pipe: Connection) -> None:
     import aiorpc
 
     options = aiorpc.RpcBackendOptions(**spec.options)
-    where = {"rank": spec.rank, "world_size": spec.world_size, "init_method": spec.init_method}
-    async with aiorpc.init(spec.name, **where, options=options):
+    joining = aiorpc.init(
+        spec.name, rank=spec.rank, world_size=spec.world_size, init_method=spec.init_method, options=options
+    )
+    async with joining:
         _announce(pipe)
         while (command := await _receive(pipe)) is not None:
             pipe.send(await _attempt_awaited(aiorpc, command))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
+from .awake import Keepers
 from .cohort import Cohort
 from .sides import SideName, Style
 
@@ -60,14 +61,28 @@ _SETUPS: dict[Key, Setup] = {
 class Stage:
     """Starts a pair (server and client) of workers when it is first asked for and keeps it for later measurements.
 
-    null: an A/A run, torch.distributed.rpc on both sides, whose ratios must be near 1: it shows the noise.
+    halting: let idle cores halt (see ``awake``). null: an A/A run, torch.distributed.rpc on both sides, whose ratios
+    must be near 1: it shows the noise.
     """
 
-    def __init__(self, plan: Plan, *, null: bool = False) -> None:
+    def __init__(self, plan: Plan, *, null: bool = False, halting: bool = False) -> None:
         self.plan = plan
         self.null = null
         self._pairs: dict[Key, Cohort] = {}
         self._active: Cohort | None = None
+        self._keepers = Keepers()
+        self._halting = halting
+
+    @contextlib.contextmanager
+    def halting(self) -> Iterator[None]:
+        """Let idle cores halt within this context."""
+        before, self._halting = self._halting, True
+        self.pause()
+        try:
+            yield
+        finally:
+            self._halting = before
+            self.pause()
 
     def side(self, side: SideName) -> SideName:
         """The side to really use: torch in the place of aiorpc in an A/A run."""
@@ -85,19 +100,27 @@ class Stage:
     ) -> Cohort:
         """Start a cohort, which the caller closes, while all others are paused. In an A/A run torch plays aiorpc."""
         self.pause()
-        self._active = Cohort(self.side(side), names, style, options).start()
-        return self._active
+        cohort = Cohort(self.side(side), names, style, options)
+        self._keep_awake(cohort)
+        self._active = cohort.start()
+        return cohort
+
+    def _keep_awake(self, cohort: Cohort) -> None:
+        if cohort.side == "aiorpc" and not self._halting:
+            self._keepers.resume()
 
     def activate(self, cohort: Cohort) -> Cohort:
         """Let this cohort run and no other."""
         if self._active is not cohort:
             self.pause()
+            self._keep_awake(cohort)
             cohort.resume()
             self._active = cohort
         return cohort
 
     def pause(self) -> None:
         """Let no cohort run."""
+        self._keepers.pause()
         if self._active is not None:
             self._active.pause()
             self._active = None
@@ -132,6 +155,7 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.ExitStack() as stack:
+            stack.callback(self._keepers.close)
             stack.callback(self.reset)
             if kind is None:
                 for cohort in self._pairs.values():

@@ -69,8 +69,8 @@ class Row:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """How many times better aiorpc was, round by round; empty where one side has no figure."""
-        if len(self.aiorpc) != len(self.torch):
+        """How many times better aiorpc was, round by round; empty where one side has no figure, or none but zero."""
+        if len(self.aiorpc) != len(self.torch) or not all((*self.aiorpc, *self.torch)):
             return ()
         pairs = zip(self.aiorpc, self.torch, strict=True)
         return tuple(_times_better(ours, theirs, self.better) for ours, theirs in pairs)
@@ -108,7 +108,7 @@ class Row:
 def _times_better(ours: float, theirs: float, better: Better) -> float:
     """The ratio that is above 1 when ours is the better figure."""
     top, bottom = (theirs, ours) if better == "lower" else (ours, theirs)
-    return top / bottom if bottom else float("inf")
+    return top / bottom
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class Measurement:
 MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("noop_blocking", "rpc_sync of a Python no-op, µs", latency.noop_blocking),
     Measurement("noop_awaited", "awaited no-op against torch's rpc_sync, µs", latency.noop_awaited),
+    Measurement("noop_halting", "both once more on cores that halt when idle, µs", latency.noop_halting),
     Measurement("inflight512", "calls/s with 512 under way", throughput.in_flight),
     Measurement("tensor_2x2", "a 2x2 tensor echoed, blocking and awaited, µs", latency.tensor_2x2),
     Measurement("tensor_64KB", "64 KB echoed and sent, blocking, µs", partial(latency.tensor, "tensor_64KB", 1 << 14)),
@@ -45,13 +46,15 @@ def choose(names: Sequence[str] | None) -> list[Measurement]:
     return [each for each in MEASUREMENTS if names is None or each.name in names]
 
 
-def run(chosen: Sequence[Measurement], plan: Plan, arguments: Sequence[str], *, null: bool = False) -> Outcome:
+def run(
+    chosen: Sequence[Measurement], plan: Plan, arguments: Sequence[str], *, null: bool = False, halting: bool = False
+) -> Outcome:
     """Take the measurements one after another. One that fails is reported and does not stop the others."""
-    found = hardware.facts(arguments, plan.rounds, plan.seconds, null=null)
+    found = hardware.facts(arguments, plan.rounds, plan.seconds, null=null, halting=halting)
     begin = time.monotonic()
     rows: list[Row] = []
     failures: list[Failure] = []
-    with Stage(plan, null=null) as stage:
+    with Stage(plan, null=null, halting=halting) as stage:
         for measurement in chosen:
             progress(f"{time.monotonic() - begin:5.0f} s  {measurement.name}: {measurement.summary}")
             try:

@@ -44,6 +44,26 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+    torch.int1,
+    torch.int2,
+    torch.int3,
+    torch.int4,
+    torch.int5,
+    torch.int6,
+    torch.int7,
+    torch.uint1,
+    torch.uint2,
+    torch.uint3,
+    torch.uint4,
+    torch.uint5,
+    torch.uint6,
+    torch.uint7,
+    torch.bits8,
+    torch.bits16,
+    torch.bits1x8,
+    torch.bits2x4,
+    torch.bits4x2,
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _ALIGN = 16
@@ -70,7 +90,7 @@ class InlineChannel:
         """Tensors over the received segments, without copying. Raises ProtocolError for a table that does not fit them."""
         try:
             return [_take(entry, segments) for entry in table]
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        except (ValueError, TypeError, IndexError, OverflowError, BufferError, RuntimeError) as error:
             raise ProtocolError(f"a tensor that does not fit its bytes: {error}") from error
 
 
@@ -152,6 +172,8 @@ def _take(entry: list[Any], segments: Sequence[Buffer]) -> torch.Tensor:
     segment, offset, code, shape, strides, flags = entry
     dtype = DTYPES[code]
     if segment < 0:
+        if 0 not in shape:
+            raise ValueError(f"shape {shape} without bytes")
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
     elif strides is None:
         tensor = torch.frombuffer(segments[segment], dtype=dtype)

@@ -12,9 +12,11 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -44,6 +46,14 @@ class Place:
 
     rank: int
     world_size: int
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Where the workers of a run meet: the port of rank 0's store, and a folder for their sockets."""
+
+    port: int
+    folder: str
 
 
 class WorkerFailed(RuntimeError):
@@ -149,14 +159,16 @@ def _start(
     """Start all processes; the stack ends them again."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", *preload])
-    port = stack.enter_context(_reserved_port())
+    # Sockets of workers that were killed lie in here, and go with it. A short name: paths of sockets are limited.
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rpc-", ignore_cleanup_errors=True))
+    meeting = _Meeting(stack.enter_context(_reserved_port()), folder)
     workers: list[_Worker[Settings]] = []
     stack.callback(_stop, workers)
     with _environment(ONE_THREAD):
         for rank, name in enumerate(names):
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, len(names))
-            process = context.Process(target=_child, args=(role, place, settings, port, theirs), name=name)
+            process = context.Process(target=_child, args=(role, place, settings, meeting, theirs), name=name)
             process.start()
             theirs.close()
             workers.append(_Worker(name, rank, process, ours))
@@ -249,15 +261,16 @@ def _child(
     role: Callable[[Place, Settings], Any],
     place: Place,
     settings: Settings,
-    port: int,
+    meeting: _Meeting,
     pipe: connection.Connection[Any, Any],
 ) -> None:
     """What a started process does: become one worker, run its role, report the outcome."""
     # Ctrl-C reaches the whole process group; the launcher ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_launcher, name="end-with-launcher", daemon=True).start()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    threading.Thread(target=_end_with_launcher, args=(meeting.folder,), name="end-with-launcher", daemon=True).start()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(meeting.port), TMPDIR=meeting.folder)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
+    tempfile.tempdir = None  # found anew, from TMPDIR
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # torch's many objects live as long as the process: no collection need visit them
@@ -273,9 +286,10 @@ def _child(
     pipe.close()
 
 
-def _end_with_launcher() -> None:
-    """End this process when the launcher is gone, even by SIGKILL, so that no worker is left behind."""
+def _end_with_launcher(folder: str) -> None:
+    """End this process when the launcher is gone, even by SIGKILL, so that neither workers nor files are left."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         launcher.join()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

@@ -91,8 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = commands.parse_args(argv)
     if arguments.world_size < 2:
         commands.error("--world-size must be at least 2: a server and a trainer")
-    if arguments.num_steps < 1 or arguments.batch_size < 2:
-        commands.error("--num-steps must be at least 1 and --batch-size at least 2")
+    if arguments.num_steps < 1:
+        commands.error("--num-steps must be at least 1")
+    if arguments.batch_size < 2:
+        commands.error("--batch-size must be at least 2: they are normalised over the batch")
     try:
         result = run(settings_from(arguments))
     except WorkerFailed as failure:

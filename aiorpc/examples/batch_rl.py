@@ -92,8 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = commands.parse_args(argv)
     if arguments.world_size < 2:
         commands.error("--world-size must be at least 2: an agent and an observer")
-    if arguments.num_episode < 1 or arguments.num_steps < 2:
-        commands.error("--num-episode must be at least 1 and --num-steps at least 2")
+    if arguments.num_episode < 1:
+        commands.error("--num-episode must be at least 1")
+    if arguments.num_steps < 2:
+        commands.error("--num-steps must be at least 2")
     if arguments.sweep and place_from_environment() is not None:
         commands.error("--sweep starts its own workers: run it without torchrun")
     try:

@@ -145,12 +145,21 @@ def decode_values(fields: list[Any], message: Incoming, buffers: Sequence[Buffer
     values: list[Any] = fields[0]
     if len(fields) == 1:
         return values
-    for position, tensor in zip(fields[1], message.tensors, strict=False):
-        values[position] = tensor
-    if len(fields) > 2 and fields[2]:
-        opaque = loads(fields[3], message, buffers)
-        for position, value in zip(fields[2], opaque, strict=True):
-            values[position] = value
+    try:
+        for position, tensor in zip(fields[1], message.tensors, strict=False):
+            values[position] = tensor
+        pickled = fields[3] if len(fields) > 2 and fields[2] else b""
+    except (TypeError, IndexError) as error:
+        raise ProtocolError(f"a message whose tensors have no place: {error}") from None
+    if pickled:
+        if type(pickled) is not bytes:
+            raise ProtocolError("a message whose pickle is none")
+        opaque = loads(pickled, message, buffers)
+        try:
+            for position, value in zip(fields[2], opaque, strict=True):
+                values[position] = value
+        except (TypeError, IndexError, ValueError) as error:
+            raise ProtocolError(f"a message whose pickled values have no place: {error}") from None
     return values
 
 

@@ -25,7 +25,7 @@ from enum import Enum
 
 import msgpack
 
-from ..errors import PeerRefused, ProtocolError
+from ..errors import PeerRefused, ProtocolError, RpcUsageError
 from .frames import Buffer, Frame, Kind, encode_frame
 from .identity import WorkerRecord
 
@@ -75,7 +75,10 @@ class Handshake:
         self._theirs = b""
 
     def start(self) -> list[Buffer]:
-        """The opener's HELLO."""
+        """The opener's HELLO. RpcUsageError on the acceptor's side, and the second time."""
+        if not self._opener or self.state is not State.START:
+            side = "opener's" if self._opener else "acceptor's"
+            raise RpcUsageError(f"an {side} handshake that is {self.state.value} cannot be started")
         self._mine = self._hello()
         self.state = State.SENT
         return encode_frame(Kind.HELLO, 0, msgpack.packb([self._mine, b""]))

@@ -12,21 +12,22 @@ where the handler runs, so that a slow ``__setstate__`` blocks no loop; a corout
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcUsageError, SerializationError
+from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcUsageError, SerializationError, WorkerClosed
 from ..futures import AnyFuture, is_future, outcome, when_done
 from ..protocol.codec import unpack
 from ..protocol.frames import CALL, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import functions, messages
-from .batching import get_batcher
-from .current import CallContext, current_call
+from .batching import Batch, get_batcher
+from .current import CallContext, current_call, current_worker
 from .failures import encode_error
 from .functions import Mode, Target
 from .peer import LARGE_PICKLE
@@ -271,7 +272,7 @@ class Service:
         )
 
     def _join_batch(self, target: Target, context: CallContext, args: list[Any], kwargs: dict[str, Any]) -> None:
-        batcher = get_batcher(target.function)
+        batcher = get_batcher(target.function, self.worker)
         assert batcher is not None, "the function was classified as batched"
 
         def done(result: object, error: BaseException | None) -> None:
@@ -280,7 +281,7 @@ class Service:
             else:
                 self.answer_error(context, error)
 
-        def arm(seconds: float, take: Callable[[], Any]) -> None:
+        def arm(seconds: float, take: Callable[[], Batch | None]) -> None:
             def fire() -> None:
                 self._run_batch(take())
 
@@ -292,16 +293,22 @@ class Service:
             batcher.discard(context)
         self._run_batch(batch)
 
-    def _run_batch(self, batch: Any) -> None:
+    def _run_batch(self, batch: Batch | None) -> None:
         """A full batch, or none. From the pool, or from a timer on the loop."""
         if batch is None:
             return
         if batch.is_async:
-            self.worker.call_on_loop(self.worker.spawn, batch.run_async())
+            self.worker.call_on_loop(self._start_batch, batch)
         elif self.worker.pool.is_pool_thread():
-            batch.run()
+            _batch_context(self.worker).run(batch.run)
         else:
-            self.worker.pool.submit(batch.run)
+            self.worker.pool.submit(_batch_context(self.worker).run, batch.run)
+
+    def _start_batch(self, batch: Batch) -> None:
+        task = self.worker.spawn(batch.run_async(), context=_batch_context(self.worker))
+        # A task that is cancelled before its first step never gets to tell its callers.
+        error = WorkerClosed(f"worker {self.worker.name!r} shut down before the batch was run")
+        task.add_done_callback(lambda _: batch.abort(error))
 
     def _start_task(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         if len(fields) > 8 and fields[8] and len(fields[8]) > LARGE_PICKLE:
@@ -463,6 +470,14 @@ class Service:
     def user_calls(self) -> int:
         """Calls of users that are being served."""
         return sum(not context.system for context in list(self.calls.values()))
+
+
+def _batch_context(worker: Worker) -> contextvars.Context:
+    """A batch serves many calls: none of them is the current one, but the worker is."""
+    scope = contextvars.copy_context()
+    scope.run(current_call.set, None)
+    scope.run(current_worker.set, worker)
+    return scope
 
 
 def _wrong_verb(target: Target, streamed: bool) -> RpcUsageError:

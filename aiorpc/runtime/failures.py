@@ -9,6 +9,8 @@ from ..errors import RemoteError
 from ..protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
 
 MAX_TEXT = 64 * 1024
+# An exception that drags more than this along travels as text: it must never break the limit on a frame.
+MAX_PICKLE = 1024 * 1024
 # Raising these as themselves at the caller would do something else there than report an error.
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
 
@@ -85,9 +87,10 @@ def _pickle(error: Exception) -> bytes | None:
         token = outgoing.set(out)
         try:
             data = dumps(value, out)
-            if not (out.tensors or out.buffers or out.references):
+            if not (out.tensors or out.buffers or out.references) and len(data) <= MAX_PICKLE:
                 made = loads(data, Incoming((), ()))
-                if type(made) is type(error) and made.args == error.args:
+                # Parts are put back as they were; a call of the type may have made something else of its arguments.
+                if type(made) is type(error) and (type(value) is _Parts or made.args == error.args):
                     return data
         except Exception:
             continue

@@ -1,7 +1,7 @@
 """The group of workers: who leads, who was lost, and how all leave together.
 
-A group of fixed size is a star: every member keeps a connection to the leader, the member with the lowest id. The leader
-sees a member die and tells the others. Graceful shutdown, as torch programs expect, serves while others still work:
+A group of fixed size is a star: every member keeps a connection to the leader, the live member with the lowest id. The
+leader sees a member die and tells the others; when it dies itself the next one leads. Graceful shutdown, as torch programs expect, serves while others still work:
 
     member                         leader
     ENTER (a call)         -->     notes it; once every live member has entered:
@@ -83,12 +83,13 @@ class Group:
         self._entered: dict[int, asyncio.Future[None]] = {}
         self._changed = asyncio.Event()
         self._lost_at: float | None = None
+        self._leaving_since = 0.0
         self._rounds: asyncio.Task[None] | None = None
 
     @property
     def leader(self) -> int:
         """The id of the member that coordinates a group of fixed size."""
-        return min(self.members)
+        return min((id for id in self.members if id not in self._gone), default=self.worker.id)
 
     @property
     def leads(self) -> bool:
@@ -99,9 +100,16 @@ class Group:
         """Make ourselves known: to the leader, or to everybody in a group that is joined freely."""
         others = [record for record in self.members.values() if record.id != self.worker.id]
         if not self.worker.dynamic:
-            others = [record for record in others if record.id == self.leader]
+            others = self._star(others)
         for record in others:
             self._tell(record, attend, self.worker.record.to_wire())
+
+    def _star(self, others: list[WorkerRecord]) -> list[WorkerRecord]:
+        """Whom to connect to in a group of fixed size: the leader; as the leader, those whose process cannot be watched."""
+        if self.leads:
+            # A member may die before it has connected to us.
+            return [record for record in others if not self.worker.watch_process(record)]
+        return [record for record in others if record.id == self.leader]
 
     def _tell(self, record: WorkerRecord, function: Any, *args: Any) -> None:
         try:
@@ -123,8 +131,11 @@ class Group:
         """A member left or was lost; False if that is no news."""
         if record.id in self._gone:
             return False
+        led = record.id == self.leader
         self._gone.add(record.id)
         self._changed.set()
+        if lost and led and not self.worker.dynamic:
+            self.start()
         if lost:
             self.lost[record.id] = record.info
             self._lost_at = self._lost_at or time.monotonic()
@@ -135,6 +146,8 @@ class Group:
         entered = self._entered.pop(record.id, None)
         if entered is not None and not entered.done():
             entered.set_result(None)
+        if self._entered:
+            self._start_rounds()  # it may have been the one that all waited for
         return True
 
     def _live(self) -> list[WorkerRecord]:
@@ -144,6 +157,7 @@ class Group:
 
     async def leave(self, timeout: float) -> bool:
         """Serve until the group's work is over; False if that could not be awaited. timeout: seconds, 0 for no limit."""
+        self._leaving_since = time.monotonic()
         work = asyncio.ensure_future(self._leave_freely() if self.worker.dynamic else self._leave_together())
         limit = time.monotonic() + timeout if timeout else None
         try:
@@ -163,26 +177,25 @@ class Group:
             await asyncio.gather(work, return_exceptions=True)
 
     def _patience(self, limit: float | None) -> float | None:
-        """Seconds that may still be waited: until the limit, and not much longer once a member was lost."""
+        """Seconds that may still be waited: until the limit, and not much longer once we leave and a member was lost."""
         limits = [limit] if limit is not None else []
         if self._lost_at is not None and not self.worker.dynamic:
-            limits.append(self._lost_at + self.worker.options.loss_grace)
+            limits.append(max(self._lost_at, self._leaving_since) + self.worker.options.loss_grace)
         return min(limits) - time.monotonic() if limits else None
 
     async def _leave_together(self) -> None:
-        if self.leads:
-            await self.enter(self.worker.id)
+        while not self.leads:
+            leader = self.members[self.leader]
+            # While that is awaited we go on serving: everything else on the loop runs as before.
+            call = self.worker.peer_of(leader).call(enter, (), None, 0.0, system=True)
+            try:
+                await call
+            except RpcError:
+                if leader.id in self._gone:
+                    continue  # the next one leads
+                await self._until_idle()
             return
-        leader = self.members[self.leader]
-        if leader.id in self._gone:
-            await self._until_idle()
-            return
-        # While that is awaited we go on serving: everything else on the loop runs as before.
-        call = self.worker.peer_of(leader).call(enter, (), None, 0.0, system=True)
-        try:
-            await call
-        except RpcError:
-            await self._until_idle()
+        await self.enter(self.worker.id)
 
     async def _leave_freely(self) -> None:
         await self._until_idle()
@@ -203,9 +216,12 @@ class Group:
         if future is None:
             future = self._entered[member] = asyncio.get_running_loop().create_future()
         self._changed.set()
+        self._start_rounds()
+        await asyncio.shield(future)
+
+    def _start_rounds(self) -> None:
         if self._rounds is None or self._rounds.done():
             self._rounds = self.worker.spawn(self._run_rounds())
-        await asyncio.shield(future)
 
     async def _run_rounds(self) -> None:
         """Once all live members have entered: poll until the group is quiet, then let everybody go."""

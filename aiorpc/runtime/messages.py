@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..channels.inline import InlineChannel
-from ..errors import ProtocolError
+from ..errors import ProtocolError, SerializationError
 from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, pack
 from ..protocol.frames import Buffer
 
@@ -25,11 +25,16 @@ class Target(Protocol):
     @property
     def same_main(self) -> bool: ...
 
+    @property
+    def max_body(self) -> int: ...
+
 
 def encode(
     prefix: list[Any], values: list[Any], target: Target, *, copy: bool = False
 ) -> tuple[bytes, Sequence[Buffer]]:
-    """Body and segments of a message. copy: the tensors may change as soon as this returns.
+    """Body and segments of a message.
+
+    copy: tensors and arrays may change as soon as this returns.
 
     Raises SerializationError, with nothing left behind. The segments borrow the tensors until they are written.
     """
@@ -38,33 +43,67 @@ def encode(
             break
     else:
         try:
-            return pack([*prefix, values]), ()
+            return _pack(prefix, [values], target.max_body), ()
         except (OverflowError, UnicodeEncodeError):
             pass  # an int beyond 64 bits, a str that is no text: these are pickled
     out = Outgoing(target, same_main=target.same_main)
     try:
         fields = encode_values(values, out)
         if not out.tensors and not out.references:
-            return pack(prefix + fields), out.buffers
-        segments: Sequence[Buffer] = out.buffers
+            return _pack(prefix, fields, target.max_body), _buffers(out, copy)
+        segments: Sequence[Buffer] = _buffers(out, copy)
         table = None
         if out.tensors:
             table, segments = channel.put(out.tensors, copy=copy)
-            segments += out.buffers
+            segments += _buffers(out, copy)
         fields += [None] * (5 - len(fields))
         fields[4] = len(out.buffers)
         fields.append(table)
         if out.references:
             fields.append(out.references)
-        return pack(prefix + fields), segments
+        return _pack(prefix, fields, target.max_body), segments
     except BaseException:
         out.unsend()
         raise
 
 
+def _pack(prefix: list[Any], fields: list[Any], limit: int) -> bytes:
+    # Refused here: the peer would close the connection over it, and fail every other call with this one.
+    try:
+        body = pack([*prefix, *fields])
+    except UnicodeEncodeError:
+        raise
+    except ValueError as error:  # a string or bytes longer than msgpack can say
+        raise SerializationError(f"is too large: {error}; send large data as tensors or arrays", _longest(fields)) from error
+    if len(body) > limit:
+        raise SerializationError(
+            f"is too large: the message takes {len(body)} bytes, tensors and arrays apart, and the limit is {limit} "
+            "(max_frame_bytes). Send large data as tensors or arrays",
+            _longest(fields),
+        )
+    return body
+
+
+def _longest(fields: list[Any]) -> int:
+    """Position of the value that makes a message long: the longest one, or the first that was pickled."""
+    sizes = [len(value) if isinstance(value, (str, bytes)) else 0 for value in fields[0]]
+    if len(fields) > 3 and fields[2] and len(fields[3]) > max(sizes):
+        return int(fields[2][0])
+    return max(range(len(sizes)), key=sizes.__getitem__, default=0)
+
+
+def _buffers(out: Outgoing, copy: bool) -> list[Buffer]:
+    return [bytes(buffer) for buffer in out.buffers] if copy else out.buffers
+
+
 def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader) -> list[Any]:
-    """The values of a message, from its fields behind the prefix. Raises whatever unpickling raises."""
+    """The values of a message, from its fields behind the prefix.
+
+    Raises whatever unpickling raises, and ProtocolError for a message that is none.
+    """
     count = len(fields)
+    if count == 0 or type(fields[0]) is not list:
+        raise ProtocolError("a message whose values are no list")
     if count == 1:
         values: list[Any] = fields[0]
         return values
@@ -72,8 +111,8 @@ def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader)
     references = load(fields[6]) if count > 6 and fields[6] else ()
     buffers: Sequence[Buffer] = ()
     if count > 4 and fields[4]:
+        if type(fields[4]) is not int or not 0 < fields[4] <= len(segments):
+            raise ProtocolError(f"a message of {len(segments)} segments that says {str(fields[4])[:80]} are buffers")
         buffers = segments[len(segments) - fields[4] :]
     tensors = channel.take(fields[5], segments) if count > 5 and fields[5] else ()
-    if not isinstance(fields[0], list):
-        raise ProtocolError("a message whose values are no list")
     return decode_values(fields, Incoming(tensors, references), buffers)

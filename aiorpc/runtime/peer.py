@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import Overloaded, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
-from ..futures import PENDING, Executor, Future, call_site
+from ..futures import PENDING, Executor, Future, describe_site
 from ..protocol.codec import unpack
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
@@ -69,10 +69,10 @@ class CallFuture(Future[Any]):
     __slots__ = (
         "_call_id",
         "_callbacks",
+        "_deadline",
         "_entry",
         "_error",
         "_peer",
-        "_seconds",
         "_site",
         "_started",
         "_state",
@@ -93,7 +93,7 @@ class CallFuture(Future[Any]):
         self._system: bool = system
         self._call_id: int = -1
         self._entry: _FunctionEntry
-        self._seconds: float | None
+        self._deadline: float | None
         self._started: float
 
     @property
@@ -134,6 +134,7 @@ class Peer:
         self.name = name
         self.record = record
         self.state = State.IDLE
+        self.max_body = worker.options.max_frame_bytes
         self.pending: dict[int, CallFuture] = {}
         self.streams: dict[int, Stream] = {}
         self.gone: RpcError | None = None
@@ -186,7 +187,8 @@ class Peer:
         future = CallFuture(self, system)
         if not system:
             worker.counters.made += 1
-            future._site = call_site(sys._getframe(depth))
+            frame = sys._getframe(depth)
+            future._site = (frame.f_code, frame.f_lasti)
         future._started = now = time.monotonic()
         deadline = now + timeout if timeout else None
         trace: int | None = None
@@ -196,7 +198,7 @@ class Peer:
             if context.deadline is not None and (deadline is None or context.deadline < deadline):
                 deadline = context.deadline
         remaining = None if deadline is None else deadline - now
-        future._seconds = remaining
+        future._deadline = deadline
 
         values = list(args)
         if kwargs:
@@ -231,7 +233,7 @@ class Peer:
         if stream is not None:
             self.streams[call_id] = stream
         if deadline is not None:
-            worker.deadlines.add(deadline, call_id, self)
+            worker.deadlines.add(deadline)
         self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) == 1)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
@@ -265,14 +267,29 @@ class Peer:
         if self.pending.pop(call_id, None) is not None:
             self.send(encode_frame(Kind.CANCEL, call_id, b""))
 
-    def expire(self, call_id: int) -> None:
-        """The deadline of that call has passed; on the loop."""
+    def scan_deadlines(self, now: float) -> float:
+        """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
+        following = float("inf")
+        due = []
+        for call_id, future in list(self.pending.items()):
+            deadline = future._deadline
+            if deadline is None:
+                continue
+            if deadline <= now:
+                due.append(call_id)
+            elif deadline < following:
+                following = deadline
+        for call_id in due:
+            self._expire(call_id)
+        return following
+
+    def _expire(self, call_id: int) -> None:
         future = self.pending.pop(call_id, None)
-        if future is None:
+        if future is None or future._deadline is None:
             return
         self.streams.pop(call_id, None)
         self.worker.counters.timed_out += 1
-        seconds = future._seconds or 0.0
+        seconds = future._deadline - future._started
         state = "" if self.state is State.READY else f"; there is no connection to it yet ({self.state.value})"
         future._settle(
             None,
@@ -311,9 +328,10 @@ class Peer:
             self.worker.counters.late_answers += 1
             self._discard(frame)
             return
-        counters = self.worker.counters
-        counters.record_latency(time.monotonic() - future._started)
-        future._entry.confirmed = future._entry.number >= 0
+        self.worker.counters.record_latency(time.monotonic() - future._started)
+        entry = future._entry
+        if not entry.confirmed and entry.number >= 0:
+            entry.confirmed = True
         if self.streams:
             self.streams.pop(frame.call_id, None)
         if frame.kind == ERROR:
@@ -413,8 +431,8 @@ class Peer:
                 self.name,
                 future._function,
                 now - future._started,
-                None if future._seconds is None else future._seconds - (now - future._started),
-                str(future._site or ""),
+                None if future._deadline is None else future._deadline - now,
+                describe_site(future._site),
             )
             for future in list(self.pending.values())
             if not future._system

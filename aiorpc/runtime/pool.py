@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import WorkerClosed
+from ..futures import block_observer
 
 logger = logging.getLogger("aiorpc")
 
@@ -33,15 +34,19 @@ class ThreadPool:
 
     name: shown in thread names. limit: jobs that may run at once, those that wait for a nested call not counted.
     linger: seconds a thread above the limit stays idle before it ends (starting one costs more than keeping one).
+    prepare: called first in each thread, to set its context variables.
     All methods may be called from any thread. The pool lives until ``close``; it belongs to the process that made it.
     """
 
-    def __init__(self, name: str, limit: int, *, linger: float = 1.0) -> None:
+    def __init__(
+        self, name: str, limit: int, *, linger: float = 1.0, prepare: Callable[[], object] | None = None
+    ) -> None:
         if limit < 1:
             raise ValueError(f"a thread pool needs a limit >= 1, not {limit}")
         self._name = name
         self._limit = limit
         self._linger = linger
+        self._prepare = prepare
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
         self._idle: list[threading.Lock] = []
@@ -199,6 +204,9 @@ class ThreadPool:
 
     def _work(self) -> None:
         self._local.depth = 0
+        block_observer.set(self)
+        if self._prepare is not None:
+            self._prepare()
         wake = threading.Lock()
         wake.acquire()
         fresh = True

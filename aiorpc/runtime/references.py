@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from ..errors import RpcError, RpcUsageError
-from ..futures import Future, call_site
+from ..futures import Future, call_site, describe_site
 from ..protocol import codec
 from ..protocol.codec import pack
 from ..protocol.frames import Kind, encode_frame
@@ -167,7 +167,7 @@ class RRef(Generic[T]):
         return text + ")"
 
     def __repr__(self) -> str:
-        made = f", made at {self._site}" if self._site is not None else ""
+        made = f", made at {describe_site(self._site)}" if self._site is not None else ""
         return f"<{self} owned by {self._references.worker.describe_id(self._owner)}{made}>"
 
     def __del__(self) -> None:
@@ -264,7 +264,7 @@ class References:
         with self._lock:
             rref, fork = self._table.create(owner)
         handle: RRef[Any] = RRef.__new__(RRef)
-        handle._bind(self, rref, fork, owner, sys._getframe(depth - 1))
+        handle._bind(self, rref, fork, owner, sys._getframe(depth))
         handle._confirmed = False
         self._handles[fork] = handle
         extra = [*rref, *fork]
@@ -436,7 +436,7 @@ class References:
             handle = self._handles.get(record.fork)
             value = self._values.get(record.rref)
             kind = type(value._value).__qualname__ if value is not None and value.done() else "?"
-            site = str(handle._site) if handle is not None and handle._site is not None else "?"
+            site = describe_site(handle._site) if handle is not None and handle._site is not None else "?"
             holder = "" if record.holder == self.worker.id else f", held by {self.worker.describe_id(record.holder)}"
             found.append(
                 LeakedReference(

@@ -20,19 +20,22 @@ class ProcessWatch:
         self._on_exit = on_exit
         self._descriptors: dict[str, int] = {}
 
-    def add(self, record: WorkerRecord) -> None:
-        """Watch the process of a worker on this host; again is nothing."""
-        if record.incarnation in self._descriptors or not hasattr(os, "pidfd_open"):
-            return
+    def add(self, record: WorkerRecord) -> bool:
+        """Watch the process of a worker on this host; again is nothing. False if the system cannot do it."""
+        if record.incarnation in self._descriptors:
+            return True
+        if not hasattr(os, "pidfd_open"):
+            return False
         try:
             descriptor = os.pidfd_open(record.pid)
         except ProcessLookupError:
             self._loop.call_soon(self._on_exit, record)
-            return
+            return True
         except OSError:
-            return
+            return False
         self._descriptors[record.incarnation] = descriptor
         self._loop.add_reader(descriptor, self._exited, record)
+        return True
 
     def _exited(self, record: WorkerRecord) -> None:
         self.remove(record)

@@ -197,9 +197,10 @@ class Worker:
         sockets.remove_stale(directory)
         rendezvous = self._rendezvous = await self._in_thread(self._open_rendezvous)
         unix_path, host, port = self._listen(directory, rendezvous.local_address())
-        self.pool = ThreadPool(self.name, self.options.num_worker_threads)
-        self.deadlines = Deadlines(self.loop, _is_pending)
-        self.deadlines.expire = Peer.expire
+        self.pool = ThreadPool(
+            self.name, self.options.num_worker_threads, prepare=lambda: current_worker.set(self)
+        )
+        self.deadlines = Deadlines(self.loop, self._scan_deadlines)
         incarnation = secrets.token_hex(16)
 
         def make_record(number: int) -> WorkerRecord:
@@ -454,7 +455,7 @@ class Worker:
             else:
                 peer.fail(WorkerClosed(f"worker {self.name!r} cannot reach {peer.name!r}: {error}"))
             return
-        self._watch_process(record, connection)
+        self.watch_process(record)
         peer.ready(connection)
 
     def add_service(self, record: WorkerRecord, connection: Connection) -> Service:
@@ -462,7 +463,7 @@ class Worker:
         service = Service(self, record, connection)
         self._services.add(service)
         self.peer_of(record)
-        self._watch_process(record, connection)
+        self.watch_process(record)
         return service
 
     def allocate(self, size: int) -> memoryview:
@@ -487,9 +488,11 @@ class Worker:
         self.counters.bytes_sent += connection.bytes_sent
         self.counters.bytes_received += connection.bytes_received
 
-    def _watch_process(self, record: WorkerRecord, connection: Connection) -> None:
-        if self._watch is not None and record.host == self.record.host and record.pid != os.getpid():
-            self._watch.add(record)
+    def watch_process(self, record: WorkerRecord) -> bool:
+        """See that worker's process die, whether or not we are connected to it; False if that cannot be done from here."""
+        if self._watch is None or record.host != self.record.host:
+            return False
+        return record.pid == os.getpid() or self._watch.add(record)
 
     # --- other workers come and go, on the loop -----------------------------------------------------------------------
 
@@ -598,9 +601,10 @@ class Worker:
 
     def served(self) -> None:
         """The running task has served its call."""
-        task = asyncio.current_task()
-        if task is not None:
-            self._tasks.discard(task)
+        self._tasks.discard(asyncio.current_task(self.loop))  # type: ignore[arg-type]  # None is not in the set
+
+    def _scan_deadlines(self, now: float) -> float:
+        return min((peer.scan_deadlines(now) for peer in set(self._peers.values())), default=float("inf"))
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -830,8 +834,4 @@ class PeerHandle:
 
     def __repr__(self) -> str:
         return f"<aiorpc.peer {self._to!r}, timeout {self._timeout:g} s>"
-
-
-def _is_pending(peer: Peer, call_id: int) -> bool:
-    return call_id in peer.pending
 

@@ -18,6 +18,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -111,7 +112,8 @@ class Connection:
         self._write()
 
     def _write(self) -> None:
-        while self._queue and not self._blocked:
+        # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
+        while self._queue and not self._blocked and not self._closed:
             if not self._lock.acquire(False):
                 return
             try:
@@ -214,7 +216,9 @@ class Connection:
             return
         self._closing = True
         self._write()
-        if self._queue and not self._closed:
+        with self._lock:  # another thread may be writing; what it could not write is in the queue afterwards
+            unsent = bool(self._queue)
+        if unsent and not self._closed:
             # A peer that does not read must not keep us from leaving.
             self._loop.call_later(1.0, self._finish, None)
         else:
@@ -249,8 +253,9 @@ class Connection:
     def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
         if threading.get_ident() == self._thread:
             self._loop.call_soon(callback, *args)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *args)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection
+                self._loop.call_soon_threadsafe(callback, *args)
 
 
 def _rest(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:

@@ -48,14 +48,19 @@ def remove_stale(directory: Path) -> None:
 def listen_unix(directory: Path) -> tuple[socket.socket, str]:
     """A listening unix socket with a random name in the private directory, and its path."""
     path = directory / f"{secrets.token_hex(8)}.sock"
+    # Between bind and listen it refuses connections, which is how `remove_stale` of another worker knows a dead one:
+    # it gets its real name only when it listens.
+    unready = path.with_suffix(".new")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind(str(path))
-        path.chmod(0o600)
+        sock.bind(str(unready))
+        unready.chmod(0o600)
         sock.listen(BACKLOG)
         sock.setblocking(False)
+        unready.rename(path)
     except BaseException:
         sock.close()
+        unready.unlink(missing_ok=True)
         raise
     return sock, str(path)
 
@@ -93,11 +98,18 @@ async def connect_unix(path: str) -> socket.socket:
 async def connect_tcp(host: str, port: int) -> socket.socket:
     """Connect over TCP, with the options that notice a dead network. Raises OSError."""
     loop = asyncio.get_running_loop()
-    family, kind, proto, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-    sock = socket.socket(family, kind, proto)
-    await _connect(sock, address)
-    tune_tcp(sock)
-    return sock
+    failure: OSError | None = None
+    # A name may stand for several addresses (localhost: ::1 and 127.0.0.1), of which the listener bound one.
+    for family, kind, proto, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, proto)
+        try:
+            await _connect(sock, address)
+        except OSError as error:
+            failure = error
+            continue
+        tune_tcp(sock)
+        return sock
+    raise failure or ConnectionError(f"{host!r} stands for no address")
 
 
 async def _connect(sock: socket.socket, address: object) -> None:

@@ -6,6 +6,7 @@ import multiprocessing.util
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 from aiorpc.examples._launch import Place
@@ -13,7 +14,7 @@ from aiorpc.examples._launch import Place
 
 def describe(place: Place, settings: str) -> dict[str, Any]:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    return {"rank": place.rank, "settings": settings, "threads": threading.active_count()} | {
+    return {"rank": place.rank, "settings": settings, "cpu_seconds": time.process_time()} | {
         name: os.environ.get(name) for name in names
     }
 

@@ -43,12 +43,10 @@ def test_a_worker_finds_what_torchrun_would_set() -> None:
     assert result["OMP_NUM_THREADS"] == "1"
 
 
-def test_many_workers_start_in_seconds() -> None:
-    """Once the server has torch, eleven workers cost little."""
-    launch(roles.describe, "", NAMES, timeout=30.0)
-    started = time.monotonic()
-    launch(roles.describe, "", [str(i) for i in range(11)], timeout=30.0)
-    assert time.monotonic() - started < 10.0
+def test_a_worker_does_not_import_torch_again() -> None:
+    """Forked from the server, each of many workers is ready with little work of its own; the import costs a second."""
+    result = launch(roles.describe, "", [str(i) for i in range(11)], timeout=60.0)
+    assert result["cpu_seconds"] < 0.7
 
 
 def test_a_worker_that_raises_ends_the_run_with_its_traceback() -> None:

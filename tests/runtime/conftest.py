@@ -1,0 +1,31 @@
+"""Workers in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from aiorpc import RpcBackendOptions, Worker
+from aiorpc.testing import cluster
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[list[Worker]]:
+    """Two workers on the test's loop."""
+    async with cluster(2) as workers:
+        yield workers
+
+
+@pytest.fixture
+async def trio() -> AsyncIterator[list[Worker]]:
+    """Three workers on the test's loop."""
+    async with cluster(3) as workers:
+        yield workers
+
+
+@pytest.fixture
+async def apart() -> AsyncIterator[list[Worker]]:
+    """Three workers, each on a loop in a thread of its own."""
+    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True)) as workers:
+        yield workers

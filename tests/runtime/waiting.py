@@ -1,0 +1,37 @@
+"""Waiting for a condition, with a bound, instead of sleeping."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from aiorpc import Worker
+from aiorpc.protocol.references import Counts
+
+LIMIT = 10.0
+
+
+async def until(condition: Callable[[], object], limit: float = LIMIT) -> None:
+    """Return once `condition()` is true; fail after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {limit:g} s: {condition}"
+        await asyncio.sleep(0.002)
+
+
+def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:
+    """As `until`, in a thread."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {limit:g} s: {condition}"
+        time.sleep(0.002)
+
+
+async def until_no_references(workers: Sequence[Worker]) -> None:
+    """Return once every worker's table of references is empty; show the tables if that does not come."""
+    empty = Counts(0, 0, 0, 0, 0, 0, 0)
+    try:
+        await until(lambda: all(worker.references.counts() == empty for worker in workers))
+    except AssertionError:
+        raise AssertionError([worker.references.counts() for worker in workers]) from None

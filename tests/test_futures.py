@@ -1,0 +1,905 @@
+"""Every transition of a Future, every race of two settlers, and every way to wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc.errors import RpcCancelled, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
+from aiorpc.futures import CallSite, Future, block_observer, collect_all, is_future, outcome, wait_all, when_done
+from tests.conftest import LoopFactory
+
+# Long enough that only a hang reaches it.
+LONG = 20.0
+
+SETTLERS: dict[str, Callable[[Future[Any]], object]] = {
+    "set_result": lambda future: future.set_result(1),
+    "set_exception": lambda future: future.set_exception(ValueError("no")),
+    "cancel": lambda future: future.cancel(),
+    "answer": lambda future: future._settle(2),
+    "failure": lambda future: future._settle(None, KeyError("lost")),
+}
+
+
+def pending(loop: asyncio.AbstractEventLoop | None = None) -> Future[Any]:
+    future: Future[Any] = Future()
+    future._loop = loop
+    return future
+
+
+def settled(value: Any = None, error: Exception | None = None) -> Future[Any]:
+    future: Future[Any] = Future()
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+    return future
+
+
+def see(future: Future[Any]) -> tuple[str, object]:
+    """How the Future ended: name of the error's type or "value", and its text or the value."""
+    value, error = outcome(future)
+    return ("value", value) if error is None else (type(error).__name__, str(error))
+
+
+def waiters(future: Future[Any]) -> int:
+    return len(future._callbacks or [])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once the condition holds; fail after LONG seconds."""
+    limit = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < limit, "waited too long"
+        time.sleep(0.001)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """The same on a loop."""
+    async with asyncio.timeout(LONG):
+        while not condition():  # noqa: ASYNC110  # nothing announces these conditions
+            await asyncio.sleep(0.001)
+
+
+@contextmanager
+def running(target: Callable[..., object], *args: object) -> Iterator[list[Any]]:
+    """Run `target` in a thread meanwhile; what it returned or raised is in the list once the block is left."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(target(*args))
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield result
+    finally:
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+def all_at_once(*jobs: Callable[[], object]) -> list[Any]:
+    """Start the jobs in one thread each, as nearly together as can be; what they returned or raised."""
+    barrier = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], object]) -> object:
+        barrier.wait(LONG)
+        try:
+            return job()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [done.result(LONG) for done in [pool.submit(run, job) for job in jobs]]
+
+
+# --- transitions ------------------------------------------------------------------------------------------------------
+
+
+def test_new_future_is_pending() -> None:
+    """Before anybody settles it: not done, no value, no error, and asking for either says so."""
+    future = pending()
+    assert not future.done()
+    assert not future.cancelled()
+    with pytest.raises(RpcUsageError, match="not complete yet"):
+        future.value()
+    with pytest.raises(RpcUsageError, match="not complete yet"):
+        future.exception()
+    assert "pending" in repr(future)
+    assert is_future(future)
+
+
+def test_set_result_completes() -> None:
+    """set_result moves it from pending to a value that every accessor shows."""
+    value = object()
+    future = settled(value)
+    assert future.done()
+    assert not future.cancelled()
+    assert future.wait() is value
+    assert future.value() is value
+    assert future.exception() is None
+    assert "done" in repr(future)
+
+
+def test_set_exception_completes() -> None:
+    """set_exception moves it from pending to an error that is raised at every waiter."""
+    error = ValueError("no")
+    future = settled(error=error)
+    assert future.done()
+    assert not future.cancelled()
+    assert future.exception() is error
+    for look in (future.wait, future.value):
+        with pytest.raises(ValueError, match="no") as caught:
+            look()
+        assert caught.value is error
+    assert "failed" in repr(future)
+
+
+def test_set_exception_takes_exceptions_only() -> None:
+    """What is no Exception is refused as torch refuses it, and the Future stays pending."""
+    future = pending()
+    for wrong in ("text", KeyboardInterrupt(), ValueError):
+        with pytest.raises(AssertionError, match="not an Exception"):
+            future.set_exception(wrong)  # type: ignore[arg-type]
+    assert not future.done()
+
+
+def test_cancel_completes_with_rpc_cancelled() -> None:
+    """cancel moves it from pending to RpcCancelled, with the reason, and tells whoever stands behind it once."""
+    told: list[Future[Any]] = []
+
+    class Told(Future[Any]):
+        def _on_cancel(self) -> None:
+            told.append(self)
+
+    future = Told()
+    assert future.cancel("enough")
+    assert future.done()
+    assert future.cancelled()
+    assert isinstance(future.exception(), RpcCancelled)
+    with pytest.raises(RpcCancelled, match="was cancelled: enough"):
+        future.wait()
+    assert not future.cancel()
+    assert told == [future]
+
+
+@pytest.mark.parametrize("first", SETTLERS)
+@pytest.mark.parametrize("second", SETTLERS)
+def test_settled_future_stays_as_it_is(first: str, second: str) -> None:
+    """From VALUE and ERROR there is no way out: each later settler loses, set_* say so, the others return False."""
+    future = pending()
+    SETTLERS[first](future)
+    before = see(future)
+    if second.startswith("set_"):
+        with pytest.raises(RpcUsageError, match="can only be marked completed once"):
+            SETTLERS[second](future)
+    else:
+        assert SETTLERS[second](future) is False
+    assert see(future) == before
+
+
+@pytest.mark.parametrize("first", SETTLERS)
+@pytest.mark.parametrize("second", SETTLERS)
+def test_one_of_two_racing_settlers_wins(first: str, second: str) -> None:
+    """However two settlers race, one wins, the other learns that it lost, and all who look see the winner's outcome."""
+    alone = {name: _outcome_of(name) for name in (first, second)}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            future = pending()
+            seen: list[tuple[str, object]] = []
+            future.add_done_callback(lambda done, seen=seen: seen.append(see(done)))  # type: ignore[misc]
+            results = all_at_once(
+                lambda future=future: SETTLERS[first](future),  # type: ignore[misc]
+                lambda future=future: SETTLERS[second](future),  # type: ignore[misc]
+            )
+            lost = [result is False or isinstance(result, RpcUsageError) for result in results]
+            assert sorted(lost) == [False, True]
+            winner = first if lost[1] else second
+            assert seen == [alone[winner]]
+            assert see(future) == alone[winner]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _outcome_of(name: str) -> tuple[str, object]:
+    future = pending()
+    SETTLERS[name](future)
+    return see(future)
+
+
+def test_many_settlers_many_waiters() -> None:
+    """Sixteen settlers and eight waiters at once: one settler wins, and every waiter sees its value."""
+    for _ in range(20):
+        future = pending()
+        results = all_at_once(
+            *(lambda number=number: future._settle(number) for number in range(16)),  # type: ignore[misc]
+            *([lambda: future.wait(LONG)] * 8),
+        )
+        assert results[:16].count(True) == 1
+        assert set(results[16:]) == {results.index(True)}
+
+
+def test_callbacks_registered_during_the_settling_run_once() -> None:
+    """A callback added while another thread settles runs exactly once, whoever finds it."""
+    for _ in range(50):
+        future = pending()
+        ran: list[int] = []
+        jobs: list[Callable[[], object]] = [lambda: future.set_result(None)]
+        for number in range(7):
+            jobs.append(lambda number=number: future.add_done_callback(lambda _: ran.append(number)))  # type: ignore[misc]
+        all_at_once(*jobs)
+        wait_until(lambda: len(ran) >= 7)
+        assert sorted(ran) == list(range(7))
+
+
+def test_timeout_racing_with_an_answer() -> None:
+    """wait(timeout) gives the outcome or RpcTimeout, never both, and leaves no waiter behind."""
+    for number in range(100):
+        future = pending()
+        _, result = all_at_once(lambda: future.set_result(7), lambda: future.wait(number * 1e-6))
+        assert result == 7 or isinstance(result, RpcTimeout)
+        wait_until(lambda: waiters(future) == 0)
+        assert future.wait() == 7
+
+
+def test_answer_at_the_very_end_of_a_wait_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the answer comes after the lock timed out and before the waiter has gone, the waiter returns it."""
+
+    class LateLock:
+        def acquire(self, *, timeout: float = -1) -> bool:
+            if timeout < 0:
+                return True
+            future.set_result("late")
+            return False
+
+        def release(self) -> None: ...
+
+    future = pending()
+    monkeypatch.setattr("aiorpc.futures.threading.Lock", LateLock)
+    assert future.wait(1.0) == "late"
+
+
+# --- wait -------------------------------------------------------------------------------------------------------------
+
+
+def test_wait_blocks_until_settled() -> None:
+    """wait in one thread returns what another thread sets later."""
+    future = pending()
+    with running(future.wait) as result:
+        wait_until(lambda: waiters(future) == 1)
+        assert not result
+        future.set_result("here")
+    assert result == ["here"]
+
+
+def test_wait_raises_the_error_at_every_thread() -> None:
+    """Four threads that wait all get the error."""
+    future = pending()
+    error = ValueError("no")
+    results = all_at_once(*([lambda: future.wait(LONG)] * 4), lambda: future.set_exception(error))
+    assert results == [error] * 4 + [None]
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.01])
+def test_wait_timeout_leaves_the_future_usable(timeout: float) -> None:
+    """RpcTimeout from wait names seconds, is a TimeoutError, and changes nothing: the answer can still be had."""
+    future = pending()
+    with pytest.raises(RpcTimeout, match=r"waited 0") as caught:
+        future.wait(timeout)
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.seconds == timeout
+    assert waiters(future) == 0
+    future.set_result(3)
+    assert future.wait(timeout) == 3
+
+
+def test_wait_reports_to_the_pool() -> None:
+    """A pool is told when one of its threads begins and ends to wait, and not when there is nothing to wait for."""
+    told: list[str] = []
+
+    class Observer:
+        def enter_blocked(self) -> None:
+            told.append("enter")
+
+        def exit_blocked(self) -> None:
+            told.append("exit")
+
+    token = block_observer.set(Observer())
+    try:
+        settled(1).wait()
+        assert told == []
+        with pytest.raises(RpcTimeout):
+            pending().wait(0.001)
+        assert told == ["enter", "exit"]
+    finally:
+        block_observer.reset(token)
+
+
+def test_ctrl_c_interrupts_wait() -> None:
+    """SIGINT ends a wait on the main thread with KeyboardInterrupt, at once, and the Future stays usable."""
+    future = pending()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        wait_until(lambda: waiters(future) == 1)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    with running(interrupt):
+        with pytest.raises(KeyboardInterrupt):
+            future.wait(LONG)
+    assert waiters(future) == 0
+    future.set_result(1)
+    assert future.wait() == 1
+
+
+def test_wait_on_the_settling_loop_is_refused(loop_factory: LoopFactory) -> None:
+    """wait on the loop that has to settle it is refused at once and names await; a completed one may be waited for."""
+
+    async def main() -> None:
+        future = pending(asyncio.get_running_loop())
+        with pytest.raises(WouldBlockLoop, match="await future"):
+            future.wait(LONG)
+        with pytest.raises(WouldBlockLoop):
+            collect_all([settled(1), future]).wait(LONG)
+        with pytest.raises(WouldBlockLoop):
+            future.then(lambda done: done.value()).wait(LONG)
+        with pytest.raises(WouldBlockLoop):
+            wait_all([future])
+        assert waiters(future) == 3
+        future.set_result(5)
+        assert future.wait() == 5
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
+
+
+def test_wait_on_another_loop_is_allowed(loop_factory: LoopFactory) -> None:
+    """A thread that runs some other loop may block, as a notebook cell does."""
+    home = asyncio.new_event_loop()
+    future = pending(home)
+
+    async def cell() -> Any:
+        return future.wait(LONG)
+
+    def settle() -> None:
+        wait_until(lambda: waiters(future) == 1)
+        future.set_result("cell")
+
+    try:
+        with running(settle), asyncio.Runner(loop_factory=loop_factory) as runner:
+            assert runner.run(cell()) == "cell"
+    finally:
+        home.close()
+
+
+def test_raised_error_keeps_its_own_traceback() -> None:
+    """Waiting often for a failed Future does not make the error's traceback longer each time."""
+    future = settled(error=ValueError("no"))
+    lengths = []
+    for _ in range(3):
+        try:
+            future.wait()
+        except ValueError as error:
+            lengths.append(_frames(error))
+    assert lengths[0] == lengths[2]
+
+
+def _frames(error: BaseException) -> int:
+    count, trace = 0, error.__traceback__
+    while trace is not None:
+        count, trace = count + 1, trace.tb_next
+    return count
+
+
+async def test_failed_await_is_freed_without_the_collector() -> None:
+    """A failed Future that was awaited, and all that the awaiting frame held, go at once: no reference cycle stays."""
+
+    class Large:
+        pass
+
+    async def use(kept: list[weakref.ref[Large]]) -> None:
+        large = Large()
+        kept.append(weakref.ref(large))
+        await settled(error=ValueError("no"))
+
+    gc.collect()
+    gc.disable()
+    try:
+        kept: list[weakref.ref[Large]] = []
+        with pytest.raises(ValueError, match="no") as caught:
+            await use(kept)
+        del caught
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+# --- await ------------------------------------------------------------------------------------------------------------
+
+
+async def test_await_returns_or_raises() -> None:
+    """A completed Future is awaited without a turn of the loop; one that fails raises its error."""
+    assert await settled(1) == 1
+    error = ValueError("no")
+    with pytest.raises(ValueError, match="no") as caught:
+        await settled(error=error)
+    assert caught.value is error
+
+
+async def test_await_wakes_when_its_own_loop_settles() -> None:
+    """The loop that awaits may also be the one that settles."""
+    future = pending(asyncio.get_running_loop())
+    asyncio.get_running_loop().call_soon(future.set_result, "here")
+    assert await future == "here"
+
+
+async def test_await_wakes_when_a_thread_settles() -> None:
+    """A thread that settles wakes a loop that sleeps."""
+    future = pending()
+    task = asyncio.ensure_future(future)
+    await until(lambda: waiters(future) == 1)
+    await asyncio.to_thread(future.set_result, "there")
+    async with asyncio.timeout(LONG):
+        assert await task == "there"
+
+
+def test_await_on_three_loops_and_wait_in_two_threads(loop_factory: LoopFactory) -> None:
+    """One Future, awaited on three loops and waited for in two threads: all get the value."""
+    future = pending()
+
+    def loop() -> Any:
+        async def main() -> Any:
+            return await future
+
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(main())
+
+    def settle() -> None:
+        wait_until(lambda: waiters(future) == 5)
+        future.set_result(11)
+
+    assert all_at_once(loop, loop, loop, future.wait, future.wait, settle) == [11] * 5 + [None]
+
+
+async def test_wait_for_gives_up_and_cancels() -> None:
+    """asyncio.wait_for and asyncio.timeout raise TimeoutError and cancel the Future nobody else waits for."""
+    first, second = pending(), pending()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(first, 0.01)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await second
+    assert first.cancelled()
+    assert second.cancelled()
+    assert await asyncio.wait_for(settled(1), LONG) == 1
+
+
+async def test_gather_shield_as_completed_and_task_group() -> None:
+    """asyncio's helpers take a Future as it is; a TaskGroup takes a coroutine around it."""
+
+    async def wrapped(future: Future[Any]) -> Any:
+        return await future
+
+    futures = [pending() for _ in range(6)]
+    async with asyncio.timeout(LONG), asyncio.TaskGroup() as group:
+        task = group.create_task(wrapped(futures[0]))
+        both = asyncio.gather(futures[1], futures[2])
+        shielded = asyncio.shield(futures[3])
+        completed = asyncio.as_completed([futures[4], futures[5]])
+        await until(lambda: all(waiters(future) == 1 for future in futures[:4]))
+        for number, future in enumerate(futures):
+            future.set_result(number)
+        assert await both == [1, 2]
+        assert await shielded == 3
+        assert sorted([await each for each in completed]) == [4, 5]
+    assert task.result() == 0
+
+
+async def test_shield_keeps_the_call() -> None:
+    """Cancelling the outside of a shield leaves the Future pending and usable."""
+    future = pending()
+    outer = asyncio.shield(future)
+    await until(lambda: waiters(future) == 1)
+    outer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await outer
+    assert not future.done()
+    future.set_result(None)
+    await until(lambda: waiters(future) == 0)
+
+
+async def test_gather_with_an_error() -> None:
+    """gather raises the error of one and, with return_exceptions, hands back RpcCancelled as a value."""
+    failed, cancelled = settled(error=ValueError("no")), pending()
+    cancelled.cancel()
+    with pytest.raises(ValueError, match="no"):
+        await asyncio.gather(settled(1), failed)
+    values = await asyncio.gather(settled(1), cancelled, return_exceptions=True)
+    assert values[0] == 1
+    assert isinstance(values[1], RpcCancelled)
+
+
+async def test_cancelled_waiter_cancels_only_as_the_last_one() -> None:
+    """Two tasks await: cancelling the first leaves the call alone, cancelling the second cancels it."""
+    future = pending()
+    tasks = [asyncio.ensure_future(future) for _ in range(2)]
+    await until(lambda: waiters(future) == 2)
+    for task, cancelled in zip(tasks, (False, True), strict=True):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert future.cancelled() is cancelled
+
+
+async def test_cancelled_waiter_leaves_a_call_with_callbacks() -> None:
+    """A callback, a `then`, or a thread that waits is an interest too."""
+    for interest in (
+        lambda future: future.add_done_callback(lambda _: None),
+        lambda future: future.then(lambda _: None),
+        lambda future: collect_all([future]),
+    ):
+        future = pending()
+        interest(future)
+        task = asyncio.ensure_future(future)
+        await until(lambda future=future: waiters(future) == 2)  # type: ignore[misc]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not future.done()
+
+
+async def test_awaiter_sees_cancelled_error_only_for_its_own_task() -> None:
+    """A Future cancelled by somebody else raises RpcCancelled, which does not look like a cancelled task."""
+    future = pending()
+    task = asyncio.ensure_future(future)
+    await until(lambda: waiters(future) == 1)
+    future.cancel()
+    with pytest.raises(RpcCancelled):
+        await task
+    assert not task.cancelled()
+
+
+async def test_cancelling_racing_with_an_answer() -> None:
+    """A task cancelled while a thread settles ends cancelled or with the value; the Future is settled once."""
+    for _ in range(50):
+        future = pending()
+        task = asyncio.ensure_future(future)
+        await until(lambda future=future: waiters(future) == 1)  # type: ignore[misc]
+        settling = asyncio.ensure_future(asyncio.to_thread(future._settle, 1))
+        await asyncio.sleep(0)
+        task.cancel()
+        (ended,) = await asyncio.gather(task, return_exceptions=True)
+        won = await settling
+        assert ended == 1 or isinstance(ended, asyncio.CancelledError)
+        assert see(future)[0] == ("value" if won else "RpcCancelled")
+
+
+async def test_dropped_coroutine_is_no_waiter() -> None:
+    """A coroutine closed in the middle of its await takes its interest with it."""
+
+    async def use() -> None:
+        await future
+
+    future = pending()
+    coroutine = use()
+    coroutine.send(None)
+    assert waiters(future) == 1
+    coroutine.close()
+    assert waiters(future) == 0
+    assert future.cancelled()
+
+
+def test_answer_for_a_loop_that_is_gone(loop_factory: LoopFactory) -> None:
+    """A waiter whose loop was closed under it neither stops the settler nor keeps others from their answer."""
+
+    async def leave() -> None:
+        asyncio.get_running_loop().stop()
+        await future
+
+    future = pending()
+    loop = loop_factory()
+    coroutine = leave()
+    task = loop.create_task(coroutine)
+    loop.run_forever()
+    assert waiters(future) == 1
+    loop.close()
+    ran: list[Any] = []
+    future.add_done_callback(lambda done: ran.append(done.value()))
+    future.set_result(4)
+    assert ran == [4]
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    coroutine.close()
+
+
+# --- callbacks and then -----------------------------------------------------------------------------------------------
+
+
+def test_callbacks_run_in_order() -> None:
+    """Callbacks run in the order of registration, in the settling thread when that runs no loop."""
+    future = pending()
+    ran: list[tuple[int, int]] = []
+    for number in range(5):
+        future.add_done_callback(lambda _, number=number: ran.append((number, threading.get_ident())))  # type: ignore[misc]
+    future.set_result(None)
+    assert ran == [(number, threading.get_ident()) for number in range(5)]
+    future.add_done_callback(lambda done: ran.append((99, 0)))
+    assert ran[-1] == (99, 0)
+
+
+@pytest.mark.parametrize("error", [ValueError("callback"), SystemExit(3), asyncio.CancelledError()])
+def test_raising_callback_is_logged_and_stops_nobody(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """What a callback raises is logged; the settler and the other callbacks go on."""
+
+    def broken(_: Future[Any]) -> None:
+        raise error
+
+    future = pending()
+    ran: list[int] = []
+    future.add_done_callback(broken)
+    future.add_done_callback(lambda done: ran.append(done.value()))
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        future.set_result(1)
+    assert ran == [1]
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
+
+
+@pytest.mark.parametrize("method", ["add_done_callback", "then"])
+def test_callbacks_must_be_callable(method: str) -> None:
+    """What cannot be called is refused when it is given."""
+    with pytest.raises(TypeError, match="not callable"):
+        getattr(pending(), method)(None)
+
+
+async def test_callbacks_never_run_on_a_loop_thread() -> None:
+    """Settled on a loop, or registered on one after that: the callback runs elsewhere, without a loop, and may block."""
+    other = pending()
+
+    def blocking(_: Future[Any]) -> tuple[int, Any]:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        return threading.get_ident(), other.wait(LONG)
+
+    early, done = pending(asyncio.get_running_loop()), pending()
+    first = early.then(blocking)
+    early.set_result(None)
+    done.set_result(None)
+    second = done.then(blocking)
+    await asyncio.sleep(0)
+    assert not first.done()
+    other.set_result("free")
+    async with asyncio.timeout(LONG):
+        results = [await first, await second]
+    assert [value for _, value in results] == ["free", "free"]
+    assert threading.get_ident() not in [thread for thread, _ in results]
+
+
+async def test_callbacks_go_to_the_executor() -> None:
+    """With an executor the callback goes there; when that is closed it still runs."""
+    jobs: list[tuple[Any, ...]] = []
+
+    class Open:
+        def submit(self, fn: Callable[..., None], *args: object) -> None:
+            jobs.append((fn, *args))
+
+    class Closed:
+        def submit(self, fn: Callable[..., None], *args: object) -> None:
+            raise WorkerClosed("closed")
+
+    ran: list[Any] = []
+    future = pending()
+    future._executor = Open()
+    future.add_done_callback(lambda done: ran.append(done.value()))
+    future.set_result(1)
+    assert ran == []
+    ((job, *args),) = jobs
+    await asyncio.to_thread(job, *args)
+    assert ran == [1]
+
+    future = pending()
+    future._executor = Closed()
+    future.add_done_callback(lambda done: ran.append(done.value()))
+    future.set_result(2)
+    await until(lambda: ran == [1, 2])
+
+
+def test_then_makes_a_future_of_ours() -> None:
+    """then gives a Future of the callback's result, with everything ours can do, and chains."""
+    parent = pending()
+    child = parent.then(lambda done: done.value() + 1).then(lambda done: done.wait() * 10)
+    assert type(child) is Future
+    assert not child.done()
+    parent.set_result(1)
+    assert child.wait(LONG) == 20
+    assert "then" in child.describe()
+
+
+def test_then_passes_errors_on() -> None:
+    """The callback sees the parent's error; what it raises, even what is no Exception, fails the child."""
+    parent = pending()
+    seen = parent.then(lambda done: type(done.exception()))
+    raised = parent.then(lambda done: done.value())
+
+    def leave(_: Future[Any]) -> None:
+        raise SystemExit(3)
+
+    left = parent.then(leave)
+    error = ValueError("no")
+    parent.set_exception(error)
+    assert seen.wait(LONG) is ValueError
+    assert raised.exception() is error
+    assert isinstance(left.exception(), SystemExit)
+
+
+def test_cancelled_child_does_not_stop_its_parent() -> None:
+    """Cancelling what `then` gave leaves the parent alone, and the callback's late result is dropped."""
+    parent = pending()
+    child = parent.then(lambda done: done.value())
+    assert child.cancel()
+    assert not parent.done()
+    parent.set_result(1)
+    assert child.cancelled()
+
+
+# --- torch's helpers, and ours on torch's Futures ---------------------------------------------------------------------
+
+
+def torch_future(value: Any = None, error: Exception | None = None) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+    return future
+
+
+def test_torch_sees_ours() -> None:
+    """torch.futures.wait_all and collect_all work on ours, complete before and after they are asked."""
+    futures = [settled(1), pending(), pending()]
+    collected = torch.futures.collect_all(futures)  # type: ignore[arg-type]
+    with running(torch.futures.wait_all, futures) as result:
+        futures[2].set_result(torch.ones(2))
+        assert not collected.done()
+        futures[1].set_result([2])
+    assert result[0][:2] == [1, [2]]
+    assert torch.equal(result[0][2], torch.ones(2))
+    assert [future.value() for future in collected.wait()][:2] == [1, [2]]
+
+
+@pytest.mark.parametrize("settle", ["set_exception", "cancel", "failure"])
+def test_torch_wait_all_raises_our_error(settle: str) -> None:
+    """torch.futures.wait_all raises the error of ours, whoever settled it."""
+    future = pending()
+    SETTLERS[settle](future)
+    with pytest.raises((ValueError, RpcCancelled, KeyError)) as caught:
+        torch.futures.wait_all([settled(1), future])
+    assert caught.value is future.exception()
+
+
+def test_is_a_torch_future() -> None:
+    """isinstance checks of torch programs hold, and so does the signature of the constructor."""
+    assert isinstance(Future(), torch.futures.Future)
+    assert isinstance(Future(devices=[]), torch.futures.Future)
+
+
+def test_our_helpers_take_bare_torch_futures() -> None:
+    """wait_all, collect_all, when_done and outcome take any torch Future, also the C++ base that torch's then returns."""
+    source: torch.futures.Future[int] = torch.futures.Future()
+    bare = source.then(lambda done: done.value() + 1)
+    ran: list[Any] = []
+    when_done(bare, lambda done: ran.append(outcome(done)))
+    both = collect_all([settled(1), bare])
+    assert not both.done()
+    source.set_result(4)
+    assert both.wait(LONG)[1] is bare
+    assert ran == [(5, None)]
+    assert wait_all([settled(1), bare, torch_future(2)]) == [1, 5, 2]
+    error = ValueError("no")
+    assert outcome(torch_future(error=error)) == (None, error)
+
+
+def test_wait_all_raises_the_first_error_after_all_are_done() -> None:
+    """wait_all waits for all, then raises the first error in the order of the list."""
+    futures = [pending(), pending(), torch_future(error=KeyError("third"))]
+    with running(wait_all, futures) as result:
+        futures[1].set_exception(ValueError("second"))
+        wait_until(lambda: waiters(futures[0]) == 1)
+        assert not result
+        futures[0].set_result(0)
+    assert repr(result[0]) == "ValueError('second')"
+
+
+def test_collect_all_keeps_identity_and_refuses_others() -> None:
+    """The list holds the very Futures that were given; none at all is complete at once; other things are refused."""
+    futures = [settled(1), settled(error=ValueError("no"))]
+    assert all(mine is theirs for mine, theirs in zip(collect_all(futures).wait(LONG), futures, strict=True))
+    assert collect_all([]).wait(LONG) == []
+    with pytest.raises(TypeError, match="not int"):
+        collect_all([1])  # type: ignore[list-item]
+
+
+def test_collect_all_completes_once_when_many_threads_settle() -> None:
+    """However many threads settle its members at once, the collection completes once, after the last."""
+    for _ in range(30):
+        futures = [pending() for _ in range(8)]
+        done: list[bool] = []
+        collect_all(futures).add_done_callback(lambda all_of: done.append(all(f.done() for f in all_of.value())))
+        all_at_once(*(lambda future=future: future.set_result(None) for future in futures))  # type: ignore[misc]
+        wait_until(lambda: bool(done))
+        assert done == [True]
+
+
+# --- failures nobody looked at ----------------------------------------------------------------------------------------
+
+
+def made_here() -> Future[Any]:
+    future = pending()
+    future._what = "the call of f"
+    future._site = CallSite(sys._getframe())
+    return future
+
+
+def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """A failed call that nobody looked at is logged when it is dropped: what, where made, which error."""
+    future = made_here()
+    future._settle(None, ValueError("lost in space"))
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        del future
+        gc.collect()
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "the call of f" in message
+    assert f"{__file__}:" in message
+    assert "in made_here" in message
+    assert "ValueError: lost in space" in message
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda future: future.exception(),
+        lambda future: outcome(future),
+        lambda future: future.then(lambda done: done.exception()),
+        lambda future: pytest.raises(ValueError, future.wait),
+        lambda future: pytest.raises(ValueError, future.value),
+        lambda future: pytest.raises(ValueError, wait_all, [future]),
+    ],
+)
+def test_observed_failure_is_not_logged(
+    look: Callable[[Future[Any]], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever looked at the error, in whatever way, has dealt with it."""
+    future = made_here()
+    future._settle(None, ValueError("seen"))
+    look(future)
+    del future
+    gc.collect()
+    assert not caplog.records
+
+
+def test_cancelled_and_answered_calls_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A cancelled call is nobody's surprise, nor is one that was answered or never ended."""
+    futures = [made_here() for _ in range(3)]
+    futures[0].cancel()
+    futures[1].set_result(1)
+    futures.clear()
+    gc.collect()
+    assert not caplog.records

@@ -1,0 +1,156 @@
+"""The in-process cluster for users' tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import aiorpc
+from aiorpc import RpcBackendOptions
+from aiorpc.testing import cluster
+
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+def where() -> str:
+    return aiorpc.current().record.incarnation
+
+
+async def nap(seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return seconds
+
+
+async def test_workers_have_names_and_ids_in_order() -> None:
+    """worker0, worker1... with ids 0, 1..., on the running loop."""
+    async with cluster(3) as workers:
+        assert [(worker.name, worker.id) for worker in workers] == [("worker0", 0), ("worker1", 1), ("worker2", 2)]
+        assert all(worker.loop is asyncio.get_running_loop() for worker in workers)
+
+
+async def test_everybody_reaches_everybody() -> None:
+    """Calls work between all pairs, to oneself too."""
+    async with cluster(3) as workers:
+        calls = [worker.call(other.name, add, i) for i, worker in enumerate(workers) for other in workers]
+        assert await asyncio.gather(*calls) == [i + 1 for i in range(3) for _ in range(3)]
+
+
+async def test_one_worker_is_a_cluster_too() -> None:
+    """With a single worker the module's verbs need no context."""
+    async with cluster(1) as (worker,):
+        assert aiorpc.current() is worker
+        assert await aiorpc.call("worker0", add, 1) == 2
+
+
+async def test_options_for_all_or_for_each() -> None:
+    """One set of options is used by all workers, a sequence gives each its own."""
+    async with cluster(2, options=RpcBackendOptions(rpc_timeout=7.0)) as workers:
+        assert [worker.default_timeout for worker in workers] == [7.0, 7.0]
+    each = [RpcBackendOptions(rpc_timeout=5.0), RpcBackendOptions(rpc_timeout=6.0)]
+    async with cluster(2, options=each) as workers:
+        assert [worker.default_timeout for worker in workers] == [5.0, 6.0]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5])
+async def test_an_impossible_size_is_refused(size: int) -> None:
+    """A cluster has at least one worker."""
+    with pytest.raises(aiorpc.RpcUsageError, match="at least 1 worker"):
+        async with cluster(size):
+            pass
+
+
+async def test_options_must_be_one_for_each() -> None:
+    """A sequence of options of the wrong length is refused."""
+    with pytest.raises(aiorpc.RpcUsageError, match="1 for 2 workers"):
+        async with cluster(2, options=[RpcBackendOptions()]):
+            pass
+
+
+async def test_the_end_is_clean_when_the_body_raises() -> None:
+    """The body's error comes out; all workers are closed; calls under way fail."""
+    with pytest.raises(ZeroDivisionError):
+        async with cluster(2) as workers:
+            call = workers[0].call("worker1", nap, 60.0)
+            await workers[0].call("worker1", add, 1)
+            raise ZeroDivisionError
+    assert all(worker.closed for worker in workers)
+    with pytest.raises((aiorpc.WorkerClosed, aiorpc.PeerClosed)):
+        await call
+
+
+async def test_the_end_waits_for_calls_under_way() -> None:
+    """A call that is under way when the block ends is served to its end."""
+    async with cluster(2) as workers:
+        call = workers[0].call("worker1", nap, 0.05)
+    assert await call == 0.05
+
+
+async def test_a_worker_may_leave_inside_the_block() -> None:
+    """A worker that the test itself has shut down is no problem at the end."""
+    async with cluster(2) as workers:
+        await workers[1].shutdown(graceful=False)
+    assert all(worker.closed for worker in workers)
+
+
+async def test_a_worker_that_cannot_start_ends_the_cluster() -> None:
+    """What the start of one worker raises comes out, with all others closed."""
+    bad = [RpcBackendOptions(), RpcBackendOptions(transports=("tcp",), bind_address="203.0.113.1")]
+    with pytest.raises((OSError, aiorpc.RpcError)):
+        async with cluster(2, options=bad):
+            pass
+
+
+async def test_a_cancelled_body_ends_the_cluster() -> None:
+    """A task that is cancelled inside the block leaves no worker behind."""
+    started = asyncio.Event()
+    seen: list[aiorpc.Worker] = []
+
+    async def body() -> None:
+        async with cluster(2) as workers:
+            seen.extend(workers)
+            started.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.ensure_future(body())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert all(worker.closed for worker in seen)
+
+
+async def test_others_join_a_dynamic_cluster() -> None:
+    """With dynamic=True a further worker joins at the same store."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers:
+        async with aiorpc.init("late", store=store) as late:
+            assert await workers[0].call("late", add, 1) == 2
+            assert await late.call("worker1", add, 2) == 3
+        assert late.closed
+
+
+async def test_dedicated_loops() -> None:
+    """Workers may each have a loop in a thread of its own."""
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
+        assert len({worker.loop for worker in workers} | {asyncio.get_running_loop()}) == 3
+        assert await workers[0].call("worker1", threading.get_ident) != threading.get_ident()
+
+
+async def test_blocking_verbs_work_in_threads() -> None:
+    """A thread of the test may block on the workers' loop."""
+    async with cluster(2) as workers:
+        assert await asyncio.to_thread(lambda: workers[0].call("worker1", add, 4).wait()) == 5
+
+
+async def test_clusters_one_after_the_other_and_side_by_side() -> None:
+    """Clusters do not see each other: handlers run on the worker of the caller's own cluster."""
+    async with cluster(2) as first, cluster(2) as second:
+        for workers in (first, second):
+            assert await workers[0].call("worker1", where) == workers[1].record.incarnation
+    async with cluster(2) as third:
+        assert await third[1].call("worker0", where) == third[0].record.incarnation
