@@ -25,7 +25,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -113,6 +113,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     _state: int = PENDING
     _value: Any = None
     _error: BaseException | None = None
+    _trace: TracebackType | None = None  # what the error's traceback was when it came
     _callbacks: list[Callable[[Future[Any]], None]] | None = None
     _unobserved: _Unobserved | None = None
     _loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
@@ -138,6 +139,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             _CFuture.set_result(self, value)
         else:
             self._error = error
+            self._trace = error.__traceback__
             self._state = ERROR
             _CFuture._set_unwrap_func(self, _raise)
             _CFuture.set_result(self, error)
@@ -191,7 +193,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         """The result of a completed Future; raises its error, or RpcUsageError if it is not complete."""
         if self._state == PENDING:
             raise RpcUsageError(f"value() of {self.describe()}: it is not complete yet; use wait() or await it")
-        return self._outcome()
+        try:
+            return self._outcome()
+        finally:
+            del self  # see _outcome
 
     def exception(self) -> BaseException | None:
         """The error of a completed Future, None if it has a value; RpcUsageError if it is not complete."""
@@ -219,7 +224,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         if self._error is None:
             return cast(T, self._value)
         self._look()
-        raise self._error
+        try:
+            # Each raise appends to the traceback, so it starts again from what came with the error.
+            raise self._error.with_traceback(self._trace)
+        finally:
+            del self  # the traceback holds this frame: a cycle would keep all of the callers' locals alive
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +240,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if self._state == PENDING:
             self._block(timeout)
-        return self._outcome()
+        try:
+            return self._outcome()
+        finally:
+            del self  # see _outcome
 
     def _block(self, timeout: float | None) -> None:
         loop = _running_loop()
@@ -284,7 +296,10 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if self._remove_callback(wake) and not self._callbacks:
                     self.cancel()
                 raise
-        return self._outcome()
+        try:
+            return self._outcome()
+        finally:
+            del self  # see _outcome
 
     # --- callbacks ----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from aiorpc.errors import RpcCancelled, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
-from aiorpc.futures import CallSite, Future, block_observer, collect_all, is_future, outcome, wait_all, when_done
+from aiorpc.futures import Future, block_observer, call_site, collect_all, is_future, outcome, wait_all, when_done
 from tests.conftest import LoopFactory
 
 # Long enough that only a hang reaches it.
@@ -853,7 +853,7 @@ def test_collect_all_completes_once_when_many_threads_settle() -> None:
 def made_here() -> Future[Any]:
     future = pending()
     future._what = "the call of f"
-    future._site = CallSite(sys._getframe())
+    future._site = call_site(sys._getframe())
     return future
 
 

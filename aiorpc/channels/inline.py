@@ -4,7 +4,11 @@ Tensors of one message that share a storage share one at the receiver: the span 
 A tensor alone in its storage travels as its bytes; strides are kept unless they would make the span more than twice as long
 as the elements, in which case the receiver gets a contiguous copy.
 
-table: per tensor ``[segment or -1, byte offset, dtype code, shape, strides or None, flags]``.
+Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a segment of its own costs more than
+the copy.
+
+table: per tensor ``[segment, byte offset, dtype code, shape, strides or None, flags]``; in place of a segment's number -1 for
+a tensor without bytes, and -2 for one whose bytes stand in place of the offset.
 """
 
 from __future__ import annotations
@@ -20,52 +24,24 @@ from ..errors import ProtocolError
 from ..protocol.frames import DIRECT_SIZE, Buffer
 
 REQUIRES_GRAD, PARAMETER = 1, 2
+NO_BYTES, EMBEDDED = -1, -2
+EMBEDDED_SIZE = 4096
 
-# Positions are codes on the wire: append only.
-DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.complex32,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.float4_e2m1fn_x2,
-    torch.int1,
-    torch.int2,
-    torch.int3,
-    torch.int4,
-    torch.int5,
-    torch.int6,
-    torch.int7,
-    torch.uint1,
-    torch.uint2,
-    torch.uint3,
-    torch.uint4,
-    torch.uint5,
-    torch.uint6,
-    torch.uint7,
-    torch.bits8,
-    torch.bits16,
-    torch.bits1x8,
-    torch.bits2x4,
-    torch.bits4x2,
+# Positions are codes on the wire: append only. A version of torch without some type has None in its place.
+DTYPES: tuple[torch.dtype | None, ...] = tuple(
+    getattr(torch, name, None)
+    for name in """
+    dtype float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32
+    uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+    float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7 bits8 bits16
+    bits1x8 bits2x4 bits4x2
+    """.split()
 )
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
+_NUMPY = {
+    _CODES[dtype]: numpy.dtype(str(dtype).removeprefix("torch."))
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8)
+} | {_CODES[torch.uint8]: numpy.dtype("uint8"), _CODES[torch.bool]: numpy.dtype("bool")}
 _ALIGN = 16
 
 
@@ -76,6 +52,9 @@ class InlineChannel:
         """Describe the tensors and give their bytes. copy: take the bytes now, as the tensors may change before sending."""
         table: list[Any] = [None] * len(tensors)
         segments: list[Buffer] = []
+        if len(tensors) == 1:
+            _put_alone(0, tensors[0], table, segments, copy)
+            return table, segments
         shared: dict[int, list[int]] = {}
         for index, tensor in enumerate(tensors):
             shared.setdefault(tensor.untyped_storage()._cdata, []).append(index)
@@ -100,7 +79,7 @@ def allocate(size: int) -> memoryview:
 
 
 def _flags(tensor: torch.Tensor) -> int:
-    return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0)
+    return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if type(tensor) is torch.nn.Parameter else 0)
 
 
 def _bytes_at(owner: torch.Tensor, address: int, size: int, copy: bool) -> Buffer:
@@ -117,7 +96,7 @@ def _put_alone(index: int, tensor: torch.Tensor, table: list[Any], segments: lis
         tensor = tensor.detach().resolve_conj().resolve_neg()
     size = tensor.nbytes
     if size == 0:
-        table[index] = [-1, 0, _CODES[tensor.dtype], list(tensor.shape), list(tensor.stride()), flags]
+        table[index] = [NO_BYTES, 0, _CODES[tensor.dtype], list(tensor.shape), list(tensor.stride()), flags]
         return
     if not tensor.is_contiguous():
         first, last = _span(tensor)
@@ -126,6 +105,10 @@ def _put_alone(index: int, tensor: torch.Tensor, table: list[Any], segments: lis
             table[index][5] = flags
             return
         tensor = tensor.detach().contiguous()
+    if size <= EMBEDDED_SIZE:
+        data = ctypes.string_at(tensor.data_ptr(), size)
+        table[index] = [EMBEDDED, data, _CODES[tensor.dtype], list(tensor.shape), None, flags]
+        return
     table[index] = [len(segments), 0, _CODES[tensor.dtype], list(tensor.shape), None, flags]
     segments.append(_bytes_at(tensor, tensor.data_ptr(), size, copy))
 
@@ -171,14 +154,16 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _take(entry: list[Any], segments: Sequence[Buffer]) -> torch.Tensor:
     segment, offset, code, shape, strides, flags = entry
     dtype = DTYPES[code]
-    if segment < 0:
+    if dtype is None:
+        raise ValueError(f"a type that this version of torch does not have (code {code})")
+    if segment == EMBEDDED:
+        tensor = _over(bytearray(offset), code, dtype, shape)
+    elif segment == NO_BYTES:
         if 0 not in shape:
             raise ValueError(f"shape {shape} without bytes")
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
     elif strides is None:
-        tensor = torch.frombuffer(segments[segment], dtype=dtype)
-        if len(shape) != 1:
-            tensor = tensor.view(shape)
+        tensor = _over(segments[segment], code, dtype, shape)
     else:
         tensor = _view(segments[segment], offset, dtype, shape, strides)
     if flags:
@@ -187,6 +172,14 @@ def _take(entry: list[Any], segments: Sequence[Buffer]) -> torch.Tensor:
         if flags & REQUIRES_GRAD:
             tensor.requires_grad_()
     return tensor
+
+
+def _over(buffer: Any, code: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """A contiguous tensor over a whole buffer."""
+    numpy_type = _NUMPY.get(code)
+    if numpy_type is not None:  # half of the time of frombuffer and view
+        return torch.from_numpy(numpy.ndarray(shape, numpy_type, buffer))
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
 def _view(buffer: Any, offset: int, dtype: torch.dtype, shape: list[int], strides: list[int]) -> torch.Tensor:

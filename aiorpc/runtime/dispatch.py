@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -338,7 +339,7 @@ class Service:
             result = target.function(*args, **kwargs)
             if target.mode is Mode.ASYNC_GENERATOR:
                 result = serve_async_generator(self, context, result, credit)
-            context.on_cancel = self.worker.serve(self._run_coroutine(context, result)).cancel
+            self._serve_coroutine(context, result)
         except BaseException as error:
             self.answer_error(context, error)
         finally:
@@ -350,9 +351,21 @@ class Service:
             return
         token = current_call.set(context)
         try:
-            context.on_cancel = self.worker.serve(self._run_coroutine(context, coroutine)).cancel
+            self._serve_coroutine(context, coroutine)
         finally:
             current_call.reset(token)
+
+    def _serve_coroutine(self, context: CallContext, handler: Any) -> None:
+        coroutine = self._run_coroutine(context, handler)
+        context.on_cancel = partial(self._cancel_task, self.worker.serve(coroutine), coroutine, handler)
+
+    def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, handler: Any) -> None:
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            # Nothing of it has run, so nothing of it will: the handler's coroutine would never be awaited.
+            self.worker.drop(task)
+            if hasattr(handler, "close"):
+                handler.close()
+        task.cancel()
 
     async def _run_coroutine(self, context: CallContext, coroutine: Any) -> None:
         try:

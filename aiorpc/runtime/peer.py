@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -136,7 +137,8 @@ class Peer:
         self.state = State.IDLE
         self.max_body = worker.options.max_frame_bytes
         self.pending: dict[int, CallFuture] = {}
-        self.streams: dict[int, Stream] = {}
+        # Weak: a consumer that breaks out of its loop drops the stream, and that is what stops the producer.
+        self.streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.gone: RpcError | None = None
         self.connection: Connection | None = None
         self._ids = itertools.count(1)
@@ -177,7 +179,7 @@ class Peer:
         """
         worker = self.worker
         if worker.closed:
-            raise WorkerClosed(f"worker {worker.name!r} has shut down; it makes no more calls")
+            worker.check_open()
         pending = self.pending
         if len(pending) >= worker.options.max_pending_calls and not system:
             raise Overloaded(

@@ -112,6 +112,10 @@ class RRef(Generic[T]):
         timeout: seconds; negative for the worker's default, 0 for no limit. Raises what the creation of the value raised,
         RpcTimeout, PeerLost. Not for the loop that runs the worker: ``await rref`` there.
         """
+        self._check()
+        if self.is_owner():
+            return self._value_future().wait(self._references.worker.timeout(timeout) or None)
+        self._references.worker.refuse_on_loop("rref.to_here()", "await rref")
         return self._fetch(timeout, 3).wait()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -131,7 +135,10 @@ class RRef(Generic[T]):
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise RpcError(f"{self} cannot be used: {self._broken}")
+            gone = self._references.worker.peer_by_id(self._owner).gone
+            failure = (RpcError if gone is None else type(gone))(f"{self} cannot be used: {gone or self._broken}")
+            failure.__dict__.update(vars(gone) if gone is not None else {})
+            raise failure
         creation = self._creation
         if creation is not None and creation.done() and creation.exception() is not None:
             raise creation._error  # type: ignore[misc]  # exception() just said that there is one
@@ -230,6 +237,13 @@ class LeakedReference:
     owner: str
     type: str
     made_at: str
+
+
+class _ValueFuture(Future[Any]):
+    """The value of a reference: nobody who waits for it owns it, so the last one to give up does not cancel it."""
+
+    def cancel(self, msg: object = None) -> bool:
+        return False
 
 
 class References:
@@ -336,7 +350,8 @@ class References:
         return future
 
     def _new_value(self) -> Future[Any]:
-        future: Future[Any] = Future()
+        future: Future[Any] = _ValueFuture()
+        future._loop = self.worker.loop
         future._what = "the value of a reference"
         future._executor = self.worker.pool
         return future

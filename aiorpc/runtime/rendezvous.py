@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..errors import RendezvousError
 from ..protocol.identity import WorkerRecord
+from ..transport.sockets import SECRET_SUFFIX
 from .host import host_identity, main_identity
 from .membership import FixedWorld, FreeWorld, Member, load_json
 from .stores import (
@@ -327,8 +328,10 @@ class _HeldSecret:
         """What goes into the store: where the file is, and the secret itself only if `openly`."""
         self.value = self.value or secrets.token_bytes(_SECRET_BYTES)
         if self.path is None:
-            # A name of its own: workers of one process may share the directory.
-            self.path = self.directory / f"secret-{secrets.token_hex(8)}"
+            # A name of its own: workers of one process may share the directory. That of the socket, if there is one:
+            # whoever finds the socket of a dead worker removes both.
+            stem = Path(self.record.unix_path).stem or secrets.token_hex(8)
+            self.path = self.directory / f"{stem}{SECRET_SUFFIX}"
             _write_private(self.path, self.value)
         offer = {"owner": self.record.incarnation, "host": self.record.host, "path": str(self.path)}
         return {**offer, "value": self.value.hex()} if openly else offer

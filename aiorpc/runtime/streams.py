@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RpcError, RpcTimeout, RpcUsageError
-from ..futures import block_observer
+from ..futures import Future, block_observer
 from ..protocol.codec import pack
 from ..protocol.frames import Buffer, Kind, encode_frame
 from . import messages
@@ -45,14 +46,21 @@ class Stream(AsyncIterator[Any]):
     def start(self, end: CallFuture) -> None:
         """The call is on its way; `end` settles when the producer has ended."""
         self._end = end
-        end._add_callback(self._wake)
+        myself = weakref.ref(self)
+
+        def wake(_: Future[Any]) -> None:
+            stream = myself()
+            if stream is not None:
+                stream._wake()
+
+        end._add_callback(wake)
 
     def on_item(self, fields: list[Any], segments: Sequence[Buffer]) -> None:
         """An item arrived; on the worker's loop."""
         self._items.append((fields, segments))
-        self._wake(None)
+        self._wake()
 
-    def _wake(self, _: object) -> None:
+    def _wake(self) -> None:
         waiter = self._waiter
         if waiter is None:
             return
@@ -136,13 +144,26 @@ class Stream(AsyncIterator[Any]):
 
     def _stop(self) -> None:
         self._finished = True
-        self._items.clear()
         if self._end is not None:
-            self._end.cancel()
-            self._end._look()
+            _abandon(self._peer, self._items, self._end)
 
     def __del__(self) -> None:
-        self._stop()
+        # Runs anywhere, inside a lock or the garbage collector: only wakes the loop.
+        end = self._end
+        if end is not None:
+            end._look()
+            if self._items or not end.done():
+                self._peer.worker.call_on_loop(_abandon, self._peer, self._items, end)
+
+
+def _abandon(peer: Peer, items: deque[tuple[list[Any], Sequence[Buffer]]], end: CallFuture) -> None:
+    """Stop the producer; references in items that nobody took have to be taken all the same."""
+    end.cancel()
+    end._look()
+    while items:
+        fields, _ = items.popleft()
+        if len(fields) > 6 and fields[6]:
+            peer.load_references(fields[6])
 
 
 def _finish(future: asyncio.Future[None]) -> None:

@@ -335,19 +335,21 @@ class Worker:
 
     # --- peers --------------------------------------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """WorkerClosed if no verb can be used any more. Any thread."""
+        if self._forked:
+            raise WorkerClosed("this process was forked from the worker's; start a worker of its own here")
+        if self.closed:
+            raise WorkerClosed(f"worker {self.name!r} has shut down; it makes no more calls")
+
     def find_peer(self, to: To) -> Peer:
         """The peer of that name, id or WorkerInfo. UnknownWorker if the group cannot have it. Any thread."""
         key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to  # type: ignore[assignment]
         peer = self._peers.get(key)
-        if peer is not None and (peer.gone is None or not self.dynamic or self.closed):
+        if peer is not None and (peer.gone is None or not self.dynamic or self.closed) and _is_key(key):
             return peer
-        if self.closed:
-            raise WorkerClosed(
-                "this process was forked from the worker's; start a worker of its own here"
-                if self._forked
-                else f"worker {self.name!r} has shut down"
-            )
-        if isinstance(key, bool) or not isinstance(key, (str, int)):
+        self.check_open()
+        if not _is_key(key):
             raise RpcUsageError(f"a worker is named by a name, a rank or a WorkerInfo, not by {to!r}")
         if not self.dynamic or not isinstance(key, str):
             known = ", ".join(sorted(record.name for record in self.group.members.values()))
@@ -428,6 +430,7 @@ class Worker:
 
     def get_worker_info(self, name: str | None = None) -> WorkerInfo:
         """Name and id of this worker, or of the one of that name. UnknownWorker if there is none yet."""
+        self.check_open()
         if name is None:
             return self.info
         peer = self.find_peer(name)
@@ -523,6 +526,8 @@ class Worker:
         failure.__cause__ = error
         self.peer_of(record).fail(failure)
         self._forget(record, lost=True)
+        if record.unix_path and record.host == self.record.host:
+            sockets.remove_if_stale(Path(record.unix_path))
         self._publish(WorkerLost(record.info, cause))
 
     def on_goodbye(self, record: WorkerRecord | None, frame: Frame) -> None:
@@ -598,6 +603,10 @@ class Worker:
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         return task
+
+    def drop(self, task: asyncio.Task[None]) -> None:
+        """A task of `serve` will end without having begun."""
+        self._tasks.discard(task)
 
     def served(self) -> None:
         """The running task has served its call."""
@@ -808,6 +817,11 @@ class Worker:
             with contextlib.suppress(ValueError):  # a fixture may leave in another context than it entered
                 current_worker.reset(self._token)
         await self.shutdown(graceful=exc is None)
+
+
+def _is_key(key: object) -> bool:
+    """Whether it can name a worker: 1.0 and True are equal to 1, and would find its entry."""
+    return isinstance(key, (str, int)) and not isinstance(key, bool)
 
 
 class PeerHandle:

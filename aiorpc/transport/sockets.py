@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 BACKLOG = 1024
+# A secret in a file stands beside the socket of the worker that made it, under the same name.
+SECRET_SUFFIX = ".secret"
 # A broken network between hosts is noticed after this many seconds of unanswered data or probes.
 TCP_TIMEOUT = 20
 
@@ -35,14 +37,20 @@ def private_directory() -> Path:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove what dead workers left behind: sockets that nobody listens on any more."""
+    """Remove what dead workers left behind: sockets that nobody listens on any more, and the secrets beside them."""
     for path in directory.glob("*.sock"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.setblocking(False)
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
+        remove_if_stale(path)
+
+
+def remove_if_stale(path: Path) -> None:
+    """Remove one socket, and the secret beside it, if nobody listens on it any more. Does not wait."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            path.with_suffix(SECRET_SUFFIX).unlink(missing_ok=True)
 
 
 def listen_unix(directory: Path) -> tuple[socket.socket, str]:

@@ -1,0 +1,320 @@
+"""Streams: items in order, back-pressure, errors, and what stops a producer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc
+from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
+from aiorpc.testing import cluster
+from tests.runtime.waiting import until, until_no_references
+
+
+class Producer:
+    """Generators that note how far they got and whether they were closed; shared by both sides of a test."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.closed = threading.Event()
+        self.go_on = threading.Event()
+
+    def count(self, limit: int = 1_000_000) -> Iterator[int]:
+        try:
+            for number in range(limit):
+                self.made = number + 1
+                yield number
+        finally:
+            self.closed.set()
+
+    async def count_async(self, limit: int = 1_000_000) -> AsyncIterator[int]:
+        try:
+            for number in range(limit):
+                self.made = number + 1
+                yield number
+        finally:
+            self.closed.set()
+
+
+_producers: dict[str, Producer] = {}
+
+
+def plain(key: str, limit: int = 1_000_000) -> Iterator[int]:
+    yield from _producers[key].count(limit)
+
+
+async def asynchronous(key: str, limit: int = 1_000_000) -> AsyncIterator[int]:
+    async for number in _producers[key].count_async(limit):
+        yield number
+
+
+@pytest.fixture
+def producer() -> Iterator[Producer]:
+    _producers["it"] = Producer()
+    yield _producers["it"]
+    del _producers["it"]
+
+
+def fail_after(count: int) -> Iterator[int]:
+    yield from range(count)
+    raise KeyError("after", count)
+
+
+async def fail_after_async(count: int) -> AsyncIterator[int]:
+    for number in range(count):
+        yield number
+    raise KeyError("after", count)
+
+
+def tensors(count: int) -> Iterator[torch.Tensor]:
+    buffer = torch.zeros(4)
+    for number in range(count):
+        buffer.fill_(number)  # the same memory each time: an item is what it was when it was yielded
+        yield buffer
+
+
+async def stall(event_free: bool = True) -> AsyncIterator[int]:
+    yield 1
+    await asyncio.Event().wait()
+
+
+def unpicklable(count: int) -> Iterator[Any]:
+    yield from range(count)
+    yield threading.Lock()
+
+
+def nothing() -> Iterator[int]:
+    return iter(())
+
+
+def empty() -> Iterator[int]:
+    yield from ()
+
+
+class Source:
+    """Streamed through methods."""
+
+    def numbers(self, count: int) -> Iterator[int]:
+        yield from range(count)
+
+    @classmethod
+    async def letters(cls, text: str) -> AsyncIterator[str]:
+        for letter in text:
+            yield letter
+
+
+@pytest.mark.parametrize("kind", [plain, asynchronous])
+async def test_items_arrive_in_order_and_the_loop_ends(pair: list[Worker], producer: Producer, kind: Any) -> None:
+    """Async and plain generators deliver all of their items in order, also many times the window."""
+    assert [n async for n in pair[0].stream("worker1", kind, "it", 200)] == list(range(200))
+    assert producer.closed.is_set()
+    await until(lambda: pair[1].is_idle())
+
+
+async def test_generators_of_all_forms(pair: list[Worker]) -> None:
+    """Methods, class methods, closures, and generators without items; also to oneself."""
+
+    def local() -> Iterator[int]:
+        yield 7
+
+    assert [n async for n in pair[0].stream("worker1", Source().numbers, 3)] == [0, 1, 2]
+    assert [c async for c in pair[0].stream("worker1", Source.letters, text="abc")] == ["a", "b", "c"]
+    assert [n async for n in pair[0].stream("worker1", local)] == [7]
+    assert [n async for n in pair[0].stream("worker1", empty)] == []
+    assert [n async for n in pair[0].stream("worker0", Source().numbers, 2)] == [0, 1]
+    assert [n async for n in pair[0].peer("worker1").stream(Source().numbers, 2)] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", [plain, asynchronous])
+async def test_the_producer_stops_while_its_consumer_does(producer: Producer, kind: Any) -> None:
+    """Without anybody taking items at most a window of them is made."""
+    async with cluster(2, options=RpcBackendOptions(stream_window=4)) as workers:
+        stream = workers[0].stream("worker1", kind, "it")
+        assert await anext(stream) == 0
+        await until(lambda: producer.made >= 4)
+        for number in range(1, 50):
+            assert await anext(stream) == number
+            assert producer.made <= number + 1 + 4
+        await stream.aclose()
+        await until(producer.closed.is_set)
+
+
+@pytest.mark.parametrize("kind", [plain, asynchronous])
+async def test_leaving_the_loop_stops_the_producer(pair: list[Worker], producer: Producer, kind: Any) -> None:
+    """``break`` is enough: the generator is closed at the callee, and nothing is pending at either end."""
+    async for number in pair[0].stream("worker1", kind, "it"):
+        if number == 3:
+            break
+    gc.collect()
+    await until(producer.closed.is_set)
+    await until(lambda: not pair[0].pending_calls() and not pair[1].pending_calls())
+
+
+@pytest.mark.parametrize("kind", [plain, asynchronous])
+async def test_cancelling_the_consumer_stops_the_producer(pair: list[Worker], producer: Producer, kind: Any) -> None:
+    """A task that is cancelled in its loop, or an error in its body, ends the generator."""
+
+    async def consume() -> None:
+        async with pair[0].stream("worker1", kind, "it") as items:
+            async for _ in items:
+                pass
+
+    task = asyncio.ensure_future(consume())
+    await until(lambda: producer.made > 20)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(producer.closed.is_set)
+
+
+@pytest.mark.parametrize("kind", [fail_after, fail_after_async])
+@pytest.mark.parametrize("count", [0, 1, 40])
+async def test_errors_arrive_in_their_place(pair: list[Worker], kind: Any, count: int) -> None:
+    """The generator's own error is raised after all the items before it, and then the stream is over."""
+    stream = pair[0].stream("worker1", kind, count)
+    seen = []
+    with pytest.raises(KeyError) as caught:
+        async for item in stream:
+            seen.append(item)
+    assert seen == list(range(count)) and caught.value.args == ("after", count)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_an_item_that_cannot_be_serialised_ends_the_stream_with_an_error(pair: list[Worker]) -> None:
+    """Items before it arrive; the error names the item's type and the function."""
+    seen = []
+    with pytest.raises(aiorpc.SerializationError, match=r"an item of .*unpicklable.*lock"):
+        async for item in pair[0].stream("worker1", unpicklable, 3):
+            seen.append(item)
+    assert seen == [0, 1, 2]
+
+
+async def test_arguments_that_cannot_be_serialised_raise_at_once(pair: list[Worker]) -> None:
+    """The stream is not opened."""
+    with pytest.raises(aiorpc.SerializationError, match="argument 0"):
+        pair[0].stream("worker1", plain, threading.Lock())
+
+
+async def test_items_are_snapshots_of_their_tensors(pair: list[Worker]) -> None:
+    """A generator may reuse its buffer for the next item; each item is the receiver's own."""
+    items = [item async for item in pair[0].stream("worker1", tensors, 40)]
+    assert [item.tolist() for item in items] == [[n] * 4 for n in range(40)]
+
+
+async def test_references_in_items(trio: list[Worker]) -> None:
+    """RRefs travel in items; those in items that nobody took are released."""
+    seen = []
+    async for rref in trio[0].stream("worker1", references, 10):
+        seen.append(await rref)
+    assert seen == list(range(10))
+    del rref
+    stream = trio[0].stream("worker1", references, 10)
+    assert await (await anext(stream)) == 0
+    await until(lambda: len(stream._items) > 3)
+    await stream.aclose()
+    del stream
+    gc.collect()
+    await until_no_references(trio)
+
+
+async def references(count: int) -> AsyncIterator[Any]:
+    for number in range(count):
+        yield aiorpc.RRef(number)
+
+
+async def test_the_timeout_bounds_the_wait_for_each_item(pair: list[Worker]) -> None:
+    """RpcTimeout names function, worker and seconds; the producer is stopped."""
+    stream = pair[0].peer("worker1", timeout=0.05).stream(stall)
+    assert await anext(stream) == 1
+    with pytest.raises(RpcTimeout, match=r"stall.*'worker1'.*0\.05 s") as caught:
+        await anext(stream)
+    assert (caught.value.worker, caught.value.seconds) == ("worker1", 0.05)
+    await until(lambda: not pair[1].pending_calls())
+
+
+async def test_a_cancelled_wait_takes_no_item(pair: list[Worker], producer: Producer) -> None:
+    """Giving up on one ``anext`` leaves the stream usable, with no item lost."""
+    stream = pair[0].stream("worker1", gated, "it")
+    for number in range(5):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await anext(stream)
+        producer.go_on.set()
+        assert await anext(stream) == number
+    await stream.aclose()
+
+
+async def gated(key: str) -> AsyncIterator[int]:
+    for number in range(10):
+        while not _producers[key].go_on.is_set():
+            await asyncio.sleep(0.002)
+        _producers[key].go_on.clear()
+        yield number
+
+
+async def test_a_stream_has_one_consumer(pair: list[Worker]) -> None:
+    """A second task that waits for an item is refused; the first goes on."""
+    stream = pair[0].stream("worker1", stall)
+    assert await anext(stream) == 1
+    first = asyncio.ensure_future(anext(stream))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    with pytest.raises(RpcUsageError, match="one consumer"):
+        await anext(stream)
+    assert not first.done()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await stream.aclose()
+
+
+async def test_the_wrong_verb_says_which_to_use(pair: list[Worker]) -> None:
+    """call of a generator function and stream of another are refused with the verb to use."""
+    with pytest.raises(RpcUsageError, match=r"aiorpc\.stream"):
+        await pair[0].call("worker1", empty)
+    with pytest.raises(RpcUsageError, match=r"aiorpc\.call"):
+        await anext(pair[0].stream("worker1", nothing))
+
+
+async def test_a_waiting_producer_holds_no_place_in_the_pool(producer: Producer) -> None:
+    """Plain generators that wait for credit do not keep calls from running, even with one thread."""
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1, stream_window=2)) as workers:
+        streams = [workers[0].stream("worker1", Source().numbers, 100) for _ in range(5)]
+        for stream in streams:
+            assert await anext(stream) == 0
+        assert await workers[0].call("worker1", len, "abc") == 3
+        for stream in streams:
+            await stream.aclose()
+
+
+async def test_many_streams_between_workers_on_their_own_loops(apart: list[Worker]) -> None:
+    """Streams may be consumed on a loop that is not their worker's."""
+
+    async def consume(worker: Worker, to: str) -> int:
+        return sum([n async for n in worker.stream(to, Source().numbers, 50)])
+
+    totals = await asyncio.gather(*(consume(a, b.name) for a in apart for b in apart))
+    assert totals == [sum(range(50))] * 9
+
+
+async def test_a_closed_stream_is_over(pair: list[Worker], producer: Producer) -> None:
+    """aclose may be called twice; afterwards there are no items."""
+    stream = pair[0].stream("worker1", asynchronous, "it")
+    assert await anext(stream) == 0
+    await stream.aclose()
+    await stream.aclose()
+    assert [item async for item in stream] == []
+
+
+async def test_a_producer_whose_worker_leaves_ends_the_stream_with_an_error(producer: Producer) -> None:
+    """The consumer does not wait for ever."""
+    async with cluster(2) as workers:
+        stream = workers[0].stream("worker1", stall)
+        assert await anext(stream) == 1
+        await workers[1].shutdown(graceful=False)
+        with pytest.raises(aiorpc.PeerClosed, match="worker1"):
+            await anext(stream)
