@@ -95,7 +95,8 @@ class _Unobserved:
         self.seen = False
 
     def __del__(self) -> None:
-        if not self.seen and not isinstance(self.error, RpcCancelled):
+        # What we gave up ourselves, by cancelling it or by leaving, is no news.
+        if not self.seen and not isinstance(self.error, (RpcCancelled, WorkerClosed)):
             error = self.error
             logger.error("%s failed and nobody looked: %s: %s", self.what, type(error).__name__, error)
 

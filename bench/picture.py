@@ -45,6 +45,8 @@ def _curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import LogLocator
+
     for place, row in enumerate(rows):
         ratio = Spread.of(row.ratios)
         colour = {None: "tab:gray", True: "tab:green", False: "tab:red"}[row.passed]
@@ -57,9 +59,9 @@ def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.tick_params(axis="x", which="both", labelsize=8)
+    axes.minorticks_off()
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set_xlabel("times better (bar: median, line: minimum to maximum of rounds; black mark: target)")
 

@@ -28,10 +28,10 @@ class Plan:
     """
 
     rounds: int = 5
-    seconds: float = 1.0
+    seconds: float = 0.8
     sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
     pending_calls: int = 10_000
-    episodes: int = 8
+    episodes: int = 5
     steps: int = 500
     cohort_rounds: int = 3
 

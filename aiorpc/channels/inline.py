@@ -31,7 +31,7 @@ EMBEDDED_SIZE = 4096
 DTYPES: tuple[torch.dtype | None, ...] = tuple(
     getattr(torch, name, None)
     for name in """
-    dtype float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32
+    float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32
     uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
     float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7 bits8 bits16
     bits1x8 bits2x4 bits4x2
@@ -157,11 +157,15 @@ def _take(entry: list[Any], segments: Sequence[Buffer]) -> torch.Tensor:
     if dtype is None:
         raise ValueError(f"a type that this version of torch does not have (code {code})")
     if segment == EMBEDDED:
+        if type(offset) is not bytes:  # bytearray of a number would take so much memory
+            raise TypeError("an embedded tensor without its bytes")
         tensor = _over(bytearray(offset), code, dtype, shape)
     elif segment == NO_BYTES:
         if 0 not in shape:
             raise ValueError(f"shape {shape} without bytes")
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
+    elif segment < 0:
+        raise IndexError(f"segment {segment}")
     elif strides is None:
         tensor = _over(segments[segment], code, dtype, shape)
     else:

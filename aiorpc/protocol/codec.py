@@ -23,6 +23,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -209,20 +210,22 @@ def loads(data: bytes, message: Incoming, buffers: Sequence[Buffer] = ()) -> Any
         incoming.reset(token)
 
 
+def _take_buffer(out: Outgoing, buffer: pickle.PickleBuffer) -> bool:
+    try:
+        raw = buffer.raw()
+    except BufferError:
+        return True  # not contiguous: pickle copies it into the stream
+    out.buffers.append(raw)
+    return False
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Takes tensors out of band; sends what the main module defines by name when both sides run the same one."""
 
     def __init__(self, file: io.BytesIO, out: Outgoing) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._take_buffer)
+        # Not a method of ours: a cycle would keep all that was pickled until the garbage collector comes by.
+        super().__init__(file, protocol=5, buffer_callback=partial(_take_buffer, out))
         self._out = out
-
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        try:
-            raw = buffer.raw()
-        except BufferError:
-            return True  # not contiguous: pickle copies it into the stream
-        self._out.buffers.append(raw)
-        return False
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -377,10 +377,11 @@ class Service:
             raise
         except BaseException as error:
             self.answer_error(context, error)
-            if not isinstance(error, Exception):
-                raise
+            if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+                raise  # not the handler's doing; SystemExit is, and must not end the worker
             return
         finally:
+            context.on_cancel = None  # it leads back here: without the cycle all of it goes with the last reference
             self.worker.served()
         self.answer(context, result)
 

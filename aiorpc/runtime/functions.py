@@ -130,7 +130,11 @@ def _lookup(module: str, qualname: str) -> Any:
 def is_loaded(name: str) -> bool:
     """Whether resolving needs no import; an import may take long and does not belong on the loop."""
     module = name.partition(":")[0]
-    return module in MAIN_NAMES or module in sys.modules
+    if module in MAIN_NAMES:
+        return True
+    # Another thread may be in the middle of importing it.
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return module in sys.modules and not getattr(spec, "_initializing", False)
 
 
 def resolve(name: str) -> Target:
@@ -140,8 +144,7 @@ def resolve(name: str) -> Target:
         if module in MAIN_NAMES:
             found = find_main(qualname)
         else:
-            if module not in sys.modules:
-                importlib.import_module(module)
+            importlib.import_module(module)  # also waits for a thread that is importing it
             found = _lookup(module, qualname)
     except ImportError as error:
         raise RpcUsageError(f"RPC pickler does not serialize {name!r}: the callee cannot import it: {error}") from error

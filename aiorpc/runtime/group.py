@@ -140,7 +140,7 @@ class Group:
             self.lost[record.id] = record.info
             self._lost_at = self._lost_at or time.monotonic()
             if not self.worker.dynamic and self.leads:
-                for other in self._live():
+                for other in self.live():
                     if other.id != self.worker.id:
                         self._tell(other, report_lost, record.to_wire(), cause)
         entered = self._entered.pop(record.id, None)
@@ -150,7 +150,8 @@ class Group:
             self._start_rounds()  # it may have been the one that all waited for
         return True
 
-    def _live(self) -> list[WorkerRecord]:
+    def live(self) -> list[WorkerRecord]:
+        """The members that have neither left nor been lost."""
         return [record for record in self.members.values() if record.id not in self._gone]
 
     # --- leaving together ---------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ class Group:
 
     async def _leave_freely(self) -> None:
         await self._until_idle()
-        while self.worker.hosts_store and any(record.id != self.worker.id for record in self._live()):
+        while self.worker.hosts_store and any(record.id != self.worker.id for record in self.live()):
             # The store goes when its host goes: nobody could join, or be found, any more.
             self._changed.clear()
             await self._changed.wait()
@@ -225,7 +226,7 @@ class Group:
 
     async def _run_rounds(self) -> None:
         """Once all live members have entered: poll until the group is quiet, then let everybody go."""
-        if any(record.id not in self._entered for record in self._live()):
+        if any(record.id not in self._entered for record in self.live()):
             return
         limit = time.monotonic() + (self.worker.options.rpc_timeout or 60.0)
         previous: list[tuple[int, bool, int]] | None = None
@@ -247,7 +248,7 @@ class Group:
                 future.set_result(None)
 
     async def _poll_all(self) -> list[tuple[int, bool, int]]:
-        live = self._live()
+        live = self.live()
         answers = await asyncio.gather(*(self._poll(record) for record in live), return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 

@@ -170,6 +170,10 @@ class Rendezvous:
             with contextlib.suppress(StoreGone):
                 self._announce_end()
         self._board.close()
+        self.remove_secret()
+
+    def remove_secret(self) -> None:
+        """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
         if self._held is not None and self._held.path is not None:
             self._held.path.unlink(missing_ok=True)
 

@@ -439,8 +439,8 @@ class Worker:
         return peer.record.info
 
     def worker_infos(self) -> list[WorkerInfo]:
-        """All members this worker knows, itself included, by id."""
-        return sorted((record.info for record in self.group.members.values()), key=lambda info: info.id)
+        """All members this worker knows, itself included, by id; without those that have left or were lost."""
+        return sorted((record.info for record in self.group.live()), key=lambda info: info.id)
 
     # --- connections --------------------------------------------------------------------------------------------------
 
@@ -526,8 +526,6 @@ class Worker:
         failure.__cause__ = error
         self.peer_of(record).fail(failure)
         self._forget(record, lost=True)
-        if record.unix_path and record.host == self.record.host:
-            sockets.remove_if_stale(Path(record.unix_path))
         self._publish(WorkerLost(record.info, cause))
 
     def on_goodbye(self, record: WorkerRecord | None, frame: Frame) -> None:
@@ -740,6 +738,7 @@ class Worker:
             sock.close()
             if path:
                 Path(path).unlink(missing_ok=True)
+        self._clean_up_after_the_lost()
         if self._watch is not None:
             self._watch.close()
         if hasattr(self, "deadlines"):
@@ -755,6 +754,12 @@ class Worker:
                 logger.warning("worker %s shut down while %d handler threads were still running", self.name, left)
         if self._rendezvous is not None:
             await self._in_thread(self._close_rendezvous)
+
+    def _clean_up_after_the_lost(self) -> None:
+        for member in self.group.lost if hasattr(self, "group") else ():
+            record = self.group.members.get(member)
+            if record is not None and record.unix_path and record.host == self.record.host:
+                sockets.remove_if_stale(Path(record.unix_path))
 
     async def _end_tasks(self) -> None:
         current = asyncio.current_task()
@@ -794,6 +799,9 @@ class Worker:
             if path:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
+        if self._rendezvous is not None:
+            with contextlib.suppress(OSError):
+                self._rendezvous.remove_secret()
         for peer in set(self._peers.values()):
             peer.goodbye()
         for service in list(self._services):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import aiorpc as rpc
 
 from . import bodies
-from .workers import Child, Link, Place, group, process_state, processes, wait_for, wait_for_async
+from .workers import Child, Link, Place, group, meeting_file, places, process_state, processes, wait_for, wait_for_async
 
 SOON = 1.0  # seconds within which a death has to be known
 
@@ -156,21 +156,17 @@ def lost_here_soon() -> list[str]:
 
 async def test_death_of_the_leader_is_survived() -> None:
     """The others still call each other, leave in bounded time and say who was lost."""
-    with processes() as children:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            method = f"file://{folder}/store"
-            for rank in range(3):
-                children.start(Place(f"w{rank}", rank, 3, method), leave_after_the_leader)
-            for child in children:
-                assert await child.ahear() == "ready"
-            children["w0"].kill()
-            killed = time.monotonic()
-            for name in ("w1", "w2"):
-                assert await children[name].ahear() == (["w0"], 3)
-            assert time.monotonic() - killed < 5
-            await asyncio.to_thread(lambda: children.check_ended(but=("w0",)))
+    with processes() as children, meeting_file() as init_method:
+        for place in places(3, init_method):
+            children.start(place, leave_after_the_leader)
+        for child in children:
+            assert await child.ahear() == "ready"
+        children["w0"].kill()
+        killed = time.monotonic()
+        for name in ("w1", "w2"):
+            assert await children[name].ahear() == (["w0"], 3)
+        assert time.monotonic() - killed < 5
+        await asyncio.to_thread(lambda: children.check_ended(but=("w0",)))
 
 
 def leave_after_the_leader(place: Place, link: Link) -> tuple[list[str], int]:
@@ -251,6 +247,7 @@ async def test_death_is_seen_although_a_forked_child_holds_the_sockets() -> None
             assert process_state(grandchild) not in ("", "Z")
         finally:
             os.kill(grandchild, signal.SIGKILL)
+            await wait_for_async(lambda: process_state(grandchild) in ("", "Z"))
 
 
 def verbs_in_fork() -> dict[str, str]:

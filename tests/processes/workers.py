@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import aiorpc as rpc
+from aiorpc.transport import sockets
 
 END = 20.0  # seconds a process has to end by itself before the test fails
 Body = Callable[..., Any]
@@ -157,6 +158,8 @@ def processes() -> Iterator[Children]:
             child.process.join(5.0)
             child.pipe.close()
             child.process.close()
+        # The killed could not do it themselves; the next worker of this user would.
+        sockets.remove_stale(sockets.private_directory())
 
 
 @contextlib.contextmanager

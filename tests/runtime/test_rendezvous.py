@@ -634,7 +634,7 @@ def test_on_one_host_the_secret_goes_by_a_private_file(group: Group, tmp_path: P
     """All get the same 32 bytes, the file is 0600, and the store holds only its path."""
     values = agree(group, 3, tmp_path)
     assert len({*values}) == 1 and len(values[0]) == 32
-    (path,) = tmp_path.glob("w*/secret-*")
+    (path,) = tmp_path.glob("w*/*.secret")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.read_bytes() == values[0]
     if isinstance(group.store, HashStore):
@@ -682,7 +682,7 @@ def test_a_secret_file_that_others_may_read_is_refused(here: Group, tmp_path: Pa
     here.join(None, None, "a")
     first = here.opened[0]
     first.agree_secret(first.members()[0], first.members(), tmp_path)
-    (path,) = tmp_path.glob("secret-*")
+    (path,) = tmp_path.glob("*.secret")
     path.chmod(0o644)
     records = here.join(None, None, "b")
     with pytest.raises(RendezvousError, match="is not a private file of this user"):
@@ -694,7 +694,7 @@ def test_a_secret_path_that_is_a_link_is_refused(here: Group, tmp_path: Path) ->
     here.join(None, None, "a")
     first = here.opened[0]
     first.agree_secret(first.members()[0], first.members(), tmp_path)
-    (path,) = tmp_path.glob("secret-*")
+    (path,) = tmp_path.glob("*.secret")
     path.rename(tmp_path / "moved")
     path.symlink_to(tmp_path / "moved")
     records = here.join(None, None, "b")

@@ -1,0 +1,402 @@
+"""Leaving: graceful by default, always bounded, at any time, as often as anybody likes, and without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiorpc as rpc
+from aiorpc.transport import sockets
+from tests.examples.programs import run_program, started
+
+from . import bodies
+from .workers import Link, Place, group, meeting_file, places, processes, wait_for, wait_for_async
+
+QUICK = 3.0  # seconds for what takes milliseconds on an idle machine
+
+
+async def test_workers_that_enter_shutdown_at_once_go_on_serving() -> None:
+    """As torch programs expect: calls, nested calls, streams and references work while the others are in shutdown()."""
+    async with group(3) as (worker, children):
+        for name in ("w1", "w2"):
+            await in_shutdown(name)
+        assert await rpc.call("w1", bodies.add, 1, 2) == 3
+        assert await rpc.call("w1", nested_add, "w2", 3, 4) == 7
+        ref = rpc.remote("w2", bodies.Counter, 1)
+        assert await ref.rpc_async().add(1) == 2
+        assert [item async for item in rpc.stream("w1", numbers, 40)] == list(range(40))
+        del ref
+        await worker.shutdown()
+        assert [await child.ahear() for child in children] == [[], []]
+
+
+async def in_shutdown(name: str) -> None:
+    """Wait until a worker has called shutdown()."""
+    async with asyncio.timeout(10):
+        while not await rpc.call(name, is_leaving):
+            await asyncio.sleep(0.01)
+
+
+def is_leaving() -> bool:
+    """Whether this worker is in shutdown()."""
+    return rpc.current().state.value == "leaving"
+
+
+def nested_add(to: str, a: int, b: int) -> int:
+    """Add on a third worker."""
+    return int(rpc.rpc_sync(to, bodies.add, args=(a, b)))
+
+
+def numbers(n: int) -> Any:
+    """A stream that ends."""
+    yield from range(n)
+
+
+async def test_shutdown_waits_for_calls_under_way() -> None:
+    """What was started before shutdown() is finished by it, on both sides, also calls that handlers make."""
+    async with group(3) as (worker, _):
+        slow = rpc.call("w1", slow_add, 1, 2)
+        chained = rpc.call("w1", nested_slow, "w2")
+        report = await worker.shutdown()
+        assert not report.timed_out
+        assert slow.done() and chained.done()
+        assert (slow.value(), chained.value()) == (3, 5)
+
+
+def slow_add(a: int, b: int) -> int:
+    """Takes its time."""
+    time.sleep(0.4)
+    return a + b
+
+
+def nested_slow(to: str) -> int:
+    """Works, calls a third worker, works on."""
+    time.sleep(0.1)
+    value = rpc.rpc_sync(to, slow_add, args=(2, 3))
+    time.sleep(0.1)
+    return int(value)
+
+
+async def test_shutdown_is_quick_once_all_have_entered() -> None:
+    """With nothing under way it takes no fixed pause."""
+    async with group(4) as (worker, children):
+        await rpc.call("w1", bodies.add, 1, 2)
+        started_at = time.monotonic()
+        assert await worker.shutdown() == rpc.ShutdownReport()
+        assert time.monotonic() - started_at < QUICK
+        for child in children:
+            assert await child.ahear(QUICK) == []
+
+
+async def test_shutdown_with_a_timeout_does_not_wait_for_the_work_of_others() -> None:
+    """It returns in time and says so, and the worker that went on working can still leave."""
+    async with group(2, work_until_told) as (worker, children):
+        assert await children["w1"].ahear() == "working"
+        started_at = time.monotonic()
+        report = await worker.shutdown(timeout=0.5)
+        assert report.timed_out
+        assert 0.4 < time.monotonic() - started_at < 0.5 + QUICK
+        children["w1"].tell("stop")
+        error, seconds = await children["w1"].ahear()
+        assert error == "PeerClosed"
+        assert seconds < QUICK
+
+
+def work_until_told(place: Place, link: Link) -> tuple[str, float]:
+    """Body: stay out of shutdown until told; what a call to w0 raises then, and how long shutdown() took."""
+    place.init_rpc()
+    link.tell("working")
+    link.hear()
+    error = ""
+    try:
+        rpc.rpc_sync("w0", bodies.add, args=(1, 2))
+    except rpc.RpcError as caught:
+        error = type(caught).__name__
+    started_at = time.monotonic()
+    rpc.shutdown()
+    return error, time.monotonic() - started_at
+
+
+async def test_member_that_leaves_ungracefully_keeps_nobody_waiting() -> None:
+    """The others are in shutdown() already and wait for it; its goodbye lets them go."""
+    async with group(3, leave_as_told) as (worker, children):
+        children["w1"].tell(True)
+        leaving = asyncio.ensure_future(worker.shutdown())
+        await asyncio.wait([leaving], timeout=0.3)
+        assert not leaving.done()
+        children["w2"].tell(False)
+        report = await asyncio.wait_for(leaving, QUICK)
+        assert report.lost == ()
+        assert await children["w1"].ahear(QUICK) == ()
+
+
+def leave_as_told(place: Place, link: Link) -> Any:
+    """Body: shut down, gracefully or not as told; returns who was lost."""
+    place.init_rpc()
+    return rpc.shutdown(graceful=link.hear()).lost
+
+
+async def test_async_with_leaves_at_once_when_its_block_fails() -> None:
+    """An error in the block is not held up by a graceful shutdown; the others see a goodbye."""
+    with processes() as children, meeting_file() as init_method:
+        child = children.start(places(2, init_method)[1], wait_for_goodbye)
+        with pytest.raises(ZeroDivisionError):
+            async with rpc.init("w0", rank=0, world_size=2, init_method=init_method) as worker:
+                assert await child.ahear() == "calling"
+                async with asyncio.timeout(10):
+                    while not any(call.direction == "served" for call in worker.pending_calls()):
+                        await asyncio.sleep(0.01)
+                raise ZeroDivisionError
+        assert await child.ahear(QUICK) == "PeerClosed"
+        children.check_ended()
+
+
+def wait_for_goodbye(place: Place, link: Link) -> str:
+    """Body: call w0 for ever; what that ends with."""
+    place.init_rpc()
+    call = rpc.rpc_async("w0", bodies.ablock)
+    link.tell("calling")
+    try:
+        call.wait()
+    except rpc.RpcError as error:
+        return type(error).__name__
+    finally:
+        rpc.shutdown()
+    return "answered"
+
+
+def again_and_again(place: Place, link: Link) -> Any:
+    """Body: shutdown() any number of times, from any thread, with and without a worker."""
+    assert rpc.shutdown() == rpc.ShutdownReport()
+    place.init_rpc()
+    reports: list[Any] = []
+    threads = [threading.Thread(target=lambda: reports.append(rpc.shutdown())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    reports.append(rpc.shutdown())
+    with pytest.raises(rpc.NotInitialized):
+        rpc.rpc_sync("w0", bodies.add, args=(1, 2))
+    return [(report.lost, report.timed_out) for report in reports]
+
+
+def test_shutdown_is_idempotent() -> None:
+    """Before init, twice, and from several threads at once it does no harm."""
+    with processes() as children, meeting_file() as init_method:
+        for place in places(2, init_method):
+            children.start(place, again_and_again)
+        for child in children:
+            assert child.hear() == [((), False)] * 5
+        children.check_ended()
+
+
+def fail_then_join(place: Place, link: Link) -> Any:
+    """Body: an init that cannot succeed, a shutdown, and a second try that can."""
+    before = bodies.descriptor_count(), threading.active_count()
+    for _ in range(2):
+        with pytest.raises(rpc.RendezvousError):
+            Place(place.name, 0, 2, place.init_method + place.name).init_rpc(rpc_timeout=0.3)
+        assert rpc.shutdown() == rpc.ShutdownReport()
+        with pytest.raises(rpc.NotInitialized):
+            rpc.rpc_sync("w0", bodies.add, args=(1, 2))
+    after = bodies.descriptor_count(), threading.active_count()
+    place.init_rpc()
+    result = rpc.rpc_sync("w0", bodies.add, args=(1, 2))
+    rpc.shutdown()
+    return after[0] - before[0], after[1] - before[1], result
+
+
+def test_shutdown_after_a_failed_init_and_init_again() -> None:
+    """A failed init leaves nothing; shutdown() after it returns, and the next init works."""
+    with processes() as children, meeting_file() as init_method:
+        for place in places(2, init_method):
+            children.start(place, fail_then_join)
+        for child in children:
+            descriptors, threads, result = child.hear()
+            assert (threads, result) == (0, 3)
+            assert descriptors <= 2  # what a first loop and a first store keep for the life of the process
+        children.check_ended()
+
+
+def several_lives(place: Place, link: Link, rounds: int) -> Any:
+    """Body: init and shutdown some times in one process; descriptors, threads and results of each life."""
+    found = []
+    for life in range(rounds):
+        place.init_rpc()
+        others = [f"w{rank}" for rank in range(place.world_size or 0)]
+        results = [rpc.rpc_sync(other, bodies.add, args=(life, 1)) for other in others]
+        report = rpc.shutdown()
+        assert report.lost == () and not report.timed_out
+        found.append((bodies.descriptor_count(), threading.active_count(), results))
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_init_again_after_shutdown_in_the_same_process(scheme: str) -> None:
+    """The same group meets at the same place several times, and nothing grows."""
+    with processes() as children, meeting_file() as init_method:
+        method = init_method if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+        for place in places(3, method):
+            children.start(place, several_lives, 4)
+        for child in children:
+            lives = child.hear(40)
+            assert [results for _, _, results in lives] == [[life + 1] * 3 for life in range(4)]
+            assert lives[-1][:2] == lives[0][:2]
+        children.check_ended()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free just now."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_socket_and_secret_of_a_killed_group_are_removed_by_a_later_worker(tmp_path: Path) -> None:
+    """Nobody is left to clean up after a group that is killed as a whole; the next worker of the user does."""
+    directory = sockets.private_directory()
+    before = set(directory.iterdir())
+    with processes() as children, meeting_file() as init_method:
+        for place in places(2, init_method):
+            children.start(place, bodies_ready)
+        for child in children:
+            assert await child.ahear() == "ready"
+        for child in children:
+            child.kill()
+        for child in children:
+            await asyncio.to_thread(child.join)
+        left = {path.suffix for path in set(directory.iterdir()) - before}
+        assert left == {".sock", ".secret"}
+        async with rpc.init("later", rank=0, world_size=1, init_method=f"file://{tmp_path}/store"):
+            own = {path.stem for path in set(directory.iterdir()) - before}
+            assert len(own) == 1
+    assert set(directory.iterdir()) <= before
+
+
+def bodies_ready(place: Place, link: Link) -> None:
+    """Body: join, say so, and stay."""
+    place.init_rpc()
+    rpc.rpc_sync("w0", bodies.add, args=(1, 2))
+    link.tell("ready")
+    link.hear(60)
+
+
+# --- whole programs ---------------------------------------------------------------------------------------------------
+
+CLEAN = """
+import multiprocessing, os, sys, threading
+import aiorpc as rpc
+
+def add(a, b):
+    return a + b
+
+def main(rank, path):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2,
+                 rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{path}"))
+    assert rpc.rpc_sync(f"w{1 - rank}", add, args=(1, rank)) == 1 + rank
+    assert rpc.remote(f"w{1 - rank}", add, args=(1, 1)).to_here() == 2
+    rpc.shutdown()
+    assert threading.active_count() == 1, threading.enumerate()
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=main, args=(1, sys.argv[1]))
+    child.start()
+    main(0, sys.argv[1])
+    child.join(20)
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.slow
+def test_clean_run_prints_nothing(tmp_path: Path) -> None:
+    """No line on stdout or stderr, with warnings and development mode on; no thread is left."""
+    (tmp_path / "clean.py").write_text(CLEAN)
+    done = run_program(["-X", "dev", "-W", "default", "clean.py", str(tmp_path / "store")], tmp_path, timeout=60)
+    noise = [line for line in done.err.splitlines() if "torch" not in line and "multi-threaded" not in line]
+    assert (done.code, done.out, noise) == (0, "", [])
+
+
+EXIT = """
+import sys, time, aiorpc as rpc
+sys.path.insert(0, sys.argv[3])
+from tests.processes import bodies
+rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
+pending = rpc.rpc_async("w1", bodies.block)
+while sum(not call.function.startswith("aiorpc") for call in rpc.current().pending_calls()) < 2:
+    time.sleep(0.01)
+print("ready", flush=True)
+exec(sys.argv[2])
+"""
+
+ROOT = Path(__file__).parents[2]
+
+
+def end_of_peer(place: Place, link: Link) -> Any:
+    """Body: how a call to w0 ends, how long shutdown() takes then, who was lost."""
+    place.init_rpc()
+    try:
+        rpc.rpc_sync("w0", bodies.ablock)
+        error = "answered"
+    except rpc.RpcError as caught:
+        error = type(caught).__name__
+    started_at = time.monotonic()
+    report = rpc.shutdown()
+    return error, time.monotonic() - started_at, [info.name for info in report.lost]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ending", "signal_number"),
+    [
+        ("pass", None),
+        ("rpc.rpc_sync('w1', bodies.block)", signal.SIGINT),
+        ("rpc.shutdown()", signal.SIGINT),
+    ],
+    ids=["end of the script", "Ctrl-C in rpc_sync", "Ctrl-C in shutdown"],
+)
+def test_program_that_ends_without_a_shutdown(ending: str, signal_number: int | None, tmp_path: Path) -> None:
+    """It ends at once and quietly but for its own KeyboardInterrupt; its peer sees a goodbye and leaves in good order."""
+    with processes() as children, meeting_file() as init_method:
+        child = children.start(places(2, init_method)[1], end_of_peer)
+        with started(["-c", EXIT, init_method, ending, str(ROOT)], tmp_path) as program:
+            program.wait_for_line("ready")
+            if signal_number is not None:
+                time.sleep(0.5)  # until it blocks; a condition would have to look into the program's stack
+                os.kill(program.process.pid, signal_number)
+            begun = time.monotonic()
+            done = program.finish(20)
+            assert time.monotonic() - begun < 8
+        if signal_number is None:
+            assert (done.code, done.err) == (0, "")
+        else:
+            assert done.code == -signal.SIGINT
+            assert done.err.startswith("Traceback") and done.err.endswith("KeyboardInterrupt\n"), done.err
+            assert done.err.count("Traceback") == 1, done.err
+        error, seconds, lost = child.hear()
+        assert (error, lost) == ("PeerClosed", [])
+        assert seconds < 8
+        children.check_ended()
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_joining(tmp_path: Path) -> None:
+    """A program that waits for others who do not come can be interrupted."""
+    code = "import aiorpc as rpc; print('ready', flush=True); rpc.init_rpc('a', rank=0, world_size=2)"
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with started(["-c", code], tmp_path, env) as program:
+        program.wait_for_line("ready")
+        time.sleep(0.5)
+        os.kill(program.process.pid, signal.SIGINT)
+        done = program.finish(10)
+    assert done.code == -signal.SIGINT
+    assert done.err.endswith("KeyboardInterrupt\n"), done.err

@@ -1,0 +1,536 @@
+"""Values to fields and back, with tensors and buffers handed over as a channel would."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import math
+import pathlib
+import sys
+import threading
+import types
+import uuid
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiorpc.errors import ProtocolError, SerializationError
+from aiorpc.protocol.codec import (
+    Incoming,
+    Outgoing,
+    decode_values,
+    dumps,
+    encode_values,
+    find_main,
+    is_dense,
+    load_main,
+    load_reference,
+    load_tensor,
+    loads,
+    pack,
+    unpack,
+)
+
+
+def travel(*values: Any) -> list[Any]:
+    """What arrives when these values are sent in one message."""
+    out = Outgoing()
+    fields = unpack(pack(encode_values(list(values), out)))
+    buffers = [bytearray(buffer) for buffer in out.buffers]
+    return decode_values(fields, Incoming(out.tensors, ()), buffers)
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = "blue"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Flag(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Text(str): ...
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+@dataclasses.dataclass
+class Config:
+    name: str
+    layers: list[int]
+    weight: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    value: int
+
+
+SCALARS = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    (1 << 63) - 1,
+    -(1 << 63),
+    (1 << 64) - 1,
+    1 << 64,
+    -(1 << 63) - 1,
+    10**400,
+    0.0,
+    -0.0,
+    1e308,
+    5e-324,
+    float("inf"),
+    -float("inf"),
+    "",
+    "text",
+    "größer 中文 🎉",
+    "a\0b",
+    "lone \ud800 surrogate",
+    "x" * 100_000,
+    b"",
+    b"\0\xff",
+    b"y" * 100_000,
+    1 + 2j,
+    ...,
+    NotImplemented,
+]
+
+OBJECTS = [
+    [],
+    [1, [2, [3]]],
+    (),
+    (1, (2,), [3]),
+    {},
+    {"a": 1, 2: "b", None: (1,), (1, 2): {3}},
+    set(),
+    {1, "a", None},
+    frozenset({1, 2}),
+    bytearray(b"bytes"),
+    range(3, 30, 4),
+    slice(1, None, 2),
+    Color.RED,
+    Color.BLUE,
+    Level.LOW,
+    Flag.A | Flag.B,
+    Text("text"),
+    Point(1, [2]),
+    Config("c", [1, 2]),
+    Frozen(3),
+    collections.OrderedDict([("b", 1), ("a", 2)]),
+    collections.deque([1, 2], maxlen=5),
+    collections.Counter("abca"),
+    collections.defaultdict(list, {"a": [1]}),
+    types.SimpleNamespace(a=1),
+    decimal.Decimal("1.10"),
+    datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC),
+    datetime.timedelta(seconds=1.5),
+    uuid.UUID(int=5),
+    pathlib.PurePosixPath("/a/b"),
+    int,
+    Config,
+    torch.float32,
+    torch.device("cpu"),
+    torch.Size([1, 2]),
+    len,
+    math.sqrt,
+    Config.__init__,
+]
+
+
+@pytest.mark.parametrize("value", [*SCALARS, *OBJECTS], ids=lambda value: f"{type(value).__name__} {value!r:.20}")
+def test_values_arrive_equal_and_of_their_type(value: Any) -> None:
+    """Each kind of value arrives as itself: same type, same value, whether alone or inside of a container."""
+    (alone,), (inside,) = travel(value), travel([value])
+    for arrived in (alone, inside[0]):
+        assert type(arrived) is type(value)
+        assert arrived == value
+        assert repr(arrived) == repr(value)  # tells 0.0 from -0.0 and True from 1
+
+
+def test_nan_arrives() -> None:
+    """NaN equals nothing, and arrives all the same."""
+    alone, inside = travel(float("nan"), [float("nan")])
+    assert math.isnan(alone)
+    assert math.isnan(inside[0])
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec=None), max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.builds(bytearray, st.binary(max_size=4))
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.lists(values, max_size=5))
+def test_any_nested_values_arrive(sent: list[Any]) -> None:
+    """Whatever plain Python builds, a whole list of arguments of it arrives equal, type for type."""
+    arrived = travel(*sent)
+    assert arrived == sent
+    assert repr(arrived) == repr(sent)
+
+
+@given(st.lists(values, min_size=1, max_size=4))
+def test_sent_values_are_not_touched(sent: list[Any]) -> None:
+    """Encoding changes none of the caller's values, nor the list they came in."""
+    before, ids = repr(sent), [id(value) for value in sent]
+    encode_values(sent, Outgoing())
+    assert repr(sent) == before
+    assert [id(value) for value in sent] == ids
+
+
+def test_plain_values_are_not_pickled() -> None:
+    """What msgpack brings back as itself costs no pickle, and what it would change is pickled."""
+    assert encode_values([1, "a", None, 1.5, b"b", True], Outgoing()) == [[1, "a", None, 1.5, b"b", True]]
+    fields = encode_values([1, 1 << 64, "\ud800", (1,), Level.LOW], Outgoing())
+    assert fields[:3] == [[1, None, None, None, None], [], [1, 2, 3, 4]]
+
+
+def test_shared_objects_stay_shared() -> None:
+    """An object that two arguments refer to is one object at the receiver, too."""
+    shared = [1]
+    first, second, inside = travel(shared, shared, {"key": shared})
+    assert first is second
+    assert inside["key"] is first
+
+
+def test_cycles_arrive() -> None:
+    """A list that contains itself, and two objects that refer to each other."""
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    left, right = types.SimpleNamespace(), types.SimpleNamespace()
+    left.other, right.other = right, left
+    arrived, pair = travel(cycle, left)
+    assert arrived[1] is arrived
+    assert pair.other.other is pair
+
+
+# --- functions and classes --------------------------------------------------------------------------------------------
+
+
+def test_lambdas_and_closures_travel_by_value() -> None:
+    """Functions that no name leads to arrive with what they close over."""
+    step = 3
+
+    def recursive(n: int) -> int:
+        return 0 if n == 0 else step + recursive(n - 1)
+
+    class Local:
+        def value(self) -> int:
+            return step
+
+    add, loop, local, part = travel(lambda x: x + step, recursive, Local(), functools.partial(recursive, 2))
+    assert add(1) == 4
+    assert loop(2) == 6
+    assert local.value() == 3
+    assert part() == 6
+
+
+def test_named_functions_travel_by_name() -> None:
+    """A module's function arrives as the very same object, and its pickle is short."""
+    (function,) = travel(travel)
+    assert function is travel
+    assert len(dumps(travel, Outgoing())) < 200
+
+
+@pytest.fixture
+def main_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A main module with a lock in its globals, as scripts have."""
+    module = types.ModuleType("__main__")
+    source = "import threading\nlock = threading.Lock()\ndef f():\n    return lock\nclass C:\n    def m(self):\n        return lock\n"
+    exec(source, module.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+    return module
+
+
+def test_functions_of_the_same_main_go_by_name(main_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same main module on both sides its locks do not matter, and a spawned child finds it as __mp_main__."""
+    out = Outgoing(same_main=True)
+    data = dumps([main_module.f, main_module.C, main_module.C()], out)
+    monkeypatch.setitem(sys.modules, "__mp_main__", main_module)
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    function, kind, made = loads(data, Incoming((), ()))
+    assert function is main_module.f
+    assert kind is main_module.C
+    assert made.m() is main_module.lock
+
+
+def test_functions_of_another_main_go_by_value(main_module: Any) -> None:
+    """Without it, a function that needs a lock cannot travel, and says so."""
+    with pytest.raises(SerializationError, match="cannot be serialised.*lock"):
+        encode_values([main_module.f], Outgoing(same_main=False))
+
+
+def test_main_lookup() -> None:
+    """What the main module does not define is not found, and loading it says what is missing."""
+    assert find_main("no.such.name") is None
+    with pytest.raises(AttributeError, match="defines no 'no_such_name'"):
+        load_main("no_such_name")
+
+
+# --- what cannot travel -----------------------------------------------------------------------------------------------
+
+
+class Refuses:
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RuntimeError("not me")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (threading.Lock(), r"\(a lock\) cannot be serialised: .*lock"),
+        (Refuses(), r"\(a Refuses\) cannot be serialised: not me"),
+        ([1, {"deep": Refuses()}], r"\(a list\) cannot be serialised: not me"),
+        ((item for item in ()), r"\(a generator\) cannot be serialised"),
+        (sys._getframe(), r"\(a frame\) cannot be serialised"),
+    ],
+)
+def test_unserialisable_value_is_named(value: Any, expected: str) -> None:
+    """The error has the position and type of the culprit, not of its innocent neighbours, and the cause."""
+    with pytest.raises(SerializationError, match=expected) as caught:
+        encode_values([1, (2,), torch.ones(2), value, [3]], Outgoing())
+    assert caught.value.position == 3
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.__cause__ is not None
+
+
+def test_too_deep_nesting_is_a_serialization_error() -> None:
+    """A structure deeper than the interpreter's stack is refused and nothing else breaks."""
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    try:
+        with pytest.raises(SerializationError, match="recursion"):
+            encode_values([deep], Outgoing())
+    finally:
+        while deep:  # level by level: freeing it at once would need a deep stack, too
+            deep = deep.pop()
+    assert travel([1]) == [[1]]
+
+
+def test_object_that_cannot_be_rebuilt_raises_what_it_raises() -> None:
+    """Errors of unpickling are those of the value's own code."""
+
+    class Broken:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return int, ("no number",)
+
+    with pytest.raises(ValueError, match="no number"):
+        travel(Broken())
+
+
+# --- numpy ------------------------------------------------------------------------------------------------------------
+
+ARRAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
+    "matrix": lambda: np.arange(12, dtype=np.float32).reshape(3, 4),
+    "fortran": lambda: np.asfortranarray(np.arange(12).reshape(3, 4)),
+    "transposed": lambda: np.arange(12).reshape(3, 4).T,
+    "strided": lambda: np.arange(20)[::3],
+    "reversed": lambda: np.arange(5)[::-1],
+    "empty": lambda: np.empty((0, 3)),
+    "zero-dim": lambda: np.array(5.0),
+    "bool": lambda: np.array([True, False]),
+    "complex": lambda: np.array([1 + 2j]),
+    "structured": lambda: np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    "object": lambda: np.array([1, "two", None], dtype=object),
+    "text": lambda: np.array(["a", "bcd"]),
+    "datetime": lambda: np.array(["2024-01-01"], dtype="datetime64[D]"),
+    "large": lambda: np.arange(100_000),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_arrive_writable(name: str) -> None:
+    """Arrays of all layouts and dtypes arrive equal, of the same dtype, and writable."""
+    sent = ARRAYS[name]()
+    (arrived,) = travel(sent)
+    assert arrived.dtype == sent.dtype
+    assert arrived.shape == sent.shape
+    assert arrived.tolist() == sent.tolist()
+    assert arrived.flags.writeable
+
+
+def test_array_bytes_leave_the_pickle() -> None:
+    """A contiguous array's bytes are lent, not copied into the pickle."""
+    array = np.zeros(100_000, dtype=np.uint8)
+    out = Outgoing()
+    fields = encode_values([[array]], out)
+    assert len(fields[3]) < 1000
+    assert fields[4] == len(out.buffers) == 1
+    array[0] = 7
+    assert memoryview(out.buffers[0])[0] == 7
+
+
+def test_shared_array_stays_shared() -> None:
+    """One array given twice is one array at the receiver."""
+    array = np.arange(5)
+    first, second = travel(array, [array])
+    assert second[0] is first
+
+
+def test_numpy_scalars_and_generators_arrive() -> None:
+    """Numbers keep their numpy type; a random generator goes on where it was."""
+    generator = np.random.default_rng(1)
+    number, arrived = travel(np.float32(1.5), generator)
+    assert type(number) is np.float32
+    assert arrived.random() == generator.random()
+
+
+# --- tensors inside of values -----------------------------------------------------------------------------------------
+
+
+def test_tensors_leave_the_body_wherever_they_are() -> None:
+    """Dense tensors are collected in order: alone, in containers, in dataclasses, in modules; equal on arrival."""
+    tensors = [torch.arange(3) + index for index in range(4)]
+    out = Outgoing()
+    module = torch.nn.Linear(2, 1)
+    encode_values([tensors[0], {"a": (tensors[1],)}, Config("c", [], tensors[2]), tensors[3], module], out)
+    assert [id(tensor) for tensor in out.tensors[:2]] == [id(tensors[0]), id(tensors[3])]
+    assert {id(tensor) for tensor in out.tensors} >= {id(tensor) for tensor in (*tensors, module.weight, module.bias)}
+    arrived = travel(tensors[0], {"a": (tensors[1],)}, Config("c", [], tensors[2]), tensors[3])
+    assert torch.equal(arrived[0], tensors[0])
+    assert torch.equal(arrived[1]["a"][0], tensors[1])
+    assert torch.equal(arrived[2].weight, tensors[2])
+    assert torch.equal(arrived[3], tensors[3])
+
+
+def test_same_tensor_in_a_container_is_one_object() -> None:
+    """A tensor that a container holds twice is one tensor at the receiver."""
+    tensor = torch.ones(3)
+    (arrived,) = travel([tensor, tensor])
+    assert arrived[0] is arrived[1]
+
+
+class Sub(torch.Tensor): ...
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_other_kinds_of_tensors_are_pickled_by_torch() -> None:
+    """Sparse, quantised, meta and subclassed tensors are not dense; they travel in the pickle, as torch writes them."""
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    kinds = {
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "quantised": torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+        "subclass": dense.as_subclass(Sub),
+        "meta": dense.to("meta"),
+    }
+    out = Outgoing()
+    encode_values(list(kinds.values()), out)
+    assert all(is_dense(tensor) for tensor in out.tensors), "the parts of a sparse tensor are dense"
+    arrived = dict(zip(kinds, travel(*kinds.values()), strict=True))
+    for name, tensor in kinds.items():
+        assert not is_dense(tensor)
+        assert type(arrived[name]) is type(tensor)
+        assert arrived[name].layout is tensor.layout
+        assert arrived[name].shape == tensor.shape
+    assert torch.equal(arrived["coo"].to_dense(), dense)
+    assert torch.equal(arrived["csr"].to_dense(), dense)
+    assert torch.equal(arrived["quantised"].dequantize(), kinds["quantised"].dequantize())
+    assert torch.equal(arrived["subclass"], dense)
+    assert arrived["meta"].is_meta
+
+
+# --- broken messages --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x01", b"\x80", b"\x92\x01", b"\x81\x90\x01", b"\xff\xff", b"\x91" * 5000])
+def test_body_that_is_no_message(body: bytes) -> None:
+    """What is no msgpack list is a ProtocolError, whatever msgpack calls it."""
+    with pytest.raises(ProtocolError):
+        unpack(body)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [[None], [5]],
+        [[None], ["a"]],
+        [[None], 1],
+        [[None], [[]]],
+        [[None], [], [0], 5, 0],
+        [[None], [], [0], "text", 0],
+        [[None], [], [0, 1], dumps((1,), Outgoing()), 0],
+        [[None], [], [3], dumps((1,), Outgoing()), 0],
+        [[None], [], 1, dumps((1,), Outgoing()), 0],
+        [[None], [], [0], dumps(1, Outgoing()), 0],
+        [[None], [], [0]],
+    ],
+)
+def test_positions_that_do_not_fit(fields: list[Any]) -> None:
+    """Positions and pickles that do not belong together are a ProtocolError."""
+    with pytest.raises(ProtocolError):
+        decode_values(fields, Incoming([torch.ones(1)], ()), [])
+
+
+@pytest.mark.parametrize("load", [load_tensor, load_reference])
+def test_out_of_band_loaders_need_a_message(load: Callable[[int], Any]) -> None:
+    """Outside of a message there is nothing to refer to."""
+    with pytest.raises(ProtocolError, match="outside of a message"):
+        load(0)
+
+
+def test_unsend_undoes_once() -> None:
+    """What encoding did elsewhere is undone once, however often that is asked for."""
+    undone: list[int] = []
+    out = Outgoing()
+    out.on_unsent += [lambda: undone.append(1), lambda: undone.append(2)]
+    out.unsend()
+    out.unsend()
+    assert undone == [1, 2]
+
+
+def test_many_threads_pack_at_once() -> None:
+    """Packers are shared between threads one at a time: no message gets parts of another."""
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        for _ in range(300):
+            message = [number, str(number) * 50, [number] * 20]
+            if unpack(pack(message)) != message:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+
+
+def test_packer_is_usable_after_a_failure() -> None:
+    """A message that cannot be packed leaves nothing behind in the next one."""
+    with pytest.raises(TypeError):
+        pack([1, object()])
+    assert unpack(pack([2])) == [2]

@@ -1,0 +1,264 @@
+"""Frames on bytes alone: round trips however the stream is cut, limits before memory, and no error but the documented one."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiorpc.errors import ProtocolError
+from aiorpc.protocol.frames import (
+    DIRECT_SIZE,
+    HEAD,
+    MAGIC,
+    MAX_SEGMENTS,
+    READ_SIZE,
+    Buffer,
+    Frame,
+    FrameDecoder,
+    Kind,
+    encode_frame,
+)
+
+MAX_BODY = 4 * READ_SIZE
+MAX_SEGMENT = 1 << 24
+
+
+class Allocator:
+    """Gives memory for large segments and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, size: int) -> bytearray:
+        self.asked.append(size)
+        return bytearray(size)
+
+
+def make_decoder(allocate: Allocator | None = None) -> FrameDecoder:
+    return FrameDecoder(max_body=MAX_BODY, max_segment=MAX_SEGMENT, allocate=allocate or Allocator())
+
+
+def put(decoder: FrameDecoder, data: Buffer, most: int = 1 << 62) -> list[Frame]:
+    """Feed all of `data`, at most so many bytes a time, as a socket would."""
+    frames: list[Frame] = []
+    rest = memoryview(data)
+    while rest:
+        buffer = decoder.get_buffer()
+        assert len(buffer) > 0, "an empty buffer looks like the end of the stream to a socket"
+        count = min(len(buffer), len(rest), most)
+        buffer[:count] = rest[:count]
+        frames += decoder.received(count)
+        rest = rest[count:]
+    return frames
+
+
+def on_the_wire(frames: Iterable[Frame]) -> bytes:
+    return b"".join(bytes(part) for frame in frames for part in encode_frame(*frame))
+
+
+def plain(frames: Sequence[Frame]) -> list[tuple[int, int, bytes, list[bytes]]]:
+    return [(frame.kind, frame.call_id, frame.body, [bytes(segment) for segment in frame.segments]) for frame in frames]
+
+
+segments = st.lists(st.binary(max_size=40) | st.integers(DIRECT_SIZE - 1, DIRECT_SIZE + 1).map(bytearray), max_size=6)
+frames_of_any_kind = st.builds(
+    Frame,
+    kind=st.integers(0, 255),
+    call_id=st.integers(0, (1 << 64) - 1),
+    body=st.binary(max_size=200) | st.integers(READ_SIZE - 20, READ_SIZE + 20).map(bytes),
+    segments=segments,
+)
+
+
+@given(st.lists(frames_of_any_kind, max_size=6), st.data())
+def test_frames_come_back_however_the_stream_is_cut(frames: list[Frame], data: st.DataObject) -> None:
+    """Any frames, one behind the other, come out equal and in order, whatever pieces the stream arrives in."""
+    stream = on_the_wire(frames)
+    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=8).map(sorted))
+    decoder = make_decoder()
+    found: list[Frame] = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += put(decoder, stream[start:end])
+    assert plain(found) == plain(frames)
+
+
+def test_frames_come_back_one_byte_at_a_time() -> None:
+    """A stream that arrives byte by byte gives the same frames, each with its last byte and not before."""
+    frames = [
+        Frame(Kind.CALL, 1, b"body"),
+        Frame(Kind.REPLY, 2, b"", [bytearray(b"abc"), bytearray(), bytearray(b"d")]),
+        Frame(Kind.ITEM, 3, b"x" * 300, [bytearray(bytes(range(256)) * (DIRECT_SIZE // 256)), bytearray(b"tail")]),
+        Frame(Kind.CANCEL, (1 << 64) - 1, b""),
+    ]
+    decoder = make_decoder()
+    found: list[Frame] = []
+    for number, frame in enumerate(frames):
+        stream = on_the_wire([frame])
+        assert put(decoder, stream[:-1], most=1) == []
+        found += put(decoder, stream[-1:])
+        assert len(found) == number + 1
+    assert plain(found) == plain(frames)
+
+
+@given(frames_of_any_kind, st.data())
+def test_truncated_stream_gives_nothing(frame: Frame, data: st.DataObject) -> None:
+    """A frame that is cut short is not handed out, and is no error either: the rest may still come."""
+    stream = on_the_wire([frame])
+    decoder = make_decoder()
+    assert put(decoder, stream[: data.draw(st.integers(0, len(stream) - 1))]) == []
+
+
+@given(frames_of_any_kind, st.data())
+def test_mutated_stream_raises_only_protocol_error(frame: Frame, data: st.DataObject) -> None:
+    """Whatever byte is changed: frames, silence or ProtocolError, and never more memory than the limits allow."""
+    stream = bytearray(on_the_wire([frame, frame]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(stream) - 1, 100)))
+        stream[at] = data.draw(st.integers(0, 255))
+    allocator = Allocator()
+    try:
+        put(make_decoder(allocator), stream)
+    except ProtocolError:
+        pass
+    assert all(size <= MAX_SEGMENT for size in allocator.asked)
+
+
+@given(st.binary(min_size=1, max_size=300))
+def test_garbage_raises_only_protocol_error(garbage: bytes) -> None:
+    """Bytes that are no frame at all give ProtocolError once a head is there, and nothing else ever."""
+    decoder = make_decoder()
+    if len(garbage) >= HEAD.size and garbage[HEAD.size - 1] != MAGIC:
+        with pytest.raises(ProtocolError, match="not an aiorpc stream"):
+            put(decoder, garbage)
+    else:
+        try:
+            put(decoder, garbage)
+        except ProtocolError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("head", "table", "expected"),
+    [
+        (HEAD.pack(1, MAX_BODY + 1, 0, 4, MAGIC), b"", f"a body of {MAX_BODY + 1} bytes; the limit is {MAX_BODY}"),
+        (HEAD.pack(1, 0xFFFFFFFF, 0, 4, MAGIC), b"", "a body of 4294967295 bytes"),
+        (HEAD.pack(1, 0, MAX_SEGMENTS + 1, 4, MAGIC), b"", f"{MAX_SEGMENTS + 1} segments; the limit is {MAX_SEGMENTS}"),
+        (HEAD.pack(1, 0, 0xFFFFFFFF, 4, MAGIC), b"", "4294967295 segments"),
+        (HEAD.pack(1, 0, 2, 4, MAGIC), struct.pack("<QQ", 8, MAX_SEGMENT + 1), f"a tensor of {MAX_SEGMENT + 1} bytes"),
+        (HEAD.pack(1, 0, 1, 4, MAGIC), struct.pack("<Q", (1 << 64) - 1), f"a tensor of {(1 << 64) - 1} bytes"),
+    ],
+)
+def test_limits_are_checked_before_memory_is_taken(head: bytes, table: bytes, expected: str) -> None:
+    """A length over its limit is refused as soon as it is read; no memory was taken for it or for its neighbours."""
+    allocator = Allocator()
+    decoder = make_decoder(allocator)
+    with pytest.raises(ProtocolError, match=expected):
+        put(decoder, head + table)
+    assert allocator.asked == []
+    assert len(decoder._buffer) == READ_SIZE
+
+
+def test_segments_are_refused_before_the_proof() -> None:
+    """A decoder without a limit for segments takes none: strangers have nothing to allocate for."""
+    decoder = FrameDecoder(max_body=100)
+    with pytest.raises(ProtocolError, match="before the handshake is done"):
+        put(decoder, on_the_wire([Frame(Kind.HELLO, 0, b"", [bytearray(1)])]))
+
+
+def test_limits_can_be_raised_on_the_way() -> None:
+    """After the proof the same decoder takes what it refused before, also from bytes that are there already."""
+    decoder = FrameDecoder(max_body=8)
+    hello, large = Frame(Kind.HELLO, 0, b"12345678"), Frame(Kind.CALL, 1, b"x" * 100, [bytearray(50)])
+    assert plain(put(decoder, on_the_wire([hello]))) == plain([hello])
+    decoder.max_body, decoder.max_segment = MAX_BODY, MAX_SEGMENT
+    assert plain(put(decoder, on_the_wire([large]))) == plain([large])
+
+
+def test_limits_are_inclusive() -> None:
+    """A body and a segment of exactly the limit pass."""
+    decoder = FrameDecoder(max_body=10, max_segment=10)
+    frame = Frame(Kind.CALL, 1, b"b" * 10, [bytearray(b"s" * 10)])
+    assert plain(put(decoder, on_the_wire([frame]))) == plain([frame])
+
+
+def test_large_segments_are_received_into_their_own_memory() -> None:
+    """The decoder asks for a large segment's memory once, of its exact size, and reads straight into it."""
+    allocator = Allocator()
+    decoder = make_decoder(allocator)
+    sizes = [3 * READ_SIZE, 5, 0, 2 * READ_SIZE + 1]
+    sent = [bytearray((index + at) % 251 for at in range(size)) for index, size in enumerate(sizes)]
+    stream = on_the_wire([Frame(Kind.CALL, 1, b"body", sent), Frame(Kind.CALL, 2, b"next")])
+    head = len(stream) - sum(sizes) - HEAD.size - 4
+    put(decoder, stream[: head + 10])
+    assert allocator.asked == sizes
+    assert len(decoder.get_buffer()) == sizes[0] - 10
+    assert plain(put(decoder, stream[head + 10 :])) == plain([Frame(Kind.CALL, 1, b"body", sent), Frame(4, 2, b"next")])
+    assert allocator.asked == sizes
+
+
+def test_handed_out_buffers_are_the_receivers_alone() -> None:
+    """Later traffic does not change what was handed out, and writing into it harms no later frame."""
+    decoder = make_decoder()
+    frames = [Frame(Kind.CALL, number, b"body", [bytearray(b"first"), bytearray(b"second")]) for number in range(3)]
+    found = put(decoder, on_the_wire(frames))
+    found[0].segments[0][:] = b"xxxxx"
+    found += put(decoder, on_the_wire(frames))
+    assert bytes(found[0].segments[0]) == b"xxxxx"
+    assert plain(found[1:]) == plain([*frames[1:], *frames])
+    assert all(not memoryview(segment).readonly for frame in found for segment in frame.segments)
+
+
+def test_many_segments() -> None:
+    """Ten thousand segments in one frame, empty ones among them, more than one read can hold."""
+    frame = Frame(Kind.CALL, 1, b"", [bytearray(number % 7) for number in range(10_000)])
+    assert plain(put(make_decoder(), on_the_wire([frame]), most=READ_SIZE // 3)) == plain([frame])
+
+
+def test_buffer_grows_for_one_body_and_shrinks_again() -> None:
+    """A body longer than the buffer gets just the room it needs; afterwards that memory is given back."""
+    decoder = FrameDecoder(max_body=20 * READ_SIZE)
+    long = Frame(Kind.CALL, 1, bytes(range(256)) * (10 * READ_SIZE // 256))
+    stream = on_the_wire([long])
+    assert put(decoder, stream[:-1], most=100_000) == []
+    assert len(decoder._buffer) == len(stream)
+    assert plain(put(decoder, stream[-1:])) == plain([long])
+    assert len(decoder._buffer) == READ_SIZE
+
+
+@pytest.mark.parametrize("pad", range(-2, 3))
+def test_frames_that_end_at_the_edge_of_the_buffer(pad: int) -> None:
+    """Frames that fill the buffer exactly, or almost, leave no empty buffer and lose nothing."""
+    decoder = make_decoder()
+    frames = [
+        Frame(Kind.CALL, 1, bytes(READ_SIZE - HEAD.size + pad)),
+        Frame(Kind.CALL, 2, b"", [bytearray(READ_SIZE - HEAD.size - 8 + pad)]),
+        Frame(Kind.CALL, 3, bytes(READ_SIZE - 2 * HEAD.size + pad)),
+        Frame(Kind.CALL, 4, b"end"),
+    ]
+    assert plain(put(decoder, on_the_wire(frames))) == plain(frames)
+
+
+def test_small_frames_are_one_buffer_and_large_ones_are_not_copied() -> None:
+    """Below the direct size a frame is joined into one buffer; above it the segments are lent as they are."""
+    assert len(encode_frame(Kind.CALL, 1, b"body")) == 1
+    assert len(encode_frame(Kind.CALL, 1, b"body", [b"a", b"b"])) == 1
+    large = bytearray(DIRECT_SIZE)
+    parts = encode_frame(Kind.CALL, 1, b"body", [b"", large, b"tail"])
+    assert len(parts) == 3
+    assert parts[1] is large
+
+
+@pytest.mark.parametrize(
+    ("frame", "expected"),
+    [
+        (Frame(Kind.CALL, 7, b"x" * 1000, [bytearray(1)] * 3), "<CALL 7: 1000 bytes b'xxxxxxxxxxxxxxxxxxxxxxxx', 3 segments>"),
+        (Frame(200, 0, b"\xff\n"), "<200 0: 2 bytes b'\\xff\\n', 0 segments>"),
+    ],
+)
+def test_frame_prints_within_a_line(frame: Frame, expected: str) -> None:
+    """Whatever a peer sends, a log line stays a line of bounded length."""
+    assert str(frame) == expected

@@ -1,0 +1,331 @@
+"""Handshakes between two cores, tied together with bytes: who gets in, who does not, and what either side learns."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiorpc.errors import PeerRefused, ProtocolError, RpcError, RpcUsageError
+from aiorpc.protocol import handshake
+from aiorpc.protocol.frames import Buffer, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.handshake import MAX_BODY, NONCE_SIZE, VERSION, Handshake, State
+from aiorpc.protocol.identity import WorkerRecord
+
+SECRET = b"s" * 32
+OPENER = WorkerRecord("opener", 0, "1a", "host", "name", 10, "main", "/run/a.sock", "127.0.0.1", 1)
+ACCEPTOR = WorkerRecord("acceptor", 1, "2b", "host", "name", 11, "main", "/run/b.sock", "127.0.0.1", 2)
+
+
+def opening(secret: bytes = SECRET, expect: tuple[str, str] | None = ("acceptor", "2b")) -> Handshake:
+    return Handshake(OPENER, secret, opener=True, expect=expect)
+
+
+def accepting(secret: bytes = SECRET, record: WorkerRecord = ACCEPTOR, refuse: str | None = None) -> Handshake:
+    return Handshake(record, secret, opener=False, accept=lambda _: refuse)
+
+
+def read(written: list[Buffer]) -> list[Frame]:
+    """The frames in what one side writes, through the decoder that the other side uses for strangers."""
+    decoder = FrameDecoder(max_body=MAX_BODY)
+    frames: list[Frame] = []
+    for data in written:
+        decoder.get_buffer()[: len(data)] = data
+        frames += decoder.received(len(data))
+    return frames
+
+
+def one(written: list[Buffer]) -> Frame:
+    (frame,) = read(written)
+    return frame
+
+
+def shake(opener: Handshake, acceptor: Handshake) -> list[Frame]:
+    """Carry frames back and forth until neither has more to say; returns all of them in order."""
+    said: list[Frame] = []
+    frames, receiver = read(opener.start()), acceptor
+    while frames:
+        said += frames
+        frames = read([part for frame in frames for part in receiver.feed(frame)])
+        receiver = opener if receiver is acceptor else acceptor
+    return said
+
+
+def test_both_sides_know_each_other_afterwards() -> None:
+    """Same secret: both end READY with the other's whole record, after HELLO, HELLO, PROOF, WELCOME."""
+    opener, acceptor = opening(), accepting()
+    said = shake(opener, acceptor)
+    assert [frame.kind for frame in said] == [Kind.HELLO, Kind.HELLO, Kind.PROOF, Kind.WELCOME]
+    assert opener.state is acceptor.state is State.READY
+    assert (opener.peer, acceptor.peer) == (ACCEPTOR, OPENER)
+
+
+def test_nobody_is_known_before_the_proof() -> None:
+    """`peer` stays None on both sides until the other's proof was checked."""
+    opener, acceptor = opening(), accepting()
+    hello = one(acceptor.feed(one(opener.start())))
+    assert acceptor.peer is None
+    proof = one(opener.feed(hello))
+    assert (opener.peer, acceptor.peer) == (None, None)
+    assert opener.state is State.PROVED
+    welcome = one(acceptor.feed(proof))
+    assert (opener.peer, acceptor.peer) == (None, OPENER)
+    opener.feed(welcome)
+    assert opener.peer == ACCEPTOR
+
+
+def test_wrong_secret_is_noticed_by_the_opener_first() -> None:
+    """The acceptor proves itself first: an opener with another secret sends neither proof nor call."""
+    opener, acceptor = opening(b"another"), accepting()
+    hello = one(acceptor.feed(one(opener.start())))
+    with pytest.raises(PeerRefused, match="secret does not match"):
+        opener.feed(hello)
+    assert opener.state is State.FAILED
+    assert opener.peer is None
+
+
+@pytest.mark.parametrize("proof", [b"", b"x", bytes(32), b"\xff" * 100])
+def test_wrong_proof_is_refused_by_the_acceptor(proof: bytes) -> None:
+    """An opener that cannot prove the secret is refused, whatever it sends instead."""
+    acceptor = accepting()
+    acceptor.feed(one(opening().start()))
+    with pytest.raises(PeerRefused, match="secret does not match"):
+        acceptor.feed(Frame(Kind.PROOF, 0, proof))
+    assert acceptor.state is State.FAILED
+    assert acceptor.peer is None
+
+
+def test_replayed_proof_is_refused() -> None:
+    """What an opener once sent opens nothing the second time: the acceptor's nonce is new."""
+    said = shake(opening(), accepting())
+    again = accepting()
+    again.feed(said[0])
+    with pytest.raises(PeerRefused, match="secret does not match"):
+        again.feed(said[2])
+
+
+def test_replayed_acceptor_is_refused() -> None:
+    """What an acceptor once sent does not fool an opener: the opener's nonce is new."""
+    said = shake(opening(), accepting())
+    opener = opening()
+    opener.start()
+    with pytest.raises(PeerRefused, match="secret does not match"):
+        opener.feed(said[1])
+
+
+def test_reflected_proof_is_refused() -> None:
+    """An acceptor's proof cannot be played back to it as an opener's: the roles are part of it."""
+    opener, acceptor = opening(), accepting()
+    hello = one(acceptor.feed(one(opener.start())))
+    _, proof = msgpack.unpackb(hello.body)
+    with pytest.raises(PeerRefused, match="secret does not match"):
+        acceptor.feed(Frame(Kind.PROOF, 0, proof))
+
+
+def test_changed_record_breaks_the_proof() -> None:
+    """Somebody in the middle who changes a record, and not the secret, is found out."""
+    opener, acceptor = opening(expect=None), accepting()
+    body, proof = msgpack.unpackb(one(acceptor.feed(one(opener.start()))).body)
+    version, record, nonce = msgpack.unpackb(body)
+    record[4] = "elsewhere"
+    forged = msgpack.packb([msgpack.packb([version, record, nonce]), proof])
+    with pytest.raises(PeerRefused, match="secret does not match"):
+        opener.feed(Frame(Kind.HELLO, 0, forged))
+
+
+def test_other_version_is_refused_by_name() -> None:
+    """A peer of another version is refused by both sides, with both versions named."""
+    body = msgpack.packb([VERSION + 1, ACCEPTOR.to_wire(), bytes(NONCE_SIZE)])
+    frame = Frame(Kind.HELLO, 0, msgpack.packb([body, b""]))
+    opener = opening()
+    opener.start()
+    for side in (opener, accepting()):
+        with pytest.raises(PeerRefused, match=f"speaks version {VERSION + 1} of the protocol, we speak {VERSION}"):
+            side.feed(frame)
+
+
+@pytest.mark.parametrize("other", [replace(ACCEPTOR, name="other"), replace(ACCEPTOR, incarnation="3c")])
+def test_wrong_worker_is_refused(other: WorkerRecord) -> None:
+    """Another name, or the same name started again, is not whom the opener wanted."""
+    opener, acceptor = opening(), accepting(record=other)
+    with pytest.raises(PeerRefused, match="should be; it may have been restarted"):
+        shake(opener, acceptor)
+
+
+def test_unwanted_opener_is_refused_with_the_reason() -> None:
+    """The acceptor's reason reaches the opener as its error."""
+    opener, acceptor = opening(), accepting(refuse="you were given up as lost")
+    with pytest.raises(PeerRefused, match="given up") as caught:
+        shake(opener, acceptor)
+    (refused,) = read(handshake.refusal(str(caught.value)))
+    with pytest.raises(PeerRefused, match="other side refused the connection: you were given up as lost"):
+        opener.feed(refused)
+
+
+def test_refusal_is_short_whatever_the_reason() -> None:
+    """A refusal never exceeds what a stranger's decoder takes, and its text is cut for the log."""
+    (refused,) = read(handshake.refusal("é" * 100_000))
+    assert len(refused.body) <= 500
+    with pytest.raises(PeerRefused) as caught:
+        opening().feed(Frame(Kind.REFUSED, 0, b"\xff" * 10_000))
+    assert len(str(caught.value)) < 600
+
+
+def sides() -> dict[str, Handshake]:
+    """A handshake in each state it can be in."""
+    opener, acceptor = opening(), accepting()
+    shake(opener, acceptor)
+    sent, challenged, proved, failed = opening(), accepting(), opening(), accepting()
+    sent.start()
+    challenged.feed(one(opening().start()))
+    proved.feed(one(accepting().feed(one(proved.start()))))
+    with pytest.raises(ProtocolError):
+        failed.feed(Frame(Kind.CALL, 1, b""))
+    return {
+        "new opener": opening(),
+        "new acceptor": accepting(),
+        "sent": sent,
+        "challenged": challenged,
+        "proved": proved,
+        "ready opener": opener,
+        "ready acceptor": acceptor,
+        "failed": failed,
+    }
+
+
+EXPECTED = {
+    ("new acceptor", Kind.HELLO),
+    ("sent", Kind.HELLO),
+    ("challenged", Kind.PROOF),
+    ("proved", Kind.WELCOME),
+}
+
+
+@pytest.mark.parametrize("state", list(sides()))
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind != Kind.REFUSED])
+def test_frames_out_of_turn_fail_it(state: str, kind: Kind) -> None:
+    """In each state one kind of frame belongs; every other one ends the handshake with ProtocolError."""
+    if (state, kind) in EXPECTED:
+        return
+    side = sides()[state]
+    with pytest.raises(ProtocolError, match="does not belong in a handshake"):
+        side.feed(Frame(kind, 0, b""))
+    assert side.state is State.FAILED
+
+
+@pytest.mark.parametrize("state", [name for name in sides() if name != "new opener"])
+def test_start_is_for_a_new_opener_only(state: str) -> None:
+    """Starting twice, or as the acceptor, is a mistake of the caller and says so."""
+    with pytest.raises(RpcUsageError, match="cannot be started"):
+        sides()[state].start()
+
+
+RECORD = ACCEPTOR.to_wire()
+BROKEN = [
+    b"",
+    b"\xc1",
+    msgpack.packb(1),
+    msgpack.packb([b""]),
+    msgpack.packb(["text", b""]),
+    msgpack.packb([b"", b""]),
+    msgpack.packb([msgpack.packb({}), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD, b"short"]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD[:-1], bytes(NONCE_SIZE)]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, ["bad name!", *RECORD[1:]], bytes(NONCE_SIZE)]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, [[]] * 10, bytes(NONCE_SIZE)]), b""]),
+    msgpack.packb([msgpack.packb(list(range(100))), b""]),
+    b"\xdd\xff\xff\xff\xff",
+    b"\x91" * 10_000,
+]
+
+
+@pytest.mark.parametrize("body", BROKEN)
+def test_malformed_hello_is_a_protocol_error(body: bytes) -> None:
+    """A HELLO that is none ends it on both sides, with nothing but ProtocolError."""
+    opener = opening()
+    opener.start()
+    for side in (opener, accepting()):
+        with pytest.raises(ProtocolError):
+            side.feed(Frame(Kind.HELLO, 0, body))
+        assert side.state is State.FAILED
+
+
+@given(st.integers(0, 3), st.data())
+def test_mutated_handshake_fails_with_documented_errors_only(which: int, data: st.DataObject) -> None:
+    """Change any bytes of any frame: the handshake fails with PeerRefused or ProtocolError, or it was not changed."""
+    opener, acceptor = opening(), accepting()
+    frames, receiver = read(opener.start()), acceptor
+    turn = 0
+    changed = False
+    try:
+        while frames:
+            frame = frames[0]
+            if turn == which:
+                body = bytearray(frame.body)
+                for _ in range(data.draw(st.integers(1, 3))):
+                    if body:
+                        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+                changed = bytes(body) != frame.body
+                frame = frame._replace(body=bytes(body))
+            frames = read(receiver.feed(frame))
+            receiver = opener if receiver is acceptor else acceptor
+            turn += 1
+    except (PeerRefused, ProtocolError):
+        assert changed
+    # A WELCOME has nothing to say: what stands in it is not looked at.
+    assert not (changed and which < 3 and opener.state is State.READY)
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_is_unpickled_before_the_proof(tmp_path: Path) -> None:
+    """A pickle in any place of any frame of a stranger is never loaded."""
+    path = tmp_path / "exploded"
+    bomb = pickle.dumps(Bomb(path))
+    pickle.loads(bomb)
+    assert path.exists(), "the bomb has to be able to explode"
+    path.unlink()
+    ext = msgpack.ExtType(1, bomb)
+    bodies = [
+        bomb,
+        msgpack.packb([bomb, bomb]),
+        msgpack.packb([msgpack.packb([VERSION, bomb, bytes(NONCE_SIZE)]), bomb]),
+        msgpack.packb([msgpack.packb([VERSION, [ext, *RECORD[1:]], bytes(NONCE_SIZE)]), bomb]),
+        msgpack.packb([ext, ext]),
+    ]
+    for body in bodies:
+        for kind in Kind:
+            for side in sides().values():
+                # The body of a WELCOME is not looked at; everything else is refused.
+                with contextlib.suppress(RpcError):
+                    side.feed(Frame(kind, 0, body))
+    assert not path.exists()
+
+
+def test_nonces_differ() -> None:
+    """Two handshakes of the same worker never begin with the same bytes."""
+    assert opening().start() != opening().start()
+
+
+def test_hello_of_a_long_record_fits_the_strict_limit() -> None:
+    """A record with names as long as systems give them passes the limit on what strangers may send."""
+    record = replace(OPENER, name="n" * 127, hostname="h" * 255, main="m" * 1000, unix_path="/" + "p" * 107)
+    opener, acceptor = Handshake(record, SECRET, opener=True), accepting()
+    shake(opener, acceptor)
+    assert acceptor.peer == record
+    assert encode_frame(Kind.HELLO, 0, b"")

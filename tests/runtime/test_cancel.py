@@ -1,0 +1,238 @@
+"""Cancelling a call: who can, and what it does at the callee."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import aiorpc
+from aiorpc import RpcCancelled, Worker
+from tests.runtime.waiting import until
+
+
+class Flags:
+    """What handlers saw, for the test."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.cancelled = threading.Event()
+        self.release = threading.Event()
+        self.finished = threading.Event()
+
+
+_flags: dict[str, Flags] = {}
+
+
+@pytest.fixture
+def flags() -> Iterator[Flags]:
+    _flags["it"] = Flags()
+    yield _flags["it"]
+    _flags["it"].release.set()
+
+
+async def coroutine() -> str:
+    flags = _flags["it"]
+    flags.entered.set()
+    try:
+        while not flags.release.is_set():
+            await asyncio.sleep(0.002)
+    except asyncio.CancelledError:
+        flags.cancelled.set()
+        raise
+    flags.finished.set()
+    return "done"
+
+
+def thread() -> str:
+    flags = _flags["it"]
+    flags.entered.set()
+    while not flags.release.wait(0.002):
+        if aiorpc.cancelled():
+            flags.cancelled.set()
+            aiorpc.check_cancelled()
+    flags.finished.set()
+    return "done"
+
+
+async def relay(to: str) -> str:
+    result: str = await aiorpc.call(to, coroutine)
+    return result
+
+
+async def test_cancelling_the_future_cancels_the_coroutine(pair: list[Worker], flags: Flags) -> None:
+    """The handler's task is cancelled; the Future raises RpcCancelled; nothing is pending at either end."""
+    call = pair[0].call("worker1", coroutine)
+    await until(flags.entered.is_set)
+    assert call.cancel("not needed")
+    assert call.cancelled() and call.done() and not call.cancel()
+    with pytest.raises(RpcCancelled, match=r"coroutine.*'worker1'.*not needed"):
+        await call
+    await until(flags.cancelled.is_set)
+    await until(lambda: not pair[0].pending_calls() and not pair[1].pending_calls())
+    assert pair[1].statistics().calls_cancelled == 1
+
+
+async def test_a_thread_can_ask_whether_its_caller_has_given_up(pair: list[Worker], flags: Flags) -> None:
+    """aiorpc.cancelled() turns true in the running thread, check_cancelled() raises there."""
+    call = pair[0].call("worker1", thread)
+    await until(flags.entered.is_set)
+    call.cancel()
+    await until(flags.cancelled.is_set)
+    await until(lambda: pair[1].statistics().threads_idle == pair[1].statistics().threads)
+    assert not flags.finished.is_set()
+
+
+async def test_the_result_of_a_thread_that_goes_on_is_dropped(pair: list[Worker], flags: Flags) -> None:
+    """A thread that does not ask runs to its end; nobody gets its result, and no late answer is sent."""
+    call = pair[0].call("worker1", hold)
+    await until(flags.entered.is_set)
+    call.cancel()
+    await until(lambda: pair[1].statistics().calls_cancelled == 1)
+    flags.release.set()
+    await until(flags.finished.is_set)
+    assert await pair[0].call("worker1", len, "abc") == 3
+    assert call.cancelled() and pair[0].statistics().late_answers == 0
+
+
+def hold() -> None:
+    _flags["it"].entered.set()
+    _flags["it"].release.wait(10)
+    _flags["it"].finished.set()
+
+
+async def test_a_cancelled_waiter_cancels_the_call_it_alone_waits_for(pair: list[Worker], flags: Flags) -> None:
+    """A cancelled task sees CancelledError, and the callee is told."""
+
+    async def wait() -> None:
+        await pair[0].call("worker1", coroutine)
+
+    task = asyncio.ensure_future(wait())
+    await until(flags.entered.is_set)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(flags.cancelled.is_set)
+
+
+async def test_another_waiter_keeps_the_call_alive(pair: list[Worker], flags: Flags) -> None:
+    """Only when the last waiter gives up the call is cancelled."""
+    call = pair[0].call("worker1", coroutine)
+
+    async def wait() -> str:
+        result: str = await call
+        return result
+
+    first, second = asyncio.ensure_future(wait()), asyncio.ensure_future(wait())
+    await until(flags.entered.is_set)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert not call.done()
+    flags.release.set()
+    assert await second == "done" and not flags.cancelled.is_set()
+
+
+async def test_a_blocked_thread_is_a_waiter_too(pair: list[Worker], flags: Flags) -> None:
+    """A task that gives up does not take the call away from a thread that waits for it."""
+    call = pair[0].call("worker1", coroutine)
+    blocked = asyncio.ensure_future(asyncio.to_thread(call.wait))
+    await until(flags.entered.is_set)
+    await until(lambda: call._callbacks)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(_wait(call), 0.01)
+    assert not call.done()
+    flags.release.set()
+    assert await blocked == "done"
+
+
+async def _wait(call: aiorpc.Future[str]) -> str:
+    return await call
+
+
+async def test_wait_for_timeout_shield_and_task_group(pair: list[Worker], flags: Flags) -> None:
+    """asyncio's own tools work on calls: those that give up cancel, shield does not."""
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pair[0].call("worker1", coroutine), 0.02)
+    await until(flags.cancelled.is_set)
+
+    flags.cancelled.clear()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await pair[0].call("worker1", coroutine)
+    await until(flags.cancelled.is_set)
+
+    flags.cancelled.clear()
+    call = pair[0].call("worker1", coroutine)
+    inner = asyncio.ensure_future(_wait(call))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(inner), 0.02)
+    flags.release.set()
+    assert await inner == "done"
+
+    flags.release.clear()
+    flags.cancelled.clear()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_wait(pair[0].call("worker1", coroutine)))
+            group.create_task(_wait(pair[0].call("worker1", int, "x")))
+    assert [type(error) for error in caught.value.exceptions] == [ValueError]
+    await until(flags.cancelled.is_set)
+
+
+async def test_cancelling_reaches_nested_calls(trio: list[Worker], flags: Flags) -> None:
+    """The handler that is cancelled gives up its own call, and so on down the chain."""
+    call = trio[0].call("worker1", relay, "worker2")
+    await until(flags.entered.is_set)
+    call.cancel()
+    await until(flags.cancelled.is_set)
+    await until(lambda: not any(worker.pending_calls() for worker in trio))
+
+
+async def test_cancelling_a_call_leaves_others_alone(pair: list[Worker], flags: Flags) -> None:
+    """Of many calls on a connection only the one that was cancelled ends."""
+    calls = [pair[0].call("worker1", coroutine) for _ in range(10)]
+    await until(flags.entered.is_set)
+    for call in calls[::2]:
+        call.cancel()
+    await until(lambda: pair[1].statistics().calls_cancelled == 5)
+    flags.release.set()
+    assert await asyncio.gather(*calls[1::2]) == ["done"] * 5
+
+
+async def test_a_call_that_is_cancelled_at_once(pair: list[Worker], flags: Flags) -> None:
+    """Before its frame has left, or before the handler's first step: it never runs to its end, nothing is left."""
+    for _ in range(20):
+        pair[0].call("worker1", coroutine).cancel()
+        pair[0].call("worker1", thread).cancel()
+    assert await pair[0].call("worker1", len, "abc") == 3
+    await until(lambda: not pair[0].pending_calls() and not pair[1].pending_calls())
+    assert not flags.finished.is_set()
+
+
+async def test_cancelling_a_finished_call_does_nothing(pair: list[Worker]) -> None:
+    """False, and the value stays."""
+    call = pair[0].call("worker1", len, "abc")
+    assert await call == 3
+    assert not call.cancel()
+    assert call.value() == 3 and not call.cancelled()
+
+
+async def test_giving_up_on_a_value_does_not_spoil_it(pair: list[Worker], flags: Flags) -> None:
+    """Who waits for an RRef's value does not own it: a waiter that gives up, at the owner too, leaves it alone."""
+    rref = pair[0].remote("worker0", coroutine)
+    other = pair[0].remote("worker1", coroutine)
+    for reference in (rref, other):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reference, 0.02)
+    assert not flags.cancelled.is_set()
+    flags.release.set()
+    assert await rref == "done" and await other == "done"
+
+
+async def test_cancelled_is_for_handlers(pair: list[Worker]) -> None:
+    """Outside of a handler there is no caller to ask about."""
+    for ask in (aiorpc.cancelled, aiorpc.check_cancelled, aiorpc.caller, aiorpc.deadline):
+        with pytest.raises(aiorpc.RpcUsageError, match="only a handler"):
+            ask()

@@ -1,0 +1,289 @@
+"""Deadlines: where they come from, how they travel, and what happens when one passes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import aiorpc
+from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
+from aiorpc.testing import cluster
+from tests.runtime.waiting import until
+
+
+def left() -> float | None:
+    return aiorpc.deadline()
+
+
+async def left_async() -> float | None:
+    return aiorpc.deadline()
+
+
+async def left_after_a_while() -> float | None:
+    await asyncio.sleep(0.05)
+    return aiorpc.deadline()
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def relay(to: str) -> float | None:
+    result: float | None = aiorpc.rpc_sync(to, left)
+    return result
+
+
+async def relay_async(to: str, timeout: float | None) -> float | None:
+    result: float | None = await aiorpc.peer(to, timeout=timeout).call(left_async)
+    return result
+
+
+async def relay_for_ever(to: str) -> None:
+    await aiorpc.peer(to, timeout=0).call(for_ever)
+
+
+class Flags:
+    """What a handler saw, for the test."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.cancelled = threading.Event()
+        self.release = threading.Event()
+
+
+_flags: dict[str, Flags] = {}
+
+
+@pytest.fixture
+def flags() -> Flags:
+    _flags["it"] = Flags()
+    return _flags["it"]
+
+
+async def tell_when_cancelled() -> None:
+    _flags["it"].entered.set()
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        _flags["it"].cancelled.set()
+        raise
+
+
+def ask_until_cancelled() -> None:
+    _flags["it"].entered.set()
+    while not aiorpc.cancelled():
+        _flags["it"].release.wait(0.002)
+    _flags["it"].cancelled.set()
+
+
+async def block_the_loop(seconds: float) -> str:
+    time.sleep(seconds)  # noqa: ASYNC251  # on purpose: the reply is under way before the CANCEL is read
+    return "late"
+
+
+# --- where they come from ---------------------------------------------------------------------------------------------
+
+
+async def test_the_default_is_the_workers_option() -> None:
+    """rpc_timeout of the calling worker holds where nothing else is said; 60 s unless it is set."""
+    assert RpcBackendOptions().rpc_timeout == 60.0
+    async with cluster(2, options=[RpcBackendOptions(rpc_timeout=7), RpcBackendOptions(rpc_timeout=3)]) as workers:
+        seconds = await workers[0].call("worker1", left)
+        assert seconds is not None and 6 < seconds <= 7
+        seconds = await workers[1].call("worker0", left_async)
+        assert seconds is not None and 2 < seconds <= 3
+
+
+async def test_a_peer_handle_has_its_own_timeout(pair: list[Worker]) -> None:
+    """peer(timeout=) holds for all calls made through it."""
+    peer = pair[0].peer("worker1", timeout=5.0)
+    for handler in (left, left_async):
+        seconds = await peer.call(handler)
+        assert seconds is not None and 4 < seconds <= 5
+    with pytest.raises(RpcTimeout):
+        await pair[0].peer("worker1", timeout=0.01).call(for_ever)
+
+
+async def test_zero_means_no_limit() -> None:
+    """0, for the worker, a handle or one call, sets no deadline; joining works with it too."""
+    async with cluster(2, options=RpcBackendOptions(rpc_timeout=0)) as workers:
+        assert await workers[0].call("worker1", left) is None
+        assert await workers[0].peer("worker1", timeout=0).call(left_async) is None
+        assert aiorpc.rpc_async is not None
+    async with cluster(2) as workers:
+        assert await workers[0].peer("worker1", timeout=0).call(left) is None
+
+        def script() -> Any:
+            aiorpc.runtime.current.current_worker.set(workers[0])
+            return aiorpc.rpc_sync("worker1", left, timeout=0), aiorpc.rpc_sync("worker1", left, timeout=9)
+
+        unlimited, limited = await asyncio.to_thread(script)
+        assert unlimited is None and 8 < limited <= 9
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan"), "soon", True])
+async def test_a_timeout_that_makes_no_sense_is_refused(pair: list[Worker], timeout: Any) -> None:
+    """Negative, NaN, and what is no number."""
+    with pytest.raises(RpcUsageError, match="timeout must be a number of seconds"):
+        pair[0].peer("worker1", timeout=timeout)
+
+
+# --- how they travel --------------------------------------------------------------------------------------------------
+
+
+async def test_nested_calls_inherit_what_is_left(trio: list[Worker]) -> None:
+    """A nested call has the time its caller has left, blocking or awaited, and may only ask for less."""
+    peer = trio[0].peer("worker1", timeout=5.0)
+    for nested in (peer.call(relay, "worker2"), peer.call(relay_async, "worker2", None), peer.call(relay_async, "worker2", 0)):
+        seconds = await nested
+        assert seconds is not None and 3 < seconds < 5
+    seconds = await peer.call(relay_async, "worker2", 1.0)
+    assert seconds is not None and seconds <= 1.0
+    assert (await trio[0].peer("worker1", timeout=0).call(relay_async, "worker2", 0)) is None
+
+
+async def test_time_runs_while_a_handler_works(pair: list[Worker]) -> None:
+    """deadline() says what is left at the moment."""
+    seconds = await pair[0].peer("worker1", timeout=5.0).call(left_after_a_while)
+    assert seconds is not None and seconds <= 4.95
+
+
+async def test_a_whole_chain_ends_when_the_first_deadline_passes(trio: list[Worker], flags: Flags) -> None:
+    """The nested call is cancelled too, though it had no timeout of its own."""
+    with pytest.raises(RpcTimeout):
+        await trio[0].peer("worker1", timeout=0.05).call(relay_for_ever, "worker2")
+    await until(lambda: not any(worker.pending_calls() for worker in trio))
+
+
+async def test_work_that_outlives_its_handler_inherits_nothing(pair: list[Worker]) -> None:
+    """A background task that a handler started makes calls without the handler's deadline."""
+    await pair[0].peer("worker1", timeout=0.5).call(start_background)
+    assert await asyncio.wait_for(_background.pop(), 10) == pytest.approx(60, abs=5)
+
+
+_background: list[asyncio.Task[Any]] = []
+
+
+async def start_background() -> None:
+    async def background() -> Any:
+        while aiorpc.current().statistics().calls_running:
+            await asyncio.sleep(0.002)
+        return await aiorpc.call("worker0", left_async)
+
+    _background.append(asyncio.ensure_future(background()))
+
+
+# --- when they pass ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.01, 0.1])
+async def test_short_deadlines_fire_in_time(pair: list[Worker], seconds: float) -> None:
+    """Also of 1 ms: not before, and not much later."""
+    await pair[0].call("worker1", left)
+    late = []
+    for _ in range(5):
+        start = time.monotonic()
+        with pytest.raises(RpcTimeout):
+            await pair[0].peer("worker1", timeout=seconds).call(for_ever)
+        late.append(time.monotonic() - start - seconds)
+    assert min(late) >= -0.001
+    assert min(late) < 0.05, late  # the best of five: the machine may be busy
+
+
+async def test_the_error_says_who_what_and_how_long(pair: list[Worker]) -> None:
+    """RpcTimeout has fields and is a TimeoutError; its text has the line that made the call."""
+    with pytest.raises(RpcTimeout) as caught:
+        await pair[0].peer("worker1", timeout=0.02).call(for_ever)
+    error = caught.value
+    assert error.worker == "worker1" and error.function.endswith("for_ever") and error.seconds == pytest.approx(0.02)
+    assert isinstance(error, TimeoutError) and isinstance(error, aiorpc.RpcError)
+    assert all(part in str(error) for part in ("for_ever", "'worker1'", "0.02 s", __file__))
+
+
+async def test_a_blocking_wait_gets_the_same_error(pair: list[Worker]) -> None:
+    """rpc_sync in a thread raises RpcTimeout too; Future.wait(timeout) leaves the call alone."""
+
+    def script() -> bool:
+        with pytest.raises(RpcTimeout, match="for_ever"):
+            pair[0].peer("worker1", timeout=0.02).call(for_ever).wait()
+        call = pair[0].call("worker1", for_ever)
+        with pytest.raises(RpcTimeout, match=r"waited 0\.01 s"):
+            call.wait(0.01)
+        return call.done() or not call.cancel()
+
+    assert not await asyncio.to_thread(script)
+
+
+async def test_the_callee_is_told(pair: list[Worker], flags: Flags) -> None:
+    """A coroutine is cancelled; a thread that asks learns of it; nothing is left running."""
+    for handler in (tell_when_cancelled, ask_until_cancelled):
+        flags.cancelled.clear()
+        with pytest.raises(RpcTimeout):
+            await pair[0].peer("worker1", timeout=0.05).call(handler)
+        await until(flags.cancelled.is_set)
+    await until(lambda: pair[1].is_idle())
+
+
+async def test_a_late_answer_is_dropped_and_counted(apart: list[Worker]) -> None:
+    """An answer that comes after the deadline changes nothing but a counter."""
+    await apart[0].call("worker1", left)
+    with pytest.raises(RpcTimeout):
+        await apart[0].peer("worker1", timeout=0.03).call(block_the_loop, 0.15)
+    await until(lambda: apart[0].statistics().late_answers == 1)
+    assert apart[0].statistics().calls_timed_out == 1
+    assert await apart[0].call("worker1", len, "abc") == 3
+
+
+async def test_references_in_a_late_answer_are_released(apart: list[Worker]) -> None:
+    """The owner does not keep a value for an answer that nobody took."""
+    await apart[0].call("worker1", left)
+    with pytest.raises(RpcTimeout):
+        await apart[0].peer("worker1", timeout=0.03).call(late_reference, 0.15)
+    await until(lambda: apart[0].statistics().late_answers == 1)
+    await until(lambda: all(worker.references.counts().owned == 0 for worker in apart))
+
+
+async def late_reference(seconds: float) -> Any:
+    time.sleep(seconds)  # noqa: ASYNC251  # on purpose, as above
+    return aiorpc.RRef("late")
+
+
+async def test_thousands_of_deadlines_cost_no_task_each(pair: list[Worker]) -> None:
+    """Many calls with different deadlines all end in time, in the order of their deadlines."""
+    ended: list[int] = []
+
+    async def wait_for(number: int) -> None:
+        with pytest.raises(RpcTimeout):
+            await pair[0].peer("worker1", timeout=0.3 - number * 0.0001).call(for_ever)
+        ended.append(number)
+
+    tasks = [asyncio.ensure_future(wait_for(number)) for number in range(0, 2000, 40)]
+    await asyncio.gather(*tasks)
+    assert sorted(ended) == list(range(0, 2000, 40))
+    await until(lambda: not pair[1].pending_calls())
+
+
+async def test_a_call_that_was_never_started_is_not_run(flags: Flags) -> None:
+    """A call whose deadline passed in the queue does not run its function."""
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as workers:
+        busy = workers[0].call("worker1", hold)
+        await until(flags.entered.is_set)
+        with pytest.raises(RpcTimeout):
+            await workers[0].peer("worker1", timeout=0.02).call(set_cancelled)
+        flags.release.set()
+        await busy
+        assert await workers[0].call("worker1", len, "abc") == 3
+        assert not flags.cancelled.is_set()
+
+
+def hold() -> bool:
+    _flags["it"].entered.set()
+    return _flags["it"].release.wait(10)
+
+
+def set_cancelled() -> None:
+    _flags["it"].cancelled.set()
