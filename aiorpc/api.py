@@ -27,9 +27,9 @@ def init(
 ) -> Worker:
     """A worker that joins when it is awaited, or joins and leaves with ``async with``, on the running loop.
 
-    name: unique in the group; letters, digits, ``-``, ``_`` and ``:``. rank, world_size: with ``env://`` as torchrun
-    sets them in RANK and WORLD_SIZE if not given; elsewhere a group without a world size is joined and left at any time.
-    init_method: ``env://`` (default), ``tcp://host:port`` or ``file:///path``. store: a torch Store to meet at, instead of `init_method`.
+    name: unique in the group; letters, digits, ``-``, ``_`` and ``:``. rank, world_size: with ``env://`` as torchrun sets
+    them in RANK and WORLD_SIZE if not given; elsewhere a group without a world size is joined and left at any time.
+    init_method: ``env://`` (default), ``tcp://host:port`` or ``file:///path``. store: a torch Store to meet at, instead.
     Joining raises RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed.
     """
     return Worker(name, rank=rank, world_size=world_size, init_method=init_method, options=options, store=store)

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from types import CodeType, FrameType, TracebackType
@@ -30,7 +32,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from .errors import RpcCancelled, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
+from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
 
 logger = logging.getLogger("aiorpc")
 
@@ -143,7 +145,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._trace = error.__traceback__
             self._state = ERROR
             _CFuture._set_unwrap_func(self, _raise)
-            _CFuture.set_result(self, error)
+            _CFuture.set_result(self, _Failure(self, error))
             if self._site is not None:
                 self._unobserved = _Unobserved(self.describe(), error)
         if self._callbacks:
@@ -391,8 +393,31 @@ class _UserCallback:
             logger.exception("a callback of %s raised", future.describe())
 
 
-def _raise(error: BaseException) -> None:
-    raise error
+class _Failure:
+    """What torch's C++ half keeps of an error: the way to it, and an equal one should the Future be gone.
+
+    Raising fills in the traceback, whose frames often hold the Future. The garbage collector sees that cycle in Python but
+    not through C++: with the error itself there, Future and frames would never be freed.
+    """
+
+    __slots__ = ("future", "twin")
+
+    def __init__(self, future: Future[Any], error: BaseException) -> None:
+        self.future = weakref.ref(future)
+        try:
+            twin = copy.copy(error)
+        except Exception:
+            twin = error
+        if twin is error or type(twin) is not type(error):
+            twin = RpcError(f"{type(error).__name__}: {error}")
+        twin.__cause__ = error.__cause__
+        self.twin = twin.with_traceback(None)
+
+
+def _raise(failure: _Failure) -> None:
+    future = failure.future()
+    error = future.exception() if future is not None else None
+    raise error or failure.twin.with_traceback(None)
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

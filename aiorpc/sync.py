@@ -41,8 +41,9 @@ def init_rpc(
 ) -> None:
     """Start this process's worker and wait until its group is there. Its loop runs in a thread of its own (uvloop).
 
-    rank: -1 takes RANK from the environment, with ``env://``. world_size: None takes WORLD_SIZE from there; with ``tcp://`` and
-    ``file://`` it makes a group that workers join and leave freely. Raises RendezvousError within ``rpc_timeout`` seconds; RpcUsageError if this process has a worker already.
+    rank: -1 takes RANK from the environment, with ``env://``. world_size: None takes WORLD_SIZE from there; with
+    ``tcp://`` and ``file://`` it makes a group that workers join and leave freely. Raises RendezvousError within
+    ``rpc_timeout`` seconds; RpcUsageError if this process has a worker already.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")

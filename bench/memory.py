@@ -14,7 +14,7 @@ from .sides import RpcModule, SideName
 from .stage import Figures, Stage, column
 from .stats import BenchError, Row
 
-CONNECTIONS = 14
+CONNECTIONS = 8
 ENDS = ("caller", "callee")
 WARM_UP_CALLS = 200
 SETTLE_SECONDS = 30.0

@@ -343,9 +343,8 @@ def test_ctrl_c_interrupts_wait() -> None:
         wait_until(lambda: waiters(future) == 1)
         signal.pthread_kill(main, signal.SIGINT)
 
-    with running(interrupt):
-        with pytest.raises(KeyboardInterrupt):
-            future.wait(LONG)
+    with running(interrupt), pytest.raises(KeyboardInterrupt):
+        future.wait(LONG)
     assert waiters(future) == 0
     future.set_result(1)
     assert future.wait() == 1

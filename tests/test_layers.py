@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),  # aiorpc/__init__.py
     ("examples", "testing"),
     ("compat",),
-    ("sync", "functions"),
+    ("api", "sync", "functions"),
     ("autograd", "optim", "nn"),
     ("runtime",),
     ("channels",),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from ._plot import draw
 from ._rl import Settings
 
 WORLD_SIZES = range(2, 12)
+#: How often each variant is run with each world size.
+ROUNDS = 2
 
 Run = Callable[[Settings], "dict[str, Any] | None"]
 
@@ -30,6 +34,7 @@ def sweep(run: Run, settings: Settings, out: str, world_sizes: Sequence[int] = W
         "program": "batch_rl --sweep",
         "num_episode": settings.num_episode,
         "num_steps": settings.num_steps,
+        "rounds": ROUNDS,
         "seed": settings.seed,
         "use_async": settings.use_async,
         "python": platform.python_version(),
@@ -47,21 +52,34 @@ def sweep(run: Run, settings: Settings, out: str, world_sizes: Sequence[int] = W
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _measure(run: Run, settings: Settings, world_size: int) -> dict[str, Any]:
-    """One row: both variants with this many workers, one right after the other."""
+    """One row: both variants with this many workers, in turn, so that what else the machine does meets both."""
+    variants = {
+        name: replace(settings, world_size=world_size, batch=name == "batched", show=False)
+        for name in ("batched", "unbatched")
+    }
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(ROUNDS):
+        for name, variant in variants.items():
+            rates[name] += _rates(run, variant)
     row: dict[str, Any] = {"world_size": world_size, "observers": world_size - 1}
-    for name, batch in (("batched", True), ("unbatched", False)):
-        result = run(replace(settings, world_size=world_size, batch=batch, show=False))
-        assert result is not None
-        row[name] = {key: result[key] for key in ("median_steps_per_s", "steps_per_s", "total_s", "rewards")}
-        print(f"{world_size - 1:2d} observers {name:9s} {result['median_steps_per_s']:8,.0f} steps/s", flush=True)
-    row["ratio"] = row["batched"]["median_steps_per_s"] / row["unbatched"]["median_steps_per_s"]
+    for name in variants:
+        row[name] = {"median_steps_per_s": median(rates[name]), "steps_per_s": rates[name]}
+        print(f"{world_size - 1:2d} observers {name:9s} {median(rates[name]):8,.0f} steps/s", flush=True)
+    row["ratio"] = median(rates["batched"]) / median(rates["unbatched"])
     return row
+
+
+def _rates(run: Run, settings: Settings) -> list[float]:
+    """Steps per second in each episode but the first one, which warms up (unless it is the only one)."""
+    result = run(settings)
+    if result is None:
+        raise RuntimeError("a sweep needs the results of its runs; torchrun gives them to rank 0 only")
+    steps = result["observers"] * settings.num_steps
+    return [steps / seconds for seconds in result["seconds"][1:] or result["seconds"]]
 
 
 def wins_from(rows: Sequence[dict[str, Any]]) -> int | None:

@@ -31,6 +31,9 @@ __all__ = ["Agent", "Settings", "main", "rpc", "run"]
 # Not this module: multiprocessing runs it again, as the main module of each child.
 PRELOAD = ("gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._async_rl")
 
+#: Enough for a median; a sweep is about speed, not about learning.
+SWEEP_EPISODES = 5
+
 
 class Agent(_rl.AgentBase):
     """The agent whose batched answers are Futures: a waiting caller holds no thread here."""
@@ -61,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
         description="CartPole learned by one agent that chooses the actions of many observers in batches.",
     )
     made.add_argument("--world-size", type=int, default=default.world_size, help="one agent, the rest observers")
-    made.add_argument("--num-episode", type=int, default=default.num_episode)
+    episodes = f"default {default.num_episode}, in a sweep {SWEEP_EPISODES}"
+    made.add_argument("--num-episode", type=int, help=episodes)
     made.add_argument("--num-steps", type=int, default=default.num_steps, help="steps of an observer in an episode")
     made.add_argument("--no-batch", action="store_true", help="run the policy for each observer's step alone")
     made.add_argument("--async", dest="use_async", action="store_true", help="the training loop with async def")
@@ -74,9 +78,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
+    episodes = arguments.num_episode
+    if episodes is None:
+        episodes = SWEEP_EPISODES if arguments.sweep else Settings().num_episode
     return Settings(
         world_size=arguments.world_size,
-        num_episode=arguments.num_episode,
+        num_episode=episodes,
         num_steps=arguments.num_steps,
         batch=not arguments.no_batch,
         seed=arguments.seed,
@@ -92,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = commands.parse_args(argv)
     if arguments.world_size < 2:
         commands.error("--world-size must be at least 2: an agent and an observer")
-    if arguments.num_episode < 1:
+    if arguments.num_episode is not None and arguments.num_episode < 1:
         commands.error("--num-episode must be at least 1")
     if arguments.num_steps < 2:
         commands.error("--num-steps must be at least 2")

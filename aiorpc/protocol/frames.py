@@ -107,6 +107,11 @@ class FrameDecoder:
         self._end = 0
         self._large: _LargeFrame | None = None
 
+    @property
+    def filling(self) -> bool:
+        """Whether a large buffer is under way."""
+        return self._large is not None
+
     def get_buffer(self) -> memoryview:
         """Where the next bytes of the stream belong; as long as may usefully be read at once."""
         if self._large is not None:

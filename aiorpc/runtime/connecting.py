@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..errors import PeerRefused, ProtocolError
+from ..errors import PeerRefused, ProtocolError, RpcError
 from ..protocol import handshake
 from ..protocol.frames import Frame, FrameDecoder
 from ..protocol.handshake import Handshake
@@ -69,7 +69,8 @@ async def _reach(worker: Worker, record: WorkerRecord) -> socket.socket:
                 return await sockets.connect_tcp(record.tcp_host, record.tcp_port)
         except OSError as error:
             failure = error
-    raise failure or ConnectionError(f"{record.describe()} and this worker have no transport in common")
+    # No OSError where nothing was tried: trying again would not help.
+    raise failure or RpcError(f"{record.describe()} and this worker have no transport in common")
 
 
 class _Opening:

@@ -208,9 +208,9 @@ class Service:
         context.system = target.system
         if not target.system:
             self.worker.counters.served_users += 1
-        if context.cancelled or (context.deadline is not None and time.monotonic() > context.deadline):
+        if _is_over(context):
             self._discard_arguments(fields)
-            self.answer_error(context, RpcCancelled(f"{target.name} was not run: its caller had given up by then"))
+            self.answer_error(context, _not_run(target))
             return
         streamed = target.mode in (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
         if streamed != (type(fields[4]) is int):
@@ -235,8 +235,9 @@ class Service:
 
     def _run_thread(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         """In the pool: a handler that may block."""
-        if context.cancelled:
+        if _is_over(context):
             self.worker.call_on_loop(self._discard_arguments, fields)
+            self.answer_error(context, _not_run(target))
             return
         token = current_call.set(context)
         try:
@@ -492,6 +493,14 @@ def _batch_context(worker: Worker) -> contextvars.Context:
     scope.run(current_call.set, None)
     scope.run(current_worker.set, worker)
     return scope
+
+
+def _is_over(context: CallContext) -> bool:
+    return context.cancelled or (context.deadline is not None and time.monotonic() > context.deadline)
+
+
+def _not_run(target: Target) -> RpcCancelled:
+    return RpcCancelled(f"{target.name} was not run: its caller had given up by then")
 
 
 def _wrong_verb(target: Target, streamed: bool) -> RpcUsageError:

@@ -143,6 +143,8 @@ def resolve(name: str) -> Target:
     try:
         if module in MAIN_NAMES:
             found = find_main(qualname)
+        elif not module:
+            found = None
         else:
             importlib.import_module(module)  # also waits for a thread that is importing it
             found = _lookup(module, qualname)

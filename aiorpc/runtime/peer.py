@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..errors import Overloaded, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
+from ..errors import Overloaded, PeerClosed, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
 from ..futures import PENDING, Executor, Future, describe_site
 from ..protocol.codec import unpack
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
@@ -321,6 +321,8 @@ class Peer:
                     self._discard(frame)
             elif kind == Kind.GOODBYE:
                 self.worker.on_goodbye(self.record, frame)
+                # No answer can follow on this connection (the goodbye may have come earlier on another).
+                self.fail(PeerClosed(f"{self.describe()} has shut down"))
             else:
                 raise ProtocolError(f"{frame} is not for a caller")
 

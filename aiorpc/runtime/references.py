@@ -61,6 +61,7 @@ class RRef(Generic[T]):
         references = registry.get().references
         rref, fork = references.own(value)
         self._bind(references, rref, fork, references.worker.id, sys._getframe(1))
+        references.register(fork, self)
 
     def _bind(
         self, references: References, rref: ReferenceId, fork: ReferenceId, owner: int, frame: Any = None
@@ -134,14 +135,14 @@ class RRef(Generic[T]):
         return self._references.value(*self._rref)
 
     def _check(self) -> None:
+        creation = self._creation
+        if creation is not None and creation.done():
+            creation.value()  # raises what the construction raised
         if self._broken is not None:
             gone = self._references.worker.peer_by_id(self._owner).gone
             failure = (RpcError if gone is None else type(gone))(f"{self} cannot be used: {gone or self._broken}")
             failure.__dict__.update(vars(gone) if gone is not None else {})
             raise failure
-        creation = self._creation
-        if creation is not None and creation.done() and creation.exception() is not None:
-            raise creation._error  # type: ignore[misc]  # exception() just said that there is one
 
     # --- methods of the value -----------------------------------------------------------------------------------------
 
@@ -269,6 +270,10 @@ class References:
             rref, fork = self._table.own()
             self._values[rref] = future
         return rref, fork
+
+    def register(self, fork: ReferenceId, handle: RRef[Any]) -> None:
+        """Remember the handle of a fork, for reports and for what the table says of it."""
+        self._handles[fork] = handle
 
     def create(
         self, peer: Any, function: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, timeout: float, *, depth: int

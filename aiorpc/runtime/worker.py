@@ -33,7 +33,9 @@ from ..channels.inline import allocate
 from ..errors import (
     PeerClosed,
     PeerLost,
+    PeerRefused,
     RendezvousError,
+    RpcError,
     RpcUsageError,
     UnknownWorker,
     WorkerClosed,
@@ -515,16 +517,7 @@ class Worker:
             return
         if self.state is State.RUNNING:
             logger.warning("worker %s was lost: %s", record.describe(), cause)
-        failure = PeerLost(
-            f"{record.describe()} was lost: {cause}",
-            worker=record.name,
-            rank=record.id,
-            host=record.hostname,
-            pid=record.pid,
-            cause=cause,
-        )
-        failure.__cause__ = error
-        self.peer_of(record).fail(failure)
+        self.peer_of(record).fail(_failure(record, cause, error))
         self._forget(record, lost=True)
         self._publish(WorkerLost(record.info, cause))
 
@@ -795,6 +788,8 @@ class Worker:
 
     def close_at_exit(self) -> None:
         """The interpreter exits with this worker alive: say goodbye if that can be done quickly. No thread is started."""
+        # The loop may go on a little in its thread: what it sees of the others' reaction is no news any more.
+        self.state = State.CLOSED
         for sock, path in self._listeners:
             if path:
                 with contextlib.suppress(OSError):
@@ -825,6 +820,18 @@ class Worker:
             with contextlib.suppress(ValueError):  # a fixture may leave in another context than it entered
                 current_worker.reset(self._token)
         await self.shutdown(graceful=exc is None)
+
+
+def _failure(record: WorkerRecord, cause: str, error: BaseException | None) -> RpcError:
+    """What is raised by everything that waits for a lost worker."""
+    if isinstance(error, PeerRefused):
+        failure: RpcError = PeerRefused(f"{record.describe()}: {error}")
+    else:
+        text = f"{record.describe()} was lost: {cause}"
+        host, pid = record.hostname, record.pid
+        failure = PeerLost(text, worker=record.name, rank=record.id, host=host, pid=pid, cause=cause)
+    failure.__cause__ = error
+    return failure
 
 
 def _is_key(key: object) -> bool:

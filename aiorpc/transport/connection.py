@@ -21,8 +21,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -35,8 +37,15 @@ logger = logging.getLogger("aiorpc")
 JOIN_SIZE = 16 * 1024
 BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
-# Most that is read before other connections get a turn, in bytes.
-READ_LIMIT = 4 * 1024 * 1024
+# Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a third
+# of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
+SEND_BUFFER = 4 * 1024 * 1024
+# Most that is read or written, in bytes and seconds, before other connections get a turn.
+TURN_BYTES = 4 * 1024 * 1024
+TURN_SECONDS = 0.002
+# While a large buffer is under way its other end is at work on the same socket, and a turn of the loop for each socketful
+# costs more than the copy: wait for it where we stand, in milliseconds, as long as the turn lasts.
+PATIENCE = 1
 
 
 class Connection:
@@ -55,6 +64,8 @@ class Connection:
         label: str,
     ) -> None:
         sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:  # TCP sizes its buffers by itself
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self.label = label
         self.decoder = decoder
         self.on_frames: Callable[[list[Frame]], None] | None = None
@@ -71,6 +82,10 @@ class Connection:
         self._blocked = False  # the socket was full; the loop waits until it takes more
         self._closing = False
         self._closed = False
+        self._may_read = select.poll()
+        self._may_read.register(self._fd, select.POLLIN)
+        self._may_write = select.poll()
+        self._may_write.register(self._fd, select.POLLOUT)
 
     def start(self) -> None:
         """Begin to read. On the loop's thread, with `on_frames` and `on_closed` set."""
@@ -126,6 +141,7 @@ class Connection:
 
     def _drain(self) -> None:
         queue = self._queue
+        end = 0.0  # of this turn
         while queue and not self._closed:
             buffers, size = self._gather()
             try:
@@ -135,6 +151,10 @@ class Connection:
             self.bytes_sent += sent
             if sent < size:
                 queue.appendleft(_rest(buffers, sent))
+                now = time.monotonic()
+                end = end or now + TURN_SECONDS
+                if now < end and self._may_write.poll(PATIENCE):
+                    continue
                 self._blocked = True
                 self._call_on_loop(self._wait_writable)
                 return
@@ -186,6 +206,7 @@ class Connection:
     def _readable(self) -> None:
         decoder = self.decoder
         taken = 0
+        end = 0.0  # of this turn
         try:
             while True:
                 buffer = decoder.get_buffer()
@@ -197,8 +218,13 @@ class Connection:
                 frames = decoder.received(count)
                 if frames and self.on_frames is not None:
                     self.on_frames(frames)
-                if count < len(buffer) or taken > READ_LIMIT or self._closed:
+                if self._closed or taken > TURN_BYTES or (count < len(buffer) and not decoder.filling):
                     break
+                if decoder.filling:
+                    now = time.monotonic()
+                    end = end or now + TURN_SECONDS
+                    if now > end or not self._may_read.poll(PATIENCE):
+                        break
         except (BlockingIOError, InterruptedError):
             pass
         except (OSError, ProtocolError) as error:

@@ -96,7 +96,14 @@ def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
 async def connect_unix(path: str) -> socket.socket:
     """Connect to a unix socket; the peer's uid must be ours. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    await _connect(sock, path)
+    sock.setblocking(False)
+    try:
+        # It succeeds or fails at once. A full backlog is EAGAIN, which event loops take for a connection in progress and,
+        # the socket being writable, for one that is there.
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
     if peer_uid(sock) not in (os.getuid(), None):
         sock.close()
         raise PermissionError(f"{path} belongs to another user's process")

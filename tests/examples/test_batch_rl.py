@@ -136,13 +136,15 @@ def test_a_sweep_writes_its_data_and_figure(tmp_path: Path, capsys: pytest.Captu
     """A row for each world size in the table and in the file, and a PNG picture. The runs' speeds are given here."""
 
     def run(settings: Settings) -> dict[str, Any]:
-        rate = 1000.0 * (settings.world_size if settings.batch else 2.5)
-        return {"median_steps_per_s": rate, "steps_per_s": rate, "total_s": 1.0, "rewards": [20.0]}
+        observers = settings.world_size - 1
+        rate = 1000.0 * (observers if settings.batch else 1.5)
+        return {"observers": observers, "seconds": [9.0, observers * settings.num_steps / rate]}
 
     _sweep.sweep(run, replace(Settings(), num_episode=2), str(tmp_path / "new" / "out"), world_sizes=(2, 3, 4))
     data = json.loads((tmp_path / "new" / "out.json").read_text())
     assert [row["observers"] for row in data["rows"]] == [1, 2, 3]
     assert data["batched_wins_from"] == 2
+    assert [row["ratio"] for row in data["rows"]] == pytest.approx([1 / 1.5, 2 / 1.5, 3 / 1.5])
     assert (tmp_path / "new" / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "batches win from 2 observers on" in capsys.readouterr().out
 

@@ -109,3 +109,8 @@ def resident() -> int:
 def total(values: list[torch.Tensor]) -> float:
     """Sum of all elements."""
     return float(sum(value.sum() for value in values))
+
+
+def call_back(to: str, value: Any) -> Any:
+    """Call somebody from a handler, blocking."""
+    return rpc.rpc_sync(to, echo, args=(value,))

@@ -116,9 +116,9 @@ class Child:
 
 @dataclass
 class Children:
-    """The processes of one test."""
+    """The processes of one test, in the order in which they were started; by name, the latest of that name."""
 
-    by_name: dict[str, Child] = field(default_factory=dict)
+    started: list[Child] = field(default_factory=list)
 
     def start(self, place: Place, body: Body, *args: Any, env: dict[str, str] | None = None) -> Child:
         """Start a process that runs ``body(place, link, *args)``."""
@@ -127,19 +127,20 @@ class Children:
         process = context.Process(target=_run, args=(body, place, theirs, args, env or {}), name=place.name)
         process.start()
         theirs.close()
-        child = self.by_name[place.name] = Child(place, process, ours)
+        child = Child(place, process, ours)
+        self.started.append(child)
         return child
 
     def __getitem__(self, name: str) -> Child:
-        return self.by_name[name]
+        return next(child for child in reversed(self.started) if child.place.name == name)
 
     def __iter__(self) -> Iterator[Child]:
-        return iter(self.by_name.values())
+        return iter(self.started)
 
     def check_ended(self, *, but: tuple[str, ...] = ()) -> None:
         """All have ended by themselves and in good order; those in `but` in any way."""
-        codes = {child.place.name: child.join() for child in self}
-        bad = {name: code for name, code in codes.items() if code != 0 and name not in but}
+        codes = [(child.place.name, child.join()) for child in self]
+        bad = [(name, code) for name, code in codes if code != 0 and name not in but]
         assert not bad, f"exit codes: {bad}"
 
 

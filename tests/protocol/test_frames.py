@@ -255,7 +255,10 @@ def test_small_frames_are_one_buffer_and_large_ones_are_not_copied() -> None:
 @pytest.mark.parametrize(
     ("frame", "expected"),
     [
-        (Frame(Kind.CALL, 7, b"x" * 1000, [bytearray(1)] * 3), "<CALL 7: 1000 bytes b'xxxxxxxxxxxxxxxxxxxxxxxx', 3 segments>"),
+        (
+            Frame(Kind.CALL, 7, b"x" * 1000, [bytearray(1)] * 3),
+            "<CALL 7: 1000 bytes b'xxxxxxxxxxxxxxxxxxxxxxxx', 3 segments>",
+        ),
         (Frame(200, 0, b"\xff\n"), "<200 0: 2 bytes b'\\xff\\n', 0 segments>"),
     ],
 )

@@ -1,0 +1,355 @@
+"""Whoever reaches a socket and does not know the secret gets nothing, costs little and is logged once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+import aiorpc as rpc
+from aiorpc.protocol import handshake
+from aiorpc.protocol.frames import HEAD, MAGIC, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.handshake import Handshake
+from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime import connecting
+from aiorpc.transport import sockets
+
+from . import bodies
+from .workers import Link, Place, group, meeting_file, places, processes
+
+Target = tuple[socket.AddressFamily, Any]
+
+
+def targets(record: WorkerRecord) -> dict[str, Target]:
+    """Where a worker listens."""
+    return {
+        "unix": (socket.AF_UNIX, record.unix_path),
+        "tcp": (socket.AF_INET, (record.tcp_host, record.tcp_port)),
+    }
+
+
+def talk(target: Target, data: bytes, timeout: float = 8.0) -> bytes:
+    """Send bytes as a stranger and read until the worker closes; TimeoutError if it does not."""
+    family, address = target
+    received = bytearray()
+    with socket.socket(family) as sock:
+        sock.settimeout(timeout)
+        sock.connect(address)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            sock.sendall(data)
+            while chunk := sock.recv(65536):
+                received += chunk
+    return bytes(received)
+
+
+def head(kind: int, body: int, segments: int = 0, call_id: int = 0) -> bytes:
+    """The head of a frame that announces so much."""
+    return HEAD.pack(call_id, body, segments, kind, MAGIC)
+
+
+def frame(kind: Kind, body: bytes) -> bytes:
+    """One small frame."""
+    return b"".join(encode_frame(kind, 0, body))
+
+
+class Bomb:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return os.mkdir, (self.path,)
+
+
+def hello(record: list[Any], version: int = handshake.VERSION) -> bytes:
+    """A HELLO with that record."""
+    return frame(Kind.HELLO, msgpack.packb([msgpack.packb([version, record, bytes(32)]), b""]))
+
+
+def attacks(record: WorkerRecord, bomb: str) -> dict[str, bytes]:
+    """What strangers send, by name."""
+    pickled = pickle.dumps(Bomb(bomb))
+    mine = record.to_wire()
+    return {
+        "garbage": os.urandom(4096),
+        "zeros": bytes(4096),
+        "an HTTP request": b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+        "a TLS hello": bytes.fromhex("160301020001000000fc0303") + os.urandom(200),
+        "a huge body": head(Kind.HELLO, 0xFFFF_FFFF) + b"x" * 100,
+        "a body over the limit": head(Kind.HELLO, handshake.MAX_BODY + 1) + b"x" * (handshake.MAX_BODY + 1),
+        "huge segments": head(Kind.HELLO, 8, 4) + struct.pack("<4Q", *[1 << 62] * 4) + b"x" * 8,
+        "very many segments": head(Kind.HELLO, 0, 0xFFFF_FFFF) + b"x" * 100,
+        "a call first": frame(Kind.CALL, msgpack.packb([None, None, None, None, None, pickled])),
+        "a bare pickle": pickled,
+        "a pickle as HELLO": frame(Kind.HELLO, pickled),
+        "a pickle in HELLO": frame(Kind.HELLO, msgpack.packb([pickled, pickled])),
+        "a pickle as record": hello([pickled] * len(mine)),
+        "an extension type": frame(Kind.HELLO, msgpack.packb(msgpack.ExtType(1, pickled))),
+        "another version": hello(mine, version=handshake.VERSION + 1),
+        "a proof that is none": hello(mine) + frame(Kind.PROOF, bytes(32)),
+        "a proof out of turn": frame(Kind.PROOF, bytes(32)),
+        "a call instead of the proof": hello(mine) + frame(Kind.CALL, pickled),
+        "an unknown kind": head(99, 4) + b"abcd",
+        "a goodbye": frame(Kind.GOODBYE, b""),
+    }
+
+
+@contextlib.contextmanager
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The warnings and errors that aiorpc logs in the block."""
+    caplog.clear()
+    found: list[str] = []
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        yield found
+        found.extend(entry.getMessage() for entry in caplog.records if entry.name == "aiorpc")
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_stranger_is_closed_and_logged_once_and_the_worker_serves_on(
+    transport: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Each attack ends with a closed connection and one warning; nothing of it is run; calls go on working."""
+    async with group(2) as (worker, _):
+        target = targets(worker.record)[transport]
+        for name, data in attacks(worker.record, str(tmp_path / "bomb")).items():
+            with warnings_of(caplog) as logged:
+                before = worker.statistics().connections_refused
+                answer = await asyncio.to_thread(talk, target, data)
+                while worker.statistics().connections_refused == before:
+                    await asyncio.sleep(0.005)
+            assert len(logged) == 1, (name, logged)
+            assert len(logged[0]) < 500
+            assert worker.secret not in answer, name
+            assert not (tmp_path / "bomb").exists(), name
+        assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
+
+
+async def test_half_open_connections_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that say nothing, or half of something, are let go after a while; meanwhile all is served."""
+    monkeypatch.setattr(connecting, "HANDSHAKE_TIMEOUT", 0.5)
+    async with group(2) as (worker, _):
+        target = targets(worker.record)["unix"]
+        beginnings = [b"", head(Kind.HELLO, 100), head(Kind.HELLO, 100)[:7], hello(worker.record.to_wire())]
+        talking = [asyncio.ensure_future(asyncio.to_thread(talk, target, data)) for data in beginnings]
+        assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
+        await asyncio.gather(*talking)
+        assert worker.statistics().connections_refused == len(beginnings)
+
+
+async def test_connections_in_their_handshake_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than so many at once are closed at once: strangers must not use up the descriptors."""
+    monkeypatch.setattr(connecting, "MAX_HANDSHAKES", 8)
+    async with group(2) as (worker, _):
+        assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
+        before = bodies.descriptor_count()
+        family, address = targets(worker.record)["unix"]
+        with contextlib.ExitStack() as stack:
+            strangers = [stack.enter_context(socket.socket(family)) for _ in range(30)]
+            for sock in strangers:
+                sock.settimeout(5)
+                await asyncio.to_thread(sock.connect, address)
+            async with asyncio.timeout(10):
+                while worker.statistics().connections_refused < 22:
+                    await asyncio.sleep(0.01)
+            assert bodies.descriptor_count() <= before + 30 + 8
+            assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
+
+
+async def test_stranger_that_closes_at_once_is_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A port scan or a look at a stale socket leaves no line in the log."""
+    async with group(2) as (worker, _):
+        with warnings_of(caplog) as logged:
+            for family, address in targets(worker.record).values():
+                for _ in range(5):
+                    with socket.socket(family) as sock:
+                        sock.connect(address)
+            assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
+        assert logged == []
+
+
+async def test_acceptor_that_does_not_know_the_secret_is_refused() -> None:
+    """The opener checks too: a process that took over a worker's address never sees a call."""
+    async with group(1) as (worker, _):
+        fake = WorkerRecord.from_wire(worker.record.to_wire())
+        theirs = Handshake(fake, os.urandom(32), opener=False)
+        ours = Handshake(worker.record, worker.secret, opener=True, expect=(fake.name, fake.incarnation))
+        answer = theirs.feed(_frame(ours.start()))
+        with pytest.raises(rpc.PeerRefused, match="secret"):
+            ours.feed(_frame(answer))
+
+
+def _frame(buffers: list[Any]) -> Frame:
+    decoder = FrameDecoder(max_body=handshake.MAX_BODY)
+    data = b"".join(buffers)
+    decoder.get_buffer()[: len(data)] = data
+    (found,) = decoder.received(len(data))
+    return found
+
+
+async def test_directory_socket_and_secret_are_private() -> None:
+    """0700, 0600, 0600, whatever the umask; the secret itself is not in the store."""
+    before = os.umask(0)
+    try:
+        async with group(2) as (worker, _):
+            directory = sockets.private_directory()
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+            socket_path = Path(worker.record.unix_path)
+            assert socket_path.parent == directory
+            assert stat.S_IMODE(socket_path.stat().st_mode) == 0o600
+            secret = socket_path.with_suffix(sockets.SECRET_SUFFIX)
+            assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+            assert secret.read_bytes() == worker.secret
+            store = Path(worker.init_method.removeprefix("file://")).read_bytes()
+            assert worker.secret not in store
+            assert worker.secret.hex().encode() not in store
+    finally:
+        os.umask(before)
+
+
+async def test_tcp_listens_only_where_the_rendezvous_is() -> None:
+    """A group that meets on this host alone cannot be reached from another."""
+    async with group(1) as (worker, _):
+        assert worker.record.tcp_host == "127.0.0.1"
+        listening = Path("/proc/net/tcp").read_text().split("\n")[1:]
+        port = f"{worker.record.tcp_port:04X}"
+        addresses = {line.split()[1] for line in listening if line and line.split()[3] == "0A"}
+        assert f"0100007F:{port}" in addresses
+        assert f"00000000:{port}" not in addresses
+
+
+def join_with_secret(place: Place, link: Link) -> Any:
+    """Body: join, call the other; the error of init_rpc instead if there is one."""
+    try:
+        place.init_rpc(rpc_timeout=5.0)
+    except rpc.RendezvousError as error:
+        return str(error)
+    result = rpc.rpc_sync("w1", bodies.add, args=(1, 2)), rpc.current().secret
+    rpc.shutdown()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "together"), [("one", "one", True), ("one", "", False)], ids=["the same", "only one has it"]
+)
+def test_secret_of_the_environment(first: str, second: str, together: bool) -> None:
+    """AIORPC_SECRET is used where all have it, and missing on one it is an error on every rank, not a silent mixture."""
+    directory = sockets.private_directory()
+    before = set(directory.glob("*.secret"))
+    with processes() as children, meeting_file() as init_method:
+        for place, secret in zip(places(2, init_method), (first, second), strict=True):
+            children.start(place, join_with_secret, env={"AIORPC_SECRET": secret})
+        found = [child.hear() for child in children]
+        children.check_ended()
+    if together:
+        assert found[0] == found[1]
+        assert found[0][0] == 3
+        assert set(directory.glob("*.secret")) == before
+    else:
+        assert all("AIORPC_SECRET must be set for all workers or for none" in text for text in found)
+
+
+def call_with_wrong_secret(place: Place, link: Link) -> Any:
+    """Body: join with a secret of one's own, and call w0: what that raises."""
+    place.init_rpc()
+    try:
+        rpc.rpc_sync("w0", bodies.add, args=(1, 2), timeout=10)
+        error: Any = "answered"
+    except rpc.RpcError as caught:
+        error = type(caught).__name__, str(caught)
+    rpc.shutdown(graceful=False)
+    return error
+
+
+def test_workers_with_different_secrets_do_not_talk() -> None:
+    """A call to a worker whose secret differs fails, and says that the secret does not match; nothing is run."""
+    with processes() as children, meeting_file() as init_method:
+        for place, secret in zip(places(2, init_method), ("one", "two"), strict=True):
+            body = call_with_wrong_secret if place.rank else stay_until_told
+            children.start(place, body, env={"AIORPC_SECRET": secret})
+        error = children["w1"].hear()
+        assert error[0] == "PeerRefused"
+        assert "secret does not match" in error[1]
+        children["w0"].tell("end")
+        assert children["w0"].hear() == 0
+        children.check_ended()
+
+
+def stay_until_told(place: Place, link: Link) -> int:
+    """Body: join, stay, leave; how many calls of users were served."""
+    place.init_rpc()
+    link.hear()
+    served = rpc.current().statistics().calls_served
+    rpc.shutdown(graceful=False)
+    return served
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+async def test_process_of_another_user_is_turned_away(caplog: pytest.LogCaptureFixture) -> None:
+    """Even where the directory lets it in, the socket asks the kernel who connects."""
+    async with group(1) as (worker, _):
+        directory = sockets.private_directory()
+        path = Path(worker.record.unix_path)
+        code = (
+            "import os, socket, sys\n"
+            "os.setgid(65534); os.setuid(65534)\n"
+            "sock = socket.socket(socket.AF_UNIX)\n"
+            "sock.settimeout(5)\n"
+            "try:\n"
+            "    sock.connect(sys.argv[1])\n"
+            "    print(repr(sock.recv(100)))\n"
+            "except (PermissionError, ConnectionResetError) as error:\n"
+            "    print(type(error).__name__)\n"
+        )
+        command = [sys.executable, "-S", "-c", code, str(path)]
+
+        def visit() -> str:
+            return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+        assert await asyncio.to_thread(visit) == "PermissionError"
+        parents = [directory, directory.parent]
+        modes = [parent.stat().st_mode for parent in parents]
+        try:
+            for parent in parents:
+                parent.chmod(0o755)
+            path.chmod(0o666)
+            with warnings_of(caplog) as logged:
+                assert await asyncio.to_thread(visit) in ("b''", "ConnectionResetError")
+                async with asyncio.timeout(10):
+                    while not worker.statistics().connections_refused:
+                        await asyncio.sleep(0.01)
+            assert len(logged) == 1
+            assert "another user" in logged[0]
+        finally:
+            for parent, mode in zip(parents, modes, strict=True):
+                parent.chmod(stat.S_IMODE(mode))
+
+
+def test_directory_that_somebody_else_prepared_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A directory others may enter, or a link, is not used."""
+    with tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as short:
+        monkeypatch.setattr("tempfile.tempdir", short)
+        place = Path(short) / f"aiorpc-{os.getuid()}"
+        place.mkdir(mode=0o755)
+        with pytest.raises(PermissionError, match="only this user"):
+            sockets.private_directory()
+        place.rmdir()
+        place.symlink_to(tmp_path)
+        with pytest.raises(PermissionError, match="only this user"):
+            sockets.private_directory()

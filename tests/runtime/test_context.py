@@ -1,0 +1,197 @@
+"""What code knows about where it runs: the worker, the caller, the call; and events of the group."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import aiorpc
+from aiorpc import NotInitialized, Worker, WorkerInfo, WorkerJoined, WorkerLeft
+from aiorpc.runtime.current import current_call
+from aiorpc.testing import cluster
+from tests.runtime.waiting import until
+
+
+def who() -> tuple[str, WorkerInfo]:
+    return aiorpc.current().name, aiorpc.caller()
+
+
+async def who_async() -> tuple[str, WorkerInfo]:
+    await asyncio.sleep(0)
+    return aiorpc.current().name, aiorpc.caller()
+
+
+def who_generator() -> Any:
+    yield aiorpc.current().name, aiorpc.caller()
+
+
+async def who_async_generator() -> Any:
+    yield aiorpc.current().name, aiorpc.caller()
+
+
+@aiorpc.async_execution
+def who_deferred() -> Any:
+    future: aiorpc.Future[Any] = aiorpc.Future()
+    future.set_result((aiorpc.current().name, aiorpc.caller()))
+    return future
+
+
+class Asker:
+    def who(self) -> tuple[str, WorkerInfo]:
+        return aiorpc.current().name, aiorpc.caller()
+
+
+def trace() -> int:
+    context = current_call.get()
+    assert context is not None
+    return context.trace
+
+
+def traces(to: str) -> tuple[int, Any]:
+    return trace(), aiorpc.rpc_sync(to, trace)
+
+
+async def traces_async(to: str) -> tuple[int, Any]:
+    return trace(), await aiorpc.call(to, trace)
+
+
+async def from_a_task() -> tuple[str, WorkerInfo]:
+    return await asyncio.create_task(who_async())
+
+
+def from_a_thread() -> str:
+    seen: list[str] = []
+
+    def run() -> None:
+        try:
+            seen.append(aiorpc.current().name)
+        except NotInitialized as error:
+            seen.append(type(error).__name__)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+@pytest.mark.parametrize("handler", [who, who_async, who_deferred, from_a_task])
+async def test_a_handler_knows_its_worker_and_its_caller(trio: list[Worker], handler: Any) -> None:
+    """caller() is name and id of the worker that made this call; current() the worker that serves it."""
+    for worker in trio:
+        assert await worker.call("worker1", handler) == ("worker1", worker.info)
+
+
+async def test_generators_and_methods_know_them_too(trio: list[Worker]) -> None:
+    """Streams of both kinds, and methods through a reference from a third worker."""
+    for generator in (who_generator, who_async_generator):
+        assert [item async for item in trio[2].stream("worker0", generator)] == [("worker0", trio[2].info)]
+    asker = trio[0].remote("worker1", Asker)
+    assert await asker.rpc_async().who() == ("worker1", trio[0].info)
+
+
+async def test_the_caller_of_a_nested_call_is_the_worker_in_between(trio: list[Worker]) -> None:
+    """Each hop has its own caller."""
+
+    async def hop(to: str) -> Any:
+        return await aiorpc.call(to, who)
+
+    assert await trio[0].call("worker1", hop, "worker2") == ("worker2", trio[1].info)
+
+
+@pytest.mark.parametrize("handler", [traces, traces_async])
+async def test_nested_calls_share_their_trace(trio: list[Worker], handler: Any) -> None:
+    """All calls that one call leads to have its trace id; another call has another."""
+    first, second = await trio[0].call("worker1", handler, "worker2"), await trio[0].call("worker1", handler, "worker2")
+    assert first[0] == first[1] and second[0] == second[1] and first[0] != second[0]
+
+
+async def test_calls_at_the_same_time_do_not_mix(trio: list[Worker]) -> None:
+    """Many handlers of different callers on the same loop and threads each see their own."""
+    calls = [(worker, worker.call("worker1", handler)) for _ in range(30) for worker in trio for handler in (who, who_async)]
+    for worker, call in calls:
+        assert await call == ("worker1", worker.info)
+
+
+async def test_several_workers_and_no_context_raise(pair: list[Worker]) -> None:
+    """The module's verbs say which workers there are, and what to use instead."""
+    for verb in (lambda: aiorpc.call("worker1", len, "a"), lambda: aiorpc.remote("worker1", list), aiorpc.current):
+        with pytest.raises(NotInitialized, match=r"worker0, worker1.*worker\.call"):
+            verb()
+    with pytest.raises(NotInitialized):
+        aiorpc.get_worker_info()
+    assert await pair[0].call("worker1", from_a_thread) == "NotInitialized"
+
+
+async def test_no_worker_at_all() -> None:
+    """The error says what to do first."""
+    with pytest.raises(NotInitialized, match="async with aiorpc.init"):
+        aiorpc.call("worker1", len, "a")
+
+
+async def test_inside_async_with_its_worker_is_current() -> None:
+    """Also for tasks and threads that asyncio starts there; outside it is not any more."""
+    store = HashStore()
+    async with aiorpc.init("a", store=store) as a, aiorpc.init("b", store=store) as b:
+        assert aiorpc.current() is b
+        assert await asyncio.create_task(_current()) is b
+        assert await asyncio.to_thread(aiorpc.current) is b
+        assert await aiorpc.call("a", who) == ("a", b.info)
+        await b.shutdown(graceful=False)
+        assert aiorpc.current() is a
+
+
+async def _current() -> Worker:
+    return aiorpc.current()
+
+
+async def test_futures_and_references_carry_their_worker(pair: list[Worker]) -> None:
+    """They work in threads that know no worker, though the process has several."""
+    rref = pair[0].remote("worker1", Asker)
+    seen: list[Any] = []
+
+    def run() -> None:
+        seen.append(rref.rpc_sync().who())
+        seen.append(isinstance(rref.to_here(), Asker))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert seen == [("worker1", pair[0].info), True]
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+async def test_events_of_workers_that_join_and_leave() -> None:
+    """Every member hears of both, in order; the iteration ends when its own worker shuts down."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers:
+        heard: list[list[Any]] = [[], []]
+
+        async def listen(index: int) -> None:
+            async for event in workers[index].events():
+                heard[index].append(event)
+
+        tasks = [asyncio.ensure_future(listen(index)) for index in range(2)]
+        await until(lambda: all(worker._events for worker in workers))
+        async with aiorpc.init("late", store=store) as late:
+            info = late.info
+            await until(lambda: all(heard))
+        await until(lambda: all(len(events) == 2 for events in heard))
+        assert heard == [[WorkerJoined(info), WorkerLeft(info)]] * 2
+        await asyncio.gather(*(worker.shutdown() for worker in workers))
+        await asyncio.wait_for(asyncio.gather(*tasks), 5)
+
+
+async def test_a_listener_may_stop(pair: list[Worker]) -> None:
+    """Closing the iteration takes the listener off the list."""
+    events = pair[0].events()
+    task = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+    await until(lambda: pair[0]._events)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: not pair[0]._events)

@@ -1,0 +1,156 @@
+"""Groups without a world size: workers join and leave at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+import aiorpc
+from aiorpc import PeerClosed, RendezvousError, RpcTimeout, UnknownWorker, Worker
+from aiorpc.testing import cluster
+from tests.runtime.waiting import until
+
+
+def where() -> str:
+    return aiorpc.current().name
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def names(worker: Worker) -> list[str]:
+    return [info.name for info in worker.worker_infos()]
+
+
+@pytest.fixture
+def store() -> Store:
+    return HashStore()
+
+
+async def test_workers_come_and_go(store: Store) -> None:
+    """Each newcomer reaches all and is reached by all, in any order of joining and leaving."""
+    first = await aiorpc.init("first", store=store)
+    second = await aiorpc.init("second", store=store)
+    assert await first.call("second", where) == "second" and await second.call("first", where) == "first"
+    await first.shutdown()
+    third = await aiorpc.init("third", store=store)
+    assert await third.call("second", where) == "second" and await second.call("third", where) == "third"
+    assert len({first.id, second.id, third.id}) == 3
+    await second.shutdown()
+    await third.shutdown()
+
+
+async def test_a_call_to_a_name_not_there_yet_waits_for_it(store: Store) -> None:
+    """The call is made when the worker has joined; so are those behind it, in order."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        calls = [worker.call("late", where) for _ in range(3)]
+        assert worker.pending_calls()[0].worker == "late"
+        async with aiorpc.init("late", store=store):
+            assert await asyncio.gather(*calls) == ["late"] * 3
+
+
+async def test_it_waits_within_its_deadline(store: Store) -> None:
+    """RpcTimeout says that there was no connection yet; a later call to the name still works."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        start = time.monotonic()
+        with pytest.raises(RpcTimeout, match="'late'.*no connection"):
+            await worker.peer("late", timeout=0.1).call(where)
+        assert time.monotonic() - start < 5
+        async with aiorpc.init("late", store=store):
+            assert await worker.call("late", where) == "late"
+
+
+async def test_a_worker_that_comes_back_under_its_name_is_another(store: Store) -> None:
+    """Calls to the old one fail, calls after its end go to the new one."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        old = await aiorpc.init("phoenix", store=store)
+        pending = worker.call("phoenix", for_ever)
+        assert await worker.call("phoenix", where) == "phoenix"
+        await old.shutdown(graceful=False)
+        with pytest.raises(PeerClosed, match="phoenix"):
+            await pending
+        call = worker.call("phoenix", where)
+        async with aiorpc.init("phoenix", store=store) as new:
+            assert await call == "phoenix" and new.id != old.id
+
+
+async def test_a_name_that_is_taken_is_refused(store: Store) -> None:
+    """The second worker of a name cannot join; the first goes on."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        with pytest.raises(RendezvousError, match="'worker0' is not unique"):
+            await aiorpc.init("worker0", store=store)
+        assert await worker.call("worker0", where) == "worker0"
+
+
+async def test_ranks_that_nobody_has_are_unknown(store: Store) -> None:
+    """Only names are waited for: a rank that is not there is an error at once."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        with pytest.raises(UnknownWorker, match="99"):
+            worker.call(99, where)
+
+
+async def test_who_left_is_no_longer_listed(store: Store) -> None:
+    """worker_infos has those that are there."""
+    async with cluster(2, dynamic=True, store=store) as workers:
+        async with aiorpc.init("guest", store=store):
+            await until(lambda: all("guest" in names(worker) for worker in workers))
+        await until(lambda: all(names(worker) == ["worker0", "worker1"] for worker in workers))
+
+
+async def test_leaving_finishes_what_is_under_way(store: Store) -> None:
+    """A graceful shutdown serves the calls that others made, and waits for its own."""
+
+    async def slow() -> str:
+        await asyncio.sleep(0.05)
+        return "done"
+
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        guest = await aiorpc.init("guest", store=store)
+        theirs, ours = worker.call("guest", slow), guest.call("worker0", slow)
+        await until(lambda: guest.statistics().calls_running == 1)
+        await guest.shutdown()
+        assert await asyncio.gather(theirs, ours) == ["done", "done"]
+
+
+async def test_leaving_alone_does_not_wait_for_others(store: Store) -> None:
+    """Others' work among themselves keeps nobody."""
+    async with cluster(2, dynamic=True, store=store) as workers:
+        busy = workers[0].call("worker1", for_ever)
+        guest = await aiorpc.init("guest", store=store)
+        await asyncio.wait_for(guest.shutdown(), 5)
+        busy.cancel()
+
+
+async def test_references_to_workers_that_joined_later(store: Store) -> None:
+    """An RRef passed to a worker that its owner has not met is registered all the same."""
+    async with cluster(2, dynamic=True, store=store) as workers, aiorpc.init("late", store=store):
+        rref = workers[0].remote("worker1", dict, a=1)
+        assert await workers[0].call("late", fetch, rref) == {"a": 1}
+        del rref
+        await until(lambda: workers[1].references.counts().owned == 0)
+
+
+async def fetch(rref: aiorpc.RRef[dict[str, int]]) -> dict[str, int]:
+    return await rref
+
+
+async def test_a_dozen_join_and_leave_at_once(store: Store) -> None:
+    """All at the same time; each reaches its neighbour."""
+
+    async def member(number: int) -> str:
+        async with aiorpc.init(f"m{number}", store=store) as worker:
+            result: str = await worker.call(f"m{(number + 1) % 12}", where)
+            ready.release()
+            await everybody.wait()
+            return result
+
+    ready, everybody = asyncio.Semaphore(0), asyncio.Event()
+    tasks = [asyncio.ensure_future(member(number)) for number in range(12)]
+    for _ in range(12):
+        await asyncio.wait_for(ready.acquire(), 20)
+    everybody.set()
+    assert await asyncio.gather(*tasks) == [f"m{(number + 1) % 12}" for number in range(12)]

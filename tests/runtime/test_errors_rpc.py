@@ -1,0 +1,395 @@
+"""Errors of remote functions, and of messages that cannot be read: who gets them, and who does not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc
+from aiorpc import RemoteError, RpcError, Worker
+from tests.runtime.waiting import until
+
+
+class Simple(Exception):
+    """Pickles by itself."""
+
+
+class Several(Exception):
+    """Takes several arguments and passes another on: plain pickle would call ``Several(text)``."""
+
+    def __init__(self, code: int, where: str, *, hint: str = "") -> None:
+        super().__init__(f"{code} at {where}")
+        self.code = code
+        self.where = where
+        self.hint = hint
+
+
+class WithLock(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class NoText(Exception):
+    """Its text cannot be made."""
+
+    def __init__(self) -> None:
+        super().__init__(threading.Lock())
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class Fatal(BaseException):
+    """No Exception: must not be raised as itself at the caller."""
+
+
+def raise_it(error: BaseException) -> None:
+    raise error
+
+
+def raise_simple() -> None:
+    raise Simple("line 1\nline 2", 3)
+
+
+async def raise_simple_async() -> None:
+    raise Simple("line 1\nline 2", 3)
+
+
+def raise_several() -> None:
+    raise Several(7, "here", hint="try again")
+
+
+def raise_with_lock() -> None:
+    raise WithLock("held")
+
+
+def raise_no_text() -> None:
+    raise NoText
+
+
+def raise_fatal() -> None:
+    raise Fatal("gone")
+
+
+def raise_stop() -> None:
+    raise StopIteration(5)
+
+
+async def raise_stop_async() -> None:
+    raise StopAsyncIteration
+
+
+def raise_chain() -> None:
+    try:
+        raise_simple()
+    except Simple as error:
+        raise KeyError("outer") from error
+
+
+def raise_group() -> None:
+    raise ExceptionGroup("several", [ValueError(1), KeyError("k")])
+
+
+def raise_local() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local("from a function")
+
+
+def raise_with_tensor() -> None:
+    raise ValueError(torch.ones(3))
+
+
+def relay(to: str) -> None:
+    aiorpc.rpc_sync(to, raise_simple)
+
+
+# --- of the function --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handler", [raise_simple, raise_simple_async])
+async def test_the_type_itself_is_raised_with_the_remote_traceback(pair: list[Worker], handler: Any) -> None:
+    """Type, arguments and line breaks are kept; the cause is the remote traceback, which a printed traceback shows."""
+    with pytest.raises(Simple) as caught:
+        await pair[0].call("worker1", handler)
+    assert caught.value.args == ("line 1\nline 2", 3)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "worker 'worker1'" in text and handler.__name__ in text and 'raise Simple("line 1' in text
+
+
+async def test_exceptions_with_several_arguments(pair: list[Worker]) -> None:
+    """Also those whose ``__init__`` does not take what ``args`` has; attributes are kept."""
+    with pytest.raises(Several, match="7 at here") as caught:
+        await pair[0].call("worker1", raise_several)
+    assert (caught.value.code, caught.value.where, caught.value.hint) == (7, "here", "try again")
+    with pytest.raises(UnicodeDecodeError) as decode:
+        await pair[0].call("worker1", bytes.decode, b"\xff")
+    assert decode.value.start == 0
+    with pytest.raises(FileNotFoundError) as missing:
+        await pair[0].call("worker1", open, "/nowhere/at/all")
+    assert missing.value.errno == 2 and missing.value.filename == "/nowhere/at/all"
+    with pytest.raises(ExceptionGroup) as group:
+        await pair[0].call("worker1", raise_group)
+    assert [repr(error) for error in group.value.exceptions] == ["ValueError(1)", "KeyError('k')"]
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind", "text"),
+    [
+        (raise_with_lock, "WithLock", "held"),
+        (raise_no_text, "NoText", "its text cannot be made"),
+        (raise_fatal, "Fatal", "gone"),
+        (raise_stop, "StopIteration", "5"),
+        (raise_stop_async, "", ""),
+        (raise_local, "Local", "from a function"),
+    ],
+)
+async def test_what_cannot_be_rebuilt_becomes_a_remote_error(
+    pair: list[Worker], handler: Any, kind: str, text: str
+) -> None:
+    """RemoteError has the type's name, the message and the traceback as fields; nothing else goes wrong."""
+    with pytest.raises((RemoteError, RuntimeError) if handler is raise_local else RpcError if kind else RuntimeError) as caught:
+        await pair[0].call("worker1", handler)
+    if isinstance(caught.value, RemoteError):
+        error = caught.value
+        assert error.worker == "worker1" and kind in error.type_name and text in error.remote_message
+        assert handler.__name__ in error.remote_traceback and kind in str(error)
+    assert await pair[0].call("worker1", len, "abc") == 3
+
+
+async def test_an_exception_with_a_tensor_inside(pair: list[Worker]) -> None:
+    """Comes as RemoteError with its text: an error carries no tensors."""
+    with pytest.raises((RemoteError, ValueError), match=r"tensor\(\[1., 1., 1.\]\)"):
+        await pair[0].call("worker1", raise_with_tensor)
+
+
+async def test_the_whole_chain_is_in_the_text(pair: list[Worker]) -> None:
+    """What the exception was raised from is in the remote traceback."""
+    with pytest.raises(KeyError) as caught:
+        await pair[0].call("worker1", raise_chain)
+    assert "Simple" in str(caught.value.__cause__) and "direct cause" in str(caught.value.__cause__)
+
+
+async def test_errors_travel_over_several_workers(trio: list[Worker]) -> None:
+    """Type kept, and every hop's traceback in the text."""
+    with pytest.raises(Simple) as caught:
+        await trio[0].call("worker1", relay, "worker2")
+    text = "".join(traceback.format_exception(caught.value))
+    assert "worker 'worker1'" in text and "worker 'worker2'" in text
+
+
+async def test_errors_of_the_callees_own_calls_say_where_they_come_from(trio: list[Worker]) -> None:
+    """A timeout that the callee suffered is told from one of the caller's own."""
+    with pytest.raises(aiorpc.RpcTimeout) as caught:
+        await trio[0].call("worker1", time_out, "worker2")
+    assert caught.value.worker == "worker2" and "worker 'worker1'" in str(caught.value.__cause__)
+
+
+async def time_out(to: str) -> None:
+    await aiorpc.peer(to, timeout=0.01).call(for_ever)
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_blocked_thread_raises_the_same(pair: list[Worker]) -> None:
+    """rpc_sync raises the remote exception's own type."""
+    with pytest.raises(Several):
+        await asyncio.to_thread(lambda: pair[0].call("worker1", raise_several).wait())
+
+
+async def test_an_error_nobody_looked_at_is_logged(pair: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
+    """With the function and the line that made the call; one that was looked at is not."""
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        call = pair[0].call("worker1", raise_simple)
+        await until(call.done)
+        del call
+        gc.collect()
+        seen = pair[0].call("worker1", raise_several)
+        with pytest.raises(Several):
+            await seen
+        del seen
+        gc.collect()
+    (record,) = caplog.records
+    assert "raise_simple" in record.message and "nobody looked" in record.message and __file__ in record.message
+
+
+# --- of messages ------------------------------------------------------------------------------------------------------
+
+
+class BadState:
+    """Pickles, and raises when it is unpickled."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise {"value": ValueError, "exit": SystemExit, "memory": MemoryError, "fatal": Fatal}[state["error"]]("bad state")
+
+
+def take(value: object) -> None:
+    return None
+
+
+async def take_async(value: object) -> None:
+    return None
+
+
+def give(error: str) -> BadState:
+    return BadState(error)
+
+
+class BadError(Exception):
+    """Raises when it is unpickled, but only the second time: the callee's own check passes."""
+
+    count = 0
+
+    def __reduce__(self) -> Any:
+        return _make_bad_error, ()
+
+
+def _make_bad_error() -> BadError:
+    BadError.count += 1
+    if BadError.count > 1:
+        raise ValueError("cannot be made here")
+    return BadError()
+
+
+def raise_bad_error() -> None:
+    BadError.count = 0
+    raise BadError
+
+
+@pytest.mark.parametrize("error", ["value", "memory", "exit", "fatal"])
+@pytest.mark.parametrize("handler", [take, take_async])
+async def test_an_error_in_unpickling_at_the_callee_settles_that_call(
+    pair: list[Worker], handler: Any, error: str
+) -> None:
+    """The caller gets it; calls before and after on the same connection are answered."""
+    before = pair[0].call("worker1", for_a_moment)
+    bad = pair[0].call("worker1", handler, BadState(error))
+    after = pair[0].call("worker1", len, "abc")
+    with pytest.raises((ValueError, MemoryError, RemoteError), match="bad state"):
+        await bad
+    assert await asyncio.gather(before, after) == ["moment", 3]
+
+
+async def for_a_moment() -> str:
+    await asyncio.sleep(0.02)
+    return "moment"
+
+
+@pytest.mark.parametrize("error", ["value", "memory", "exit", "fatal"])
+async def test_an_error_in_unpickling_at_the_caller_settles_that_call(pair: list[Worker], error: str) -> None:
+    """A result that cannot be read fails its own call, saying so; the others go on."""
+    before = pair[0].call("worker1", for_a_moment)
+    bad = pair[0].call("worker1", give, error)
+    after = pair[0].call("worker1", len, "abc")
+    with pytest.raises(RpcError, match="cannot be read here.*bad state"):
+        await bad
+    assert await asyncio.gather(before, after) == ["moment", 3]
+
+
+async def test_a_large_message_that_cannot_be_read(pair: list[Worker]) -> None:
+    """The same for those that are unpickled in the pool."""
+    big = ["x" * 100] * 2000
+    for handler in (take, take_async):
+        with pytest.raises(ValueError, match="bad state"):
+            await pair[0].call("worker1", handler, [BadState("value"), [text + str(i) for i, text in enumerate(big)]])
+    with pytest.raises(RpcError, match="cannot be read here"):
+        await pair[0].call("worker1", give_large)
+    assert await pair[0].call("worker1", len, "abc") == 3
+
+
+def give_large() -> Any:
+    return [BadState("value"), [str(i) * 100 for i in range(2000)]]
+
+
+async def test_an_exception_that_cannot_be_unpickled_comes_as_text(pair: list[Worker]) -> None:
+    """RemoteError, with the name of the type."""
+    with pytest.raises(RemoteError, match="BadError"):
+        await pair[0].call("worker1", raise_bad_error)
+    assert await pair[0].call("worker1", len, "abc") == 3
+
+
+async def test_a_bad_item_ends_its_stream_alone(pair: list[Worker]) -> None:
+    """The stream raises; calls go on."""
+    with pytest.raises(RpcError, match="cannot be read here"):
+        async for _ in pair[0].stream("worker1", bad_items):
+            pass
+    assert await pair[0].call("worker1", len, "abc") == 3
+
+
+async def bad_items() -> Any:
+    yield BadState("value")
+
+
+async def test_a_module_the_callee_cannot_import(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that names the module; nothing else is touched."""
+    import types
+
+    module = types.ModuleType("nowhere_to_be_found")
+    exec("def f(): return 1", module.__dict__)
+    monkeypatch.setitem(sys.modules, "nowhere_to_be_found", module)
+    call = pair[0].call("worker1", module.f)
+    monkeypatch.delitem(sys.modules, "nowhere_to_be_found")
+    with pytest.raises(aiorpc.RpcUsageError, match="nowhere_to_be_found"):
+        await call
+    assert await pair[0].call("worker1", len, "abc") == 3
+
+
+async def test_a_failed_call_leaves_nothing_to_the_garbage_collector(pair: list[Worker]) -> None:
+    """The Future, the error and the locals of the frames that waited are freed without a collection."""
+    import weakref
+
+    class Local:
+        pass
+
+    async def fail() -> weakref.ref[Local]:
+        local = Local()
+        try:
+            await pair[0].call("worker1", raise_simple)
+        except Simple:
+            pass
+        return weakref.ref(local)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert (await fail())() is None
+    finally:
+        gc.enable()
+
+
+async def test_a_failed_call_that_its_frame_holds_is_collected(pair: list[Worker]) -> None:
+    """``future.wait()`` in the frame that has the future makes a cycle; the collector can free it."""
+    import weakref
+
+    class Local:
+        pass
+
+    def fail() -> weakref.ref[Local]:
+        local = Local()
+        future = pair[0].call("worker1", raise_simple)
+        try:
+            future.wait()
+        except Simple:
+            pass
+        return weakref.ref(local)
+
+    watch = await asyncio.to_thread(fail)
+    gc.collect()
+    assert watch() is None

@@ -1,0 +1,233 @@
+"""Exceptions there and back: as themselves where they can be rebuilt, as text where not, always with their origin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc.errors import PeerLost, RemoteError, RpcTimeout
+from aiorpc.protocol.codec import pack, unpack
+from aiorpc.runtime.failures import MAX_TEXT, RemoteTraceback, decode_error, encode_error
+
+
+def travel(error: BaseException) -> BaseException:
+    """What the caller gets when a handler on worker ``there`` raises this."""
+    try:
+        raise error
+    except BaseException as raised:
+        fields = unpack(pack(encode_error(raised, "there")))
+    finally:
+        error.__traceback__ = None
+    return decode_error(fields, "module:function")
+
+
+class Plain(Exception): ...
+
+
+class TwoArguments(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code = code
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Reworded(Exception):
+    """Its text is not what it was made from: calling the type with ``args`` would reword it again."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Mixed(Exception):
+    def __init__(self, a: int, b: int, c: int) -> None:
+        super().__init__(a)
+        self.b, self.c = b, c
+
+
+class Slotted(Exception):
+    __slots__ = ("extra",)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class HoldsLock(Exception):
+    def __init__(self) -> None:
+        import threading
+
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+class Explosive(Exception):
+    """Can be pickled, and raises when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+class Disguised(Exception):
+    """Comes out of its pickle as something else."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ()
+
+
+def noted() -> Exception:
+    error = ValueError("with notes")
+    error.add_note("look here")
+    return error
+
+
+def decode_problem() -> Exception:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+SAME = [
+    ValueError("text"),
+    KeyError("key"),
+    ValueError(),
+    ValueError(1, [2], {"a": None}),
+    FileNotFoundError(2, "No such file", "name"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+    ZeroDivisionError("division"),
+    NotImplementedError(),
+    Plain("plain"),
+    TwoArguments(5, "why"),
+    KeywordOnly(code=6),
+    Reworded(7),
+    Mixed(1, 2, 3),
+    Slotted("slots"),
+    subprocess.CalledProcessError(3, ["cmd"], b"out", b"err"),
+    RpcTimeout("late", worker="w", function="f", seconds=2.0),
+    PeerLost("gone", worker="w", rank=3, pid=4),
+    ConnectionResetError(104, "reset"),
+    TimeoutError("slow"),
+    torch.OutOfMemoryError("full"),
+    noted(),
+    decode_problem(),
+    ValueError("lone \ud800 surrogate"),
+    ExceptionGroup("several", [ValueError("a"), TwoArguments(1, "b")]),
+]
+
+
+@pytest.mark.parametrize("error", SAME, ids=lambda error: f"{type(error).__name__} {error}".encode("ascii", "replace"))
+def test_exception_arrives_as_itself(error: Exception) -> None:
+    """Type, arguments, text and attributes arrive, also where ``__init__`` takes something else than ``args``."""
+    arrived = travel(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert repr(arrived.args) == repr(error.args)
+    assert repr(arrived.__dict__) == repr(error.__dict__)
+
+
+@pytest.mark.parametrize("error", SAME[:3])
+def test_remote_traceback_is_attached(error: Exception) -> None:
+    """The cause shows worker, function and the remote traceback as text."""
+    cause = travel(error).__cause__
+    assert isinstance(cause, RemoteTraceback)
+    text = str(cause)
+    assert "worker 'there', in module:function" in text
+    assert "Traceback (most recent call last)" in text
+    assert f"{__file__}" in text
+    assert "in travel" in text
+
+
+class Local:
+    """Builds types that no name leads to."""
+
+    @staticmethod
+    def error() -> Exception:
+        class Nameless(Exception):
+            pass
+
+        return Nameless("nameless")
+
+
+OTHERS: list[tuple[BaseException, str, str]] = [
+    (KeyboardInterrupt("stop"), "KeyboardInterrupt", "stop"),
+    (SystemExit(3), "SystemExit", "3"),
+    (asyncio.CancelledError("gone"), "asyncio.exceptions.CancelledError", "gone"),
+    (GeneratorExit(), "GeneratorExit", ""),
+    (StopIteration(5), "StopIteration", "5"),
+    (StopAsyncIteration(), "StopAsyncIteration", ""),
+    (HoldsLock(), f"{__name__}.HoldsLock", "locked"),
+    (BaseExceptionGroup("group", [KeyboardInterrupt()]), "BaseExceptionGroup", "group (1 sub-exception)"),
+    (ValueError(torch.ones(2)), "ValueError", "tensor([1., 1.])"),
+    (ValueError("x" * 2_000_000), "ValueError", "x" * MAX_TEXT),
+]
+
+
+@pytest.mark.parametrize(("error", "name", "text"), OTHERS, ids=lambda value: type(value).__name__)
+def test_exception_that_cannot_be_raised_as_itself_is_a_remote_error(
+    error: BaseException, name: str, text: str
+) -> None:
+    """RemoteError has type name, text, traceback and worker as fields, and says all of it."""
+    arrived = travel(error)
+    assert type(arrived) is RemoteError
+    assert arrived.type_name == name
+    assert arrived.remote_message == text
+    assert arrived.worker == "there"
+    assert "Traceback (most recent call last)" in arrived.remote_traceback or len(arrived.remote_traceback) == MAX_TEXT
+    assert f"On there: module:function raised {name}: {text}" in str(arrived)
+
+
+@pytest.mark.parametrize("kind", [Explosive, Disguised])
+def test_exception_that_does_not_survive_a_pickle_is_rebuilt_from_its_parts(kind: type[Exception]) -> None:
+    """A pickle of its own that fails, or gives something else, is noticed by the sender, which sends the parts."""
+    arrived = travel(kind("bang"))
+    assert type(arrived) is kind
+    assert arrived.args == ("bang",)
+
+
+def test_exception_whose_text_cannot_be_made() -> None:
+    """A broken ``__str__`` breaks nothing else."""
+    fields = encode_error(Unprintable(), "there")
+    assert fields[1] == "<its text cannot be made: ValueError>"
+    assert type(decode_error(fields, "f")) is Unprintable
+
+
+def test_local_exception_travels_by_value() -> None:
+    """A type that no name leads to is sent along, by cloudpickle."""
+    arrived = travel(Local.error())
+    assert type(arrived).__name__ == "Nameless"
+    assert str(arrived) == "nameless"
+
+
+def test_pickle_that_cannot_be_loaded_here_gives_a_remote_error() -> None:
+    """The caller lacks the module, or the bytes are broken: the text form is used."""
+    fields = encode_error(Plain("plain"), "there")
+    for broken in (b"cno_such_module\nE\n.", b"\x80\x05garbage", b"", b"\x80\x05K\x01."):
+        arrived = decode_error([*fields[:4], broken], "f")
+        assert type(arrived) is RemoteError
+        assert arrived.remote_message == "plain"
+
+
+def test_every_error_is_small_on_the_wire() -> None:
+    """No exception, whatever it drags along, makes a frame that the other side would refuse."""
+    huge = ValueError("y" * 5_000_000)
+    huge.blob = b"z" * 5_000_000  # type: ignore[attr-defined]
+    chained = ValueError("end")
+    for number in range(500):
+        link = ValueError(f"{number} {'w' * 1000}")
+        link.__cause__ = chained
+        chained = link
+    for error in (huge, chained):
+        assert len(pack(encode_error(error, "there"))) < 2_000_000

@@ -1,0 +1,286 @@
+"""What functions are called on the wire, how they are found, and how each kind is run."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import operator
+import sys
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aiorpc.errors import RpcUsageError
+from aiorpc.runtime.batching import batched
+from aiorpc.runtime.functions import Mode, async_execution, classify, describe, find_name, is_loaded, resolve, system
+
+
+def function() -> None: ...
+
+
+async def coroutine() -> None: ...
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+async def async_generator() -> AsyncIterator[int]:
+    yield 1
+
+
+@async_execution
+def deferred() -> torch.futures.Future[int]:
+    return torch.futures.Future()
+
+
+def decorated(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def outer(*args: Any) -> Any:
+        return inner(*args)
+
+    return outer
+
+
+@decorated
+async def timed() -> None: ...
+
+
+class Thing:
+    def method(self) -> None: ...
+
+    async def async_method(self) -> None: ...
+
+    def generate(self) -> Iterator[int]:
+        yield 1
+
+    @staticmethod
+    def static() -> None: ...
+
+    @classmethod
+    def build(cls) -> Thing:
+        return cls()
+
+    @async_execution
+    def later(self) -> torch.futures.Future[int]:
+        return torch.futures.Future()
+
+    @staticmethod
+    @async_execution
+    def static_below() -> torch.futures.Future[int]:
+        return torch.futures.Future()
+
+    @async_execution
+    @staticmethod
+    def static_above() -> torch.futures.Future[int]:
+        return torch.futures.Future()
+
+    @classmethod
+    @async_execution
+    def class_below(cls) -> torch.futures.Future[int]:
+        return torch.futures.Future()
+
+    @async_execution
+    @classmethod
+    def class_above(cls) -> torch.futures.Future[int]:
+        return torch.futures.Future()
+
+    def __call__(self) -> None: ...
+
+    class Nested:
+        def method(self) -> None: ...
+
+
+class AsyncCallable:
+    async def __call__(self) -> None: ...
+
+
+@batched(max_size=2, max_wait=0.01)
+def together(values: list[int]) -> list[int]:
+    return values
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+NAMED = [
+    function,
+    coroutine,
+    generator,
+    deferred,
+    timed,
+    Thing,
+    Thing.Nested,
+    Thing.method,
+    Thing.Nested.method,
+    Thing.static,
+    Thing.build,
+    Thing.static_below,
+    Thing.class_above,
+    together,
+    len,
+    int,
+    print,
+    math.sqrt,
+    operator.add,
+    asyncio.sleep,
+    torch.add,
+    torch.mm,
+    torch.ones,
+    torch.nn.Linear,
+    torch.nn.functional.relu,
+    torch.nn.functional.linear,
+    torch.linalg.norm,
+    torch.fft.fft,
+    torch.special.gammaln,
+    torch.tensor,
+    np.add,
+    np.sum,
+]
+
+
+@pytest.mark.parametrize("target", NAMED, ids=describe)
+def test_named_function_is_found_under_its_name(target: Callable[..., Any]) -> None:
+    """The name that the caller sends leads the callee to the same function."""
+    name = find_name(target, same_main=False)
+    if name is None:
+        pytest.fail(f"{target!r} has no name and would travel by value")
+    assert is_loaded(name)
+    assert resolve(name).function == target
+    assert resolve(name).name == name
+
+
+NAMELESS = [
+    lambda: 1,
+    functools.partial(function),
+    Thing().method,
+    Thing(),
+    decorated(function),
+    [].append,
+    operator.itemgetter(1),
+    str.upper,
+    torch.Tensor.add_,
+]
+
+
+@pytest.mark.parametrize("target", NAMELESS, ids=describe)
+def test_function_without_a_name_travels_by_value(target: Callable[..., Any]) -> None:
+    """What no name leads to, or a name that leads to something else, has none."""
+    assert find_name(target, same_main=True) is None
+
+
+def test_local_functions_have_no_name() -> None:
+    """Neither closures nor local classes can be found from outside."""
+
+    def local() -> None: ...
+
+    class Local: ...
+
+    assert find_name(local, same_main=True) is None
+    assert find_name(Local, same_main=True) is None
+
+
+@pytest.mark.parametrize("called", ["__main__", "__mp_main__"])
+def test_main_module_counts_only_when_both_run_it(called: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of the main module go by name to a worker with the same one, under either of its names, else by value."""
+    module = types.ModuleType(called)
+    exec("def f(): pass\nclass C:\n    def m(self): pass\n", module.__dict__)
+    for other in ("__main__", "__mp_main__"):
+        monkeypatch.delitem(sys.modules, other, raising=False)
+    monkeypatch.setitem(sys.modules, called, module)
+    for target, name in ((module.f, "__main__:f"), (module.C, "__main__:C"), (module.C.m, "__main__:C.m")):
+        assert find_name(target, same_main=False) is None
+        assert find_name(target, same_main=True) == name
+        assert resolve(name).function is target
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_module_here:f", "math:no_such_function", "math:pi", "__main__:no.such", "math:", ":", "", "math"]
+)
+def test_name_that_leads_nowhere(name: str) -> None:
+    """What cannot be imported, is not there, or cannot be called is the caller's mistake, and named."""
+    with pytest.raises(RpcUsageError) as caught:
+        resolve(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_module_is_imported_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module the callee has not loaded yet is imported; what the import raises is passed on."""
+    (tmp_path / "fresh_module.py").write_text("def f():\n    return 5\n")
+    (tmp_path / "broken_module.py").write_text("raise ValueError('broken')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_loaded("fresh_module:f")
+    assert resolve("fresh_module:f").function() == 5
+    assert is_loaded("fresh_module:f")
+    with pytest.raises(ValueError, match="broken"):
+        resolve("broken_module:f")
+    monkeypatch.delitem(sys.modules, "fresh_module")
+
+
+# --- how they run -----------------------------------------------------------------------------------------------------
+
+MODES = [
+    (function, Mode.THREAD),
+    (lambda: 1, Mode.THREAD),
+    (len, Mode.THREAD),
+    (torch.add, Mode.THREAD),
+    (Thing, Mode.THREAD),
+    (AsyncCallable, Mode.THREAD),
+    (Thing(), Mode.THREAD),
+    (Thing().method, Mode.THREAD),
+    (functools.partial(function), Mode.THREAD),
+    (torch.nn.Linear(1, 1), Mode.THREAD),
+    (coroutine, Mode.COROUTINE),
+    (functools.partial(functools.partial(coroutine)), Mode.COROUTINE),
+    (Thing().async_method, Mode.COROUTINE),
+    (AsyncCallable(), Mode.COROUTINE),
+    (timed, Mode.COROUTINE),
+    (asyncio.sleep, Mode.COROUTINE),
+    (generator, Mode.GENERATOR),
+    (Thing().generate, Mode.GENERATOR),
+    (async_generator, Mode.ASYNC_GENERATOR),
+    (functools.partial(async_generator), Mode.ASYNC_GENERATOR),
+    (deferred, Mode.DEFERRED),
+    (functools.partial(deferred), Mode.DEFERRED),
+    (Thing().later, Mode.DEFERRED),
+    (Thing.static_below, Mode.DEFERRED),
+    (Thing.static_above, Mode.DEFERRED),
+    (Thing().static_above, Mode.DEFERRED),
+    (Thing.class_below, Mode.DEFERRED),
+    (Thing.class_above, Mode.DEFERRED),
+    (Thing().class_above, Mode.DEFERRED),
+    (together, Mode.BATCHED),
+]
+
+
+@pytest.mark.parametrize(("target", "mode"), MODES, ids=lambda value: describe(value)[:40])
+def test_each_kind_of_function_has_its_mode(target: Callable[..., Any], mode: Mode) -> None:
+    """How it is written says how it runs: on the loop, in a thread, deferred, streamed, batched."""
+    found = classify(target, "name")
+    assert found.mode is mode
+    assert found.function is target
+    assert not found.system
+
+
+def test_functions_of_the_runtime_are_marked() -> None:
+    """System functions are told from the users', whose work a graceful shutdown waits for."""
+
+    @system
+    def mine() -> None: ...
+
+    assert classify(mine, "mine").system
+
+
+def test_async_execution_changes_nothing_else() -> None:
+    """A decorated function is still the same function, callable at home."""
+    assert deferred.__name__ == "deferred"
+    assert isinstance(Thing.static_above(), torch.futures.Future)
+    assert isinstance(Thing().class_above(), torch.futures.Future)

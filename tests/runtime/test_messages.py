@@ -1,0 +1,194 @@
+"""Whole messages: from values through encode, frame and decoder back to values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from aiorpc.channels.inline import EMBEDDED_SIZE, allocate
+from aiorpc.errors import ProtocolError, SerializationError
+from aiorpc.protocol.codec import unpack
+from aiorpc.protocol.frames import DIRECT_SIZE, FrameDecoder, Kind, encode_frame
+from aiorpc.runtime import messages
+
+
+class To:
+    """A worker that messages go to."""
+
+    same_main = True
+
+    def __init__(self, max_body: int = 1 << 20) -> None:
+        self.max_body = max_body
+
+
+def deliver(values: list[Any], *, copy: bool = False, to: To | None = None) -> list[Any]:
+    """Through encode, frame, decoder and decode: the whole way but for the socket."""
+    body, segments = messages.encode([], values, to or To(), copy=copy)
+    decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 30, allocate=allocate)
+    frames = []
+    for part in encode_frame(Kind.REPLY, 1, body, segments):
+        rest = memoryview(part)
+        while rest:
+            buffer = decoder.get_buffer()
+            count = min(len(buffer), len(rest))
+            buffer[:count] = rest[:count]
+            frames += decoder.received(count)
+            rest = rest[count:]
+    (frame,) = frames
+    return messages.decode(unpack(frame.body), frame.segments, lambda wires: [])
+
+
+def test_messages_with_all_kinds_of_values() -> None:
+    """Plain values, containers, tensors alone and inside, arrays and sparse tensors in one message."""
+    tensor, array = torch.randn(300, 300), numpy.arange(90_000)
+    sent = [1, tensor, {"t": tensor[1], "a": array}, "text", torch.eye(2).to_sparse(), torch.empty(0)]
+    number, whole, inside, text, sparse, empty = deliver(sent)
+    assert (number, text, empty.shape) == (1, "text", (0,))
+    assert torch.equal(whole, tensor)
+    whole[1, 0] = 5
+    assert inside["t"][0] == 5, "they shared a storage, so they still do"
+    assert numpy.array_equal(inside["a"], array)
+    assert torch.equal(sparse.to_dense(), torch.eye(2))
+
+
+def test_module_arrives_with_its_parameters_and_buffers() -> None:
+    """An nn.Module arrives ready to train: same outputs, parameters are Parameters, tied weights stay tied."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3))
+    module[2].weight = module[0].weight
+    (arrived,) = deliver([module])
+    assert arrived[2].weight is arrived[0].weight
+    assert all(type(parameter) is torch.nn.Parameter for parameter in arrived.parameters())
+    inputs = torch.randn(4, 3)
+    assert torch.equal(arrived(inputs), module(inputs))
+    arrived(inputs).sum().backward()
+    assert arrived[0].weight.grad is not None
+
+
+def test_state_dict_arrives() -> None:
+    """A whole state_dict arrives in its order and type, and loads."""
+    module = torch.nn.LSTM(4, 5, num_layers=2)
+    state = module.state_dict()
+    (arrived,) = deliver([state])
+    assert type(arrived) is type(state)
+    assert list(arrived) == list(state)
+    other = torch.nn.LSTM(4, 5, num_layers=2)
+    other.load_state_dict(arrived)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
+
+
+def test_optimizer_state_and_generator_arrive() -> None:
+    """What training keeps besides parameters: an optimizer's state_dict and a generator's state."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    state, random = deliver([optimizer.state_dict(), torch.get_rng_state()])
+    assert torch.equal(state["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_copied_message_may_change_at_once() -> None:
+    """A reply takes tensors' and arrays' bytes when it is encoded: the handler may go on writing into them."""
+    tensor, array = torch.zeros(DIRECT_SIZE), numpy.zeros(DIRECT_SIZE)
+    body, segments = messages.encode([], [tensor, array], To(), copy=True)
+    tensor[0] = array[0] = 1
+    arrived = messages.decode(unpack(body), [bytearray(segment) for segment in segments], lambda wires: [])
+    assert [arrived[0][0].item(), arrived[1][0]] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "position"),
+    [
+        (["x", b"y" * 2000, 3], 1),
+        (["x" * 2000], 0),
+        ([1, "x", ["long"] * 5 + ["y" * 2000]], 2),
+        ([torch.ones(2), "x" * 2000], 1),
+    ],
+)
+def test_message_longer_than_the_limit_is_refused_at_the_sender(values: list[Any], position: int) -> None:
+    """A body that the peer would not take is refused here, naming the value; the connection never sees it."""
+    with pytest.raises(SerializationError, match=r"limit is 1000 \(max_frame_bytes\)") as caught:
+        messages.encode([], values, To(max_body=1000))
+    assert caught.value.position == position
+    large = torch.ones(5000)
+    assert torch.equal(deliver([large], to=To(max_body=1000))[0], large), "tensors do not count"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        [1],
+        [None, []],
+        [[None], [], [], None, 2, None],
+        [[None], [], [], None, "x", None],
+        [[None], [], [], None, -1, None],
+        [[None], [0], [], None, 0, 5],
+        [[None], [0], [], None, 0, [[9, 0, 0, [1], None, 0]]],
+    ],
+)
+def test_fields_that_are_no_message(fields: list[Any]) -> None:
+    """Fields that do not belong together give ProtocolError."""
+    with pytest.raises(ProtocolError):
+        messages.decode(fields, [bytearray(4)], lambda wires: [])
+
+
+def test_references_are_taken_even_when_the_values_cannot_be_read() -> None:
+    """The senders of references wait for an answer that only taking them gives: they come before anything can fail."""
+    taken: list[Any] = []
+
+    def load(wires: list[Any]) -> list[Any]:
+        taken.extend(wires)
+        return []
+
+    broken = [[None], [], [0], b"no pickle", 0, None, [[1, 2]]]
+    with pytest.raises(Exception, match=r"pickle|load key|invalid"):
+        messages.decode(broken, [], load)
+    assert taken == [[1, 2]]
+
+
+def test_failed_encoding_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever encoding did elsewhere is undone when the message cannot be sent."""
+    undone: list[str] = []
+
+    class Pinned:
+        def __reduce__(self) -> tuple[Any, ...]:
+            out = messages_outgoing()
+            out.on_unsent.append(lambda: undone.append("pin"))
+            return int, ()
+
+    class Refuses:
+        def __reduce__(self) -> tuple[Any, ...]:
+            raise RuntimeError("not me")
+
+    with pytest.raises(SerializationError, match="not me"):
+        messages.encode([], [Pinned(), Refuses()], To())
+    assert undone
+    undone.clear()
+    with pytest.raises(SerializationError, match="too large"):
+        messages.encode([], [Pinned(), "x" * 2000], To(max_body=1000))
+    assert undone == ["pin"]
+
+
+def messages_outgoing() -> Any:
+    from aiorpc.protocol.codec import outgoing
+
+    out = outgoing.get()
+    assert out is not None
+    return out
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("size", [1, EMBEDDED_SIZE // 4, EMBEDDED_SIZE // 4 + 1, DIRECT_SIZE // 4, DIRECT_SIZE])
+def test_tensors_around_each_threshold(size: int, copy: bool) -> None:
+    """Embedded, copied or lent, alone or beside others, a tensor arrives the same, and writable."""
+    tensor = torch.arange(float(size))
+    for values in ([tensor], [tensor, torch.ones(2)], [[tensor], tensor]):
+        arrived = deliver(values, copy=copy)[0]
+        arrived = arrived[0] if isinstance(arrived, list) else arrived
+        assert torch.equal(arrived, tensor)
+        arrived += 1
+        assert tensor[0] == 0

@@ -1,0 +1,97 @@
+"""Bounded queues: ``Overloaded`` instead of memory without end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from aiorpc import Overloaded, RpcBackendOptions, Worker
+from aiorpc.testing import cluster
+from tests.runtime.waiting import until
+
+
+class Gate:
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.ran: list[int] = []
+
+
+_gates: dict[str, Gate] = {}
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    _gates["it"] = Gate()
+    yield _gates["it"]
+    _gates["it"].open.set()
+
+
+def wait(number: int) -> int:
+    assert _gates["it"].open.wait(10)
+    _gates["it"].ran.append(number)
+    return number
+
+
+async def wait_async(number: int) -> int:
+    while not _gates["it"].open.is_set():
+        await asyncio.sleep(0.002)
+    return number
+
+
+async def test_the_caller_is_refused_past_its_limit(gate: Gate) -> None:
+    """max_pending_calls calls may be owed by one peer; the next raises at once, and nothing is sent."""
+    async with cluster(3, options=RpcBackendOptions(max_pending_calls=5)) as workers:
+        calls = [workers[0].call("worker1", wait_async, number) for number in range(5)]
+        with pytest.raises(Overloaded, match=r"5 calls to worker 'worker1'.*max_pending_calls"):
+            workers[0].call("worker1", wait_async, 5)
+        assert await workers[0].call("worker2", len, "abc") == 3
+        gate.open.set()
+        assert await asyncio.gather(*calls) == list(range(5))
+        assert await workers[0].call("worker1", wait_async, 6) == 6
+
+
+async def test_remote_and_stream_are_refused_alike(gate: Gate) -> None:
+    """All verbs count, and a reference that was refused leaves nothing behind."""
+    async with cluster(2, options=RpcBackendOptions(max_pending_calls=1)) as workers:
+        call = workers[0].call("worker1", wait_async, 1)
+        for verb in (workers[0].remote, workers[0].stream):
+            with pytest.raises(Overloaded):
+                verb("worker1", wait, 1)
+        assert workers[0].references.counts().users == 0
+        gate.open.set()
+        assert await call == 1
+
+
+async def test_the_callee_refuses_one_callers_flood(gate: Gate) -> None:
+    """max_queued_calls calls of one caller may wait or run; the others are answered Overloaded, and were not run."""
+    options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=4, num_worker_threads=1), RpcBackendOptions()]
+    async with cluster(3, options=options) as workers:
+        calls = [workers[0].call("worker1", wait, number) for number in range(10)]
+        await until(lambda: sum(call.done() for call in calls) == 6)
+        other = workers[2].call("worker1", wait, 100)
+        gate.open.set()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert results[:4] == list(range(4)) and await other == 100
+        assert all(isinstance(error, Overloaded) for error in results[4:])
+        assert "'worker1' has 4 calls of 'worker0'" in str(results[4])
+        assert sorted(gate.ran) == [0, 1, 2, 3, 100]
+        assert await workers[0].call("worker1", len, "abc") == 3
+
+
+async def test_shutdown_is_not_held_up_by_a_full_queue(gate: Gate, pair: list[Worker]) -> None:
+    """The runtime's own calls do not count: a worker at its limit still leaves with the others."""
+    async with cluster(2, options=RpcBackendOptions(max_pending_calls=1)) as workers:
+        calls = [workers[1].call("worker0", wait_async, 1)]
+        leaving = [asyncio.ensure_future(worker.shutdown()) for worker in workers]
+        await asyncio.sleep(0)
+        gate.open.set()
+        assert await calls[0] == 1
+        await asyncio.gather(*leaving)
+
+
+async def test_a_burst_far_beyond_the_threads_is_served(pair: list[Worker]) -> None:
+    """5,000 calls at once with 16 threads are all answered: queues hold them."""
+    assert await asyncio.gather(*(pair[0].call("worker1", abs, -n) for n in range(5000))) == list(range(5000))

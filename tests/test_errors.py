@@ -1,0 +1,98 @@
+"""The tree of errors: who is whose kind, what each carries, and that each survives a pickle."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+import aiorpc
+from aiorpc import errors
+
+CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
+
+KINDS = {
+    errors.RpcUsageError: errors.RpcError,
+    errors.SerializationError: (errors.RpcUsageError, TypeError),
+    errors.WouldBlockLoop: errors.RpcUsageError,
+    errors.UnknownWorker: (errors.RpcUsageError, LookupError),
+    errors.NotInitialized: errors.RpcUsageError,
+    errors.RendezvousError: errors.RpcError,
+    errors.Overloaded: errors.RpcError,
+    errors.RpcTimeout: (errors.RpcError, TimeoutError),
+    errors.RpcCancelled: errors.RpcError,
+    errors.PeerLost: (errors.RpcError, ConnectionError),
+    errors.PeerClosed: (errors.RpcError, ConnectionError),
+    errors.WorkerClosed: errors.RpcError,
+    errors.PeerRefused: (errors.RpcError, ConnectionError),
+    errors.ProtocolError: errors.RpcError,
+    errors.RemoteError: errors.RpcError,
+}
+
+
+def test_every_error_has_one_base() -> None:
+    """Every error is an RpcError, which is a RuntimeError as torch raises, and none is missing here."""
+    assert set(CLASSES) == {errors.RpcError, *KINDS}
+    assert issubclass(errors.RpcError, RuntimeError)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_error_is_also_what_the_standard_library_calls_it(kind: type[Exception]) -> None:
+    """A timeout can be caught as TimeoutError, a lost peer as ConnectionError, and so on."""
+    bases = KINDS[kind] if isinstance(KINDS[kind], tuple) else (KINDS[kind],)
+    assert all(issubclass(kind, base) for base in bases)
+
+
+def test_misuse_and_faults_are_told_apart() -> None:
+    """`except RpcUsageError` catches the caller's mistakes and nothing that the network did."""
+    misuse = {kind for kind in CLASSES if issubclass(kind, errors.RpcUsageError)}
+    assert {kind.__name__ for kind in misuse} == {
+        "RpcUsageError",
+        "SerializationError",
+        "WouldBlockLoop",
+        "UnknownWorker",
+        "NotInitialized",
+    }
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_error_is_public_documented_and_in_the_tree(kind: type[Exception]) -> None:
+    """Each can be caught as aiorpc.Name, says what it means, and stands in the picture at the top of the module."""
+    assert getattr(aiorpc, kind.__name__) is kind
+    assert kind.__doc__
+    assert kind.__name__ in (errors.__doc__ or "")
+
+
+FULL: list[tuple[errors.RpcError, dict[str, object]]] = [
+    (
+        errors.RpcTimeout("late", worker="w", function="m:f", seconds=1.5),
+        {"worker": "w", "function": "m:f", "seconds": 1.5},
+    ),
+    (
+        errors.PeerLost("gone", worker="w", rank=3, host="h", pid=7, cause="killed"),
+        {"worker": "w", "rank": 3, "host": "h", "pid": 7, "cause": "killed"},
+    ),
+    (
+        errors.RemoteError("bad", type_name="m.E", remote_message="x", remote_traceback="tb", worker="w"),
+        {"type_name": "m.E", "remote_message": "x", "remote_traceback": "tb", "worker": "w"},
+    ),
+    (errors.SerializationError("bad", 2), {"position": 2}),
+]
+
+
+@pytest.mark.parametrize(("error", "fields"), FULL, ids=lambda value: type(value).__name__)
+def test_fields_survive_a_pickle(error: errors.RpcError, fields: dict[str, object]) -> None:
+    """Nobody has to parse text: the fields are there, also after the error has travelled."""
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert type(each) is type(error)
+        assert str(each) == str(error)
+        assert {name: getattr(each, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_message_alone_is_enough(kind: type[errors.RpcError]) -> None:
+    """Every error can be made from a text, shows it, and survives a pickle."""
+    error = pickle.loads(pickle.dumps(kind("what happened")))
+    assert type(error) is kind
+    assert str(error) == "what happened"

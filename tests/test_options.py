@@ -1,0 +1,117 @@
+"""Options: defaults, what is refused, and that what is read is what was given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiorpc.errors import RpcUsageError
+from aiorpc.options import RpcBackendOptions, seconds
+
+COUNTS = [
+    "num_worker_threads",
+    "max_pending_calls",
+    "max_queued_calls",
+    "max_frame_bytes",
+    "max_tensor_bytes",
+    "stream_window",
+]
+DURATIONS = ["rpc_timeout", "loss_grace", "lag_warning"]
+
+
+def test_defaults_are_those_of_torch() -> None:
+    """A minute for a call, sixteen threads, env://: programs that say nothing behave as they did."""
+    options = RpcBackendOptions()
+    assert (options.rpc_timeout, options.num_worker_threads, options.init_method) == (60.0, 16, "env://")
+
+
+def test_every_option_is_documented() -> None:
+    """The docstring names each option."""
+    text = RpcBackendOptions.__doc__ or ""
+    assert [field.name for field in fields(RpcBackendOptions) if f"    {field.name}: " not in text] == []
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4", None, True])
+def test_counts_are_integers_from_one(name: str, value: Any) -> None:
+    """A count that is none is refused, by the name of the option."""
+    with pytest.raises(RpcUsageError, match=f"{name} must be an integer >= 1"):
+        RpcBackendOptions(**{name: value})
+
+
+@pytest.mark.parametrize("name", DURATIONS)
+@pytest.mark.parametrize("value", [-1, -0.001, math.nan, "5", None, True, timedelta(seconds=-1)])
+def test_durations_are_not_negative(name: str, value: Any) -> None:
+    """A duration that is none is refused, by the name of the option."""
+    with pytest.raises(RpcUsageError, match=f"{name} must be a number of seconds >= 0"):
+        RpcBackendOptions(**{name: value})
+
+
+@given(st.floats(0, 1e9) | st.integers(0, 1 << 40))
+def test_durations_in_seconds_or_as_timedelta(value: float) -> None:
+    """Numbers and timedeltas both come out as seconds."""
+    assert seconds(value, "x") == value
+    assert seconds(timedelta(seconds=90), "x") == 90.0
+    assert type(seconds(value, "x")) is float
+
+
+@pytest.mark.parametrize("name", DURATIONS)
+def test_zero_means_no_limit(name: str) -> None:
+    """0 is allowed everywhere."""
+    assert getattr(RpcBackendOptions(**{name: 0}), name) == 0.0
+
+
+@pytest.mark.parametrize(
+    "ports", [(0, 10), (10, 5), (1, 65_536), (-1, 5), (5,), (1, 2, 3), 5, "56", (1.0, 2.0), ("1", "2"), (True, 5)]
+)
+def test_port_range_is_two_ports(ports: Any) -> None:
+    """Anything but two ports in order is refused."""
+    with pytest.raises(RpcUsageError, match="port_range must be two ports"):
+        RpcBackendOptions(port_range=ports)
+    assert RpcBackendOptions(port_range=(1, 65_535)).port_range == (1, 65_535)
+    assert RpcBackendOptions(port_range=(80, 80)).port_range == (80, 80)
+
+
+@pytest.mark.parametrize("transports", [(), ("carrier pigeon",), ("unix", "udp")])
+def test_transports_are_known(transports: tuple[str, ...]) -> None:
+    """Unknown transports, or none, are refused."""
+    with pytest.raises(RpcUsageError, match="transports must name some of unix, tcp"):
+        RpcBackendOptions(transports=transports)
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, "fast", False])
+def test_switch_interval_is_positive_or_none(value: Any) -> None:
+    """An interval that the interpreter would refuse is refused here, before anything was started."""
+    with pytest.raises(RpcUsageError, match="switch_interval"):
+        RpcBackendOptions(switch_interval=value)
+    assert RpcBackendOptions(switch_interval=0.0005).switch_interval == 0.0005
+
+
+def test_init_method_is_a_url() -> None:
+    """What is no text is refused."""
+    with pytest.raises(RpcUsageError, match="init_method must be a URL"):
+        RpcBackendOptions(init_method=5)  # type: ignore[arg-type]
+
+
+def test_copy_is_independent() -> None:
+    """Later changes to the original do not reach the copy, which has every field."""
+    options = RpcBackendOptions(num_worker_threads=3, rpc_timeout=7, transports=("tcp",))
+    copy = options.copy()
+    assert copy == options
+    options.num_worker_threads = 9
+    assert copy.num_worker_threads == 3
+
+
+def test_changed_options_are_checked_again_when_used() -> None:
+    """A field set to nonsense after construction is found by validate, and by copy."""
+    options = RpcBackendOptions()
+    options.stream_window = 0
+    for check in (options.validate, options.copy):
+        with pytest.raises(RpcUsageError, match="stream_window"):
+            check()

@@ -1,0 +1,418 @@
+"""Connections over socket pairs: order, partial writes, threads, garbage, and the ways to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from aiorpc.errors import ProtocolError
+from aiorpc.protocol.frames import DIRECT_SIZE, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.transport.connection import Connection
+
+LONG = 20.0
+
+
+class End:
+    """A connection with what it has received."""
+
+    def __init__(self, sock: socket.socket, label: str) -> None:
+        decoder = FrameDecoder(max_body=1 << 24, max_segment=1 << 28)
+        self.connection = Connection(asyncio.get_running_loop(), sock, decoder, label=label)
+        self.frames: list[Frame] = []
+        self.causes: list[BaseException | None] = []
+        self.changed = asyncio.Event()
+        self.connection.on_frames = self._on_frames
+        self.connection.on_closed = self._on_closed
+
+    def _on_frames(self, frames: list[Frame]) -> None:
+        self.frames += frames
+        self.changed.set()
+
+    def _on_closed(self, cause: BaseException | None) -> None:
+        self.causes.append(cause)
+        self.changed.set()
+
+    def send(self, call_id: int, body: bytes = b"", *segments: bytes | bytearray, urgent: bool = False) -> None:
+        self.connection.send(encode_frame(Kind.CALL, call_id, body, segments), urgent=urgent)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for frames or the end until the condition holds."""
+        async with asyncio.timeout(LONG):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def received(self, count: int) -> list[Frame]:
+        await self.until(lambda: len(self.frames) >= count)
+        return self.frames
+
+    async def closed(self) -> BaseException | None:
+        await self.until(lambda: bool(self.causes))
+        (cause,) = self.causes
+        return cause
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[tuple[End, End]]:
+    """Two connections, tied together, that read; small socket buffers, so that writes are often partial."""
+    left, right = socket.socketpair()
+    left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    pair = End(left, "left"), End(right, "right")
+    for end in pair:
+        end.connection.start()
+    yield pair
+    for end in pair:
+        end.connection.abort()
+
+
+@pytest.fixture
+async def half() -> AsyncIterator[tuple[End, socket.socket]]:
+    """A connection and the bare socket at its other end."""
+    left, right = socket.socketpair()
+    left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    right.setblocking(False)
+    end = End(left, "half")
+    end.connection.start()
+    with right:
+        yield end, right
+        end.connection.abort()
+
+
+async def read_all(sock: socket.socket) -> bytes:
+    """Everything until the other side closes."""
+    loop = asyncio.get_running_loop()
+    parts: list[bytes] = []
+    async with asyncio.timeout(LONG):
+        while part := await loop.sock_recv(sock, 1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+async def test_frames_arrive_in_order(ends: tuple[End, End], urgent: bool) -> None:
+    """Frames of all sizes arrive once each, in the order of send, in both directions."""
+    left, right = ends
+    sizes = [0, 1, 100, 20_000, 300_000, 5, 70_000, 0]
+    for sender, receiver in ((left, right), (right, left)):
+        for number, size in enumerate(sizes):
+            sender.send(number, bytes([number]) * size, urgent=urgent)
+        frames = await receiver.received(len(sizes))
+        assert [(frame.call_id, frame.body) for frame in frames] == [
+            (number, bytes([number]) * size) for number, size in enumerate(sizes)
+        ]
+        assert sender.connection.unsent == 0
+    assert left.connection.bytes_sent == right.connection.bytes_received
+
+
+async def test_large_segments_survive_partial_writes(ends: tuple[End, End]) -> None:
+    """Segments far larger than the socket's buffer arrive bit for bit, frames behind them too."""
+    left, right = ends
+    segments = [os.urandom(size) for size in (3_000_000, 7, DIRECT_SIZE, 1_000_001)]
+    left.send(1, b"body", *segments)
+    left.send(2, b"behind")
+    assert left.connection.unsent > 0, "the test needs a socket that takes less than everything"
+    first, second = await right.received(2)
+    assert [bytes(segment) for segment in first.segments] == segments
+    assert second.body == b"behind"
+
+
+async def test_one_frame_of_very_many_segments(ends: tuple[End, End]) -> None:
+    """More large buffers than one system call takes, and frames around them, keep their order."""
+    left, right = ends
+    segments = [bytes([number % 256]) * 17_000 for number in range(700)]
+    left.send(0)
+    left.send(1, b"", *segments)
+    left.send(2)
+    frames = await right.received(3)
+    assert [frame.call_id for frame in frames] == [0, 1, 2]
+    assert [bytes(segment) for segment in frames[1].segments] == segments
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+async def test_frames_from_many_threads_keep_each_threads_order(ends: tuple[End, End], urgent: bool) -> None:
+    """Eight threads and the loop send at once: every frame arrives whole and once, each sender's in its order."""
+    left, right = ends
+    threads, count = 8, 300
+
+    def work(thread: int) -> None:
+        for number in range(count):
+            left.send(thread, number.to_bytes(4, "little") * (1 + number % 50 * 20), urgent=urgent)
+
+    jobs = [asyncio.to_thread(work, thread) for thread in range(threads)]
+    work(threads)
+    await asyncio.gather(*jobs)
+    frames = await right.received((threads + 1) * count)
+    for thread in range(threads + 1):
+        mine = [frame.body for frame in frames if frame.call_id == thread]
+        assert [int.from_bytes(body[:4], "little") for body in mine] == list(range(count))
+        assert all(body == body[:4] * (len(body) // 4) for body in mine)
+    assert len(frames) == (threads + 1) * count
+
+
+async def test_urgent_frame_is_written_by_its_sender(half: tuple[End, socket.socket]) -> None:
+    """With nothing else under way an urgent frame is in the socket when send returns, from any thread, without the loop."""
+    end, far = half
+    expected = b"".join(bytes(part) for part in encode_frame(Kind.CALL, 7, b"now"))
+    end.send(7, b"now", urgent=True)
+    assert far.recv(100) == expected
+    thread = threading.Thread(target=end.send, args=(7, b"now"), kwargs={"urgent": True})
+    thread.start()
+    thread.join(LONG)  # blocks the loop: only the thread can have written
+    assert far.recv(100) == expected
+
+
+async def test_urgent_frame_does_not_overtake(half: tuple[End, socket.socket]) -> None:
+    """An urgent frame behind others waits its turn: a cancel never arrives before its call."""
+    end, far = half
+    end.send(1, b"call")
+    end.send(2, b"cancel", urgent=True)
+    end.connection.close()
+    decoder = FrameDecoder(max_body=100)
+    data = await read_all(far)
+    decoder.get_buffer()[: len(data)] = data
+    assert [frame.call_id for frame in decoder.received(len(data))] == [1, 2]
+
+
+async def test_small_frames_of_one_turn_leave_together(half: tuple[End, socket.socket]) -> None:
+    """What is sent within one turn of the loop is one write, not one for each frame."""
+    end, _ = half
+    writes: list[int] = []
+
+    class Counting:
+        def __init__(self, sock: Any) -> None:
+            self.sock = sock
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.sock, name)
+
+        def send(self, data: bytes) -> int:
+            writes.append(len(data))
+            return int(self.sock.send(data))
+
+    end.connection._sock = Counting(end.connection._sock)  # type: ignore[assignment]
+    for number in range(50):
+        end.send(number, b"x")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert writes == [50 * (18 + 1)]
+
+
+async def test_sender_never_blocks(half: tuple[End, socket.socket]) -> None:
+    """A peer that does not read fills the queue, not the sender; once it reads, everything arrives."""
+    end, far = half
+    body = b"x" * 1_000_000
+    for number in range(5):
+        end.send(number, body, urgent=True)
+    assert end.connection.unsent > 0
+    reading = asyncio.ensure_future(read_all(far))
+    async with asyncio.timeout(LONG):
+        while end.connection.unsent:  # noqa: ASYNC110  # nothing announces it
+            await asyncio.sleep(0.001)
+    end.connection.close()
+    assert len(await reading) == 5 * (18 + len(body))
+
+
+# --- ending -----------------------------------------------------------------------------------------------------------
+
+
+async def test_close_writes_what_is_queued(half: tuple[End, socket.socket]) -> None:
+    """close flushes what the socket does not take at once, as long as the peer reads; then the peer sees the end."""
+    end, far = half
+    body = b"x" * 1_000_000
+    end.send(1, body)
+    end.send(2, b"goodbye")
+    end.connection.close()
+    assert end.connection.closed
+    data = await read_all(far)
+    assert data.endswith(b"goodbye")
+    assert len(data) == 18 + len(body) + 18 + 7
+    assert await end.closed() is None
+
+
+async def test_close_does_not_wait_for_a_peer_that_does_not_read(half: tuple[End, socket.socket]) -> None:
+    """With a peer that reads nothing, close ends after a bounded time all the same."""
+    end, _ = half
+    end.send(1, b"x" * 1_000_000)
+    end.connection.close()
+    assert await end.closed() is None
+
+
+async def test_close_waits_for_a_thread_that_is_writing(half: tuple[End, socket.socket]) -> None:
+    """What another thread has taken off the queue and not yet written is not lost by close."""
+    end, far = half
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, sock: Any) -> None:
+            self.sock = sock
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.sock, name)
+
+        def send(self, data: bytes) -> int:
+            inside.set()
+            assert go.wait(LONG)
+            return int(self.sock.send(data))
+
+    real = end.connection._sock
+    end.connection._sock = Slow(real)  # type: ignore[assignment]
+    body = b"x" * 1_000_000
+    thread = threading.Thread(target=end.send, args=(1, body), kwargs={"urgent": True})
+    thread.start()
+    assert await asyncio.to_thread(inside.wait, LONG)
+    threading.Timer(0.05, go.set).start()
+    end.connection.close()
+    assert len(await read_all(far)) == 18 + len(body)
+    await asyncio.to_thread(thread.join, LONG)
+
+
+async def test_abort_drops_what_is_queued(half: tuple[End, socket.socket]) -> None:
+    """abort ends at once with the given cause; nothing more is written or taken."""
+    end, far = half
+    end.send(1, b"x" * 1_000_000, urgent=True)
+    cause = TimeoutError("enough")
+    end.connection.abort(cause)
+    assert end.causes == [cause]
+    end.send(2, b"too late", urgent=True)
+    assert end.connection.unsent == 0
+    assert b"too late" not in await read_all(far)
+
+
+async def test_closing_again_does_nothing(ends: tuple[End, End]) -> None:
+    """on_closed is called once, however often and in whatever way the connection is ended."""
+    left, right = ends
+    left.connection.close()
+    left.connection.close()
+    left.connection.abort(ValueError("later"))
+    assert await left.closed() is None
+    assert isinstance(await right.closed(), ConnectionResetError)
+    right.connection.close()
+    assert len(right.causes) == 1
+
+
+async def test_frames_before_the_end_are_handed_out_first(ends: tuple[End, End]) -> None:
+    """A peer that sends and leaves at once is heard to the end."""
+    left, right = ends
+    for number in range(20):
+        left.send(number, b"x" * 1000)
+    left.connection.close()
+    assert isinstance(await right.closed(), ConnectionResetError)
+    assert [frame.call_id for frame in right.frames] == list(range(20))
+
+
+async def test_frame_appended_during_the_end_spins_nobody(ends: tuple[End, End]) -> None:
+    """A frame that a thread appends just as the connection closes is left alone; no thread turns over it for ever."""
+    left, _ = ends
+    left.connection.abort()
+    left.connection._queue.append(encode_frame(Kind.CALL, 1, b"late"))
+    thread = threading.Thread(target=left.connection._write, daemon=True)
+    thread.start()
+    await asyncio.to_thread(thread.join, 5.0)
+    assert not thread.is_alive()
+
+
+async def test_many_threads_send_while_it_closes(ends: tuple[End, End]) -> None:
+    """Threads that go on sending while the connection ends neither fail nor hang."""
+    left, right = ends
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            left.send(1, b"x" * 500, urgent=True)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    await right.received(50)
+    left.connection.abort()
+    stop.set()
+    for thread in threads:
+        await asyncio.to_thread(thread.join, LONG)
+        assert not thread.is_alive()
+    assert isinstance(await right.closed(), ConnectionError)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\0" * 100, b"\xff" * 5000])
+async def test_garbage_closes_the_connection(half: tuple[End, socket.socket], garbage: bytes) -> None:
+    """A peer that does not speak the protocol is cut off, with ProtocolError as the cause."""
+    end, far = half
+    far.send(garbage)
+    assert isinstance(await end.closed(), ProtocolError)
+    # The end may be seen as a reset: what we did not read was thrown away.
+    with contextlib.suppress(ConnectionResetError):
+        assert await read_all(far) == b""
+
+
+async def test_peer_that_leaves_in_the_middle_of_a_frame(half: tuple[End, socket.socket]) -> None:
+    """A half frame is not handed out; the end is an end."""
+    end, far = half
+    far.send(b"".join(bytes(part) for part in encode_frame(Kind.CALL, 1, b"body"))[:-1])
+    far.shutdown(socket.SHUT_WR)
+    assert isinstance(await end.closed(), ConnectionResetError)
+    assert end.frames == []
+
+
+async def test_error_in_the_handler_closes_and_is_logged(
+    half: tuple[End, socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that a frame causes above ends this connection, is logged with its traceback, and is the cause."""
+    end, far = half
+    error = KeyError("bug")
+
+    def broken(_: list[Frame]) -> None:
+        raise error
+
+    end.connection.on_frames = broken
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        far.send(b"".join(bytes(part) for part in encode_frame(Kind.CALL, 1, b"")))
+        assert await end.closed() is error
+    (record,) = caplog.records
+    assert record.getMessage() == "half: a frame could not be handled"
+
+
+async def test_protocol_error_from_above_is_not_logged_as_a_bug(
+    half: tuple[End, socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer's violation that a higher layer finds ends the connection just as garbage does."""
+    end, far = half
+
+    def refuse(_: list[Frame]) -> None:
+        raise ProtocolError("not for me")
+
+    end.connection.on_frames = refuse
+    far.send(b"".join(bytes(part) for part in encode_frame(Kind.CALL, 1, b"")))
+    assert str(await end.closed()) == "not for me"
+    assert not caplog.records
+
+
+async def test_handler_may_close_the_connection(ends: tuple[End, End]) -> None:
+    """Closing from within on_frames ends it there; frames of later reads are not handed out."""
+    left, right = ends
+    right.connection.on_frames = lambda frames: right.connection.close()
+    left.send(1)
+    assert await right.closed() is None
+    assert isinstance(await left.closed(), ConnectionResetError)
+
+
+async def test_forked_child_lets_go_silently(half: tuple[End, socket.socket]) -> None:
+    """close_in_child closes the descriptor and tells neither the peer nor the loop."""
+    end, far = half
+    twin = socket.fromfd(end.connection._fd, socket.AF_UNIX, socket.SOCK_STREAM)
+    asyncio.get_running_loop().remove_reader(end.connection._fd)
+    end.connection.close_in_child()
+    with twin:
+        assert end.connection.closed
+        assert end.causes == []
+        with pytest.raises(BlockingIOError):
+            far.recv(1)

@@ -1,0 +1,282 @@
+"""Listening and connecting: who may, where, and what dead workers leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aiorpc.transport import sockets
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """An empty directory with a path short enough for sockets."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary directory in which nobody has been."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+# --- the private directory --------------------------------------------------------------------------------------------
+
+
+def test_private_directory_is_ours_alone(temporary: Path) -> None:
+    """It is made with mode 0700, named after the user, and the same one the next time."""
+    path = sockets.private_directory()
+    assert path == temporary / f"aiorpc-{os.getuid()}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert sockets.private_directory() == path
+
+
+def test_private_directory_made_by_many_at_once(temporary: Path) -> None:
+    """Workers that start together agree on one directory."""
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(sockets.private_directory())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert set(found) == {temporary / f"aiorpc-{os.getuid()}"}
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o750, 0o701])
+def test_private_directory_open_to_others_is_refused(temporary: Path, mode: int) -> None:
+    """A directory that others can enter is not used, and the error says what to do."""
+    path = temporary / f"aiorpc-{os.getuid()}"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(PermissionError, match="only this user can enter; remove it or set TMPDIR"):
+        sockets.private_directory()
+
+
+def test_private_directory_of_another_user_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that somebody else made first under our name is not used."""
+    uid = os.getuid()
+    (temporary / f"aiorpc-{uid + 1}").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(PermissionError, match="only this user can enter"):
+        sockets.private_directory()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_private_directory_that_is_none_is_refused(temporary: Path, kind: str) -> None:
+    """Neither a file nor a link to a directory elsewhere is followed."""
+    path = temporary / f"aiorpc-{os.getuid()}"
+    if kind == "file":
+        path.touch(0o700)
+    else:
+        (temporary / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to(temporary / "elsewhere")
+    with pytest.raises(PermissionError):
+        sockets.private_directory()
+
+
+def test_long_temporary_directories_are_avoided(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has 108 bytes: with a long TMPDIR the directory is under /tmp."""
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / ("x" * 80)))
+    assert sockets.private_directory().parent == Path("/tmp")
+
+
+# --- unix sockets -----------------------------------------------------------------------------------------------------
+
+
+def test_listening_socket_is_private_and_random(folder: Path) -> None:
+    """Mode 0600, a name nobody can guess, short enough; ready for connections when its name appears."""
+    first, path = sockets.listen_unix(folder)
+    second, other = sockets.listen_unix(folder)
+    with first, second:
+        assert path != other
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert len(Path(path).stem) == 16
+        assert not first.getblocking()
+        assert sorted(str(each) for each in folder.iterdir()) == sorted([path, other])
+
+
+def test_failed_listen_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the socket cannot be made ready, neither descriptor nor file stays."""
+
+    def full(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="disk full"):
+        sockets.listen_unix(folder)
+    assert list(folder.iterdir()) == []
+    with pytest.raises(OSError, match="No such file"):
+        sockets.listen_unix(folder / "missing")
+
+
+async def test_connect_and_see_who_it_is(folder: Path) -> None:
+    """Both ends see the other's user and process."""
+    listener, path = sockets.listen_unix(folder)
+    with listener, await sockets.connect_unix(path) as near:
+        far, _ = listener.accept()
+        with far:
+            for end in (near, far):
+                assert sockets.peer_uid(end) == os.getuid()
+                assert sockets.peer_pid(end) == os.getpid()
+            assert not near.getblocking()
+
+
+async def test_listener_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that another user listens on is closed at once, before a byte is sent."""
+    listener, path = sockets.listen_unix(folder)
+    monkeypatch.setattr(sockets, "peer_uid", lambda _: os.getuid() + 1)
+    with listener:
+        with pytest.raises(PermissionError, match="belongs to another user"):
+            await sockets.connect_unix(path)
+        far, _ = listener.accept()
+        with far:
+            assert far.recv(1) == b""
+
+
+async def test_connect_where_nobody_listens(folder: Path) -> None:
+    """Missing and dead sockets raise OSError and leave no descriptor."""
+    listener, path = sockets.listen_unix(folder)
+    listener.close()
+    for where in (path, str(folder / "missing.sock")):
+        with pytest.raises(OSError, match=r"refused|No such file"):
+            await sockets.connect_unix(where)
+
+
+async def test_full_backlog_is_an_error_to_be_tried_again(folder: Path) -> None:
+    """A listener that is too busy to take another connection is an OSError, not a connection to nobody."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "full.sock"))
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX) as first:
+            first.connect(str(folder / "full.sock"))
+            with pytest.raises(BlockingIOError):
+                await sockets.connect_unix(str(folder / "full.sock"))
+
+
+def test_stale_sockets_are_removed_and_live_ones_stay(folder: Path) -> None:
+    """Sockets that nobody listens on go; those of the living, and files of others, stay."""
+    dead, dead_path = sockets.listen_unix(folder)
+    dead.close()
+    live, live_path = sockets.listen_unix(folder)
+    (folder / "secret").touch()
+    with live:
+        sockets.remove_stale(folder)
+        assert sorted(folder.iterdir()) == sorted([Path(live_path), folder / "secret"])
+        with pytest.raises(BlockingIOError):  # the probe was closed again, and is gone from the backlog with this
+            live.accept()[0].close()
+            live.accept()
+    assert not Path(dead_path).exists()
+
+
+def test_cleaning_never_takes_a_socket_that_is_just_being_made(folder: Path) -> None:
+    """A worker that cleans up while another begins to listen does not remove the other's socket."""
+    stop = threading.Event()
+
+    def clean() -> None:
+        while not stop.is_set():
+            sockets.remove_stale(folder)
+
+    cleaner = threading.Thread(target=clean)
+    cleaner.start()
+    try:
+        for _ in range(100):
+            sock, path = sockets.listen_unix(folder)
+            with sock:
+                assert Path(path).exists()
+            Path(path).unlink(missing_ok=True)
+    finally:
+        stop.set()
+        cleaner.join(10)
+
+
+# --- TCP --------------------------------------------------------------------------------------------------------------
+
+
+def free_range(count: int) -> tuple[int, int]:
+    """Neighbouring ports that were all free just now."""
+    for first in range(20_000, 30_000, count):
+        try:
+            for port in range(first, first + count):
+                sockets.listen_tcp("127.0.0.1", (port, port)).close()
+        except OSError:
+            continue
+        return first, first + count - 1
+    raise AssertionError("no free ports")
+
+
+def test_port_range_is_kept_and_ends() -> None:
+    """Listeners take the ports of the range one by one; when none is left the error names the range."""
+    ports = free_range(3)
+    found = [sockets.listen_tcp("127.0.0.1", ports) for _ in range(3)]
+    try:
+        assert sorted(sock.getsockname()[1] for sock in found) == list(range(ports[0], ports[1] + 1))
+        with pytest.raises(OSError, match=f"no port to listen on at 127.0.0.1 in .{ports[0]}, {ports[1]}."):
+            sockets.listen_tcp("127.0.0.1", ports)
+    finally:
+        for sock in found:
+            sock.close()
+
+
+def test_any_port_without_a_range() -> None:
+    """Without a range the system picks a free port, on that interface only."""
+    with sockets.listen_tcp("127.0.0.1", None) as sock:
+        host, port = sock.getsockname()
+        assert host == "127.0.0.1"
+        assert port > 0
+        assert not sock.getblocking()
+
+
+def test_address_that_is_not_ours() -> None:
+    """An interface that this machine does not have is an OSError that names it."""
+    with pytest.raises(OSError, match=r"no port to listen on at 192\.0\.2\.1"):
+        sockets.listen_tcp("192.0.2.1", None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_connect_tcp_notices_dead_networks(host: str) -> None:
+    """A connection, also to a name with several addresses, sends small frames at once and probes an idle network."""
+    with sockets.listen_tcp("127.0.0.1", None) as listener:
+        with await sockets.connect_tcp(host, listener.getsockname()[1]) as sock:
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == sockets.TCP_TIMEOUT * 1000
+            assert sockets.peer_uid(sock) is None
+            assert sockets.peer_pid(sock) is None
+
+
+async def test_second_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a name's first address refuses, the next one is used; where all do, the error is the last one's."""
+    with sockets.listen_tcp("127.0.0.1", None) as listener, sockets.listen_tcp("127.0.0.1", None) as closed:
+        good, bad = listener.getsockname(), closed.getsockname()
+        closed.close()
+        addresses = [bad, good]
+
+        async def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+        class Loop:
+            def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+                self.getaddrinfo = getaddrinfo
+                self.sock_connect = loop.sock_connect
+
+        loop = Loop(asyncio.get_running_loop())
+        monkeypatch.setattr(sockets.asyncio, "get_running_loop", lambda: loop)
+        with await sockets.connect_tcp("name", 1) as sock:
+            assert sock.getpeername() == good
+        addresses.pop()
+        with pytest.raises(ConnectionRefusedError):
+            await sockets.connect_tcp("name", 1)
+        addresses.clear()
+        with pytest.raises(ConnectionError, match="stands for no address"):
+            await sockets.connect_tcp("name", 1)
