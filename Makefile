@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
-DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0
+DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0 --picture build/demo.png
 TEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -60,6 +60,7 @@ $(BIN)/python:
 
 # torch by itself first: the pinned release decides which build is taken, not the range in pyproject.toml.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing torch and the rest into $(VENV): the first time takes minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@

@@ -117,7 +117,13 @@ class RemoteError(RpcError):
     """
 
     def __init__(
-        self, message: str, *, type_name: str = "", remote_message: str = "", remote_traceback: str = "", worker: str = ""
+        self,
+        message: str,
+        *,
+        type_name: str = "",
+        remote_message: str = "",
+        remote_traceback: str = "",
+        worker: str = "",
     ) -> None:
         super().__init__(message)
         self.type_name = type_name

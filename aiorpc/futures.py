@@ -1,6 +1,6 @@
 """One Future for every caller: blocking threads, ``await`` on any loop, callbacks, torch's C++ helpers.
 
-States and who moves them. A Future leaves PENDING once; the first settler wins, and every later one learns that it lost.
+States and who moves them. A Future leaves PENDING once; the first settler wins, every later one learns that it lost.
 
     from      event                                     to       seen by
     PENDING   set_result / the answer arrived           VALUE    waiters woken, callbacks run
@@ -11,10 +11,10 @@ States and who moves them. A Future leaves PENDING once; the first settler wins,
 Invariants
 1. ``_unclaimed`` holds one item; whoever takes it out with the atomic ``list.pop`` settles. Nothing else decides.
 2. ``_state`` is written after the outcome, so whoever sees VALUE or ERROR can read the outcome without a lock.
-3. Each registered callback runs exactly once: it is taken from the list by an atomic ``list.pop``, by the settler or by a
-   registrar that finds the Future settled after it appended.
+3. Each registered callback runs exactly once: it is taken from the list by an atomic ``list.pop``, by the settler or
+   by a registrar that finds the Future settled after it appended.
 4. User code (`then`, `add_done_callback`) never runs on a thread that runs an event loop; it is handed to the pool.
-5. torch's C++ half is completed once, by the winner, before any callback runs, so that `torch.futures.wait_all` sees it.
+5. torch's C++ half is completed once, by the winner, before any callback runs: `torch.futures.wait_all` sees it.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class _Unobserved:
 class Future(torch.futures.Future[T], Generic[T]):
     """A ``torch.futures.Future`` that can also be awaited and cancelled.
 
-    All methods may be called from any thread. ``await`` works on any running loop. Cancelling a task that awaits the Future
-    cancels the call only if nobody else waits for it. After cancellation the callee may have run in part or not at all.
+    All methods may be called from any thread. ``await`` works on any running loop. Cancelling a task that awaits the
+    Future cancels the call only if nobody else waits for it. After it the callee may have run in part or not at all.
 
     devices: as torch's; the devices that tensors of the result may live on.
     """
@@ -171,7 +171,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     def cancel(self, msg: object = None) -> bool:
         """Give up on the answer. True if this call settled it; the callee is then told to stop.
 
-        A running ``async def`` handler is cancelled; a running thread can ask ``aiorpc.cancelled()``; its result is dropped.
+        A running ``async def`` handler is cancelled; a thread can ask ``aiorpc.cancelled()``; its result is dropped.
         """
         reason = f": {msg}" if msg else ""
         if not self._settle(None, RpcCancelled(f"{self.describe()} was cancelled{reason}")):
@@ -238,8 +238,9 @@ class Future(torch.futures.Future[T], Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Block this thread until it settles; returns the value or raises the error.
 
-        timeout: seconds to wait; None relies on the call's own deadline. On RpcTimeout from here the Future is untouched.
-        Refused with WouldBlockLoop on the thread that runs the loop which has to settle it. Ctrl-C interrupts it.
+        timeout: seconds to wait; None relies on the call's own deadline. On RpcTimeout from here the Future is
+        untouched. Refused with WouldBlockLoop on the thread that runs the loop which has to settle it. Ctrl-C
+        interrupts it.
         """
         if self._state == PENDING:
             self._block(timeout)
@@ -306,7 +307,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     # --- callbacks ----------------------------------------------------------------------------------------------------
 
-    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:  # type: ignore[override]
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call `callback(self)` once it settles (at once if it has), in a pool thread when a loop thread settles it.
 
         Errors of the callback are logged. The callback may block, and make blocking calls.
@@ -315,7 +316,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
         self._add_callback(_UserCallback(callback, self._executor))
 
-    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error."""
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
@@ -396,8 +397,8 @@ class _UserCallback:
 class _Failure:
     """What torch's C++ half keeps of an error: the way to it, and an equal one should the Future be gone.
 
-    Raising fills in the traceback, whose frames often hold the Future. The garbage collector sees that cycle in Python but
-    not through C++: with the error itself there, Future and frames would never be freed.
+    Raising fills in the traceback, whose frames often hold the Future. The garbage collector sees that cycle in Python
+    but not through C++: with the error itself there, Future and frames would never be freed.
     """
 
     __slots__ = ("future", "twin")

@@ -1,7 +1,7 @@
 """The blocking wrapper for ordinary scripts, with the names and signatures of ``torch.distributed.rpc``.
 
-It adds no logic: `init_rpc` runs a worker on a loop in a thread of its own, the other verbs wait for the Futures of that
-worker. A verb that would block the loop of its worker is refused with WouldBlockLoop, which names the awaitable to use.
+It adds no logic: `init_rpc` runs a worker on a loop in a thread of its own, the other verbs wait for the Futures of
+that worker. A verb that would block the loop of its worker is refused with WouldBlockLoop, which names what to await.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def init_rpc(
     running = registry.workers()
     if running:
         raise RpcUsageError(f"RPC is already initialized: worker {running[0].name!r} runs in this process")
-    worker = Worker(
-        name, rank=None if rank < 0 else rank, world_size=world_size, options=rpc_backend_options
-    )
+    worker = Worker(name, rank=None if rank < 0 else rank, world_size=world_size, options=rpc_backend_options)
     thread = LoopThread(name)
     try:
         thread.run(worker.start())
@@ -117,4 +115,3 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
-

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -229,35 +230,42 @@ def test_many_settlers_many_waiters() -> None:
     """Sixteen settlers and eight waiters at once: one settler wins, and every waiter sees its value."""
     for _ in range(20):
         future = pending()
-        results = all_at_once(
-            *(lambda number=number: future._settle(number) for number in range(16)),  # type: ignore[misc]
-            *([lambda: future.wait(LONG)] * 8),
-        )
+        settlers = [partial(future._settle, number) for number in range(16)]
+        results = all_at_once(*settlers, *[partial(future.wait, LONG)] * 8)
         assert results[:16].count(True) == 1
         assert set(results[16:]) == {results.index(True)}
 
 
 def test_callbacks_registered_during_the_settling_run_once() -> None:
     """A callback added while another thread settles runs exactly once, whoever finds it."""
-    for _ in range(50):
+
+    def race() -> None:
         future = pending()
         ran: list[int] = []
-        jobs: list[Callable[[], object]] = [lambda: future.set_result(None)]
-        for number in range(7):
-            jobs.append(lambda number=number: future.add_done_callback(lambda _: ran.append(number)))  # type: ignore[misc]
-        all_at_once(*jobs)
+
+        def register(number: int) -> None:
+            future.add_done_callback(lambda _: ran.append(number))
+
+        all_at_once(partial(future.set_result, None), *(partial(register, number) for number in range(7)))
         wait_until(lambda: len(ran) >= 7)
         assert sorted(ran) == list(range(7))
+
+    for _ in range(50):
+        race()
 
 
 def test_timeout_racing_with_an_answer() -> None:
     """wait(timeout) gives the outcome or RpcTimeout, never both, and leaves no waiter behind."""
-    for number in range(100):
+
+    def race(seconds: float) -> None:
         future = pending()
-        _, result = all_at_once(lambda: future.set_result(7), lambda: future.wait(number * 1e-6))
+        _, result = all_at_once(lambda: future.set_result(7), lambda: future.wait(seconds))
         assert result == 7 or isinstance(result, RpcTimeout)
         wait_until(lambda: waiters(future) == 0)
         assert future.wait() == 7
+
+    for number in range(100):
+        race(number * 1e-6)
 
 
 def test_answer_at_the_very_end_of_a_wait_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +515,7 @@ async def test_gather_shield_as_completed_and_task_group() -> None:
         await until(lambda: all(waiters(future) == 1 for future in futures[:4]))
         for number, future in enumerate(futures):
             future.set_result(number)
-        assert await both == [1, 2]
+        assert list(await both) == [1, 2]
         assert await shielded == 3
         assert sorted([await each for each in completed]) == [4, 5]
     assert task.result() == 0
@@ -586,7 +594,7 @@ async def test_cancelling_racing_with_an_answer() -> None:
         settling = asyncio.ensure_future(asyncio.to_thread(future._settle, 1))
         await asyncio.sleep(0)
         task.cancel()
-        (ended,) = await asyncio.gather(task, return_exceptions=True)
+        ended = (await asyncio.gather(task, return_exceptions=True))[0]
         won = await settling
         assert ended == 1 or isinstance(ended, asyncio.CancelledError)
         assert see(future)[0] == ("value" if won else "RpcCancelled")
@@ -669,7 +677,7 @@ def test_callbacks_must_be_callable(method: str) -> None:
 
 
 async def test_callbacks_never_run_on_a_loop_thread() -> None:
-    """Settled on a loop, or registered on one after that: the callback runs elsewhere, without a loop, and may block."""
+    """Settled on a loop, or registered on one after that: the callback runs elsewhere, off any loop, and may block."""
     other = pending()
 
     def blocking(_: Future[Any]) -> tuple[int, Any]:
@@ -800,7 +808,7 @@ def test_is_a_torch_future() -> None:
 
 
 def test_our_helpers_take_bare_torch_futures() -> None:
-    """wait_all, collect_all, when_done and outcome take any torch Future, also the C++ base that torch's then returns."""
+    """wait_all, collect_all, when_done and outcome take any torch Future, also the C++ base that torch's then gives."""
     source: torch.futures.Future[int] = torch.futures.Future()
     bare = source.then(lambda done: done.value() + 1)
     ran: list[Any] = []
@@ -817,12 +825,12 @@ def test_our_helpers_take_bare_torch_futures() -> None:
 
 def test_wait_all_raises_the_first_error_after_all_are_done() -> None:
     """wait_all waits for all, then raises the first error in the order of the list."""
-    futures = [pending(), pending(), torch_future(error=KeyError("third"))]
-    with running(wait_all, futures) as result:
-        futures[1].set_exception(ValueError("second"))
-        wait_until(lambda: waiters(futures[0]) == 1)
+    first, second, third = pending(), pending(), torch_future(error=KeyError("third"))
+    with running(wait_all, [first, second, third]) as result:
+        second.set_exception(ValueError("second"))
+        wait_until(lambda: waiters(first) == 1)
         assert not result
-        futures[0].set_result(0)
+        first.set_result(0)
     assert repr(result[0]) == "ValueError('second')"
 
 
@@ -837,13 +845,17 @@ def test_collect_all_keeps_identity_and_refuses_others() -> None:
 
 def test_collect_all_completes_once_when_many_threads_settle() -> None:
     """However many threads settle its members at once, the collection completes once, after the last."""
-    for _ in range(30):
+
+    def race() -> None:
         futures = [pending() for _ in range(8)]
         done: list[bool] = []
         collect_all(futures).add_done_callback(lambda all_of: done.append(all(f.done() for f in all_of.value())))
-        all_at_once(*(lambda future=future: future.set_result(None) for future in futures))  # type: ignore[misc]
+        all_at_once(*(partial(future.set_result, None) for future in futures))
         wait_until(lambda: bool(done))
         assert done == [True]
+
+    for _ in range(30):
+        race()
 
 
 # --- failures nobody looked at ----------------------------------------------------------------------------------------
@@ -871,15 +883,20 @@ def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFi
     assert "ValueError: lost in space" in message
 
 
+def raises_value_error(look: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="seen"):
+        look()
+
+
 @pytest.mark.parametrize(
     "look",
     [
         lambda future: future.exception(),
         lambda future: outcome(future),
         lambda future: future.then(lambda done: done.exception()),
-        lambda future: pytest.raises(ValueError, future.wait),
-        lambda future: pytest.raises(ValueError, future.value),
-        lambda future: pytest.raises(ValueError, wait_all, [future]),
+        lambda future: raises_value_error(future.wait),
+        lambda future: raises_value_error(future.value),
+        lambda future: raises_value_error(lambda: wait_all([future])),
     ],
 )
 def test_observed_failure_is_not_logged(

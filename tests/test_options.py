@@ -64,7 +64,8 @@ def test_durations_in_seconds_or_as_timedelta(value: float) -> None:
 @pytest.mark.parametrize("name", DURATIONS)
 def test_zero_means_no_limit(name: str) -> None:
     """0 is allowed everywhere."""
-    assert getattr(RpcBackendOptions(**{name: 0}), name) == 0.0
+    given: dict[str, Any] = {name: 0}
+    assert getattr(RpcBackendOptions(**given), name) == 0.0
 
 
 @pytest.mark.parametrize(

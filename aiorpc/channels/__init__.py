@@ -13,8 +13,8 @@ from ..protocol.frames import Buffer
 class Channel(Protocol):
     """Moves the tensors of one message.
 
-    `put` borrows the tensors until the frame was written (or copies them if told so); `take` hands out tensors that belong
-    to the receiver alone. `table` is plain data for the message body, `segments` travel behind it in the same frame.
+    `put` borrows the tensors until the frame was written (or copies them if told so); `take` hands out tensors that
+    belong to the receiver alone. `table` is plain data for the message body, `segments` travel behind it.
     """
 
     def put(self, tensors: Sequence[torch.Tensor], *, copy: bool) -> tuple[list[Any], list[Buffer]]: ...

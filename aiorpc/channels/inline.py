@@ -1,14 +1,14 @@
 """The inline channel: tensors as segments of the frame itself. Works everywhere; every other channel falls back to it.
 
-Tensors of one message that share a storage share one at the receiver: the span of the storage that they cover travels once.
-A tensor alone in its storage travels as its bytes; strides are kept unless they would make the span more than twice as long
-as the elements, in which case the receiver gets a contiguous copy.
+Tensors of one message that share a storage share one at the receiver: the span of the storage that they cover travels
+once. A tensor alone in its storage travels as its bytes; strides are kept unless they would make the span more than
+twice as long as the elements, in which case the receiver gets a contiguous copy.
 
-Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a segment of its own costs more than
-the copy.
+Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a segment of its own costs more
+than the copy.
 
-table: per tensor ``[segment, byte offset, dtype code, shape, strides or None, flags]``; in place of a segment's number -1 for
-a tensor without bytes, and -2 for one whose bytes stand in place of the offset.
+table: per tensor ``[segment, byte offset, dtype code, shape, strides or None, flags]``; in place of a segment's number
+-1 for a tensor without bytes, and -2 for one whose bytes stand in place of the offset.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ NO_BYTES, EMBEDDED = -1, -2
 EMBEDDED_SIZE = 4096
 
 # Positions are codes on the wire: append only. A version of torch without some type has None in its place.
-DTYPES: tuple[torch.dtype | None, ...] = tuple(
-    getattr(torch, name, None)
-    for name in """
+_DTYPE_NAMES = """
     float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32
     uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
     float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7 bits8 bits16
     bits1x8 bits2x4 bits4x2
-    """.split()
-)
+"""
+DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name in _DTYPE_NAMES.split())
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
 _NUMPY = {
     _CODES[dtype]: numpy.dtype(str(dtype).removeprefix("torch."))
@@ -49,7 +47,7 @@ class InlineChannel:
     """See the module. Stateless; may be used from any thread."""
 
     def put(self, tensors: Sequence[torch.Tensor], *, copy: bool = False) -> tuple[list[Any], list[Buffer]]:
-        """Describe the tensors and give their bytes. copy: take the bytes now, as the tensors may change before sending."""
+        """Describe the tensors and give their bytes. copy: take the bytes now; tensors may change before sending."""
         table: list[Any] = [None] * len(tensors)
         segments: list[Buffer] = []
         if len(tensors) == 1:
@@ -66,7 +64,7 @@ class InlineChannel:
         return table, segments
 
     def take(self, table: list[Any], segments: Sequence[Buffer]) -> list[torch.Tensor]:
-        """Tensors over the received segments, without copying. Raises ProtocolError for a table that does not fit them."""
+        """Tensors over the received segments, without copying. Raises ProtocolError for a table that does not fit."""
         try:
             return [_take(entry, segments) for entry in table]
         except (ValueError, TypeError, IndexError, OverflowError, BufferError, RuntimeError) as error:
@@ -75,7 +73,7 @@ class InlineChannel:
 
 def allocate(size: int) -> memoryview:
     """Memory for one large segment. Not zeroed: it is about to be overwritten, and touching it twice costs more."""
-    return memoryview(numpy.empty(size, dtype=numpy.uint8))
+    return numpy.empty(size, dtype=numpy.uint8).data
 
 
 def _flags(tensor: torch.Tensor) -> int:
@@ -146,7 +144,7 @@ def _put_span(
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last byte of the storage that a non-empty tensor covers."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return first * tensor.itemsize, last * tensor.itemsize
 

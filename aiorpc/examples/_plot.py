@@ -1,4 +1,4 @@
-"""The figure of a batch_rl sweep."""
+"""The figures of batch_rl: of one run, and of a sweep."""
 
 from __future__ import annotations
 
@@ -6,6 +6,32 @@ from pathlib import Path
 from typing import Any
 
 BATCHED, UNBATCHED = "#1f6fb4", "#c9602c"
+
+
+def draw_training(result: dict[str, Any], path: Path) -> None:
+    """Draw a run's reward and steps/s over its episodes into a PNG file at ``path``. result: as ``run`` returns it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 5.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    reward, speed = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    episodes = range(1, len(result["rewards"]) + 1)
+    steps = result["observers"] * result["num_steps"]
+    reward.plot(episodes, result["rewards"], color=BATCHED, marker="o", markersize=3, linewidth=1, label="episode")
+    reward.plot(episodes, result["running_rewards"], color=UNBATCHED, linewidth=2, label="running reward")
+    reward.set(ylabel="reward (mean of the games)")
+    reward.legend(frameon=False, loc="upper left")
+    speed.plot(episodes, [steps / seconds for seconds in result["seconds"]], color="0.35", linewidth=1)
+    speed.set(xlabel="episode", ylabel="steps/s")
+    how = "batched" if result["batch"] else "unbatched"
+    reward.set_title(f"batch_rl on CartPole-v1: an agent, {result['observers']} observers, {how}", fontsize=10)
+    for axes in (reward, speed):
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 def draw(data: dict[str, Any], path: Path) -> None:

@@ -12,6 +12,8 @@ GAMMA = 0.99
 LEARNING_RATE = 1e-2
 #: Weight of the latest episode in the running reward.
 LATEST = 0.05
+#: Steps after which CartPole-v1 ends a game that was not lost.
+LONGEST_GAME = 500
 
 
 class Policy(nn.Module):

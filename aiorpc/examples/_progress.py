@@ -9,6 +9,18 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def bar(share: float, width: int = 16) -> str:
+    """A bar of ``width`` characters, filled by ``share`` (0 to 1; what is beyond is cut)."""
+    eighths = round(8 * width * min(1.0, max(0.0, share)))
+    try:
+        "█▏".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return ("#" * (eighths // 8)).ljust(width)
+    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).ljust(width)[:width]
+
 
 class Steps:
     """Counts the steps of a run and shows a line for each; a context manager.

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from ._launch import Place
-from ._policy import CartPole, Episode, Learner
-from ._progress import Steps
+from ._policy import LONGEST_GAME, CartPole, Episode, Learner
+from ._progress import Steps, bar
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,10 @@ class Record:
         self.rewards.append(reward)
         self.running_rewards.append(running_reward)
         self.seconds.append(seconds)
+        # Each step is worth 1, so this is the share of the best possible game.
+        share = bar(reward / min(self.settings.num_steps, LONGEST_GAME))
         return (
-            f"episode {len(self.rewards):3d}   reward {reward:6.1f}   running reward {running_reward:6.1f}   "
+            f"episode {len(self.rewards):3d}   reward {reward:6.1f} {share}   running reward {running_reward:6.1f}   "
             f"{self._steps / seconds:8,.0f} steps/s"
         )
 

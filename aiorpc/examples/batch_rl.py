@@ -3,6 +3,7 @@
     python -m aiorpc.examples.batch_rl                      # starts its own workers
     python -m aiorpc.examples.batch_rl --no-batch           # one run of the policy for each observer's step
     python -m aiorpc.examples.batch_rl --async              # the same training loop with async def
+    python -m aiorpc.examples.batch_rl --picture rl.png     # and a picture of rewards and speed
     python -m aiorpc.examples.batch_rl --sweep              # both, for 1 to 10 observers: a table and a figure
     torchrun --standalone --nproc-per-node 6 -m aiorpc.examples.batch_rl
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -71,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--async", dest="use_async", action="store_true", help="the training loop with async def")
     made.add_argument("--seed", type=int, default=default.seed)
     made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
+    made.add_argument("--picture", metavar="FILE", help="draw the rewards and the speed into this PNG file")
     made.add_argument("--sweep", action="store_true", help="world sizes 2 to 11, batched and unbatched")
     made.add_argument("--out", default="bench/results/batch_rl", help="where --sweep writes OUT.json and OUT.png")
     made.add_argument("--backend-module", default=default.backend_module, help=argparse.SUPPRESS)
@@ -121,14 +124,32 @@ def _run_and_tell(arguments: argparse.Namespace) -> int:
 
         sweep(run, settings_from(arguments), arguments.out)
         return 0
-    result = run(settings_from(arguments))
+    settings, place = settings_from(arguments), place_from_environment()
+    if place is None:
+        print(_announcement(settings), flush=True)
+    result = run(settings)
     if result is not None:
         print(
             f"{result['observers']} observers, {'batched' if result['batch'] else 'unbatched'}: "
             f"{result['steps']:,} steps in {result['total_s']:.1f} s, {result['steps_per_s']:,.0f} steps/s; "
             f"reward {result['rewards'][0]:.1f} -> {result['rewards'][-1]:.1f}"
         )
+        if arguments.picture:
+            from ._plot import draw_training
+
+            draw_training(result, Path(arguments.picture))
+            print(f"wrote {arguments.picture}")
     return 0
+
+
+def _announcement(settings: Settings) -> str:
+    observers = settings.world_size - 1
+    return (
+        f"CartPole-v1: starting an agent and {observers} observer{'s' if observers > 1 else ''}, "
+        f"{settings.num_episode} episodes of {settings.num_steps} steps each, "
+        f"{'one run of the policy for all' if settings.batch else 'a run of the policy for each'}"
+        f"{', with async def' if settings.use_async else ''}"
+    )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ A message carries a list of values (the arguments of a call, the one result of a
     table       the channel's description of the tensors (None: there are none)
     references  wire forms of the remote references inside; a message that cannot be unpickled still has to take them
 
-Trailing fields that would be empty are left out. Tensors always leave the body: also those inside pickled objects, where
-``(load_tensor, index)`` stands for them. A container is pickled rather than written as msgpack because msgpack would turn
-tuples into lists and bytearrays into bytes, and would forget which objects were the same.
+Trailing fields that would be empty are left out. Tensors always leave the body: also those inside pickled objects,
+where ``(load_tensor, index)`` stands for them. A container is pickled rather than written as msgpack because msgpack
+would turn tuples into lists and bytearrays into bytes, and would forget which objects were the same.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Parameter = torch.nn.Parameter
 class Outgoing:
     """What is collected while one message is encoded.
 
-    target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so that
-    what it defines can go by name. on_unsent: what to undo if the frame never leaves.
+    target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so
+    that what it defines can go by name. on_unsent: what to undo if the frame never leaves.
     """
 
     __slots__ = ("buffers", "on_unsent", "references", "same_main", "target", "tensors")
@@ -125,7 +125,11 @@ def encode_values(values: list[Any], out: Outgoing) -> list[Any]:
     plain = values
     for position, value in enumerate(values):
         kind = type(value)
-        if kind in PLAIN and (kind is not int or -(1 << 63) <= value < 1 << 64) and (kind is not str or _is_text(value)):
+        if (
+            kind in PLAIN
+            and (kind is not int or -(1 << 63) <= value < 1 << 64)
+            and (kind is not str or _is_text(value))
+        ):
             continue
         if plain is values:
             plain = list(values)
@@ -244,8 +248,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _refuse_device(tensor: Tensor) -> None:
     if tensor.device.type not in ("cpu", "meta"):
         raise SerializationError(
-            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} has no way to the other worker; "
-            "send tensor.cpu()"
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} has no way to the other "
+            "worker; send tensor.cpu()"
         )
 
 

@@ -175,7 +175,7 @@ class FrameDecoder:
         """
         start, end = self._start, self._end
         call_id, body_length, count, kind, _ = HEAD.unpack_from(self._buffer, start)
-        prefix = HEAD.size + 8 * count + body_length
+        prefix: int = HEAD.size + 8 * count + body_length
         if end - start < prefix:
             return prefix
         lengths = struct.unpack_from(f"<{count}Q", self._buffer, start + HEAD.size)

@@ -6,13 +6,13 @@
     PROOF proof("opener")           -->      ready
     ready                           <--      WELCOME
 
-The acceptor proves itself first, so that the opener never sends a call to somebody who does not know the secret. A proof is
-HMAC-SHA256 over the role and both HELLOs; the role label keeps one side's proof from being played back as the other's.
-Bodies are msgpack of plain values; nothing is unpickled before both proofs were checked.
+The acceptor proves itself first, so that the opener never sends a call to somebody who does not know the secret. A
+proof is HMAC-SHA256 over the role and both HELLOs; the role label keeps one side's proof from being played back as the
+other's. Bodies are msgpack of plain values; nothing is unpickled before both proofs were checked.
 
 The opener sends nothing before the WELCOME, so that the acceptor's strict limits hold for every byte before the proof.
 
-States of the opener: START -> SENT -> PROVED -> READY; of the acceptor: START -> CHALLENGED -> READY. Anything else: FAILED.
+States of the opener: START -> SENT -> PROVED -> READY; of the acceptor: START -> CHALLENGED -> READY. Else: FAILED.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Handshake:
         return encode_frame(Kind.HELLO, 0, msgpack.packb([self._mine, b""]))
 
     def feed(self, frame: Frame) -> list[Buffer]:
-        """Take the peer's next frame. Raises PeerRefused or ProtocolError, with `refusal` as the frame to send first."""
+        """The peer's next frame. Raises PeerRefused or ProtocolError, with `refusal` as the frame to send first."""
         try:
             return self._feed(frame)
         except (PeerRefused, ProtocolError):
@@ -135,12 +135,16 @@ class Handshake:
             raise ProtocolError("a HELLO that is none")
         version, record, nonce = hello
         if version != VERSION:
-            raise PeerRefused(f"it speaks version {version!r} of the protocol, we speak {VERSION}; use one aiorpc everywhere")
+            raise PeerRefused(
+                f"it speaks version {version!r} of the protocol, we speak {VERSION}; use one aiorpc everywhere"
+            )
         if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
             raise ProtocolError("a HELLO without a nonce")
         peer = WorkerRecord.from_wire(record)
         if self._expect is not None and (peer.name, peer.incarnation) != self._expect:
-            raise PeerRefused(f"worker {peer.name!r} answers where {self._expect[0]!r} should be; it may have been restarted")
+            raise PeerRefused(
+                f"worker {peer.name!r} answers where {self._expect[0]!r} should be; it may have been restarted"
+            )
         reason = self._accept(peer) if self._accept is not None else None
         if reason is not None:
             raise PeerRefused(reason)

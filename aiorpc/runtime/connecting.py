@@ -44,7 +44,7 @@ def _trust(worker: Worker, decoder: FrameDecoder) -> None:
 
 
 async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> Connection:
-    """A connection to a worker, ready for calls; retried with back-off. Raises OSError or PeerRefused; bounded in time."""
+    """A connection to a worker, ready for calls; retried with back-off, for a time. Raises OSError or PeerRefused."""
     limit = time.monotonic() + CONNECT_TIMEOUT
     pause = FIRST_PAUSE
     while True:
@@ -80,9 +80,7 @@ class _Opening:
         self.worker = worker
         self.peer = peer
         self.connection = Connection(worker.loop, sock, _decoder(worker), label=f"{worker.name} to {record.name}")
-        self.handshake = Handshake(
-            worker.record, worker.secret, opener=True, expect=(record.name, record.incarnation)
-        )
+        self.handshake = Handshake(worker.record, worker.secret, opener=True, expect=(record.name, record.incarnation))
         self.done: asyncio.Future[None] = worker.loop.create_future()
 
     async def run(self) -> Connection:

@@ -1,8 +1,8 @@
 """When calls have waited long enough: one timer for all pending calls of a worker.
 
-Nothing is stored for a call here. Each call is pending somewhere with its deadline; `scan` looks at all of them, ends those
-that are due and says when the next is. A look costs time in proportion to what is pending, so looks are kept apart by a
-multiple of what the last one took. A call with the usual timeout ends later than the next look, and costs one comparison.
+Nothing is stored for a call here. Each call is pending somewhere with its deadline; `scan` looks at all of them, ends
+those that are due and says when the next is. A look costs time in proportion to what is pending, so looks are kept
+apart by a multiple of what the last one took. A call with the usual timeout ends after the next look: one comparison.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Deadlines:
 
     scan: ends what is due at `now` (``time.monotonic()``) and returns the earliest deadline of the rest, or infinity.
 
-    `_next` is the time of the next look. The loop sets it to infinity before it looks, so that an adder that comes too late
-    for that look sees infinity and asks for another.
+    `_next` is the time of the next look. The loop sets it to infinity before it looks, so that an adder that comes too
+    late for that look sees infinity and asks for another.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, scan: Callable[[float], float]) -> None:

@@ -5,8 +5,8 @@ States of a served call; it is in `Service.calls` exactly while it is RUNNING, a
     RUNNING -> ANSWERED    the handler returned or raised: REPLY or ERROR goes out, once
     RUNNING -> CANCELLED   CANCEL came, the connection ended, or we shut down: the handler is told, its result dropped
 
-Where a handler runs is its `Mode`: coroutines on the loop, everything that may block in the pool. Arguments are unpickled
-where the handler runs, so that a slow ``__setstate__`` blocks no loop; a coroutine's are, too, when they are large.
+Where a handler runs is its `Mode`: coroutines on the loop, everything that may block in the pool. Arguments are
+unpickled where the handler runs, so that a slow ``__setstate__`` blocks no loop; a coroutine's, too, when large.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcUsageError, SerializationError, WorkerClosed
 from ..futures import AnyFuture, is_future, outcome, when_done
-from ..protocol.codec import unpack
+from ..protocol.codec import pack, unpack
 from ..protocol.frames import CALL, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
@@ -45,7 +45,7 @@ FETCH, METHOD = "f", "m"
 
 
 class Service:
-    """Serves the calls that arrive on one connection. All methods belong to the loop except where they say otherwise."""
+    """Serves the calls that arrive on one connection. Methods belong to the loop except where they say otherwise."""
 
     def __init__(self, worker: Worker, peer: WorkerRecord, connection: Connection) -> None:
         self.worker = worker
@@ -88,7 +88,7 @@ class Service:
     def _on_call(self, frame: Frame) -> None:
         fields = unpack(frame.body)
         try:
-            wire_function, remaining, trace, names, extra = fields[:5]
+            wire_function, remaining, trace, _, extra = fields[:5]
         except ValueError:
             raise ProtocolError(f"{frame} has too few fields") from None
         deadline = None if remaining is None else time.monotonic() + remaining
@@ -102,8 +102,8 @@ class Service:
             self.answer_error(
                 context,
                 Overloaded(
-                    f"worker {self.worker.name!r} has {len(self.calls) - 1} calls of {self.peer.name!r} waiting or running "
-                    "(max_queued_calls); this one was not run"
+                    f"worker {self.worker.name!r} has {len(self.calls) - 1} calls of {self.peer.name!r} waiting or "
+                    "running (max_queued_calls); this one was not run"
                 ),
             )
             return
@@ -230,7 +230,9 @@ class Service:
     def _load_references(self, wires: list[Any]) -> Sequence[Any]:
         return self.worker.references.load(wires, self.peer.id)
 
-    def _start_thread(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+    def _start_thread(
+        self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]
+    ) -> None:
         self.worker.pool.submit(self._run_thread, target, context, fields, segments)
 
     def _run_thread(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
@@ -247,7 +249,8 @@ class Service:
                 return
             result = target.function(*args, **kwargs)
             if target.mode is Mode.GENERATOR:
-                result = serve_generator(self, context, result, fields[4])
+                serve_generator(self, context, result, fields[4])
+                result = None
         except BaseException as error:
             self.answer_error(context, error)
             return
@@ -268,8 +271,8 @@ class Service:
         self.answer_error(
             context,
             RpcUsageError(
-                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object: {target.name} "
-                f"returned {type(result).__qualname__}"
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object: "
+                f"{target.name} returned {type(result).__qualname__}"
             ),
         )
 
@@ -318,15 +321,17 @@ class Service:
             return
         try:
             args, kwargs = self._arguments(fields, segments)
-        except Exception as error:
+        except BaseException as error:
             self.answer_error(context, error)
             return
         self._start_coroutine(target, context, args, kwargs, fields[4])
 
-    def _decode_for_task(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+    def _decode_for_task(
+        self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]
+    ) -> None:
         try:
             args, kwargs = self._arguments(fields, segments)
-        except Exception as error:
+        except BaseException as error:
             self.answer_error(context, error)
             return
         self.worker.call_on_loop(self._start_coroutine, target, context, args, kwargs, fields[4])
@@ -410,8 +415,8 @@ class Service:
         except Exception as error:
             self.answer_error(context, error)
             return
-        # A call that ended meanwhile is answered all the same if it took references along: the caller drops the late answer,
-        # and takes the references, for which the table here waits.
+        # A call that ended meanwhile is answered all the same if it took references along: the caller drops the late
+        # answer, and takes the references, for which the table here waits.
         if self.calls.pop(context.call_id, None) is not None or context.cancelled:
             context.replied = True
             self.connection.send(encode_frame(REPLY, context.call_id, body, segments), urgent=not self.calls)
@@ -425,7 +430,7 @@ class Service:
             self.worker.references.settle_created(context, None, error)
         self.worker.counters.failed += 1
         logger.debug("%s for %s raised", context.function, context.caller, exc_info=error)
-        body = messages.pack(encode_error(error, self.worker.name))
+        body = pack(encode_error(error, self.worker.name))
         self.connection.send(encode_frame(Kind.ERROR, context.call_id, body), urgent=not self.calls)
 
     def send_item(self, context: CallContext, item: object) -> None:

@@ -37,13 +37,13 @@ def encode_error(error: BaseException, worker: str) -> list[Any]:
 def decode_error(fields: list[Any], function: str) -> BaseException:
     """The exception to raise at the caller, with the remote traceback as its cause."""
     name, message, text, worker, pickled = fields
-    cause = RemoteTraceback(f'worker {worker!r}, in {function}:\n{text}')
+    cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
     error: BaseException | None = None
     if pickled is not None:
         try:
             loaded = loads(pickled, Incoming((), ()))
             error = loaded if isinstance(loaded, Exception) else None
-        except Exception:
+        except BaseException:  # whatever rebuilding it runs, the text is there
             error = None
     if error is None:
         error = RemoteError(
@@ -78,8 +78,8 @@ def _valid(text: str) -> str:
 def _pickle(error: Exception) -> bytes | None:
     """The exception as a pickle that survived a full round trip here, or None.
 
-    Exceptions whose ``__init__`` takes something else than their ``args`` cannot be called again by pickle; for those the
-    parts travel. Tensors inside are left to the text form.
+    Exceptions whose ``__init__`` takes something else than their ``args`` cannot be called again by pickle; for those
+    the parts travel. Tensors inside are left to the text form.
     """
     parts = (type(error), error.args, dict(error.__dict__))
     for value in (error, _Parts(*parts)):

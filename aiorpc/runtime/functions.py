@@ -45,10 +45,10 @@ class Target(NamedTuple):
 
 
 def async_execution(fn: F) -> F:
-    """Mark a handler that returns a Future: its thread is given up at once, the reply goes out when the Future completes.
+    """Mark a handler that returns a Future: its thread is free at once, the reply goes out when the Future completes.
 
-    The function must return a ``torch.futures.Future`` of any kind. With ``@staticmethod`` and ``@classmethod`` it may be
-    written on either side.
+    The function must return a ``torch.futures.Future`` of any kind. With ``@staticmethod`` and ``@classmethod`` it may
+    be written on either side.
     """
     target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
     setattr(target, _DEFERRED, True)
@@ -85,7 +85,7 @@ def classify(function: Callable[..., Any], name: str) -> Target:
 
 
 def _call_of(function: object) -> object:
-    return None if inspect.isroutine(function) else getattr(type(function), "__call__", None)
+    return None if inspect.isroutine(function) else getattr(type(function), "__call__", None)  # noqa: B004  # how, not whether
 
 
 def describe(function: object) -> str:

@@ -1,7 +1,8 @@
 """The group of workers: who leads, who was lost, and how all leave together.
 
 A group of fixed size is a star: every member keeps a connection to the leader, the live member with the lowest id. The
-leader sees a member die and tells the others; when it dies itself the next one leads. Graceful shutdown, as torch programs expect, serves while others still work:
+leader sees a member die and tells the others; when it dies itself the next one leads. Graceful shutdown, as torch
+programs expect, serves while others still work:
 
     member                         leader
     ENTER (a call)         -->     notes it; once every live member has entered:
@@ -9,8 +10,9 @@ leader sees a member die and tells the others; when it dies itself the next one 
     leaves                 <--     answers all ENTERs: commit
     GOODBYE                        GOODBYE
 
-Why two rounds: an idle worker wakes up only by a call, and calls start only at workers that are not idle, or from users'
-threads. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under way in between.
+Why two rounds: an idle worker wakes up only by a call, and calls start only at workers that are not idle, or from
+users' threads. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under
+way in between.
 
 In a group that is joined freely each newcomer announces itself to all, and a member that leaves finishes its own work.
 """
@@ -65,7 +67,7 @@ Event = WorkerJoined | WorkerLeft | WorkerLost
 
 @dataclass(frozen=True)
 class ShutdownReport:
-    """How a shutdown went. timed_out: the work of others, or ours, was not over. references: what was still referred to."""
+    """How a shutdown went. timed_out: somebody's work was not over. references: what was still referred to."""
 
     lost: tuple[WorkerInfo, ...] = ()
     timed_out: bool = False
@@ -105,7 +107,7 @@ class Group:
             self._tell(record, attend, self.worker.record.to_wire())
 
     def _star(self, others: list[WorkerRecord]) -> list[WorkerRecord]:
-        """Whom to connect to in a group of fixed size: the leader; as the leader, those whose process cannot be watched."""
+        """Whom to connect to in a group of fixed size: the leader; as it, those whose process cannot be watched."""
         if self.leads:
             # A member may die before it has connected to us.
             return [record for record in others if not self.worker.watch_process(record)]
@@ -157,7 +159,7 @@ class Group:
     # --- leaving together ---------------------------------------------------------------------------------------------
 
     async def leave(self, timeout: float) -> bool:
-        """Serve until the group's work is over; False if that could not be awaited. timeout: seconds, 0 for no limit."""
+        """Serve until the group's work is over; False if that took too long. timeout: seconds, 0 for no limit."""
         self._leaving_since = time.monotonic()
         work = asyncio.ensure_future(self._leave_freely() if self.worker.dynamic else self._leave_together())
         limit = time.monotonic() + timeout if timeout else None
@@ -178,7 +180,7 @@ class Group:
             await asyncio.gather(work, return_exceptions=True)
 
     def _patience(self, limit: float | None) -> float | None:
-        """Seconds that may still be waited: until the limit, and not much longer once we leave and a member was lost."""
+        """Seconds that may still be waited: until the limit; not much longer once we leave and a member was lost."""
         limits = [limit] if limit is not None else []
         if self._lost_at is not None and not self.worker.dynamic:
             limits.append(max(self._lost_at, self._leaving_since) + self.worker.options.loss_grace)
@@ -237,7 +239,9 @@ class Group:
                 break
             if time.monotonic() > limit:
                 busy = [self.worker.describe_id(member) for member, idle, _ in current if not idle]
-                logger.warning("shutdown: %s still had calls under way; leaving all the same", ", ".join(busy) or "nobody")
+                logger.warning(
+                    "shutdown: %s still had calls under way; leaving all the same", ", ".join(busy) or "nobody"
+                )
                 break
             if previous is not None:
                 await asyncio.sleep(pause)

@@ -1,4 +1,4 @@
-"""Message bodies: from values to a body and segments and back. One function for each direction, for calls and replies."""
+"""Message bodies: from values to a body and segments and back, by one function each way, for calls and replies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def _pack(prefix: list[Any], fields: list[Any], limit: int) -> bytes:
     except UnicodeEncodeError:
         raise
     except ValueError as error:  # a string or bytes longer than msgpack can say
-        raise SerializationError(f"is too large: {error}; send large data as tensors or arrays", _longest(fields)) from error
+        raise SerializationError(
+            f"is too large: {error}; send large data as tensors or arrays", _longest(fields)
+        ) from error
     if len(body) > limit:
         raise SerializationError(
             f"is too large: the message takes {len(body)} bytes, tensors and arrays apart, and the limit is {limit} "

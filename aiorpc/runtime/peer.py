@@ -11,7 +11,7 @@ States of a peer, changed on the loop only:
     any         we shut down                        GONE        pending calls fail with WorkerClosed
 
 Invariants
-1. A call is in `pending` from before its frame is queued until somebody takes it out; `dict.pop` decides who settles it.
+1. A call is in `pending` from before its frame is queued until somebody takes it out: `dict.pop` says who settles it.
 2. A function's number goes with its name until a reply to such a call confirmed that the callee has it.
 3. GONE is final: a worker that comes back under the same name is a new peer (another incarnation).
 """
@@ -52,6 +52,7 @@ _CFuture = torch._C.Future
 
 # A reply whose pickle is longer than this is unpickled in the pool, off the loop.
 LARGE_PICKLE = 64 * 1024
+_ANSWERS = (REPLY, ERROR)
 
 
 class State(Enum):
@@ -117,7 +118,7 @@ class CallFuture(Future[Any]):
 
 
 class _FunctionEntry:
-    """A function as this peer knows it. number: -1 when it has none, as it travels by value or belongs to a reference."""
+    """A function as this peer knows it. number: -1 where it has none: it travels by value or belongs to a reference."""
 
     __slots__ = ("confirmed", "name", "number")
 
@@ -174,16 +175,16 @@ class Peer:
         """Send one call and return its Future at once. Any thread.
 
         function: a callable, or the wire form of a method or value of a reference. timeout: seconds, 0 for no limit.
-        extra: a stream's credit, or the ids of the reference that the call creates. depth: frames up to the user's code.
-        Raises SerializationError and Overloaded; nothing was sent then. A lost peer is told by the Future.
+        extra: a stream's credit, or the ids of the reference that the call creates. depth: frames up to the user's
+        code. Raises SerializationError and Overloaded; nothing was sent then. A lost peer is told by the Future.
         """
         worker = self.worker
         if worker.closed:
             worker.check_open()
         pending = self.pending
-        if len(pending) >= worker.options.max_pending_calls and not system:
+        if len(pending) >= worker.options.max_pending_calls and not system and self._is_full():
             raise Overloaded(
-                f"{len(pending)} calls to worker {self.name!r} wait for answers (max_pending_calls); "
+                f"{self.user_calls()} calls to worker {self.name!r} wait for answers (max_pending_calls); "
                 "await some before making more"
             )
         future = CallFuture(self, system)
@@ -240,6 +241,10 @@ class Peer:
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
         return future
+
+    def _is_full(self) -> bool:
+        # The runtime's own calls do not count: a worker that waits for the others at shutdown still makes its calls.
+        return self.user_calls() >= self.worker.options.max_pending_calls
 
     def _enter(self, function: Any) -> _FunctionEntry:
         """A function called for the first time: it gets a number here if it can go by name."""
@@ -311,7 +316,7 @@ class Peer:
         """Frames from the callee."""
         for frame in frames:
             kind = frame.kind
-            if kind == REPLY or kind == ERROR:
+            if kind in _ANSWERS:
                 self._on_answer(frame)
             elif kind == ITEM:
                 stream = self.streams.get(frame.call_id)
@@ -354,8 +359,10 @@ class Peer:
     def _settle_value(self, future: CallFuture, fields: list[Any], segments: Sequence[Buffer]) -> None:
         try:
             value = messages.decode(fields, segments, self.load_references)[0]
-        except Exception as error:
-            failure = RpcError(f"the result of {future.describe()} cannot be read here: {type(error).__name__}: {error}")
+        except BaseException as error:  # even SystemExit is that call's alone
+            failure = RpcError(
+                f"the result of {future.describe()} cannot be read here: {type(error).__name__}: {error}"
+            )
             failure.__cause__ = error
             future._settle(None, failure)
         else:
@@ -455,9 +462,7 @@ def _copy_for(error: RpcError, future: CallFuture) -> RpcError:
     return copy
 
 
-def _name_argument(
-    position: int, function_first: bool, count: int, names: list[str] | None, future: CallFuture
-) -> str:
+def _name_argument(position: int, function_first: bool, count: int, names: list[str] | None, future: CallFuture) -> str:
     where = f"of {future._function} for worker {future._peer.name!r}"
     if function_first:
         if position == 0:
@@ -466,5 +471,3 @@ def _name_argument(
     if names is not None and position >= count:
         return f"argument {names[position - count]!r} {where}"
     return f"argument {position} {where}"
-
-

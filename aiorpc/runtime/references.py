@@ -1,11 +1,11 @@
 """RRef: a handle of a value on another worker, and the runtime's side of counting the handles.
 
-Who holds what is decided by `protocol.references.ReferenceTable` (its guarantees: docs/references.md); this module keeps the
-values, gives the table its events and carries out what it says.
+Who holds what is decided by `protocol.references.ReferenceTable` (its guarantees: docs/references.md); this module
+keeps the values, gives the table its events and carries out what it says.
 
 Invariants
 1. The table is used under `_lock` only, and what it sends is queued under the lock, so messages leave in its order.
-2. `RRef.__del__` may run anywhere, inside a lock or the garbage collector: it only appends to a deque and wakes the loop.
+2. `RRef.__del__` may run anywhere, inside a lock or the garbage collector: it only appends to a deque, wakes the loop.
 3. A value is dropped outside of the lock, since its destructor is the user's code.
 """
 
@@ -52,9 +52,10 @@ T = TypeVar("T")
 class RRef(Generic[T]):
     """A reference to a value that lives on one worker, its owner. The owner keeps the value while any RRef is alive.
 
-    ``RRef(value)`` makes one to a value of this worker; `aiorpc.remote` makes one to a value another worker creates. RRefs
-    may be passed to any worker, as arguments and results and inside them, also before the value exists. Methods may be used
-    from any thread; those that block are refused on the worker's own loop. Cycles of RRefs across workers are not collected.
+    ``RRef(value)`` makes one to a value of this worker; `aiorpc.remote` makes one to a value another worker creates.
+    RRefs may be passed to any worker, as arguments and results and inside them, also before the value exists. Methods
+    may be used from any thread; those that block are refused on the worker's own loop. Cycles of RRefs across workers
+    are not collected.
     """
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -110,8 +111,8 @@ class RRef(Generic[T]):
     def to_here(self, timeout: float = -1.0) -> T:
         """A copy of the value; on the owner the value itself. Blocks until it exists.
 
-        timeout: seconds; negative for the worker's default, 0 for no limit. Raises what the creation of the value raised,
-        RpcTimeout, PeerLost. Not for the loop that runs the worker: ``await rref`` there.
+        timeout: seconds; negative for the worker's default, 0 for no limit. Raises what the creation of the value
+        raised, RpcTimeout, PeerLost. Not for the loop that runs the worker: ``await rref`` there.
         """
         self._check()
         if self.is_owner():
@@ -163,7 +164,9 @@ class RRef(Generic[T]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         out = codec.outgoing.get()
         if out is None or out.target is None:
-            raise RpcUsageError("Can not pickle rref in python pickler: an RRef can only travel in a call, as an argument or result")
+            raise RpcUsageError(
+                "Can not pickle rref in python pickler: an RRef can only travel in a call, as an argument or result"
+            )
         return self._references.encode(self, out)
 
     def __str__(self) -> str:
@@ -231,7 +234,7 @@ def _invoke(proxy: _Proxy, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 @dataclass(frozen=True)
 class LeakedReference:
-    """A reference that was still alive at shutdown. role: "user" here, or "owner" of a value others or we still hold."""
+    """A reference that was still alive at shutdown. role: "user" here, or "owner" of a value still held."""
 
     reference: str
     role: str
@@ -276,7 +279,14 @@ class References:
         self._handles[fork] = handle
 
     def create(
-        self, peer: Any, function: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, timeout: float, *, depth: int
+        self,
+        peer: Any,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        *,
+        depth: int,
     ) -> RRef[Any]:
         """An RRef of the result of a call on `peer`; returns at once. Raises SerializationError, with nothing sent."""
         owner = self.worker.id_of(peer)
@@ -351,7 +361,8 @@ class References:
                 if self._table.holds(rref):
                     self._values[rref] = future
                 else:
-                    future._settle(None, RpcError(f"reference {tuple(rref)} names no value of this worker; it was freed"))
+                    gone = f"reference {tuple(rref)} names no value of this worker; it was freed"
+                    future._settle(None, RpcError(gone))
         return future
 
     def _new_value(self) -> Future[Any]:
@@ -373,7 +384,7 @@ class References:
         self._release(freed)
 
     def settle_created(self, context: CallContext, result: Any, error: BaseException | None = None) -> None:
-        """The call of `context` creates a reference: here is its value, or the error for whoever uses it. Any thread."""
+        """The call of `context` creates a reference: its value is this, or this error for its users. Any thread."""
         future = self._values.get(context.creates)
         if future is not None:
             future._settle(result, error)

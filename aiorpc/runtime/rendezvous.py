@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import stat
 import threading
 import time
@@ -48,6 +49,7 @@ logger = logging.getLogger("aiorpc")
 _SECRET_BYTES = 32
 _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
+_PROBE_PAUSE = 0.05
 
 
 def _environment_secret() -> bytes | None:
@@ -232,19 +234,31 @@ class Rendezvous:
         return bool(self._place.host) and not self.hosts_store
 
     def _check_open(self) -> None:
-        """StoreGone if the previous group's host has ended the store or is about to."""
+        """StoreGone if the previous group's host is about to end the store; one that has ended is waited for anew."""
         if self._is_client() and not listens(self._place):
-            raise StoreGone(f"the store at {self._place} is gone")
+            self._connect_again()
         self._board.check_open()
 
     def _reconnect(self) -> None:
         self._board.close()
-        # A store that is closing is gone soon, unless torch uses it as well: then its host takes it up again.
-        for _ in Patience(min(_CLOSING_TIME, self._patience.attempt()), self._patience.stop).tries():
-            if not listens(self._place):
-                break
+        self._wait_for_end()
+        self._connect_again()
+
+    def _connect_again(self) -> None:
+        self._board.close()
         self._board = Board(reach_tcp(self._place, self._patience), str(self._place))
         self._world = self._make_world()
+
+    def _wait_for_end(self) -> None:
+        """A store that is closing is gone soon, unless torch uses it as well: then its host takes it up again."""
+        limit = time.monotonic() + min(_CLOSING_TIME, self._patience.attempt())
+        # Its end closes this connection; a look at the port alone would take the next store for this one.
+        with contextlib.suppress(OSError), socket.create_connection((self._place.host, self._place.port), 1.0) as probe:
+            probe.settimeout(_PROBE_PAUSE)
+            while time.monotonic() < limit and not self._patience.stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    if not probe.recv(1):
+                        return
 
     def _check_environment(self) -> None:
         members = self._world.members()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 class Counters:
-    """Running counts of one worker. Written without locks: a rare lost increment costs less than a lock for each call."""
+    """Running counts of one worker. Written without locks: a rare lost increment costs less than a lock per call."""
 
     def __init__(self) -> None:
         self.made = 0  # calls of users made here
@@ -72,7 +72,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """One call under way. direction: "made" here or "served" here. seconds: how long it has been. deadline: seconds left."""
+    """One call under way. direction: "made" here or "served" here. seconds: how long. deadline: seconds left."""
 
     direction: str
     worker: str

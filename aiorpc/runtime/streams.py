@@ -1,8 +1,8 @@
 """Streams: a generator on one worker, an ``async for`` on another, and credit between them.
 
-The consumer grants `window` items with the call. The producer sends an item for each credit and then waits; the consumer
-grants more as it takes items, half a window at a time. Items and the end travel on one connection, so the end (REPLY, or
-ERROR with the generator's exception) comes after the last item. CANCEL stops the producer: its generator is closed.
+The consumer grants `window` items with the call. The producer sends an item for each credit and then waits; the
+consumer grants more as it takes items, half a window at a time. Items and the end travel on one connection, so the end
+(REPLY, or ERROR with the generator's exception) comes after the last item. CANCEL closes the producer's generator.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Stream(AsyncIterator[Any]):
     """The consumer's side: ``async for item in stream``. Leaving the loop early stops the producer.
 
-    One consumer at a time, on any running loop. `aclose` ends it; so does dropping the last reference to it. The timeout
-    bounds the wait for each item, in seconds. Also an async context manager, for consumers that may leave by an error.
+    One consumer at a time, on any running loop. `aclose` ends it; so does dropping the last reference to it. The
+    timeout bounds the wait for each item, in seconds. Also an async context manager, for consumers that may fail.
     """
 
     def __init__(self, peer: Peer, window: int, timeout: float) -> None:
@@ -86,7 +86,7 @@ class Stream(AsyncIterator[Any]):
             self._grant()
         try:
             return messages.decode(fields, segments, self._peer.load_references)[0]
-        except Exception as error:
+        except BaseException as error:
             await self.aclose()
             raise RpcError(f"an item of {self._describe()} cannot be read here: {error}") from error
 

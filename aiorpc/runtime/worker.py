@@ -22,7 +22,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -199,9 +199,7 @@ class Worker:
         sockets.remove_stale(directory)
         rendezvous = self._rendezvous = await self._in_thread(self._open_rendezvous)
         unix_path, host, port = self._listen(directory, rendezvous.local_address())
-        self.pool = ThreadPool(
-            self.name, self.options.num_worker_threads, prepare=lambda: current_worker.set(self)
-        )
+        self.pool = ThreadPool(self.name, self.options.num_worker_threads, prepare=lambda: current_worker.set(self))
         self.deadlines = Deadlines(self.loop, self._scan_deadlines)
         incarnation = secrets.token_hex(16)
 
@@ -254,10 +252,14 @@ class Worker:
             sock, unix_path = sockets.listen_unix(directory)
             self._listeners.append((sock, unix_path))
         if "tcp" in self.options.transports:
-            sock = sockets.listen_tcp(host, self.options.port_range)
+            try:
+                sock = sockets.listen_tcp(host, self.options.port_range)
+            except OSError as error:
+                raise RendezvousError(f"worker {self.name!r} cannot be reached by others: {error}") from error
             self._listeners.append((sock, ""))
             port = sock.getsockname()[1]
-        return unix_path, host, port
+        # All interfaces may be listened on, but that is no address to give to anybody.
+        return unix_path, address if sockets.is_wildcard(host) else host, port
 
     async def _serve_rendezvous(self, rendezvous: Rendezvous) -> None:
         """In a group that is joined freely: hand newcomers from other hosts what they need."""
@@ -321,9 +323,7 @@ class Worker:
     ) -> Stream:
         """A stream from a peer; its timeout bounds the wait for each item."""
         stream = Stream(peer, self.options.stream_window, timeout)
-        stream.start(
-            peer.call(function, args, kwargs, 0.0, extra=self.options.stream_window, stream=stream, depth=3)
-        )
+        stream.start(peer.call(function, args, kwargs, 0.0, extra=self.options.stream_window, stream=stream, depth=3))
         return stream
 
     def timeout(self, value: float) -> float:
@@ -346,7 +346,7 @@ class Worker:
 
     def find_peer(self, to: To) -> Peer:
         """The peer of that name, id or WorkerInfo. UnknownWorker if the group cannot have it. Any thread."""
-        key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to  # type: ignore[assignment]
+        key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to
         peer = self._peers.get(key)
         if peer is not None and (peer.gone is None or not self.dynamic or self.closed) and _is_key(key):
             return peer
@@ -494,7 +494,7 @@ class Worker:
         self.counters.bytes_received += connection.bytes_received
 
     def watch_process(self, record: WorkerRecord) -> bool:
-        """See that worker's process die, whether or not we are connected to it; False if that cannot be done from here."""
+        """See that worker's process die, whether or not we are connected; False if that cannot be done from here."""
         if self._watch is None or record.host != self.record.host:
             return False
         return record.pid == os.getpid() or self._watch.add(record)
@@ -548,7 +548,7 @@ class Worker:
         with contextlib.suppress(RendezvousError):
             await self._in_thread(lambda: rendezvous.leave(record))
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncGenerator[Event, None]:
         """Workers that join, leave or are lost from now on; ends when this worker shuts down. On any loop."""
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         subscriber = (asyncio.get_running_loop(), queue)
@@ -601,7 +601,7 @@ class Worker:
 
     def served(self) -> None:
         """The running task has served its call."""
-        self._tasks.discard(asyncio.current_task(self.loop))  # type: ignore[arg-type]  # None is not in the set
+        self._tasks.discard(asyncio.current_task(self.loop))  # None is not in the set
 
     def _scan_deadlines(self, now: float) -> float:
         return min((peer.scan_deadlines(now) for peer in set(self._peers.values())), default=float("inf"))
@@ -669,8 +669,8 @@ class Worker:
         """Leave the group. Idempotent: later calls wait for the first one. On the worker's loop.
 
         graceful: serve until every live member has entered its own shutdown and no call is under way; bounded from the
-        moment that all have entered, a member was lost, or the timeout passed. timeout: seconds, 0 for no limit. Returns
-        who was lost and what was still referred to. After it no thread, task or socket of the worker is left.
+        moment that all have entered, a member was lost, or the timeout passed. timeout: seconds, 0 for no limit.
+        Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left.
         """
         if self.state in (State.NEW, State.CLOSED) and self._shutdown is None:
             return ShutdownReport()
@@ -730,7 +730,8 @@ class Worker:
         for sock, path in self._listeners:
             sock.close()
             if path:
-                Path(path).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
         self._clean_up_after_the_lost()
         if self._watch is not None:
             self._watch.close()
@@ -787,10 +788,10 @@ class Worker:
             self._watch.close_in_child()
 
     def close_at_exit(self) -> None:
-        """The interpreter exits with this worker alive: say goodbye if that can be done quickly. No thread is started."""
+        """The interpreter exits with this worker alive: say goodbye if that is quickly done. No thread is started."""
         # The loop may go on a little in its thread: what it sees of the others' reaction is no news any more.
         self.state = State.CLOSED
-        for sock, path in self._listeners:
+        for _, path in self._listeners:
             if path:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -863,4 +864,3 @@ class PeerHandle:
 
     def __repr__(self) -> str:
         return f"<aiorpc.peer {self._to!r}, timeout {self._timeout:g} s>"
-

@@ -37,14 +37,14 @@ logger = logging.getLogger("aiorpc")
 JOIN_SIZE = 16 * 1024
 BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
-# Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a third
-# of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
+# Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a
+# third of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
 SEND_BUFFER = 4 * 1024 * 1024
 # Most that is read or written, in bytes and seconds, before other connections get a turn.
 TURN_BYTES = 4 * 1024 * 1024
 TURN_SECONDS = 0.002
-# While a large buffer is under way its other end is at work on the same socket, and a turn of the loop for each socketful
-# costs more than the copy: wait for it where we stand, in milliseconds, as long as the turn lasts.
+# While a large buffer is under way its other end is at work on the same socket, and a turn of the loop for each
+# socketful costs more than the copy: wait for it where we stand, in milliseconds, as long as the turn lasts.
 PATIENCE = 1
 
 
@@ -255,7 +255,7 @@ class Connection:
         self._finish(cause)
 
     def close_in_child(self) -> None:
-        """After a fork: let go of the descriptor without a word to the peer or the loop, both of which are the parent's."""
+        """After a fork: let go of the descriptor without a word to the peer or the loop, which are the parent's."""
         self._closed = True
         self._queue.clear()
         os.close(self._sock.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import secrets
 import socket
@@ -12,6 +13,7 @@ import struct
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 BACKLOG = 1024
 # A secret in a file stands beside the socket of the worker that made it, under the same name.
@@ -93,13 +95,21 @@ def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
     raise OSError(f"no port to listen on at {host} in {ports}: {failure}") from failure
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether listening there means listening on all interfaces."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
 async def connect_unix(path: str) -> socket.socket:
     """Connect to a unix socket; the peer's uid must be ours. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
-        # It succeeds or fails at once. A full backlog is EAGAIN, which event loops take for a connection in progress and,
-        # the socket being writable, for one that is there.
+        # It succeeds or fails at once. A full backlog is EAGAIN, which event loops take for a connection in progress
+        # and, the socket being writable, for one that is there.
         sock.connect(path)
     except BaseException:
         sock.close()
@@ -127,7 +137,7 @@ async def connect_tcp(host: str, port: int) -> socket.socket:
     raise failure or ConnectionError(f"{host!r} stands for no address")
 
 
-async def _connect(sock: socket.socket, address: object) -> None:
+async def _connect(sock: socket.socket, address: tuple[Any, ...]) -> None:
     sock.setblocking(False)
     try:
         await asyncio.get_running_loop().sock_connect(sock, address)

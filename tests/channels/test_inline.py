@@ -114,7 +114,7 @@ def test_codes_do_not_move() -> None:
 @pytest.mark.parametrize("kind", [Tensor, torch.nn.Parameter])
 @pytest.mark.parametrize("strided", [False, True])
 def test_requires_grad_and_parameter_arrive(grad: bool, kind: type, strided: bool) -> None:
-    """requires_grad and being a Parameter arrive, alone and among views; the arrived tensor is a leaf without history."""
+    """requires_grad and being a Parameter arrive, alone and among views; what arrives is a leaf without history."""
     base = torch.ones(4, 3).t() if strided else torch.ones(3, 4)
     tensor = torch.nn.Parameter(base, requires_grad=grad) if kind is torch.nn.Parameter else base.requires_grad_(grad)
     for arrived in (send([tensor])[0], send([tensor, tensor.detach()])[0]):
@@ -152,7 +152,7 @@ def test_views_of_other_dtypes_share() -> None:
     words = raw[24:40].view(torch.int32)
     arrived = send([words, raw[26:28]])
     arrived[1][0] = 255
-    assert arrived[0][0].item() == words[0].item() | 0xFF0000
+    assert arrived[0][0].item() == int(words[0].item()) | 0xFF0000
     assert words[0].item() != arrived[0][0].item()
 
 
@@ -228,7 +228,7 @@ def views_of_one_storage(draw: st.DrawFn) -> list[Tensor]:
 
 @given(views_of_one_storage(), st.booleans())
 def test_any_views_arrive(tensors: list[Tensor], copy: bool) -> None:
-    """Whatever the sizes, strides and offsets, all views of a message arrive with every bit, and none is written outside."""
+    """Whatever the sizes, strides and offsets, all views of a message arrive bit for bit, and none is written outside."""
     for arrived, sent in zip(send(tensors, copy=copy), tensors, strict=True):
         assert same_bits(arrived, sent)
 

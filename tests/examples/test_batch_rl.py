@@ -70,13 +70,16 @@ def test_torch_rpc_gives_the_same_rewards(results: dict[str, dict[str, Any]]) ->
 
 
 def test_the_program_shows_progress_and_speed(tmp_path: Path) -> None:
-    """A line for each episode, one for the whole run, and nothing on stderr."""
-    outcome = run_program(["-m", MODULE, "--world-size", "3", *SMALL], tmp_path, timeout=LIMIT)
+    """What is started, a line for each episode, one for the whole run, a picture, and nothing on stderr."""
+    command = ["-m", MODULE, "--world-size", "3", *SMALL, "--picture", "new/rl.png"]
+    outcome = run_program(command, tmp_path, timeout=LIMIT)
     assert (outcome.code, outcome.err) == (0, "")
-    lines = outcome.out.splitlines()
+    first, *lines = outcome.out.splitlines()
+    assert first.startswith("CartPole-v1: starting an agent and 2 observers, 2 episodes of 30 steps each")
     assert [line.split()[:3] for line in lines[:2]] == [["episode", "1", "reward"], ["episode", "2", "reward"]]
     assert re.fullmatch(r"2 observers, batched: 120 steps in .* steps/s; reward .* -> .*", lines[2])
-    assert len(lines) == 3
+    assert lines[3:] == ["wrote new/rl.png"]
+    assert (tmp_path / "new" / "rl.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("options", [(), ("--async",)], ids=["blocking", "async"])

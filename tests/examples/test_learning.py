@@ -9,6 +9,7 @@ import torch
 
 from aiorpc.examples import _resnet
 from aiorpc.examples._policy import GAMMA, CartPole, Learner, Policy, discounted
+from aiorpc.examples._progress import bar
 from aiorpc.examples._rl import AgentBase
 from aiorpc.examples._sweep import wins_from
 
@@ -66,6 +67,12 @@ def test_batches_win_from_where_they_always_do() -> None:
     rows = [{"observers": i + 1, "ratio": ratio} for i, ratio in enumerate((1.2, 0.9, 1.1, 1.5))]
     assert wins_from(rows) == 3
     assert wins_from([*rows, {"observers": 5, "ratio": 0.8}]) is None
+
+
+def test_a_bar_is_as_long_as_its_share() -> None:
+    """Always of the same width, in eighths of a character; what is beyond the ends is cut."""
+    assert [bar(share, 4) for share in (-1.0, 0.0, 0.5, 1.0, 7.0)] == ["    ", "    ", "██  ", "████", "████"]
+    assert bar(3 / 32, 4) == "▍   "
 
 
 @pytest.mark.parametrize(("name", "count"), [("resnet18", 11_689_512), ("resnet50", 25_557_032)])

@@ -1,7 +1,8 @@
 """Everything that reads a peer's bytes, fed with broken ones: bounded, from fixed seeds, whole and in pieces.
 
-Each target raises the exceptions that its docstring names, and nothing else; a byte that is changed may also change nothing.
-Pickles are left as they are: they are read only after the peer has proved the secret, and run its code by design.
+Each target raises the exceptions that its docstring names, and nothing else; a byte that is changed may also change
+nothing. Pickles are left as they are: they are read only after the peer has proved the secret, and run its code by
+design.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def test_tensor_table(seed: int) -> None:
     """Tables with entries changed one value at a time: sizes, strides, offsets, types, segments, flags."""
     chance = random.Random(seed)
     values = [0, 1, -1, -2, -3, 2, 3, 7, 40, 1 << 20, 1 << 40, 1 << 62, (1 << 64) - 1, -(1 << 63)]
-    odd = [None, True, 1.5, "x", b"abcd", [], [0], [2, 3], [[1]], [1 << 40], {}]
+    odd: list[Any] = [None, True, 1.5, "x", b"abcd", [], [0], [2, 3], [[1]], [1 << 40], {}]
     tables = [(unpack(body)[5], parts) for body, parts in CORPUS if len(unpack(body)) > 5 and unpack(body)[5]]
     refused = 0
     for _ in range(ROUNDS * 2):
@@ -242,7 +243,7 @@ def test_handshake(seed: int, turn: int) -> None:
 def test_worker_record(seed: int) -> None:
     """Records from the store or a HELLO, with parts lost, doubled and of other types."""
     chance = random.Random(seed)
-    odd = [None, True, 1.5, -1, 1 << 70, "", "x" * 10_000, "bad name!", "\ud800", b"bytes", [], {}]
+    odd: list[Any] = [None, True, 1.5, -1, 1 << 70, "", "x" * 10_000, "bad name!", "\ud800", b"bytes", [], {}]
     refused = 0
     for _ in range(ROUNDS):
         record: list[Any] = list(RECORD.to_wire())

@@ -1,7 +1,7 @@
 """Worker processes for tests: forked in milliseconds from a server that has torch, always ended, never waited for forever.
 
-The test's own process is usually rank 0 (`group`), so that a test is written as a user writes a program; the others run a
-body from `bodies`. All of them meet in a file in a temporary folder.
+The test's own process is usually rank 0 (`group`), so that a test is written as a user writes a program; the others run
+a body from `bodies`. All of them meet in a file in a temporary folder.
 """
 
 from __future__ import annotations

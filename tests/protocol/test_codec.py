@@ -265,12 +265,22 @@ def test_named_functions_travel_by_name() -> None:
     assert len(dumps(travel, Outgoing())) < 200
 
 
+MAIN = """
+import threading
+lock = threading.Lock()
+def f():
+    return lock
+class C:
+    def m(self):
+        return lock
+"""
+
+
 @pytest.fixture
 def main_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A main module with a lock in its globals, as scripts have."""
     module = types.ModuleType("__main__")
-    source = "import threading\nlock = threading.Lock()\ndef f():\n    return lock\nclass C:\n    def m(self):\n        return lock\n"
-    exec(source, module.__dict__)
+    exec(MAIN, module.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", module)
     monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
     return module
@@ -290,7 +300,7 @@ def test_functions_of_the_same_main_go_by_name(main_module: Any, monkeypatch: py
 
 def test_functions_of_another_main_go_by_value(main_module: Any) -> None:
     """Without it, a function that needs a lock cannot travel, and says so."""
-    with pytest.raises(SerializationError, match="cannot be serialised.*lock"):
+    with pytest.raises(SerializationError, match=r"cannot be serialised.*lock"):
         encode_values([main_module.f], Outgoing(same_main=False))
 
 
@@ -315,7 +325,7 @@ class Refuses:
         (threading.Lock(), r"\(a lock\) cannot be serialised: .*lock"),
         (Refuses(), r"\(a Refuses\) cannot be serialised: not me"),
         ([1, {"deep": Refuses()}], r"\(a list\) cannot be serialised: not me"),
-        ((item for item in ()), r"\(a generator\) cannot be serialised"),
+        ((item for item in "x"), r"\(a generator\) cannot be serialised"),
         (sys._getframe(), r"\(a frame\) cannot be serialised"),
     ],
 )

@@ -70,7 +70,7 @@ def test_nobody_is_known_before_the_proof() -> None:
     """`peer` stays None on both sides until the other's proof was checked."""
     opener, acceptor = opening(), accepting()
     hello = one(acceptor.feed(one(opener.start())))
-    assert acceptor.peer is None
+    assert (opener.peer, acceptor.peer) == (None, None)
     proof = one(opener.feed(hello))
     assert (opener.peer, acceptor.peer) == (None, None)
     assert opener.state is State.PROVED

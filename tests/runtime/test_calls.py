@@ -20,6 +20,7 @@ import torch
 
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, UnknownWorker, Worker
+from aiorpc.testing import cluster
 
 
 def add(a: int, b: int = 10, *, c: int = 0) -> int:
@@ -184,7 +185,8 @@ async def test_functions_classes_and_torch_operators(pair: list[Worker]) -> None
     assert await call("worker1", Scale, 3) == Scale(3)
     assert await call("worker1", sorted, [3, 1, 2], reverse=True) == [3, 2, 1]
     assert torch.equal(await call("worker1", torch.add, torch.ones(2, 2), 1), torch.full((2, 2), 2.0))
-    assert torch.equal(await call("worker1", torch.nn.functional.relu, torch.tensor([-1.0, 1.0])), torch.tensor([0.0, 1.0]))
+    rectified = await call("worker1", torch.nn.functional.relu, torch.tensor([-1.0, 1.0]))
+    assert torch.equal(rectified, torch.tensor([0.0, 1.0]))
     assert await call("worker1", torch.Tensor.sum, torch.ones(3)) == 3
 
 
@@ -252,7 +254,7 @@ async def test_what_cannot_be_called_is_refused(pair: list[Worker]) -> None:
         await pair[0].call("worker1", 7)  # type: ignore[arg-type]
 
 
-async def test_a_function_the_callee_does_not_have_is_named(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_function_the_callee_lacks_is_named(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that the callee cannot find by its name is an error that says so; the connection goes on."""
     module = sys.modules[__name__]
 
@@ -376,7 +378,8 @@ async def test_an_error_in_one_argument_leaves_other_calls_alone(pair: list[Work
     before = pair[0].call("worker1", add, 1)
     with pytest.raises(SerializationError):
         pair[0].call("worker1", echo, Refuses())
-    assert await asyncio.gather(before, pair[0].call("worker1", add, 2)) == [11, 12]
+    after = pair[0].call("worker1", add, 2)
+    assert [await before, await after] == [11, 12]
 
 
 # --- in which order ---------------------------------------------------------------------------------------------------
@@ -408,7 +411,7 @@ async def test_threads_take_calls_in_order(pair: list[Worker]) -> None:
     seen: list[int] = []
     _seen["here"] = seen
     with_one = aiorpc.RpcBackendOptions(num_worker_threads=1)
-    async with aiorpc.testing.cluster(2, options=with_one) as workers:
+    async with cluster(2, options=with_one) as workers:
         await asyncio.gather(*(workers[0].call("worker1", note, number) for number in range(300)))
     assert seen == list(range(300))
 
@@ -483,7 +486,8 @@ async def test_pending_streams_and_fetches_name_the_users_line(pair: list[Worker
 
     task = asyncio.ensure_future(fetch())
     await asyncio.sleep(0)
-    made = {call.function.rpartition(":")[2]: call.made_at for call in pair[0].pending_calls() if call.direction == "made"}
+    calls = [call for call in pair[0].pending_calls() if call.direction == "made"]
+    made = {call.function.rpartition(":")[2]: call.made_at for call in calls}
     assert all(__file__ in place for place in made.values()), made
     assert "fetch" in made["to_here"]
     task.cancel()

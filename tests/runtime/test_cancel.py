@@ -37,8 +37,7 @@ async def coroutine() -> str:
     flags = _flags["it"]
     flags.entered.set()
     try:
-        while not flags.release.is_set():
-            await asyncio.sleep(0.002)
+        await until(flags.release.is_set)
     except asyncio.CancelledError:
         flags.cancelled.set()
         raise

@@ -111,7 +111,8 @@ async def test_nested_calls_share_their_trace(trio: list[Worker], handler: Any) 
 
 async def test_calls_at_the_same_time_do_not_mix(trio: list[Worker]) -> None:
     """Many handlers of different callers on the same loop and threads each see their own."""
-    calls = [(worker, worker.call("worker1", handler)) for _ in range(30) for worker in trio for handler in (who, who_async)]
+    handlers = (who, who_async)
+    calls = [(worker, worker.call("worker1", handler)) for _ in range(30) for worker in trio for handler in handlers]
     for worker, call in calls:
         assert await call == ("worker1", worker.info)
 
@@ -128,7 +129,7 @@ async def test_several_workers_and_no_context_raise(pair: list[Worker]) -> None:
 
 async def test_no_worker_at_all() -> None:
     """The error says what to do first."""
-    with pytest.raises(NotInitialized, match="async with aiorpc.init"):
+    with pytest.raises(NotInitialized, match=r"async with aiorpc\.init"):
         aiorpc.call("worker1", len, "a")
 
 
@@ -170,6 +171,7 @@ async def test_events_of_workers_that_join_and_leave() -> None:
     """Every member hears of both, in order; the iteration ends when its own worker shuts down."""
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
+        await until(lambda: all(len(worker.worker_infos()) == 2 for worker in workers))
         heard: list[list[Any]] = [[], []]
 
         async def listen(index: int) -> None:
@@ -190,7 +192,7 @@ async def test_events_of_workers_that_join_and_leave() -> None:
 async def test_a_listener_may_stop(pair: list[Worker]) -> None:
     """Closing the iteration takes the listener off the list."""
     events = pair[0].events()
-    task = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(anext(events))
     await until(lambda: pair[0]._events)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -138,7 +138,8 @@ async def test_a_timeout_that_makes_no_sense_is_refused(pair: list[Worker], time
 async def test_nested_calls_inherit_what_is_left(trio: list[Worker]) -> None:
     """A nested call has the time its caller has left, blocking or awaited, and may only ask for less."""
     peer = trio[0].peer("worker1", timeout=5.0)
-    for nested in (peer.call(relay, "worker2"), peer.call(relay_async, "worker2", None), peer.call(relay_async, "worker2", 0)):
+    awaited = [peer.call(relay_async, "worker2", timeout) for timeout in (None, 0)]
+    for nested in (peer.call(relay, "worker2"), *awaited):
         seconds = await nested
         assert seconds is not None and 3 < seconds < 5
     seconds = await peer.call(relay_async, "worker2", 1.0)
@@ -170,8 +171,7 @@ _background: list[asyncio.Task[Any]] = []
 
 async def start_background() -> None:
     async def background() -> Any:
-        while aiorpc.current().statistics().calls_running:
-            await asyncio.sleep(0.002)
+        await until(lambda: not aiorpc.current().statistics().calls_running)
         return await aiorpc.call("worker0", left_async)
 
     _background.append(asyncio.ensure_future(background()))

@@ -57,7 +57,7 @@ async def test_it_waits_within_its_deadline(store: Store) -> None:
     """RpcTimeout says that there was no connection yet; a later call to the name still works."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
         start = time.monotonic()
-        with pytest.raises(RpcTimeout, match="'late'.*no connection"):
+        with pytest.raises(RpcTimeout, match=r"'late'.*no connection"):
             await worker.peer("late", timeout=0.1).call(where)
         assert time.monotonic() - start < 5
         async with aiorpc.init("late", store=store):
@@ -113,7 +113,7 @@ async def test_leaving_finishes_what_is_under_way(store: Store) -> None:
         theirs, ours = worker.call("guest", slow), guest.call("worker0", slow)
         await until(lambda: guest.statistics().calls_running == 1)
         await guest.shutdown()
-        assert await asyncio.gather(theirs, ours) == ["done", "done"]
+        assert [await theirs, await ours] == ["done", "done"]
 
 
 async def test_leaving_alone_does_not_wait_for_others(store: Store) -> None:

@@ -187,7 +187,7 @@ def test_local_functions_have_no_name() -> None:
 
 @pytest.mark.parametrize("called", ["__main__", "__mp_main__"])
 def test_main_module_counts_only_when_both_run_it(called: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of the main module go by name to a worker with the same one, under either of its names, else by value."""
+    """Functions of the main module go by name to a worker with the same one, under either name, else by value."""
     module = types.ModuleType(called)
     exec("def f(): pass\nclass C:\n    def m(self): pass\n", module.__dict__)
     for other in ("__main__", "__mp_main__"):

@@ -211,7 +211,7 @@ async def test_a_thousand_pending_deferred_calls_hold_no_thread() -> None:
     _parked.clear()
 
 
-_parked: dict[int, Future[int]] = {}
+_parked: dict[int, Future[Any]] = {}
 
 
 @async_execution
@@ -231,7 +231,7 @@ async def test_a_deferred_tensor_is_taken_when_the_future_completes(pair: list[W
     def settle() -> None:
         for number in range(5):
             shared.fill_(number)
-            _parked[number].set_result(shared)  # type: ignore[arg-type]
+            _parked[number].set_result(shared)
         shared.fill_(-1)
 
     await asyncio.to_thread(settle)
@@ -470,7 +470,7 @@ def interrupts() -> None:
 @pytest.mark.parametrize("handler", [leaves, leaves_async, interrupts])
 async def test_a_handler_cannot_end_its_worker(pair: list[Worker], handler: Callable[[], Any]) -> None:
     """``sys.exit`` in a handler is an error of that call; the worker serves on."""
-    with pytest.raises(aiorpc.RemoteError, match="SystemExit|KeyboardInterrupt"):
+    with pytest.raises(aiorpc.RemoteError, match=r"SystemExit|KeyboardInterrupt"):
         await pair[0].call("worker1", handler)
     assert await pair[0].call("worker1", len, "abc") == 3
 
@@ -504,4 +504,8 @@ async def test_threads_end_with_their_worker() -> None:
     before = set(threading.enumerate())
     async with cluster(2) as workers:
         await asyncio.gather(*(workers[0].call("worker1", thread_name) for _ in range(20)))
-    await asyncio.to_thread(wait_until, lambda: not [t for t in set(threading.enumerate()) - before if "aiorpc" in t.name])
+
+    def ours() -> list[threading.Thread]:
+        return [thread for thread in set(threading.enumerate()) - before if "aiorpc" in thread.name]
+
+    await asyncio.to_thread(wait_until, lambda: not ours())

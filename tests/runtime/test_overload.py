@@ -36,8 +36,7 @@ def wait(number: int) -> int:
 
 
 async def wait_async(number: int) -> int:
-    while not _gates["it"].open.is_set():
-        await asyncio.sleep(0.002)
+    await until(_gates["it"].open.is_set)
     return number
 
 
@@ -60,7 +59,7 @@ async def test_remote_and_stream_are_refused_alike(gate: Gate) -> None:
         for verb in (workers[0].remote, workers[0].stream):
             with pytest.raises(Overloaded):
                 verb("worker1", wait, 1)
-        assert workers[0].references.counts().users == 0
+        await until(lambda: not workers[0].references.counts().users)
         gate.open.set()
         assert await call == 1
 

@@ -33,8 +33,7 @@ def wait() -> bool:
 
 
 async def wait_async() -> bool:
-    while not _gates["it"].is_set():
-        await asyncio.sleep(0.002)
+    await until(_gates["it"].is_set)
     return True
 
 

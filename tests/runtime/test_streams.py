@@ -214,13 +214,16 @@ async def test_references_in_items(trio: list[Worker]) -> None:
         seen.append(await rref)
     assert seen == list(range(10))
     del rref
-    stream = trio[0].stream("worker1", references, 10)
+    await take_the_first_of_some(trio[0])
+    gc.collect()
+    await until_no_references(trio)
+
+
+async def take_the_first_of_some(worker: Worker) -> None:
+    stream = worker.stream("worker1", references, 10)
     assert await (await anext(stream)) == 0
     await until(lambda: len(stream._items) > 3)
     await stream.aclose()
-    del stream
-    gc.collect()
-    await until_no_references(trio)
 
 
 async def references(count: int) -> AsyncIterator[Any]:
@@ -252,8 +255,7 @@ async def test_a_cancelled_wait_takes_no_item(pair: list[Worker], producer: Prod
 
 async def gated(key: str) -> AsyncIterator[int]:
     for number in range(10):
-        while not _producers[key].go_on.is_set():
-            await asyncio.sleep(0.002)
+        await until(_producers[key].go_on.is_set)
         _producers[key].go_on.clear()
         yield number
 
@@ -262,7 +264,7 @@ async def test_a_stream_has_one_consumer(pair: list[Worker]) -> None:
     """A second task that waits for an item is refused; the first goes on."""
     stream = pair[0].stream("worker1", stall)
     assert await anext(stream) == 1
-    first = asyncio.ensure_future(anext(stream))  # type: ignore[arg-type]
+    first = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     with pytest.raises(RpcUsageError, match="one consumer"):
         await anext(stream)

@@ -158,7 +158,7 @@ async def test_frames_from_many_threads_keep_each_threads_order(ends: tuple[End,
 
 
 async def test_urgent_frame_is_written_by_its_sender(half: tuple[End, socket.socket]) -> None:
-    """With nothing else under way an urgent frame is in the socket when send returns, from any thread, without the loop."""
+    """With nothing else under way an urgent frame is in the socket when send returns, from any thread, loop or not."""
     end, far = half
     expected = b"".join(bytes(part) for part in encode_frame(Kind.CALL, 7, b"now"))
     end.send(7, b"now", urgent=True)
@@ -208,7 +208,7 @@ async def test_small_frames_of_one_turn_leave_together(half: tuple[End, socket.s
 async def test_sender_never_blocks(half: tuple[End, socket.socket]) -> None:
     """A peer that does not read fills the queue, not the sender; once it reads, everything arrives."""
     end, far = half
-    body = b"x" * 1_000_000
+    body = b"x" * 4_000_000
     for number in range(5):
         end.send(number, body, urgent=True)
     assert end.connection.unsent > 0

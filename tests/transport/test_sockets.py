@@ -246,13 +246,15 @@ def test_address_that_is_not_ours() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_connect_tcp_notices_dead_networks(host: str) -> None:
     """A connection, also to a name with several addresses, sends small frames at once and probes an idle network."""
-    with sockets.listen_tcp("127.0.0.1", None) as listener:
-        with await sockets.connect_tcp(host, listener.getsockname()[1]) as sock:
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == sockets.TCP_TIMEOUT * 1000
-            assert sockets.peer_uid(sock) is None
-            assert sockets.peer_pid(sock) is None
+    with (
+        sockets.listen_tcp("127.0.0.1", None) as listener,
+        await sockets.connect_tcp(host, listener.getsockname()[1]) as sock,
+    ):
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == sockets.TCP_TIMEOUT * 1000
+        assert sockets.peer_uid(sock) is None
+        assert sockets.peer_pid(sock) is None
 
 
 async def test_second_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +273,7 @@ async def test_second_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch
                 self.sock_connect = loop.sock_connect
 
         loop = Loop(asyncio.get_running_loop())
-        monkeypatch.setattr(sockets.asyncio, "get_running_loop", lambda: loop)
+        monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
         with await sockets.connect_tcp("name", 1) as sock:
             assert sock.getpeername() == good
         addresses.pop()
