@@ -11,9 +11,11 @@ from .futures import Future
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
 from .runtime.current import registry
+from .runtime.handle import PeerHandle
+from .runtime.peers import To
 from .runtime.references import RRef
 from .runtime.streams import Stream
-from .runtime.worker import PeerHandle, To, Worker
+from .runtime.worker import Worker
 
 
 def init(
@@ -49,7 +51,7 @@ def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     it may have run in part.
     """
     worker = registry.get()
-    return worker.find_peer(to).call(function, args, kwargs, worker.default_timeout)
+    return worker.peers.find(to).call(function, args, kwargs, worker.default_timeout)
 
 
 def peer(to: To, *, timeout: float | None = None) -> PeerHandle:
@@ -76,7 +78,7 @@ def remote(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -
     ):
         timeout = worker.timeout(kwargs.get("timeout", -1.0))
         args, kwargs = tuple(kwargs.get("args", ())), dict(kwargs.get("kwargs") or {})
-    return worker.references.create(worker.find_peer(to), function, args, kwargs, timeout, depth=2)
+    return worker.references.create(worker.peers.find(to), function, args, kwargs, timeout, depth=2)
 
 
 def stream(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream:
@@ -86,7 +88,7 @@ def stream(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -
     loop is left. Its error is raised in its place, after the items before it. The timeout is for each item.
     """
     worker = registry.get()
-    return worker.open_stream(worker.find_peer(to), function, args, kwargs, worker.default_timeout)
+    return worker.open_stream(worker.peers.find(to), function, args, kwargs, worker.default_timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

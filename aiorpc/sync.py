@@ -91,7 +91,7 @@ def rpc_sync(
     """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised. See `aiorpc.call`."""
     worker = registry.get()
     worker.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
-    return worker.find_peer(to).call(func, args or (), kwargs, worker.timeout(timeout)).wait()
+    return worker.peers.find(to).call(func, args or (), kwargs, worker.timeout(timeout)).wait()
 
 
 def rpc_async(
@@ -103,7 +103,7 @@ def rpc_async(
 ) -> Future[Any]:
     """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await."""
     worker = registry.get()
-    return worker.find_peer(to).call(func, args or (), kwargs, worker.timeout(timeout))
+    return worker.peers.find(to).call(func, args or (), kwargs, worker.timeout(timeout))
 
 
 __all__ = [

@@ -104,8 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     if result is not None:
+        trainers = f"{result['trainers']} trainer{'s' if result['trainers'] > 1 else ''}"
         print(
-            f"{result['model']} ({result['parameters'] / 1e6:.1f} M parameters), {result['trainers']} trainers, "
+            f"{result['model']} ({result['parameters'] / 1e6:.1f} M parameters), {trainers}, "
             f"{'batched' if result['batch'] else 'unbatched'}: {result['samples_per_s']:.1f} samples/s; "
             f"loss {result['first_loss']:.3f} -> {result['last_loss']:.3f}"
         )

@@ -130,7 +130,7 @@ def _run_and_tell(arguments: argparse.Namespace) -> int:
     result = run(settings)
     if result is not None:
         print(
-            f"{result['observers']} observers, {'batched' if result['batch'] else 'unbatched'}: "
+            f"{_count(result['observers'])}, {'batched' if result['batch'] else 'unbatched'}: "
             f"{result['steps']:,} steps in {result['total_s']:.1f} s, {result['steps_per_s']:,.0f} steps/s; "
             f"reward {result['rewards'][0]:.1f} -> {result['rewards'][-1]:.1f}"
         )
@@ -142,10 +142,13 @@ def _run_and_tell(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _count(observers: int) -> str:
+    return f"{observers} observer{'s' if observers > 1 else ''}"
+
+
 def _announcement(settings: Settings) -> str:
-    observers = settings.world_size - 1
     return (
-        f"CartPole-v1: starting an agent and {observers} observer{'s' if observers > 1 else ''}, "
+        f"CartPole-v1: starting an agent and {_count(settings.world_size - 1)}, "
         f"{settings.num_episode} episodes of {settings.num_steps} steps each, "
         f"{'one run of the policy for all' if settings.batch else 'a run of the policy for each'}"
         f"{', with async def' if settings.use_async else ''}"

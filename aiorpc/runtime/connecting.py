@@ -9,9 +9,10 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import PeerRefused, ProtocolError, RpcError
+from ..errors import PeerRefused, ProtocolError, RendezvousError, RpcError, WorkerClosed
 from ..protocol import handshake
 from ..protocol.frames import Frame, FrameDecoder
 from ..protocol.handshake import Handshake
@@ -41,6 +42,21 @@ def _trust(worker: Worker, decoder: FrameDecoder) -> None:
     """The peer has proved itself: from now on the limits of the options hold."""
     decoder.max_body = worker.options.max_frame_bytes
     decoder.max_segment = worker.options.max_tensor_bytes
+
+
+async def connect(worker: Worker, peer: Peer) -> None:
+    """Find the worker of a peer and connect to it; if that cannot be done, the peer is lost. On the loop."""
+    try:
+        record = await worker.peers.locate(peer)
+        connection = await open_connection(worker, record, peer)
+    except (OSError, RuntimeError) as error:
+        if peer.record is not None and not worker.closed:
+            worker.group.on_lost(peer.record, f"it cannot be reached: {error}", error)
+        else:
+            peer.fail(WorkerClosed(f"worker {worker.name!r} cannot reach {peer.name!r}: {error}"))
+        return
+    worker.group.watch(record)
+    peer.ready(connection)
 
 
 async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> Connection:
@@ -120,12 +136,37 @@ class _Opening:
 class Acceptor:
     """Takes connections from the listeners and serves those that prove the secret."""
 
-    def __init__(self, worker: Worker, listeners: list[socket.socket]) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._listeners = listeners
+        self._listeners: list[tuple[socket.socket, str]] = []
         self._handshakes: set[_Accepting] = set()
-        for sock in listeners:
-            worker.loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def listen(self, directory: Path, address: str) -> tuple[str, str, int]:
+        """Open the listeners of the options: path of the unix socket, host and port for TCP; "" and 0 without.
+
+        directory: for the unix socket. address: the one that reaches the rendezvous. Others may connect from now on,
+        and wait until `start`. RendezvousError when no address or port of the options can be had.
+        """
+        options = self.worker.options
+        unix_path, port = "", 0
+        host = options.bind_address or address
+        if "unix" in options.transports:
+            sock, unix_path = sockets.listen_unix(directory)
+            self._listeners.append((sock, unix_path))
+        if "tcp" in options.transports:
+            try:
+                sock = sockets.listen_tcp(host, options.port_range)
+            except OSError as error:
+                raise RendezvousError(f"worker {self.worker.name!r} cannot be reached by others: {error}") from error
+            self._listeners.append((sock, ""))
+            port = sock.getsockname()[1]
+        # All interfaces may be listened on, but that is no address to give to anybody.
+        return unix_path, address if sockets.is_wildcard(host) else host, port
+
+    def start(self) -> None:
+        """Begin to take connections, in the running context: handlers run in copies of it."""
+        for sock, _ in self._listeners:
+            self.worker.loop.add_reader(sock.fileno(), self._accept, sock)
 
     def _accept(self, listener: socket.socket) -> None:
         # A few at a time: whoever connects in a loop must not keep the loop from its other work.
@@ -166,10 +207,25 @@ class Acceptor:
 
     def close(self) -> None:
         """Take no more connections; those in their handshake are closed."""
-        for sock in self._listeners:
+        for sock, _ in self._listeners:
             self.worker.loop.remove_reader(sock.fileno())
+            sock.close()
+        self.unlink()
         for accepting in list(self._handshakes):
             accepting.connection.abort()
+
+    def unlink(self) -> None:
+        """Remove the unix socket's file. Any thread."""
+        for _, path in self._listeners:
+            if path:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+    def close_in_child(self) -> None:
+        """After a fork: let go of the descriptors, which are the parent's."""
+        for sock, _ in self._listeners:
+            if sock.fileno() >= 0:
+                os.close(sock.detach())
 
 
 class _Accepting:

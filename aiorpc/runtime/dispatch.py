@@ -54,7 +54,7 @@ class Service:
         self.calls: dict[int, CallContext] = {}
         self._info = peer.info
         self._functions: dict[int, Target] = {}
-        self._target = worker.peer_of(peer)
+        self._target = worker.peers.of(peer)
         self._run: dict[Mode, Run] = {
             Mode.THREAD: self._start_thread,
             Mode.DEFERRED: self._start_thread,
@@ -81,7 +81,7 @@ class Service:
             elif kind == Kind.REFERENCE:
                 self.worker.references.on_message(self.peer.id, tuple(unpack(frame.body)))
             elif kind == Kind.GOODBYE:
-                self.worker.on_goodbye(self.peer, frame)
+                self.worker.group.on_goodbye(self.peer)
             else:
                 raise ProtocolError(f"{frame} is not for a callee")
 
@@ -310,7 +310,7 @@ class Service:
             self.worker.pool.submit(_batch_context(self.worker).run, batch.run)
 
     def _start_batch(self, batch: Batch) -> None:
-        task = self.worker.spawn(batch.run_async(), context=_batch_context(self.worker))
+        task = self.worker.tasks.spawn(batch.run_async(), context=_batch_context(self.worker))
         # A task that is cancelled before its first step never gets to tell its callers.
         error = WorkerClosed(f"worker {self.worker.name!r} shut down before the batch was run")
         task.add_done_callback(lambda _: batch.abort(error))
@@ -363,12 +363,12 @@ class Service:
 
     def _serve_coroutine(self, context: CallContext, handler: Any) -> None:
         coroutine = self._run_coroutine(context, handler)
-        context.on_cancel = partial(self._cancel_task, self.worker.serve(coroutine), coroutine, handler)
+        context.on_cancel = partial(self._cancel_task, self.worker.tasks.serve(coroutine), coroutine, handler)
 
     def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, handler: Any) -> None:
         if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
             # Nothing of it has run, so nothing of it will: the handler's coroutine would never be awaited.
-            self.worker.drop(task)
+            self.worker.tasks.drop(task)
             if hasattr(handler, "close"):
                 handler.close()
         task.cancel()
@@ -388,7 +388,7 @@ class Service:
             return
         finally:
             context.on_cancel = None  # it leads back here: without the cycle all of it goes with the last reference
-            self.worker.served()
+            self.worker.tasks.served()
         self.answer(context, result)
 
     # --- answering, from any thread -----------------------------------------------------------------------------------

@@ -20,16 +20,23 @@ In a group that is joined freely each newcomer announces itself to all, and a me
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RpcError
+from ..errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcError
 from ..protocol.identity import WorkerInfo, WorkerRecord
+from ..transport import sockets
 from .current import current_call
+from .events import WorkerJoined, WorkerLeft, WorkerLost
 from .functions import system
 from .references import LeakedReference
+from .rendezvous import Rendezvous
+from .watch import ProcessWatch
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -37,32 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiorpc")
 
 _POLL_TIMEOUT = 10.0
+# How long, in seconds: what a process wrote before it ended may still be in the sockets; a reply may be on its way when
+# its sender says goodbye on another connection.
+_EXIT_GRACE = 0.05
+_GOODBYE_GRACE = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
-
-
-@dataclass(frozen=True)
-class WorkerJoined:
-    """A worker joined the group."""
-
-    worker: WorkerInfo
-
-
-@dataclass(frozen=True)
-class WorkerLeft:
-    """A worker left in good order."""
-
-    worker: WorkerInfo
-
-
-@dataclass(frozen=True)
-class WorkerLost:
-    """A worker died or cannot be reached any more. cause: what was seen."""
-
-    worker: WorkerInfo
-    cause: str
-
-
-Event = WorkerJoined | WorkerLeft | WorkerLost
 
 
 @dataclass(frozen=True)
@@ -87,6 +73,7 @@ class Group:
         self._lost_at: float | None = None
         self._leaving_since = 0.0
         self._rounds: asyncio.Task[None] | None = None
+        self._watch = ProcessWatch(worker.loop, self._on_process_exit)
 
     @property
     def leader(self) -> int:
@@ -110,41 +97,71 @@ class Group:
         """Whom to connect to in a group of fixed size: the leader; as it, those whose process cannot be watched."""
         if self.leads:
             # A member may die before it has connected to us.
-            return [record for record in others if not self.worker.watch_process(record)]
+            return [record for record in others if not self.watch(record)]
         return [record for record in others if record.id == self.leader]
 
     def _tell(self, record: WorkerRecord, function: Any, *args: Any) -> None:
         try:
-            call = self.worker.peer_of(record).call(function, args, None, self.worker.options.rpc_timeout, system=True)
+            call = self.worker.peers.of(record).call(function, args, None, self.worker.options.rpc_timeout, system=True)
         except RpcError:
             return
         call._add_callback(lambda future: future._look())
 
-    # --- changes ------------------------------------------------------------------------------------------------------
+    # --- members come and go ------------------------------------------------------------------------------------------
 
-    def joined(self, record: WorkerRecord) -> bool:
-        """A member we did not know; False if we did."""
-        if record.id in self.members:
+    def watch(self, record: WorkerRecord) -> bool:
+        """See that member's process die, whether or not we are connected; False if that cannot be done from here."""
+        if record.host != self.worker.record.host:
             return False
-        self.members[record.id] = record
-        return True
+        return record.pid == os.getpid() or self._watch.add(record)
 
-    def gone(self, record: WorkerRecord, lost: bool, cause: str) -> bool:
-        """A member left or was lost; False if that is no news."""
+    def on_joined(self, record: WorkerRecord) -> None:
+        """A member is there; no news if we knew it."""
+        self.worker.peers.add(record)
+        if record.id not in self.members:
+            self.members[record.id] = record
+            self.worker.news.publish(WorkerJoined(record.info))
+
+    def _on_process_exit(self, record: WorkerRecord) -> None:
+        # What it wrote before it ended may still be in the sockets; their end of file usually comes first.
+        self.worker.loop.call_later(_EXIT_GRACE, self.on_lost, record, "its process ended")
+
+    def on_lost(self, record: WorkerRecord, cause: str, error: BaseException | None = None) -> None:
+        """A member died or cannot be reached: everything that waits for it fails."""
+        worker = self.worker
+        if worker.closed or record.id == worker.id or not self._gone_now(record, cause):
+            return
+        if not worker.leaving:
+            logger.warning("worker %s was lost: %s", record.describe(), cause)
+        worker.peers.of(record).fail(_failure(record, cause, error))
+        self._forget(record)
+        if worker.dynamic and worker.rendezvous is not None:
+            worker.tasks.spawn(self._strike_off(worker.rendezvous, record))
+        worker.news.publish(WorkerLost(record.info, cause))
+
+    def on_goodbye(self, record: WorkerRecord | None) -> None:
+        """A member leaves in good order."""
+        worker = self.worker
+        if worker.closed or record is None or not self._gone_now(record):
+            return
+        peer = worker.peers.of(record)
+        error = PeerClosed(f"{record.describe()} has shut down")
+        if peer.pending:
+            worker.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
+        else:
+            peer.fail(error)
+        self._forget(record)
+        worker.news.publish(WorkerLeft(record.info))
+
+    def _gone_now(self, record: WorkerRecord, cause: str | None = None) -> bool:
+        """Note that a member left, or was lost for a cause; False if that is no news."""
         if record.id in self._gone:
             return False
         led = record.id == self.leader
         self._gone.add(record.id)
         self._changed.set()
-        if lost and led and not self.worker.dynamic:
-            self.start()
-        if lost:
-            self.lost[record.id] = record.info
-            self._lost_at = self._lost_at or time.monotonic()
-            if not self.worker.dynamic and self.leads:
-                for other in self.live():
-                    if other.id != self.worker.id:
-                        self._tell(other, report_lost, record.to_wire(), cause)
+        if cause is not None:
+            self._note_loss(record, cause, led)
         entered = self._entered.pop(record.id, None)
         if entered is not None and not entered.done():
             entered.set_result(None)
@@ -152,9 +169,44 @@ class Group:
             self._start_rounds()  # it may have been the one that all waited for
         return True
 
+    def _note_loss(self, record: WorkerRecord, cause: str, led: bool) -> None:
+        self.lost[record.id] = record.info
+        self._lost_at = self._lost_at or time.monotonic()
+        if self.worker.dynamic:
+            return
+        if led:
+            self.start()
+        if self.leads:
+            for other in self.live():
+                if other.id != self.worker.id:
+                    self._tell(other, report_lost, record.to_wire(), cause)
+
+    def _forget(self, record: WorkerRecord) -> None:
+        self._watch.remove(record)
+        for service in list(self.worker.services):
+            if service.peer.incarnation == record.incarnation:
+                service.connection.abort()
+        self.worker.references.on_gone(record.id, record.id in self.lost)
+
+    async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:
+        with contextlib.suppress(RendezvousError):
+            await self.worker.in_thread(lambda: rendezvous.leave(record))
+
     def live(self) -> list[WorkerRecord]:
         """The members that have neither left nor been lost."""
         return [record for record in self.members.values() if record.id not in self._gone]
+
+    def close(self) -> None:
+        """Watch no more, and remove what the lost have left on this host."""
+        self._watch.close()
+        for member in self.lost:
+            record = self.members.get(member)
+            if record is not None and record.unix_path and record.host == self.worker.record.host:
+                sockets.remove_if_stale(Path(record.unix_path))
+
+    def close_in_child(self) -> None:
+        """After a fork: let go of the descriptors, which are the parent's."""
+        self._watch.close_in_child()
 
     # --- leaving together ---------------------------------------------------------------------------------------------
 
@@ -190,7 +242,7 @@ class Group:
         while not self.leads:
             leader = self.members[self.leader]
             # While that is awaited we go on serving: everything else on the loop runs as before.
-            call = self.worker.peer_of(leader).call(enter, (), None, 0.0, system=True)
+            call = self.worker.peers.of(leader).call(enter, (), None, 0.0, system=True)
             try:
                 await call
             except RpcError:
@@ -224,7 +276,7 @@ class Group:
 
     def _start_rounds(self) -> None:
         if self._rounds is None or self._rounds.done():
-            self._rounds = self.worker.spawn(self._run_rounds())
+            self._rounds = self.worker.tasks.spawn(self._run_rounds())
 
     async def _run_rounds(self) -> None:
         """Once all live members have entered: poll until the group is quiet, then let everybody go."""
@@ -238,7 +290,7 @@ class Group:
             if current == previous and all(idle for _, idle, _ in current):
                 break
             if time.monotonic() > limit:
-                busy = [self.worker.describe_id(member) for member, idle, _ in current if not idle]
+                busy = [self.worker.peers.describe(member) for member, idle, _ in current if not idle]
                 logger.warning(
                     "shutdown: %s still had calls under way; leaving all the same", ", ".join(busy) or "nobody"
                 )
@@ -259,8 +311,20 @@ class Group:
     async def _poll(self, record: WorkerRecord) -> tuple[int, bool, int]:
         if record.id == self.worker.id:
             return (record.id, *self.worker.activity())
-        idle, calls = await self.worker.peer_of(record).call(poll, (), None, _POLL_TIMEOUT, system=True)
+        idle, calls = await self.worker.peers.of(record).call(poll, (), None, _POLL_TIMEOUT, system=True)
         return record.id, idle, calls
+
+
+def _failure(record: WorkerRecord, cause: str, error: BaseException | None) -> RpcError:
+    """What is raised by everything that waits for a lost worker."""
+    if isinstance(error, PeerRefused):
+        failure: RpcError = PeerRefused(f"{record.describe()}: {error}")
+    else:
+        text = f"{record.describe()} was lost: {cause}"
+        host, pid = record.hostname, record.pid
+        failure = PeerLost(text, worker=record.name, rank=record.id, host=host, pid=pid, cause=cause)
+    failure.__cause__ = error
+    return failure
 
 
 def _current() -> tuple[Group, WorkerInfo]:
@@ -273,14 +337,14 @@ def _current() -> tuple[Group, WorkerInfo]:
 async def attend(record: list[Any]) -> None:
     """Handler: a member is there, and keeps a connection to us."""
     group, _ = _current()
-    group.worker.on_joined(WorkerRecord.from_wire(record))
+    group.on_joined(WorkerRecord.from_wire(record))
 
 
 @system
 async def report_lost(record: list[Any], cause: str) -> None:
     """Handler: the leader saw a member die."""
     group, _ = _current()
-    group.worker.on_lost(WorkerRecord.from_wire(record), cause)
+    group.on_lost(WorkerRecord.from_wire(record), cause)
 
 
 @system

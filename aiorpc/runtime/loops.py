@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from ..futures import block_observer
@@ -21,6 +22,35 @@ def new_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
+
+
+async def run_in_thread(function: Callable[[], T], name: str) -> T:
+    """Run something that blocks in a thread of its own, and await it. Cancelled, the thread is left to its own end."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def finish(value: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(finish, value, failure)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    result: T = await done
+    thread.join()
+    return result
 
 
 class LoopThread:

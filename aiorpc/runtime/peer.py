@@ -325,7 +325,7 @@ class Peer:
                 else:
                     self._discard(frame)
             elif kind == Kind.GOODBYE:
-                self.worker.on_goodbye(self.record, frame)
+                self.worker.group.on_goodbye(self.record)
                 # No answer can follow on this connection (the goodbye may have come earlier on another).
                 self.fail(PeerClosed(f"{self.describe()} has shut down"))
             else:

@@ -80,7 +80,7 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value."""
-        return self._references.worker.info_of(self._owner)
+        return self._references.worker.peers.info(self._owner)
 
     def owner_name(self) -> str:
         """The name of the worker that has the value."""
@@ -128,7 +128,7 @@ class RRef(Generic[T]):
         self._check()
         if self.is_owner():
             return self._value_future()
-        peer = self._references.worker.peer_by_id(self._owner)
+        peer = self._references.worker.peers.by_id(self._owner)
         seconds = self._references.worker.timeout(timeout)
         return peer.call([FETCH, *self._rref, "to_here"], (), None, seconds, depth=depth)
 
@@ -140,7 +140,7 @@ class RRef(Generic[T]):
         if creation is not None and creation.done():
             creation.value()  # raises what the construction raised
         if self._broken is not None:
-            gone = self._references.worker.peer_by_id(self._owner).gone
+            gone = self._references.worker.peers.by_id(self._owner).gone
             failure = (RpcError if gone is None else type(gone))(f"{self} cannot be used: {gone or self._broken}")
             failure.__dict__.update(vars(gone) if gone is not None else {})
             raise failure
@@ -179,7 +179,7 @@ class RRef(Generic[T]):
 
     def __repr__(self) -> str:
         made = f", made at {describe_site(self._site)}" if self._site is not None else ""
-        return f"<{self} owned by {self._references.worker.describe_id(self._owner)}{made}>"
+        return f"<{self} owned by {self._references.worker.peers.describe(self._owner)}{made}>"
 
     def __del__(self) -> None:
         references = self.__dict__.get("_references")
@@ -221,7 +221,7 @@ def _invoke(proxy: _Proxy, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     rref = proxy._rref
     rref._check()
     worker = rref._references.worker
-    peer = worker.peer_by_id(rref._owner)
+    peer = worker.peers.by_id(rref._owner)
     wire = [METHOD, *rref._rref, name]
     seconds = worker.timeout(proxy._timeout)
     if proxy._verb == "remote":
@@ -289,7 +289,7 @@ class References:
         depth: int,
     ) -> RRef[Any]:
         """An RRef of the result of a call on `peer`; returns at once. Raises SerializationError, with nothing sent."""
-        owner = self.worker.id_of(peer)
+        owner = self.worker.peers.id_of(peer)
         with self._lock:
             rref, fork = self._table.create(owner)
         handle: RRef[Any] = RRef.__new__(RRef)
@@ -335,7 +335,7 @@ class References:
 
     def encode(self, handle: RRef[Any], out: codec.Outgoing) -> tuple[Any, ...]:
         """The pickled form of a handle in a message to `out.target`."""
-        to = self.worker.id_of(out.target)
+        to = self.worker.peers.id_of(out.target)
         with self._lock:
             try:
                 wire, outputs = self._table.encode(handle._rref, handle._fork, to)
@@ -426,7 +426,7 @@ class References:
         for output in outputs:
             if isinstance(output, Send):
                 frame = encode_frame(Kind.REFERENCE, 0, pack(output.message))
-                self.worker.peer_by_id(output.to).send(frame)
+                self.worker.peers.by_id(output.to).send(frame)
             elif isinstance(output, Free):
                 value = self._values.pop(output.rref, None)
                 if value is not None:
@@ -468,12 +468,12 @@ class References:
             value = self._values.get(record.rref)
             kind = type(value._value).__qualname__ if value is not None and value.done() else "?"
             site = describe_site(handle._site) if handle is not None and handle._site is not None else "?"
-            holder = "" if record.holder == self.worker.id else f", held by {self.worker.describe_id(record.holder)}"
+            holder = "" if record.holder == self.worker.id else f", held by {self.worker.peers.describe(record.holder)}"
             found.append(
                 LeakedReference(
                     f"{tuple(record.rref)}{holder}",
                     record.role.value,
-                    self.worker.describe_id(record.owner),
+                    self.worker.peers.describe(record.owner),
                     kind,
                     site,
                 )

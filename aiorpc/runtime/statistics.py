@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .worker import Worker
 
 
 class Counters:
@@ -80,3 +84,39 @@ class PendingCall:
     seconds: float
     deadline: float | None
     made_at: str = field(default="")
+
+
+def collect(worker: Worker) -> Statistics:
+    """A worker's statistics, now. Any thread."""
+    counters, monitor = worker.counters, worker.monitor
+    peers = worker.peers.all()
+    connections = [peer.connection for peer in peers if peer.connection is not None and not peer.connection.closed]
+    connections += [service.connection for service in list(worker.services)]
+    references = worker.references.counts()
+    return Statistics(
+        calls_made=counters.made,
+        calls_answered=counters.answered(),
+        calls_pending=sum(peer.user_calls() for peer in peers),
+        calls_timed_out=counters.timed_out,
+        late_answers=counters.late_answers,
+        latency_p50=counters.quantile(0.5),
+        latency_p99=counters.quantile(0.99),
+        calls_served=counters.served_users,
+        calls_running=sum(service.user_calls() for service in list(worker.services)),
+        calls_failed=counters.failed,
+        calls_cancelled=counters.cancelled,
+        connections=len(connections),
+        connections_refused=counters.refused,
+        bytes_sent=counters.bytes_sent + sum(connection.bytes_sent for connection in connections),
+        bytes_received=counters.bytes_received + sum(connection.bytes_received for connection in connections),
+        threads=worker.pool.threads,
+        threads_idle=worker.pool.idle,
+        threads_blocked=worker.pool.blocked,
+        jobs_queued=worker.pool.queued,
+        references_owned=references.owned,
+        references_held=references.users,
+        references_pending=references.pending,
+        loop_lag_mean=monitor.lag_mean if monitor is not None else 0.0,
+        loop_lag_max=monitor.lag_max if monitor is not None else 0.0,
+        loop_blocked=monitor.blocked_count if monitor is not None else 0,
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from aiorpc.examples import _launch
 from aiorpc.examples._launch import Place, WorkerFailed, launch, place_from_environment
 from tests.examples import roles
 
@@ -77,10 +78,11 @@ def test_a_bad_end_after_the_work_is_an_error() -> None:
     assert error.workers == ("one",) and "exited with code 9" in str(error)
 
 
-def test_the_time_limit_ends_workers_that_hang() -> None:
+def test_the_time_limit_ends_workers_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the time is over all are named and ended, even if they ignore SIGTERM."""
-    error, seconds = failure(roles.wait_for_ever, timeout=3.0)
-    assert error.workers == NAMES and "the run had 3 s" in str(error)
+    monkeypatch.setattr(_launch, "EXIT_TIMEOUT", 1.0)
+    error, seconds = failure(roles.wait_for_ever, timeout=2.0)
+    assert error.workers == NAMES and "the run had 2 s" in str(error)
     assert seconds < 30.0
 
 

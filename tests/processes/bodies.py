@@ -114,3 +114,32 @@ def total(values: list[torch.Tensor]) -> float:
 def call_back(to: str, value: Any) -> Any:
     """Call somebody from a handler, blocking."""
     return rpc.rpc_sync(to, echo, args=(value,))
+
+
+class Gate:
+    """Lets so many calls of a worker's process gather before any of them is answered."""
+
+    waiting = 0
+    full = asyncio.Event()
+
+
+async def gather(value: Any, count: int) -> Any:
+    """Give the value back once so many of these calls are here at the same time."""
+    Gate.waiting += 1
+    if Gate.waiting == count:
+        Gate.full.set()
+    await asyncio.wait_for(Gate.full.wait(), 30)
+    return value
+
+
+def marked(size: int, marks: dict[int, int]) -> torch.Tensor:
+    """A tensor of so many bytes, zero but for the marks: position to value."""
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    for position, value in marks.items():
+        tensor[position] = value
+    return tensor
+
+
+def marks_of(tensor: torch.Tensor, positions: list[int]) -> tuple[int, dict[int, int]]:
+    """Length of such a tensor, and what stands at these positions."""
+    return len(tensor), {position: int(tensor[position]) for position in positions}

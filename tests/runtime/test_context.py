@@ -179,7 +179,7 @@ async def test_events_of_workers_that_join_and_leave() -> None:
                 heard[index].append(event)
 
         tasks = [asyncio.ensure_future(listen(index)) for index in range(2)]
-        await until(lambda: all(worker._events for worker in workers))
+        await until(lambda: all(worker.news.listeners for worker in workers))
         async with aiorpc.init("late", store=store) as late:
             info = late.info
             await until(lambda: all(heard))
@@ -193,7 +193,7 @@ async def test_a_listener_may_stop(pair: list[Worker]) -> None:
     """Closing the iteration takes the listener off the list."""
     events = pair[0].events()
     task = asyncio.ensure_future(anext(events))
-    await until(lambda: pair[0]._events)
+    await until(lambda: pair[0].news.listeners)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await until(lambda: not pair[0]._events)
+    await until(lambda: not pair[0].news.listeners)
