@@ -26,7 +26,7 @@ from ..protocol import codec
 from ..protocol.codec import pack
 from ..protocol.frames import Kind, encode_frame
 from ..protocol.identity import WorkerInfo
-from ..protocol.references import (
+from ..protocol.reference_messages import (
     Broken,
     Confirmed,
     Counts,
@@ -34,10 +34,10 @@ from ..protocol.references import (
     Output,
     Outputs,
     ReferenceId,
-    ReferenceTable,
     Role,
     Send,
 )
+from ..protocol.references import ReferenceTable
 from .current import CallContext, registry
 from .dispatch import FETCH, METHOD
 

@@ -21,7 +21,7 @@ from .workers import group
 MIB = 1 << 20
 GIB = 1 << 30
 HUGE = 2 * GIB + 4099  # no power of two, and positions in it do not fit 31 bits
-HUGE_NEEDS = 12 * GIB  # both ends' copies, one transport after the other, and room for the rest of the machine
+HUGE_NEEDS = 12 * GIB  # the caller's, the callee's and the copy under way, and room for the rest of the machine
 
 
 async def test_tensors_of_64_megabytes_travel_both_ways() -> None:
@@ -169,14 +169,13 @@ def available_memory() -> int:
     available_memory() < HUGE_NEEDS,
     reason=f"tensors over 2 GB need {HUGE_NEEDS / GIB:g} GiB of free memory; there are {available_memory() / GIB:.1f}",
 )
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-async def test_tensor_over_two_gigabytes(transport: str) -> None:
-    """As argument and as result: each byte beyond the 2^31st is where it was."""
+async def test_tensor_over_two_gigabytes() -> None:
+    """As argument over a unix socket, as result over TCP: each byte beyond the 2^31st is where it was."""
     marks = {0: 1, 2**31 - 1: 2, 2**31: 3, 2**31 + 1: 4, HUGE - 1: 5}
-    async with group(2, transports=(transport,)) as _:
+    async with group(2, transports=("unix",)) as _:
         tensor = bodies.marked(HUGE, marks)
         assert await rpc.call("w1", bodies.marks_of, tensor, list(marks)) == (HUGE, marks)
         del tensor
+    async with group(2, transports=("tcp",)) as _:
         result = await rpc.call("w1", bodies.marked, HUGE, marks)
         assert bodies.marks_of(result, list(marks)) == (HUGE, marks)
-        assert int(torch.count_nonzero(result)) == len(marks)

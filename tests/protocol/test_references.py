@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiorpc.errors import ProtocolError, RpcUsageError
-from aiorpc.protocol.references import (
+from aiorpc.protocol.reference_messages import (
     Broken,
     Confirmed,
     Counts,
     Free,
     Outputs,
     ReferenceId,
-    ReferenceTable,
     Role,
     Send,
     Tag,
     Wire,
 )
+from aiorpc.protocol.references import ReferenceTable
 
 EMPTY = Counts(owned=0, users=0, pending=0, forks=0, pins=0, placeholders=0, tombstones=0)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from aiorpc import Worker
-from aiorpc.protocol.references import Counts
+from aiorpc.protocol.reference_messages import Counts
 
 LIMIT = 10.0
 
