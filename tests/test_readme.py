@@ -24,6 +24,8 @@ from tests.examples.programs import run_program, torchrun
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "aiorpc"
 DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",
@@ -131,6 +133,59 @@ def headings(path: Path) -> set[str]:
     """The anchors of a document's headings."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_tests_that_the_design_cites_exist() -> None:
+    """Each `tests/file.py::name` in the design and in its list of corners is a test."""
+    cited = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", DESIGN)
+    assert len(cited) > 30
+    missing = [
+        f"{path}::{name}"
+        for path, name in cited
+        if not (ROOT / path).is_file() or (name and f"def {name}(" not in (ROOT / path).read_text("utf-8"))
+    ]
+    assert missing == []
+
+
+def test_functions_that_the_design_names_exist() -> None:
+    """Each `Class.member` and `module.name` of the package in the design is in its source."""
+    known = {f"{owner}.{name}" for path in PACKAGE.rglob("*.py") for owner, name in members(path)}
+    owners = {each.partition(".")[0] for each in known}
+    named = {each for each in re.findall(r"`(\w+\.\w+)[`(]", DESIGN) if each.partition(".")[0] in owners}
+    named = {each for each in named if not each.endswith((".py", ".md"))}
+    assert len(named) > 40
+    assert named - known == set()
+
+
+def members(path: Path) -> Iterator[tuple[str, str]]:
+    """What a module defines: (module, name), and (class, name) for what its classes define or assign to self."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        for name in defined(node):
+            yield path.stem, name
+        if isinstance(node, ast.ClassDef):
+            for inner in ast.walk(node):
+                for name in defined(inner):
+                    yield node.name, name
+
+
+def defined(node: ast.AST) -> Iterator[str]:
+    """The names that one statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name):
+                yield target.id
+            elif isinstance(target, ast.Attribute):
+                yield target.attr
+
+
+def test_the_design_has_every_module() -> None:
+    """Each module of the runtime has its place in the design's table."""
+    table = DESIGN.partition("| runtime/ | owns |")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"`(\w+\.py)`", table.replace("`protocol/references.py`", "")))
+    assert listed == {path.name for path in (PACKAGE / "runtime").glob("[!_]*.py")}
 
 
 def test_the_table_of_options_is_complete() -> None:

@@ -21,10 +21,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import socket
+import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -40,12 +39,13 @@ MAX_BUFFERS = 256
 # Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a
 # third of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
 SEND_BUFFER = 4 * 1024 * 1024
-# Most that is read or written, in bytes and seconds, before other connections get a turn.
+# Most that is read before other connections get a turn, in bytes.
 TURN_BYTES = 4 * 1024 * 1024
-TURN_SECONDS = 0.002
-# While a large buffer is under way its other end is at work on the same socket, and a turn of the loop for each
-# socketful costs more than the copy: wait for it where we stand, in milliseconds, as long as the turn lasts.
-PATIENCE = 1
+# On this host, while a large buffer is under way its other end is at work on the same socket, and a turn of the loop for
+# each socketful costs more than the copy: wait for it where we stand, in the one system call that takes all of it, in
+# seconds. Not between hosts, where what comes next may take its time.
+PATIENCE = 0.002
+_DONT_WAIT = socket.MSG_DONTWAIT
 
 
 class Connection:
@@ -63,9 +63,13 @@ class Connection:
         *,
         label: str,
     ) -> None:
-        sock.setblocking(False)
-        if sock.family == socket.AF_UNIX:  # TCP sizes its buffers by itself
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self._patient = sock.family == socket.AF_UNIX
+        # Blocking, as far as the system knows: each system call says for itself whether it waits.
+        sock.setblocking(True)
+        if self._patient:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # TCP sizes its buffers by itself
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, int(PATIENCE * 1e6)))
         self.label = label
         self.decoder = decoder
         self.on_frames: Callable[[list[Frame]], None] | None = None
@@ -82,10 +86,6 @@ class Connection:
         self._blocked = False  # the socket was full; the loop waits until it takes more
         self._closing = False
         self._closed = False
-        self._may_read = select.poll()
-        self._may_read.register(self._fd, select.POLLIN)
-        self._may_write = select.poll()
-        self._may_write.register(self._fd, select.POLLOUT)
 
     def start(self) -> None:
         """Begin to read. On the loop's thread, with `on_frames` and `on_closed` set."""
@@ -141,23 +141,25 @@ class Connection:
 
     def _drain(self) -> None:
         queue = self._queue
-        end = 0.0  # of this turn
+        flags = _DONT_WAIT
         while queue and not self._closed:
             buffers, size = self._gather()
             try:
-                sent = self._sock.send(buffers[0]) if len(buffers) == 1 else self._sock.sendmsg(buffers)
+                single = len(buffers) == 1
+                sent = self._sock.send(buffers[0], flags) if single else self._sock.sendmsg(buffers, (), flags)
             except (BlockingIOError, InterruptedError):
                 sent = 0
             self.bytes_sent += sent
-            if sent < size:
-                queue.appendleft(_rest(buffers, sent))
-                now = time.monotonic()
-                end = end or now + TURN_SECONDS
-                if now < end and self._may_write.poll(PATIENCE):
-                    continue
-                self._blocked = True
-                self._call_on_loop(self._wait_writable)
-                return
+            if sent == size:
+                flags = _DONT_WAIT
+                continue
+            queue.appendleft(_rest(buffers, sent))
+            if self._patient and flags and sent:
+                flags = 0  # once more, and this time wait a little
+                continue
+            self._blocked = True
+            self._call_on_loop(self._wait_writable)
+            return
 
     def _gather(self) -> tuple[list[Buffer], int]:
         """Take frames off the queue: small ones joined, large buffers as they are."""
@@ -206,11 +208,13 @@ class Connection:
     def _readable(self) -> None:
         decoder = self.decoder
         taken = 0
-        end = 0.0  # of this turn
         try:
             while True:
                 buffer = decoder.get_buffer()
-                count = self._sock.recv_into(buffer)
+                if self._patient and decoder.filling:
+                    count = self._sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
+                else:
+                    count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
                 if count == 0:
                     self._fail(ConnectionResetError("the other side closed the connection"))
                     return
@@ -220,11 +224,6 @@ class Connection:
                     self.on_frames(frames)
                 if self._closed or taken > TURN_BYTES or (count < len(buffer) and not decoder.filling):
                     break
-                if decoder.filling:
-                    now = time.monotonic()
-                    end = end or now + TURN_SECONDS
-                    if now > end or not self._may_read.poll(PATIENCE):
-                        break
         except (BlockingIOError, InterruptedError):
             pass
         except (OSError, ProtocolError) as error:

@@ -228,7 +228,7 @@ def views_of_one_storage(draw: st.DrawFn) -> list[Tensor]:
 
 @given(views_of_one_storage(), st.booleans())
 def test_any_views_arrive(tensors: list[Tensor], copy: bool) -> None:
-    """Whatever the sizes, strides and offsets, all views of a message arrive bit for bit, and none is written outside."""
+    """Whatever the sizes, strides and offsets, all views of a message arrive bit for bit; none is written outside."""
     for arrived, sent in zip(send(tensors, copy=copy), tensors, strict=True):
         assert same_bits(arrived, sent)
 

@@ -235,7 +235,7 @@ async def test_a_deferred_tensor_is_taken_when_the_future_completes(pair: list[W
         shared.fill_(-1)
 
     await asyncio.to_thread(settle)
-    assert [int(result[0]) for result in await asyncio.gather(*calls)] == list(range(5))  # type: ignore[index]
+    assert [int(result[0]) for result in await asyncio.gather(*calls)] == list(range(5))
     _parked.clear()
 
 

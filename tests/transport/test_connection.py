@@ -193,9 +193,9 @@ async def test_small_frames_of_one_turn_leave_together(half: tuple[End, socket.s
         def __getattr__(self, name: str) -> Any:
             return getattr(self.sock, name)
 
-        def send(self, data: bytes) -> int:
+        def send(self, data: bytes, flags: int) -> int:
             writes.append(len(data))
-            return int(self.sock.send(data))
+            return int(self.sock.send(data, flags))
 
     end.connection._sock = Counting(end.connection._sock)  # type: ignore[assignment]
     for number in range(50):
@@ -257,10 +257,10 @@ async def test_close_waits_for_a_thread_that_is_writing(half: tuple[End, socket.
         def __getattr__(self, name: str) -> Any:
             return getattr(self.sock, name)
 
-        def send(self, data: bytes) -> int:
+        def send(self, data: bytes, flags: int) -> int:
             inside.set()
             assert go.wait(LONG)
-            return int(self.sock.send(data))
+            return int(self.sock.send(data, flags))
 
     real = end.connection._sock
     end.connection._sock = Slow(real)  # type: ignore[assignment]
