@@ -274,5 +274,5 @@ class _Accepting:
         self.acceptor.ended(self)
         if self._serving is not None:
             self._serving(cause)
-        elif cause is not None and not isinstance(cause, ConnectionResetError):
+        elif cause is not None and not isinstance(cause, (ConnectionResetError, BrokenPipeError)):
             self.acceptor.refuse(str(cause))

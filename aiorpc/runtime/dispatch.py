@@ -363,7 +363,9 @@ class Service:
 
     def _serve_coroutine(self, context: CallContext, handler: Any) -> None:
         coroutine = self._run_coroutine(context, handler)
-        context.on_cancel = partial(self._cancel_task, self.worker.tasks.serve(coroutine), coroutine, handler)
+        task = self.worker.tasks.serve(coroutine)
+        if not task.done():
+            context.on_cancel = partial(self._cancel_task, task, coroutine, handler)
 
     def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, handler: Any) -> None:
         if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:

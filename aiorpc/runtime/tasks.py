@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -31,8 +32,13 @@ class Tasks:
 
         Not `spawn`, whose callback at the end would cost each call another turn of the loop.
         """
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
+        if sys.version_info >= (3, 12):
+            # The first step runs at once: a handler that awaits nothing costs no turn of the loop.
+            task = asyncio.Task(coroutine, loop=self._loop, eager_start=True)
+        else:
+            task = self._loop.create_task(coroutine)
+        if not task.done():
+            self._tasks.add(task)
         return task
 
     def drop(self, task: asyncio.Task[None]) -> None:
