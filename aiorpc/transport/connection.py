@@ -41,11 +41,11 @@ MAX_BUFFERS = 256
 SEND_BUFFER = 4 * 1024 * 1024
 # Most that is read before other connections get a turn, in bytes.
 TURN_BYTES = 4 * 1024 * 1024
-# On this host, while a large buffer is under way its other end is at work on the same socket, and a turn of the loop for
-# each socketful costs more than the copy: wait for it where we stand, in the one system call that takes all of it, in
-# seconds. Not between hosts, where what comes next may take its time.
+# On this host, while a large buffer is under way its other end is at work on the same socket, and a turn of the loop
+# for each socketful costs more than the copy: wait for it where we stand, in the one system call that takes all of it,
+# in seconds. Not between hosts, where what comes next may take its time.
 PATIENCE = 0.002
-_DONT_WAIT = socket.MSG_DONTWAIT
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
 
 
 class Connection:

@@ -20,7 +20,19 @@ from torch.utils.data import DataLoader
 import aiorpc as rpc
 
 from . import bodies
-from .workers import Child, Link, Place, group, meeting_file, places, process_state, processes, wait_for, wait_for_async
+from .workers import (
+    Child,
+    Link,
+    Place,
+    group,
+    meeting_file,
+    places,
+    process_state,
+    processes,
+    until,
+    wait_for,
+    wait_for_async,
+)
 
 SOON = 1.0  # seconds within which a death has to be known
 
@@ -41,13 +53,10 @@ async def fails_soon(awaitable: Any, killed: float, child: Child) -> rpc.PeerLos
 async def running(worker: str, count: int) -> None:
     """Wait until a worker says that it runs so many calls."""
 
-    async def calls() -> int:
-        served = await rpc.call(worker, served_calls)
-        return int(served)
+    async def are_running() -> bool:
+        return int(await rpc.call(worker, served_calls)) >= count
 
-    async with asyncio.timeout(10):
-        while await calls() < count:
-            await asyncio.sleep(0.01)
+    await until(are_running)
 
 
 def served_calls() -> int:
@@ -273,7 +282,7 @@ def try_verbs() -> dict[str, str]:
 
 
 async def test_verbs_raise_in_a_forked_child_and_the_parent_is_well() -> None:
-    """os.fork in a handler: every verb in the child raises and hangs nowhere; the parent's connections are untouched."""
+    """os.fork in a handler: every verb in the child raises, none hangs; the parent's connections are untouched."""
     async with group(2) as (_, children):
         found = await rpc.call("w1", verbs_in_fork)
         assert set(found.values()) <= {"WorkerClosed", "NotInitialized"}, found
@@ -285,7 +294,8 @@ def children_of_a_handler() -> tuple[list[int], float]:
     """multiprocessing and a DataLoader with workers, forked from a handler."""
     with multiprocessing.get_context("fork").Pool(2) as pool:
         squares = pool.map(square, range(5))
-    loader = DataLoader(torch.arange(8.0), batch_size=4, num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
+    numbers: Any = torch.arange(8.0)  # a Dataset is whatever has a length and items
+    loader: DataLoader[Any] = DataLoader(numbers, batch_size=4, num_workers=2, multiprocessing_context="fork")
     return squares, float(sum(batch.sum() for batch in loader))
 
 
@@ -297,7 +307,7 @@ def square(n: int) -> int:
 @pytest.mark.slow
 async def test_multiprocessing_and_data_loader_in_a_handler() -> None:
     """Forked children of a handler come and go without harm to its worker."""
-    async with group(2) as (_, children):
+    async with group(2):
         for _ in range(2):
             assert await rpc.call("w1", children_of_a_handler) == ([0, 1, 4, 9, 16], 28.0)
         assert await rpc.call("w1", bodies.add, 1, 2) == 3
@@ -307,13 +317,9 @@ async def test_handler_still_running_for_a_dead_caller_is_told() -> None:
     """A handler whose caller died can ask, and its worker leaves in good order."""
     async with group(2, call_and_wait, ended=("w1",)) as (_, children):
         assert await children["w1"].ahear() == "calling"
-        async with asyncio.timeout(10):
-            while not Asked.started.is_set():
-                await asyncio.sleep(0.01)
+        await until(Asked.started.is_set)
         children["w1"].kill()
-        async with asyncio.timeout(SOON):
-            while not Asked.cancelled.is_set():
-                await asyncio.sleep(0.01)
+        await until(Asked.cancelled.is_set, SOON)
         Asked.started.clear()
         Asked.cancelled.clear()
 

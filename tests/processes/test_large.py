@@ -127,15 +127,17 @@ async def test_memory_is_flat_over_20000_calls() -> None:
         before = [*await sizes(bodies.resident), *await sizes(live_objects)]
         await mixed_calls(20_000)
         after = [*await sizes(bodies.resident), *await sizes(live_objects)]
-        resident, objects = [[late - early for early, late in zip(before, after, strict=True)][i : i + 2] for i in (0, 2)]
+        resident, objects = [
+            [late - early for early, late in zip(before, after, strict=True)][i : i + 2] for i in (0, 2)
+        ]
         # A kilobyte leaked by each call would be 20 MB, one object 20,000.
         assert max(resident) < 12 * MIB, resident
         assert max(objects) < 2000, objects
 
 
-async def sizes(measure: Callable[[], int]) -> list[int]:
+async def sizes(measure: Callable[[], int]) -> torch.Tensor:
     """What it says in this process and in that of w1."""
-    return [measure(), await rpc.call("w1", measure)]
+    return torch.tensor([measure(), await rpc.call("w1", measure)])
 
 
 async def mixed_calls(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Programs as people write them: every way to meet and to start, `__main__`, notebooks, process groups, many workers."""
+"""Programs as people write them: all ways to meet and to start, `__main__`, notebooks, process groups, many workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import runpy
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.examples.programs import run_program, torchrun
 
 from . import bodies
 from .test_shutdown import free_port
-from .workers import Link, Place, group, meeting_file, places, processes
+from .workers import Link, Place, group, meeting_file, places, processes, wait_for
 
 HEADER = """
 import os, sys, threading
@@ -103,14 +102,14 @@ def run_ranks(paths: list[Path], *arguments: str) -> None:
 
 
 def test_script_whose_ranks_share_functions_classes_locks_and_globals_of_main(tmp_path: Path) -> None:
-    """The same script on both sides: what `__main__` defines goes by name, so its locks and globals are the callee's own."""
+    """The same script on both sides: what `__main__` defines goes by name, so locks and globals are the callee's."""
     script = tmp_path / "train.py"
     script.write_text(SAME_MAIN)
     run_ranks([script, script])
 
 
 def test_scripts_with_different_mains_send_functions_and_classes_by_value(tmp_path: Path) -> None:
-    """A function the callee's script does not have travels with what it needs; results come back as the caller's class."""
+    """A function the callee's script does not have travels with what it needs; results are of the caller's class."""
     first, second = tmp_path / "trainer.py", tmp_path / "server.py"
     first.write_text(f"""{HEADER}
 @dataclass
@@ -410,14 +409,11 @@ async def test_notebook_uses_blocking_and_awaited_verbs_on_its_own_loop() -> Non
 
 
 async def test_dedicated_loop_serves_while_the_program_blocks_its_own() -> None:
-    """With dedicated_loop=True a training step that blocks the loop holds up nobody; futures are awaited the same way."""
+    """With dedicated_loop=True a training step that blocks the loop holds up nobody; futures are awaited as ever."""
     async with group(2, dedicated_loop=True) as (worker, _):
         assert worker.loop is not asyncio.get_running_loop()
         done = rpc.call("w1", calls_back, 20)
-        deadline = time.monotonic() + 20
-        while not done.done():  # this loop turns no more until the answer is there
-            time.sleep(0.005)
-            assert time.monotonic() < deadline
+        wait_for(done.done, 20)  # this loop turns no more until the answer is there
         assert await done == 20
         assert await asyncio.wait_for(rpc.call("w1", bodies.aadd, 1, 2), 5) == 3
         assert rpc.rpc_sync("w1", bodies.add, args=(1, 2)) == 3

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 
 import aiorpc as rpc
 from aiorpc.transport import sockets
-from tests.examples.programs import run_program, started
+from tests.examples.programs import run_program
 
 from . import bodies
-from .workers import Link, Place, group, meeting_file, places, processes, wait_for, wait_for_async
+from .workers import Link, Place, group, meeting_file, places, processes, wait_for_async
+from .zygote import Program, Zygote, zygote
 
 QUICK = 3.0  # seconds for what takes milliseconds on an idle machine
 
@@ -39,9 +41,7 @@ async def test_workers_that_enter_shutdown_at_once_go_on_serving() -> None:
 
 async def in_shutdown(name: str) -> None:
     """Wait until a worker has called shutdown()."""
-    async with asyncio.timeout(10):
-        while not await rpc.call(name, is_leaving):
-            await asyncio.sleep(0.01)
+    await wait_for_async(lambda: rpc.rpc_sync(name, is_leaving))
 
 
 def is_leaving() -> bool:
@@ -150,9 +150,7 @@ async def test_async_with_leaves_at_once_when_its_block_fails() -> None:
         with pytest.raises(ZeroDivisionError):
             async with rpc.init("w0", rank=0, world_size=2, init_method=init_method) as worker:
                 assert await child.ahear() == "calling"
-                async with asyncio.timeout(10):
-                    while not any(call.direction == "served" for call in worker.pending_calls()):
-                        await asyncio.sleep(0.01)
+                await wait_for_async(lambda: any(call.direction == "served" for call in worker.pending_calls()))
                 raise ZeroDivisionError
         assert await child.ahear(QUICK) == "PeerClosed"
         children.check_ended()
@@ -328,7 +326,6 @@ def test_clean_run_prints_nothing(tmp_path: Path) -> None:
 
 EXIT = """
 import sys, time, aiorpc as rpc
-sys.path.insert(0, sys.argv[3])
 from tests.processes import bodies
 rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
 pending = rpc.rpc_async("w1", bodies.block)
@@ -338,7 +335,12 @@ print("ready", flush=True)
 exec(sys.argv[2])
 """
 
-ROOT = Path(__file__).parents[2]
+
+@pytest.fixture(scope="module")
+def prepared(_own_temporary_directory: None) -> Iterator[Zygote]:
+    """An interpreter to fork programs from."""
+    with zygote() as made:
+        yield made
 
 
 def end_of_peer(place: Place, link: Link) -> Any:
@@ -364,39 +366,45 @@ def end_of_peer(place: Place, link: Link) -> Any:
     ],
     ids=["end of the script", "Ctrl-C in rpc_sync", "Ctrl-C in shutdown"],
 )
-def test_program_that_ends_without_a_shutdown(ending: str, signal_number: int | None, tmp_path: Path) -> None:
-    """It ends at once and quietly but for its own KeyboardInterrupt; its peer sees a goodbye and leaves in good order."""
+def test_program_that_ends_without_a_shutdown(
+    ending: str, signal_number: int | None, prepared: Zygote, tmp_path: Path
+) -> None:
+    """It ends at once, quiet but for its own KeyboardInterrupt; its peer sees a goodbye and leaves in good order."""
     with processes() as children, meeting_file() as init_method:
         child = children.start(places(2, init_method)[1], end_of_peer)
-        with started(["-c", EXIT, init_method, ending, str(ROOT)], tmp_path) as program:
+        with prepared.run(EXIT, [init_method, ending], tmp_path) as program:
             program.wait_for_line("ready")
             if signal_number is not None:
-                time.sleep(0.5)  # until it blocks; a condition would have to look into the program's stack
-                os.kill(program.process.pid, signal_number)
+                time.sleep(0.3)  # until it blocks; a condition would have to look into the program's stack
+                os.kill(program.pid, signal_number)
             begun = time.monotonic()
-            done = program.finish(20)
+            program.finish(20)
             assert time.monotonic() - begun < 8
         if signal_number is None:
-            assert (done.code, done.err) == (0, "")
+            assert (program.code, program.err) == (0, "")
         else:
-            assert done.code == -signal.SIGINT
-            assert done.err.startswith("Traceback") and done.err.endswith("KeyboardInterrupt\n"), done.err
-            assert done.err.count("Traceback") == 1, done.err
+            check_interrupted(program)
         error, seconds, lost = child.hear()
         assert (error, lost) == ("PeerClosed", [])
         assert seconds < 8
         children.check_ended()
 
 
+def check_interrupted(program: Program) -> None:
+    """It ended by Ctrl-C, and said nothing beside that."""
+    assert program.code == -signal.SIGINT
+    assert program.err.startswith("Traceback") and program.err.endswith("KeyboardInterrupt\n"), program.err
+    assert program.err.count("Traceback") == 1, program.err
+
+
 @pytest.mark.slow
-def test_ctrl_c_while_joining(tmp_path: Path) -> None:
+def test_ctrl_c_while_joining(prepared: Zygote, tmp_path: Path) -> None:
     """A program that waits for others who do not come can be interrupted."""
     code = "import aiorpc as rpc; print('ready', flush=True); rpc.init_rpc('a', rank=0, world_size=2)"
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with started(["-c", code], tmp_path, env) as program:
+    with prepared.run(code, [], tmp_path, env) as program:
         program.wait_for_line("ready")
-        time.sleep(0.5)
-        os.kill(program.process.pid, signal.SIGINT)
-        done = program.finish(10)
-    assert done.code == -signal.SIGINT
-    assert done.err.endswith("KeyboardInterrupt\n"), done.err
+        time.sleep(0.3)  # as above
+        os.kill(program.pid, signal.SIGINT)
+        program.finish(10)
+    check_interrupted(program)

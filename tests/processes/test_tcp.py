@@ -1,4 +1,4 @@
-"""Workers that speak TCP alone, as they do between hosts: everything works the same, and the listener is where it is told."""
+"""Workers that speak TCP alone, as between hosts: everything works the same, the listener is where it is told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiorpc.testing import cluster
 
 from . import bodies
 from .test_shutdown import free_port
-from .workers import Children, Link, Place, group, meeting_file, places, processes
+from .workers import Link, Place, group, meeting_file, places, processes
 
 TCP: dict[str, Any] = {"transports": ("tcp",)}
 
@@ -69,7 +69,7 @@ async def test_everything_works_over_tcp_alone() -> None:
 
 def value_of(ref: rpc.RRef[bodies.Counter]) -> int:
     """At a third worker: use somebody else's object."""
-    return ref.rpc_sync().add(0)
+    return int(ref.rpc_sync().add(0))
 
 
 async def test_death_is_seen_over_tcp() -> None:
@@ -85,17 +85,6 @@ async def test_death_is_seen_over_tcp() -> None:
         assert (caught.value.worker, caught.value.pid) == ("w1", children["w1"].pid)
         assert await rpc.call("w2", bodies.add, 1, 2) == 3
         assert [info.name for info in (await worker.shutdown()).lost] == ["w1"]
-
-
-def start_serving(children: Children, place: Place, options: dict[str, Any]) -> None:
-    """Start a process that joins with these options and serves."""
-    children.start(place, serve_with, options)
-
-
-def serve_with(place: Place, link: Link, options: dict[str, Any]) -> None:
-    """Body: join and serve."""
-    place.init_rpc(**options)
-    rpc.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +103,7 @@ async def test_listener_is_bound_and_advertised_as_told(
     port = free_port()
     ports = (port, port + 20)
     options = {**TCP, "bind_address": bind, "address": address, "port_range": ports}
-    async with group(3, **options) as (worker, _):
+    async with group(3, **options):
         found = [await rpc.call(name, where) for name in ("w0", "w1", "w2")]
         assert {host for _, host, _ in found} == {advertised}
         used = [port for _, _, port in found]
@@ -143,7 +132,7 @@ async def test_workers_without_a_transport_in_common_say_so() -> None:
     mixed = [rpc.RpcBackendOptions(transports=(kind,), loss_grace=0.2) for kind in ("unix", "tcp")]
     started = time.monotonic()
     async with cluster(2, options=mixed) as workers:
-        with pytest.raises(rpc.PeerLost, match="worker1.*no transport in common"):
+        with pytest.raises(rpc.PeerLost, match=r"worker1.*no transport in common"):
             await workers[0].call("worker1", bodies.add, 1, 2)
     assert time.monotonic() - started < 10
 
@@ -152,7 +141,7 @@ def rejoin(place: Place, link: Link, rounds: int) -> list[int]:
     """Body: several lives on the same single port; returns the ports."""
     ports = []
     for _ in range(rounds):
-        place.init_rpc(**TCP, port_range=(link_port := place_port(place), link_port))
+        place.init_rpc(**TCP, port_range=(place_port(place), place_port(place)))
         others = range(place.world_size or 0)
         assert [rpc.rpc_sync(other, bodies.add, args=(other, 1)) for other in others] == [rank + 1 for rank in others]
         ports.append(rpc.current().record.tcp_port)

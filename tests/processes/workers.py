@@ -1,4 +1,4 @@
-"""Worker processes for tests: forked in milliseconds from a server that has torch, always ended, never waited for forever.
+"""Worker processes for tests: forked in milliseconds from a server that has torch, always ended, waited for in bounds.
 
 The test's own process is usually rank 0 (`group`), so that a test is written as a user writes a program; the others run
 a body from `bodies`. All of them meet in a file in a temporary folder.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -147,7 +148,9 @@ class Children:
 @contextlib.contextmanager
 def processes() -> Iterator[Children]:
     """A place for processes; those that still run at the end of the block are killed."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "aiorpc", "cloudpickle"])
+    # All that the workers import: what is missing here costs each of them again (pytest alone 130 ms).
+    preload = ["torch", "aiorpc", "cloudpickle", "uvloop", "pytest"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     children = Children()
     try:
         with one_thread():
@@ -248,6 +251,17 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
 async def wait_for_async(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     """`wait_for` beside a running loop."""
     return await asyncio.to_thread(wait_for, condition, seconds)
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Poll on this loop until the condition, plain or async, holds; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        held = condition()
+        if await held if inspect.isawaitable(held) else held:
+            return
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {condition}"
+        await asyncio.sleep(0.005)
 
 
 def process_state(pid: int) -> str:

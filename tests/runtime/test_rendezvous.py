@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import stat
 import subprocess
@@ -25,10 +26,12 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from aiorpc.errors import RendezvousError, RpcUsageError
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.rendezvous import Rendezvous, host_identity
+from tests.processes.workers import process_state
+from tests.processes.zygote import Zygote, zygote
 
 T = TypeVar("T")
 PATIENCE = 20.0
-SOON = 0.5
+SOON = 0.3
 ELSEWHERE = "another-boot:1:1"
 
 
@@ -131,6 +134,13 @@ class Group:
 def server_made_once() -> None:
     """The first server in a process makes libuv open a pipe that it keeps for good."""
     TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
+
+
+@pytest.fixture(scope="module")
+def prepared(_own_temporary_directory: None) -> Iterator[Zygote]:
+    """An interpreter to fork programs from."""
+    with zygote() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -281,7 +291,7 @@ def test_the_group_can_be_formed_again_and_again(group: Group) -> None:
     assert generations == ([{1}] * 3 if group.method.startswith("tcp") else [{1}, {2}, {3}])
 
 
-def test_ranks_that_come_back_before_the_host_has_gone_wait_for_it() -> None:
+def test_ranks_that_come_back_before_the_host_has_gone_wait_for_it(prepared: Zygote, tmp_path: Path) -> None:
     """A client that reaches the old store as it closes goes on to the new one, and torch logs nothing."""
     script = CHILD + (
         "def round_of(rank):\n"
@@ -296,10 +306,9 @@ def test_ranks_that_come_back_before_the_host_has_gone_wait_for_it() -> None:
         "[t.start() for t in threads]; [t.join() for t in threads]\n"
         "print('finished')\n"
     )
-    command = [sys.executable, "-c", script, f"tcp://localhost:{free_port()}"]
-    environment = child_environment()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=environment)
-    assert (done.stdout, done.stderr) == ("finished\n", "")
+    with prepared.run(script, [f"tcp://localhost:{free_port()}"], tmp_path) as child:
+        child.finish(50)
+        assert (child.out, child.err) == ("finished\n", "")
 
 
 def test_32_ranks_meet_within_seconds() -> None:
@@ -369,14 +378,15 @@ def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_once(tmp_path: Pat
         Rendezvous.open(f"file://{tmp_path}/none/meet", rank=0, world_size=1, timeout=5)
 
 
-def test_a_store_that_goes_away_is_an_error_for_those_who_wait() -> None:
+def test_a_store_that_goes_away_is_an_error_for_those_who_wait(prepared: Zygote, tmp_path: Path) -> None:
     """The host dies before the group is complete: the others say that they cannot reach it."""
     port = free_port()
-    host = spawn("r = Rendezvous.open(sys.argv[1], rank=0, world_size=3, timeout=20)\nprint('up', flush=True)", port)
-    assert host.stdout is not None and host.stdout.readline() == "up\n"
-    group = Group(f"tcp://127.0.0.1:{port}", None)
-    opened = group.open(1, 3, timeout=1.0)
-    kill(host)
+    url = f"tcp://127.0.0.1:{port}"
+    lines = f"r = Rendezvous.open({url!r}, rank=0, world_size=3, timeout=20)\nprint('up', flush=True)"
+    group = Group(url, None)
+    with prepared.run(CHILD + lines + STAY, [], tmp_path) as host:
+        host.wait_for_line("up")
+        opened = group.open(1, 3, timeout=SOON)
     with pytest.raises(RendezvousError, match=r"the store at .* no longer answers|cannot reach the store at"):
         opened.join(lambda number: make_record("b", number))
     group.close()
@@ -506,23 +516,24 @@ def test_close_is_idempotent_and_ends_all_use(here: Group) -> None:
 # ---- workers that died
 
 
-def test_a_rank_that_died_here_can_be_taken_again(tmp_path: Path) -> None:
+def test_a_rank_that_died_here_can_be_taken_again(prepared: Zygote, tmp_path: Path) -> None:
     """Killed without leaving: the next group forms at the same file, as the dead holder is seen to be dead."""
     method = f"file://{tmp_path}/meet"
     lines = f"r = Rendezvous.open({method!r}, rank=1, world_size=2, timeout=20)\n"
-    child = spawn(lines + "r.join(lambda n: record('victim', n))\nprint('joined', flush=True)", 0)
-    group = Group(method, None)
-    assert [record.name for record in group.join(0, 2)] == ["worker0", "victim"]
-    assert child.stdout is not None and child.stdout.readline() == "joined\n"
-    with pytest.raises(RendezvousError, match=rf"taken twice: by victim \(rank 1, pid {child.pid} on"):
-        group.join(1, 2, "heir", timeout=5)
-    group.leave_all()
-    kill(child, reap=False)
-    # Nobody has waited for the child: it is a zombie, which must not pass for alive.
-    results = together(lambda: group.join(0, 2), lambda: group.join(1, 2, "heir"))
-    assert all(isinstance(result, list) for result in results), results
-    group.leave_all()
-    kill(child)
+    lines += "r.join(lambda n: record('victim', n))\nprint('joined', flush=True)"
+    with prepared.run(CHILD + lines + STAY, [], tmp_path) as child:
+        group = Group(method, None)
+        assert [record.name for record in group.join(0, 2)] == ["worker0", "victim"]
+        child.wait_for_line("joined")
+        with pytest.raises(RendezvousError, match=rf"taken twice: by victim \(rank 1, pid {child.pid} on"):
+            group.join(1, 2, "heir", timeout=5)
+        group.leave_all()
+        os.kill(child.pid, signal.SIGKILL)
+        # Nobody has waited for the child: it is a zombie, which must not pass for alive.
+        wait_until(lambda: process_state(child.pid) == "Z", "the child is a zombie")
+        results = together(lambda: group.join(0, 2), lambda: group.join(1, 2, "heir"))
+        assert all(isinstance(result, list) for result in results), results
+        group.leave_all()
 
 
 def test_one_that_died_while_joining_does_not_end_the_wait_of_others(here: Group) -> None:
@@ -603,16 +614,16 @@ def test_a_rank_may_be_chosen_if_it_is_free(here: Group) -> None:
     assert [record.id for record in here.join(None, None, "c")] == [1, 0, 2]
 
 
-def test_a_name_whose_holder_died_here_is_free(tmp_path: Path) -> None:
+def test_a_name_whose_holder_died_here_is_free(prepared: Zygote, tmp_path: Path) -> None:
     """Killed without leaving: the next to join takes it off the list and may have its name and its rank."""
     method = f"file://{tmp_path}/meet"
     lines = f"r = Rendezvous.open({method!r}, rank=3, world_size=None, timeout=20)\n"
-    child = spawn(lines + "r.join(lambda n: record('a', n))\nprint('joined', flush=True)", 0)
-    assert child.stdout is not None and child.stdout.readline() == "joined\n"
+    lines += "r.join(lambda n: record('a', n))\nprint('joined', flush=True)"
     group = Group(method, None)
-    with pytest.raises(RendezvousError, match=rf"'a' is not unique: a \(rank 3, pid {child.pid} on"):
-        group.join(3, None, "a")
-    kill(child)
+    with prepared.run(CHILD + lines + STAY, [], tmp_path) as child:
+        child.wait_for_line("joined")
+        with pytest.raises(RendezvousError, match=rf"'a' is not unique: a \(rank 3, pid {child.pid} on"):
+            group.join(3, None, "a")
     assert [record.id for record in group.join(3, None, "a")] == [3]
     group.close()
 
@@ -852,6 +863,8 @@ def record(name, number):
 
 """
 
+STAY = "\nimport signal; signal.pause()\n"
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # The package without its ``__init__``, which imports torch: what needs no torch starts in a tenth of the time.
@@ -894,22 +907,6 @@ def run_python(*arguments: str, folder: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def spawn(lines: str, port: int) -> subprocess.Popen[str]:
-    """A process that runs the lines after CHILD and then waits to be killed."""
-    code = f"{CHILD}{lines}\nsys.stdin.read()\n"
-    command = [sys.executable, "-c", code, f"tcp://127.0.0.1:{port}"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment())
-
-
-def kill(process: subprocess.Popen[str], *, reap: bool = True) -> None:
-    """SIGKILL it; without `reap` it stays a zombie, as below a parent that does not look."""
-    process.kill()
-    if reap:
-        process.communicate(timeout=10)
-    else:
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
