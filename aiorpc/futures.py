@@ -143,11 +143,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         else:
             self._error = error
             self._trace = error.__traceback__
+            if self._site is not None:  # before anybody can look at it
+                self._unobserved = _Unobserved(self.describe(), error)
             self._state = ERROR
             _CFuture._set_unwrap_func(self, _raise)
             _CFuture.set_result(self, _Failure(self, error))
-            if self._site is not None:
-                self._unobserved = _Unobserved(self.describe(), error)
         if self._callbacks:
             self._run_callbacks()
         return True

@@ -84,7 +84,8 @@ def _bytes_at(owner: torch.Tensor, address: int, size: int, copy: bool) -> Buffe
     if copy or size < DIRECT_SIZE:
         return ctypes.string_at(address, size)
     array = (ctypes.c_ubyte * size).from_address(address)
-    array.owner = owner  # type: ignore[attr-defined]  # keeps the storage alive as long as the view
+    # The storage, not the tensor: `tensor.data = ...` gives that another one and would free this one.
+    array.owner = owner.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 

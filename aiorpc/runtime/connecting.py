@@ -19,6 +19,7 @@ from ..protocol.handshake import Handshake
 from ..protocol.identity import WorkerRecord
 from ..transport import sockets
 from ..transport.connection import Connection
+from .group import failure
 from .host import provably_dead
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ logger = logging.getLogger("aiorpc")
 HANDSHAKE_TIMEOUT = 10.0
 CONNECT_TIMEOUT = 30.0
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
+ACCEPT_PAUSE = 0.5
 # Connections that may be in their handshake at once; strangers must not use up our descriptors.
 MAX_HANDSHAKES = 256
 
@@ -48,12 +50,19 @@ async def connect(worker: Worker, peer: Peer) -> None:
     """Find the worker of a peer and connect to it; if that cannot be done, the peer is lost. On the loop."""
     try:
         record = await worker.peers.locate(peer)
+        if record is None:
+            return
         connection = await open_connection(worker, record, peer)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         if peer.record is not None and not worker.closed:
-            worker.group.on_lost(peer.record, f"it cannot be reached: {error}", error)
+            cause = f"it cannot be reached: {error}"
+            worker.group.on_lost(peer.record, cause, error)
+            peer.fail(failure(peer.record, cause, error))  # where the loss was no news
         else:
             peer.fail(WorkerClosed(f"worker {worker.name!r} cannot reach {peer.name!r}: {error}"))
+        return
+    if peer.gone is not None:
+        connection.abort()
         return
     worker.group.watch(record)
     peer.ready(connection)
@@ -65,14 +74,19 @@ async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> C
     pause = FIRST_PAUSE
     while True:
         try:
-            sock = await _reach(worker, record)
-            break
+            # The system tries for minutes where nobody answers.
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                sock = await _reach(worker, record)
+            return await _Opening(worker, record, peer, sock).run()
+        except PeerRefused:
+            raise
         except OSError as error:
+            if peer.gone is not None:
+                raise
             if time.monotonic() > limit or provably_dead(record, worker.record.host):
                 raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
         await asyncio.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)
-    return await _Opening(worker, record, peer, sock).run()
 
 
 async def _reach(worker: Worker, record: WorkerRecord) -> socket.socket:
@@ -106,25 +120,25 @@ class _Opening:
         connection.start()
         connection.send(self.handshake.start(), urgent=True)
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-                await self.done
-        except TimeoutError:
-            connection.abort()
-            raise ConnectionError(f"no answer to the handshake within {HANDSHAKE_TIMEOUT:g} s") from None
+            # Without a bound: the other side may be stopped, or hold its interpreter. Calls have their deadlines, and
+            # the end of the socket or of the process tells of death.
+            await self.done
         except BaseException:
             connection.abort()
             raise
         return connection
 
     def _on_frames(self, frames: list[Frame]) -> None:
-        for frame in frames:
-            for reply in (self.handshake.feed(frame),):
-                if reply:
-                    self.connection.send(reply, urgent=True)
-        if self.handshake.state is handshake.State.READY and not self.done.done():
-            _trust(self.worker, self.connection.decoder)
-            self.connection.on_frames = self.peer.on_frames
-            self.done.set_result(None)
+        for index, frame in enumerate(frames):
+            reply = self.handshake.feed(frame)
+            if reply:
+                self.connection.send(reply, urgent=True)
+            if self.handshake.state is handshake.State.READY and not self.done.done():
+                _trust(self.worker, self.connection.decoder)
+                self.connection.on_frames = self.peer.on_frames
+                self.done.set_result(None)
+                self.peer.on_frames(frames[index + 1 :])  # a goodbye may follow at once
+                return
 
     def _on_closed(self, cause: BaseException | None) -> None:
         if not self.done.done():
@@ -139,7 +153,7 @@ class Acceptor:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._listeners: list[tuple[socket.socket, str]] = []
-        self._handshakes: set[_Accepting] = set()
+        self._handshakes: dict[_Accepting, None] = {}  # oldest first
 
     def listen(self, directory: Path, address: str) -> tuple[str, str, int]:
         """Open the listeners of the options: path of the unix socket, host and port for TCP; "" and 0 without.
@@ -176,14 +190,21 @@ class Acceptor:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
+                # It stays in the backlog, and the listener readable: the loop would do nothing but look again.
                 logger.warning("worker %s cannot take a connection: %s", self.worker.name, error)
+                self.worker.loop.remove_reader(listener.fileno())
+                self.worker.loop.call_later(ACCEPT_PAUSE, self._resume, listener)
                 return
             reason = self._unwanted(sock)
             if reason is not None:
                 self.refuse(reason)
                 sock.close()
                 continue
-            self._handshakes.add(_Accepting(self, sock))
+            self._handshakes[_Accepting(self, sock)] = None
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            self.worker.loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _unwanted(self, sock: socket.socket) -> str | None:
         if sock.family == socket.AF_UNIX:
@@ -193,7 +214,10 @@ class Acceptor:
             with contextlib.suppress(OSError):
                 sockets.tune_tcp(sock)
         if len(self._handshakes) >= MAX_HANDSHAKES:
-            return f"{MAX_HANDSHAKES} connections are in their handshake already"
+            # The oldest goes, not the newest: members are done within milliseconds.
+            next(iter(self._handshakes)).connection.abort(
+                ConnectionError(f"it had not proved itself when {MAX_HANDSHAKES} others were in their handshake")
+            )
         return None
 
     def refuse(self, reason: str) -> None:
@@ -203,7 +227,7 @@ class Acceptor:
 
     def ended(self, accepting: _Accepting) -> None:
         """A handshake is over, one way or the other."""
-        self._handshakes.discard(accepting)
+        self._handshakes.pop(accepting, None)
 
     def close(self) -> None:
         """Take no more connections; those in their handshake are closed."""

@@ -123,6 +123,8 @@ class Registry:
         self._lock = threading.Lock()
         for worker in list(self._workers):
             worker.after_fork_in_child()
+        # Nothing to end here at exit, and a worker of the child's own may start; verbs still find `_only`, and raise.
+        self._workers.clear()
 
     def _at_exit(self) -> None:
         for worker in self.workers():

@@ -96,7 +96,7 @@ class Service:
         context = CallContext(self.worker, self._info, frame.call_id, "?", deadline, root)
         if type(extra) is list:
             self.worker.references.on_create(extra, self.peer.id, context)
-        if len(self.calls) >= self.worker.options.max_queued_calls:
+        if len(self.calls) >= self.worker.options.max_queued_calls and not self._is_system(wire_function):
             self.calls[frame.call_id] = context
             self._discard_arguments(fields)
             self.answer_error(
@@ -114,6 +114,14 @@ class Service:
             self._discard_arguments(fields)
             self.answer_error(context, error)
 
+    def _is_system(self, wire: Any) -> bool:
+        """Whether a call is the runtime's own: users' many calls must not refuse leaving and news of losses."""
+        if type(wire) is int:
+            target = self._functions.get(wire)
+            return target is not None and target.system
+        name = wire[1] if type(wire) is list and len(wire) == 2 else ""
+        return name.startswith("aiorpc.runtime.") and functions.is_loaded(name) and functions.resolve(name).system
+
     def _discard_arguments(self, fields: list[Any]) -> None:
         """A call that does not run: the references among its arguments still have to be taken."""
         if len(fields) > 11 and fields[11]:
@@ -126,7 +134,7 @@ class Service:
             if target is None:
                 raise ProtocolError(f"function number {wire} was never named")
         elif wire is None:  # by value: it comes out of the arguments, which may take long
-            self.worker.pool.submit(self._unpack_function, context, fields, segments)
+            self.worker.decoders.submit(self._unpack_function, context, fields, segments)
             return
         elif wire[0] == FETCH:
             context.function = "to_here"
@@ -142,7 +150,7 @@ class Service:
             if target is None:
                 context.function = name
                 if not functions.is_loaded(name):
-                    self.worker.pool.submit(self._import, wire, context, fields, segments)
+                    self.worker.decoders.submit(self._import, wire, context, fields, segments)
                     return
                 target = self._functions[number] = functions.resolve(name)
         self._start(target, context, fields, segments)
@@ -317,7 +325,7 @@ class Service:
 
     def _start_task(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         if len(fields) > 8 and fields[8] and len(fields[8]) > LARGE_PICKLE:
-            self.worker.pool.submit(self._decode_for_task, target, context, fields, segments)
+            self.worker.decoders.submit(self._decode_for_task, target, context, fields, segments)
             return
         try:
             args, kwargs = self._arguments(fields, segments)

@@ -38,6 +38,7 @@ class Events:
     """The listeners of one worker."""
 
     def __init__(self) -> None:
+        self._ended = False
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event | None]]] = []
 
     @property
@@ -47,6 +48,8 @@ class Events:
 
     async def listen(self) -> AsyncGenerator[Event, None]:
         """Events from now on, until `end`."""
+        if self._ended:
+            return
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         listener = (asyncio.get_running_loop(), queue)
         self._listeners.append(listener)
@@ -62,6 +65,7 @@ class Events:
 
     def end(self) -> None:
         """No more will come."""
+        self._ended = True
         self._put(None)
 
     def _put(self, event: Event | None) -> None:

@@ -133,7 +133,7 @@ class Group:
             return
         if not worker.leaving:
             logger.warning("worker %s was lost: %s", record.describe(), cause)
-        worker.peers.of(record).fail(_failure(record, cause, error))
+        worker.peers.of(record).fail(failure(record, cause, error))
         self._forget(record)
         if worker.dynamic and worker.rendezvous is not None:
             worker.tasks.spawn(self._strike_off(worker.rendezvous, record))
@@ -191,6 +191,10 @@ class Group:
     async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:
         with contextlib.suppress(RendezvousError):
             await self.worker.in_thread(lambda: rendezvous.leave(record))
+
+    def is_gone(self, record: WorkerRecord) -> bool:
+        """Whether that member has left or was lost; the rendezvous may list it a little longer."""
+        return record.id in self._gone
 
     def live(self) -> list[WorkerRecord]:
         """The members that have neither left nor been lost."""
@@ -306,7 +310,12 @@ class Group:
     async def _poll_all(self) -> list[tuple[int, bool, int]]:
         live = self.live()
         answers = await asyncio.gather(*(self._poll(record) for record in live), return_exceptions=True)
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        # No answer says nothing: a member that is stopped, or holds the interpreter, is not idle.
+        return [
+            (record.id, False, -1) if isinstance(answer, BaseException) else answer
+            for record, answer in zip(live, answers, strict=True)
+            if record.id not in self._gone
+        ]
 
     async def _poll(self, record: WorkerRecord) -> tuple[int, bool, int]:
         if record.id == self.worker.id:
@@ -315,7 +324,7 @@ class Group:
         return record.id, idle, calls
 
 
-def _failure(record: WorkerRecord, cause: str, error: BaseException | None) -> RpcError:
+def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> RpcError:
     """What is raised by everything that waits for a lost worker."""
     if isinstance(error, PeerRefused):
         failure: RpcError = PeerRefused(f"{record.describe()}: {error}")

@@ -86,7 +86,20 @@ class LoopThread:
 
     async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and await its result on the running loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        async def watched() -> T:
+            try:
+                return await coroutine
+            finally:
+                ended.set_result(None)
+
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(watched(), self.loop))
+        except asyncio.CancelledError:
+            # It is cancelled there as well; let it clean up before the loop ends.
+            await asyncio.wait((asyncio.wrap_future(ended),), timeout=5.0)
+            raise
 
     def close(self) -> None:
         """End the loop and its thread. Idempotent; not from the thread itself."""

@@ -279,8 +279,13 @@ class FreeWorld:
         """Enter the list under a free id; the members there are now. RendezvousError if the name or rank is taken."""
         record = make_record(self._free_id() if self.rank is None else self.rank)
 
-        def enter(members: list[Member]) -> list[Member]:
+        def enter(members: list[Member], used: set[int]) -> list[Member]:
             alive = self.alive(members)
+            if alive and record.id in used:
+                raise RendezvousError(
+                    f"rank {record.id} belonged to a worker that has left this group, and its members remember it; "
+                    f"leave the rank of {record.name} out, or give another"
+                )
             for other in (member.record for member in alive):
                 if other.name == record.name:
                     raise RendezvousError(f"name {record.name!r} is not unique: {other.describe()} has it")
@@ -292,12 +297,16 @@ class FreeWorld:
 
     def leave(self, record: WorkerRecord) -> None:
         """Take a record off the list; nothing happens if it is not there."""
-        self._change(lambda members: [m for m in members if m.record.incarnation != record.incarnation], Patience(10.0))
+
+        def strike(members: list[Member], _: set[int]) -> list[Member]:
+            return [member for member in members if member.record.incarnation != record.incarnation]
+
+        self._change(strike, Patience(10.0))
 
     def trust(self, record: WorkerRecord, patience: Patience) -> None:
         """Note that this member holds the group's secret."""
 
-        def mark(members: list[Member]) -> list[Member]:
+        def mark(members: list[Member], _: set[int]) -> list[Member]:
             same = record.incarnation
             return [replace(m, trusted=m.trusted or m.record.incarnation == same) for m in members]
 
@@ -305,31 +314,48 @@ class FreeWorld:
 
     def members(self) -> list[Member]:
         """Who is in the list now, oldest first."""
-        return self._parse(self.board.get(self._ROSTER) or "")
+        return self._parse(self.board.get(self._ROSTER) or "")[0]
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of the members that are not known to be dead."""
         return [member for member in members if not provably_dead(member.record, self._here)]
 
     def _free_id(self) -> int:
-        """A number no member has; the counter never goes back, so an id is not used again."""
-        taken = {member.record.id for member in self.members()}
+        """A number no member has or had; the counter never goes back."""
+        members, used = self._parse(self.board.get(self._ROSTER) or "")
+        taken = used | {member.record.id for member in members}
         while (candidate := self.board.count("1/ids") - 1) in taken:
             pass
         return candidate
 
-    def _change(self, change: Callable[[list[Member]], list[Member]], patience: Patience) -> list[Member]:
+    def _change(self, change: Callable[[list[Member], set[int]], list[Member]], patience: Patience) -> list[Member]:
+        """Replace the list by what `change` makes of it and of the ids that left; the new list."""
         before = self.board.get(self._ROSTER) or ""
         for _ in patience.tries():
-            members = change(self._parse(before))
+            old, used = self._parse(before)
+            members = change(old, used)
+            stay = {member.record.id for member in members}
+            # Those who were there remember the ids of those who left. With nobody left, all may be used again.
+            used = (used | {member.record.id for member in old}) - stay if self._any_stay(old, members) else set()
             version = load_json(before)["version"] + 1 if before else 1
             # The version makes each text unique, so a list that changed and changed back is still seen to differ.
-            after = json.dumps({"version": version, "members": [member.to_json() for member in members]})
+            after = json.dumps(
+                {"version": version, "members": [member.to_json() for member in members], "used": sorted(used)}
+            )
             held = self.board.swap(self._ROSTER, before, after)
             if held == after:
                 return members
             before = held
         raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")
 
-    def _parse(self, text: str) -> list[Member]:
-        return [Member.from_json(item) for item in load_json(text)["members"]] if text else []
+    @staticmethod
+    def _any_stay(old: list[Member], new: list[Member]) -> bool:
+        before = {member.record.incarnation for member in old}
+        return any(member.record.incarnation in before for member in new)
+
+    def _parse(self, text: str) -> tuple[list[Member], set[int]]:
+        """The members, and the ids of those who left while others stayed."""
+        if not text:
+            return [], set()
+        roster = load_json(text)
+        return [Member.from_json(item) for item in roster["members"]], set(roster["used"])

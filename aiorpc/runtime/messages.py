@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ..channels.inline import InlineChannel
 from ..errors import ProtocolError, SerializationError
 from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, pack
-from ..protocol.frames import Buffer
+from ..protocol.frames import MAX_SEGMENTS, Buffer
 
 channel = InlineChannel()
 
@@ -27,6 +27,9 @@ class Target(Protocol):
 
     @property
     def max_body(self) -> int: ...
+
+    @property
+    def max_segment(self) -> int: ...
 
 
 def encode(
@@ -50,7 +53,7 @@ def encode(
     try:
         fields = encode_values(values, out)
         if not out.tensors and not out.references:
-            return _pack(prefix, fields, target.max_body), _buffers(out, copy)
+            return _pack(prefix, fields, target.max_body), _checked(_buffers(out, copy), target.max_segment)
         segments: Sequence[Buffer] = _buffers(out, copy)
         table = None
         if out.tensors:
@@ -61,7 +64,7 @@ def encode(
         fields.append(table)
         if out.references:
             fields.append(out.references)
-        return _pack(prefix, fields, target.max_body), segments
+        return _pack(prefix, fields, target.max_body), _checked(segments, target.max_segment)
     except BaseException:
         out.unsend()
         raise
@@ -84,6 +87,16 @@ def _pack(prefix: list[Any], fields: list[Any], limit: int) -> bytes:
             _longest(fields),
         )
     return body
+
+
+def _checked(segments: Sequence[Buffer], limit: int) -> Sequence[Buffer]:
+    # As for the body: the receiver would close the connection.
+    if len(segments) > MAX_SEGMENTS:
+        raise SerializationError(f"has {len(segments)} tensors and arrays; the limit is {MAX_SEGMENTS}")
+    longest = max(map(len, segments), default=0)
+    if longest > limit:
+        raise SerializationError(f"has a tensor of {longest} bytes; the limit is {limit} (max_tensor_bytes)")
+    return segments
 
 
 def _longest(fields: list[Any]) -> int:

@@ -137,13 +137,15 @@ class Peer:
         self.record = record
         self.state = State.IDLE
         self.max_body = worker.options.max_frame_bytes
+        self.max_segment = worker.options.max_tensor_bytes
         self.pending: dict[int, CallFuture] = {}
         # Weak: a consumer that breaks out of its loop drops the stream, and that is what stops the producer.
         self.streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.gone: RpcError | None = None
         self.connection: Connection | None = None
         self._ids = itertools.count(1)
-        self._waiting: list[Sequence[Buffer]] = []
+        self._waiting: dict[int, Sequence[Buffer]] = {}  # by call; below 0 what belongs to none
+        self._others = itertools.count(-1, -1)
         self._lock = threading.Lock()
         # By function: those that have a name live as long as their module does.
         self._functions: dict[Any, _FunctionEntry] = {}
@@ -182,9 +184,10 @@ class Peer:
         if worker.closed:
             worker.check_open()
         pending = self.pending
-        if len(pending) >= worker.options.max_pending_calls and not system and self._is_full():
+        if not system and self._may_be_full(worker.options.max_pending_calls) and self._is_full():
             raise Overloaded(
-                f"{self.user_calls()} calls to worker {self.name!r} wait for answers (max_pending_calls); "
+                f"{self.user_calls()} calls to worker {self.name!r} wait for answers, and "
+                f"{max(0, self._given_up())} frames of calls given up wait to be sent (max_pending_calls); "
                 "await some before making more"
             )
         future = CallFuture(self, system)
@@ -237,14 +240,24 @@ class Peer:
             self.streams[call_id] = stream
         if deadline is not None:
             worker.deadlines.add(deadline)
-        self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) == 1)
+        self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) == 1, call_id=call_id)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
         return future
 
     def _is_full(self) -> bool:
         # The runtime's own calls do not count: a worker that waits for the others at shutdown still makes its calls.
-        return self.user_calls() >= self.worker.options.max_pending_calls
+        limit = self.worker.options.max_pending_calls
+        return self.user_calls() >= limit or self._given_up() >= limit
+
+    def _may_be_full(self, limit: int) -> bool:
+        return len(self.pending) >= limit or self._given_up() >= limit
+
+    def _given_up(self) -> int:
+        # Unsent frames of calls that nobody waits for any more: a peer that does not read must not fill our memory.
+        connection = self.connection
+        unsent = len(self._waiting) if connection is None else connection.unsent
+        return unsent - len(self.pending)
 
     def _enter(self, function: Any) -> _FunctionEntry:
         """A function called for the first time: it gets a number here if it can go by name."""
@@ -253,7 +266,7 @@ class Peer:
             return _FunctionEntry(describe(function))
         return self._functions.setdefault(function, _FunctionEntry(name, next(self._numbers)))
 
-    def send(self, frame: Sequence[Buffer], *, urgent: bool = False) -> None:
+    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, call_id: int = 0) -> None:
         """Queue a frame for this peer, connecting first if need be. Any thread; dropped when the peer is gone."""
         connection = self.connection
         if connection is None:
@@ -261,7 +274,7 @@ class Peer:
                 connection = self.connection
                 if connection is None:
                     if self.gone is None:
-                        self._waiting.append(frame)
+                        self._waiting[call_id or next(self._others)] = frame
                         if self.state is State.IDLE:
                             self.state = State.CONNECTING
                             self.worker.call_on_loop(self.worker.connect, self)
@@ -272,13 +285,30 @@ class Peer:
         """The caller of that call has given up: forget it and tell the callee. Any thread."""
         self.streams.pop(call_id, None)
         if self.pending.pop(call_id, None) is not None:
+            self._call_off(call_id)
+
+    def _call_off(self, call_id: int) -> None:
+        # To a worker that has not joined yet: the call is taken back (no reference can be inside, see `id_of`).
+        with self._lock:
+            taken_back = self.record is None and self._waiting.pop(call_id, None) is not None
+        if not taken_back:
             self.send(encode_frame(Kind.CANCEL, call_id, b""))
+
+    def rest(self) -> bool:
+        """Stop connecting if nobody waits for it any more; True if so. On the loop."""
+        with self._lock:
+            if self._waiting or self.gone is not None:
+                return False
+            self.state = State.IDLE
+            return True
 
     def scan_deadlines(self, now: float) -> float:
         """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
         following = float("inf")
         due = []
-        for call_id, future in list(self.pending.items()):
+        # Not items(): making its pairs can start the garbage collector, and with it other threads, in mid-iteration.
+        for future in list(self.pending.values()):
+            call_id = future._call_id
             deadline = future._deadline
             if deadline is None:
                 continue
@@ -292,9 +322,14 @@ class Peer:
 
     def _expire(self, call_id: int) -> None:
         future = self.pending.pop(call_id, None)
-        if future is None or future._deadline is None:
+        if future is None:
             return
         self.streams.pop(call_id, None)
+        self._time_out(future)
+        self._call_off(call_id)
+
+    def _time_out(self, future: CallFuture) -> None:
+        assert future._deadline is not None
         self.worker.counters.timed_out += 1
         seconds = future._deadline - future._started
         state = "" if self.state is State.READY else f"; there is no connection to it yet ({self.state.value})"
@@ -308,7 +343,6 @@ class Peer:
                 seconds=seconds,
             ),
         )
-        self.send(encode_frame(Kind.CANCEL, call_id, b""))
 
     # --- answers, on the loop -----------------------------------------------------------------------------------------
 
@@ -337,9 +371,16 @@ class Peer:
             self.worker.counters.late_answers += 1
             self._discard(frame)
             return
-        self.worker.counters.record_latency(time.monotonic() - future._started)
+        now = time.monotonic()
+        if future._deadline is not None and now > future._deadline:
+            self._time_out(future)
+            self.worker.counters.late_answers += 1
+            self._discard(frame)
+            return
+        self.worker.counters.record_latency(now - future._started)
         entry = future._entry
-        if not entry.confirmed and entry.number >= 0:
+        # An error may have come before the callee looked at the function (Overloaded, no such module).
+        if not entry.confirmed and entry.number >= 0 and frame.kind == REPLY:
             entry.confirmed = True
         if self.streams:
             self.streams.pop(frame.call_id, None)
@@ -349,7 +390,7 @@ class Peer:
         try:
             fields = unpack(frame.body)
             if len(fields) > 3 and fields[3] and len(fields[3]) > LARGE_PICKLE:
-                self.worker.pool.submit(self._settle_value, future, fields, frame.segments)
+                self.worker.decoders.submit(self._settle_value, future, fields, frame.segments)
                 return
         except Exception as error:
             future._settle(None, error)
@@ -396,7 +437,7 @@ class Peer:
     def ready(self, connection: Connection) -> None:
         """The handshake is done: send what has waited."""
         with self._lock:
-            for frame in self._waiting:
+            for frame in self._waiting.values():
                 connection.send(frame)
             self._waiting.clear()
             self.connection = connection
@@ -426,6 +467,7 @@ class Peer:
         if self.connection is not None:
             self.goodbye()
             self.connection.close()
+            self.connection = None  # it ends by itself, after what is queued: `fail` would abort it
         self.fail(WorkerClosed(f"worker {self.worker.name!r} shut down before the answer came"))
 
     def goodbye(self) -> None:

@@ -84,7 +84,7 @@ class Peers:
         rendezvous = self._worker.rendezvous
         if peer.record is None and rendezvous is not None and self._worker.dynamic:
             record = rendezvous.find(peer.name)
-            if record is not None:
+            if record is not None and not self._worker.group.is_gone(record):
                 self._adopt(peer, record)
         if peer.record is None:
             raise UnknownWorker(f"worker {peer.name!r} has not joined yet; a reference needs a worker that is there")
@@ -100,18 +100,22 @@ class Peers:
         peer = self._peers.get(worker_id)
         return peer.name if peer is not None else f"#{worker_id}"
 
-    async def locate(self, peer: Peer) -> WorkerRecord:
-        """The record of a peer, waiting for it to join if it has not. On the loop; ends when the peer is given up."""
+    async def locate(self, peer: Peer) -> WorkerRecord | None:
+        """The record of a peer, waiting for it to join if it has not; None once nobody waits for that. On the loop."""
         pause = 0.01
         while peer.record is None:
             assert self._worker.rendezvous is not None
             records = await self._worker.in_thread(self._worker.rendezvous.members)
             for record in records:
+                if self._worker.group.is_gone(record):
+                    continue
                 if record.name == peer.name or f"#{record.id}" == peer.name:
                     self._adopt(peer, record)
                     self._worker.group.on_joined(record)
                     break
             else:
+                if peer.rest():
+                    return None
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 0.5)
         return peer.record

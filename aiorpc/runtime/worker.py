@@ -22,6 +22,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from enum import Enum
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ from .current import current_worker, registry
 from .deadlines import Deadlines
 from .dispatch import Service
 from .events import Event, Events
-from .group import Group, ShutdownReport
+from .group import Group, ShutdownReport, failure
 from .handle import PeerHandle
 from .host import host_identity, main_identity
 from .lag import LoopMonitor
@@ -65,6 +66,7 @@ T = TypeVar("T")
 # What is still running after these many seconds is left to itself.
 _POOL_GRACE = 1.0
 _TASKS_GRACE = 1.0
+_CONNECTION_GRACE = 1.0
 
 
 class State(Enum):
@@ -106,6 +108,8 @@ class Worker:
         self.monitor: LoopMonitor | None = None
         self.default_timeout = self.options.rpc_timeout
         self.pool: ThreadPool
+        # Threads of their own for what is decoded off the loop: handlers that block must hold up no answer.
+        self.decoders: ThreadPool
         self.loop: asyncio.AbstractEventLoop
         self.record: WorkerRecord
         self.references: References
@@ -198,6 +202,7 @@ class Worker:
         rendezvous = self.rendezvous = await self.in_thread(self._open_rendezvous)
         unix_path, host, port = self._acceptor.listen(directory, rendezvous.local_address())
         self.pool = ThreadPool(self.name, self.options.num_worker_threads, prepare=lambda: current_worker.set(self))
+        self.decoders = ThreadPool(f"{self.name}-decode", 2, prepare=lambda: current_worker.set(self))
         self.deadlines = Deadlines(self.loop, self._scan_deadlines)
         incarnation = secrets.token_hex(16)
 
@@ -346,6 +351,8 @@ class Worker:
         self._count_bytes(connection)
         if cause is not None and peer.record is not None:
             self.group.on_lost(peer.record, f"the connection to it broke: {cause}")
+            # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
+            peer.fail(failure(peer.record, f"the connection to it broke: {cause}", cause))
 
     def _count_bytes(self, connection: Connection) -> None:
         self.counters.bytes_sent += connection.bytes_sent
@@ -408,6 +415,8 @@ class Worker:
         """
         if self.state in (State.NEW, State.CLOSED) and self._shutdown is None:
             return ShutdownReport()
+        if self._shutdown is not None and self._shutdown.done() and not self._shutdown.cancelled():
+            return self._shutdown.result()
         if asyncio.get_running_loop() is not self.loop:
             if self._own_loop is None:
                 raise RpcUsageError(f"{self!r} runs on another loop; shut it down there")
@@ -421,9 +430,10 @@ class Worker:
             return await asyncio.shield(self._shutdown)
         except asyncio.CancelledError:
             # Whoever waited is cancelled (Ctrl-C, a timeout): leave at once instead of gracefully.
-            if not self._shutdown.done():
+            # Closing itself is bounded, and never cut short: half of it would be left for good.
+            if self.state is State.LEAVING:
                 self._shutdown.cancel()
-                await asyncio.gather(self._shutdown, return_exceptions=True)
+            await asyncio.wait((self._shutdown,))
             raise
 
     async def _leave(self, graceful: bool, timeout: float) -> ShutdownReport:
@@ -456,6 +466,8 @@ class Worker:
             sys.setswitchinterval(self._old_switch_interval)
         self.news.end()
         self._acceptor.close()
+        connections = [service.connection for service in self.services]
+        connections += [peer.connection for peer in self.peers.all() if peer.connection is not None]
         for service in list(self.services):
             service.say_goodbye()
         for peer in self.peers.all():
@@ -471,9 +483,15 @@ class Worker:
         if hasattr(self, "tasks"):
             await self.tasks.end(_TASKS_GRACE)
         if hasattr(self, "pool"):
+            self.decoders.close(0.0)
             left = await self.in_thread(lambda: self.pool.close(_POOL_GRACE if running else 0.1))
             if left:
                 logger.warning("worker %s shut down while %d handler threads were still running", self.name, left)
+        limit = time.monotonic() + _CONNECTION_GRACE
+        while any(not connection.ended for connection in connections) and time.monotonic() < limit:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        for connection in connections:
+            connection.abort()
         if self.rendezvous is not None:
             await self.in_thread(self._close_rendezvous)
 

@@ -92,6 +92,11 @@ class Connection:
         self._loop.add_reader(self._fd, self._readable)
 
     @property
+    def ended(self) -> bool:
+        """Whether its socket is closed."""
+        return self._closed
+
+    @property
     def closed(self) -> bool:
         return self._closed or self._closing
 
@@ -134,7 +139,7 @@ class Connection:
             try:
                 self._drain()
             except OSError as error:
-                self._call_on_loop(self._fail, error)
+                self._call_on_loop(self._write_failed, error)
                 return
             finally:
                 self._lock.release()
@@ -257,7 +262,14 @@ class Connection:
         """After a fork: let go of the descriptor without a word to the peer or the loop, which are the parent's."""
         self._closed = True
         self._queue.clear()
-        os.close(self._sock.detach())
+        if self._sock.fileno() >= 0:
+            os.close(self._sock.detach())
+
+    def _write_failed(self, error: BaseException) -> None:
+        # What the other side said before it went may still be unread, and a goodbye makes all the difference.
+        if not self._closed:
+            self._readable()
+        self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self._finish(None if self._closing else error)

@@ -43,6 +43,7 @@ RECORD = WorkerRecord("worker", 3, "ab", "host", "name", 17, "main", "/run/x.soc
 class To:
     same_main = True
     max_body = 1 << 24
+    max_segment = 1 << 40
 
 
 def bodies() -> list[tuple[bytes, list[bytes]]]:

@@ -22,6 +22,7 @@ class To:
 
     def __init__(self, max_body: int = 1 << 20) -> None:
         self.max_body = max_body
+        self.max_segment = 1 << 40
 
 
 def deliver(values: list[Any], *, copy: bool = False, to: To | None = None) -> list[Any]:
