@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..channels.inline import allocate
 from ..errors import PeerRefused, ProtocolError, RendezvousError, RpcError, WorkerClosed
 from ..protocol import handshake
 from ..protocol.frames import Frame, FrameDecoder
@@ -36,8 +37,11 @@ ACCEPT_PAUSE = 0.5
 MAX_HANDSHAKES = 256
 
 
-def _decoder(worker: Worker) -> FrameDecoder:
-    return FrameDecoder(max_body=handshake.MAX_BODY, allocate=worker.allocate)
+def _connection(worker: Worker, sock: socket.socket, label: str) -> Connection:
+    decoder = FrameDecoder(max_body=handshake.MAX_BODY, allocate=allocate)
+    connection = Connection(worker.loop, sock, decoder, label=label)
+    worker.connections.add(connection)
+    return connection
 
 
 def _trust(worker: Worker, decoder: FrameDecoder) -> None:
@@ -109,7 +113,7 @@ class _Opening:
     def __init__(self, worker: Worker, record: WorkerRecord, peer: Peer, sock: socket.socket) -> None:
         self.worker = worker
         self.peer = peer
-        self.connection = Connection(worker.loop, sock, _decoder(worker), label=f"{worker.name} to {record.name}")
+        self.connection = _connection(worker, sock, f"{worker.name} to {record.name}")
         self.handshake = Handshake(worker.record, worker.secret, opener=True, expect=(record.name, record.incarnation))
         self.done: asyncio.Future[None] = worker.loop.create_future()
 
@@ -259,7 +263,7 @@ class _Accepting:
         worker = acceptor.worker
         self.acceptor = acceptor
         self.worker = worker
-        self.connection = Connection(worker.loop, sock, _decoder(worker), label=f"to {worker.name}")
+        self.connection = _connection(worker, sock, f"to {worker.name}")
         self.handshake = Handshake(worker.record, worker.secret, opener=False, accept=self._is_wanted)
         self._timer = worker.loop.call_later(HANDSHAKE_TIMEOUT, self._too_slow)
         self._serving: Callable[[BaseException | None], None] | None = None

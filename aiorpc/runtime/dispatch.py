@@ -192,20 +192,29 @@ class Service:
     ) -> None:
         """A method of a reference's value, once that is there."""
 
-        def found(future: AnyFuture) -> None:
-            value, error = outcome(future)
+        def resolve(value: object) -> None:
             try:
-                if error is not None:
-                    raise error
                 method = getattr(value, wire[3])
                 if not callable(method):
                     raise RpcUsageError(f"{wire[3]!r} of {type(value).__qualname__} is not callable")
                 target = functions.classify(method, f"{type(value).__qualname__}.{wire[3]}")
-            except Exception as failure:
-                self.worker.call_on_loop(self._discard_arguments, fields)
-                self.answer_error(context, failure)
+            except BaseException as failure:
+                refuse(failure)
                 return
             self.worker.call_on_loop(self._start, target, context, fields, segments)
+
+        def refuse(failure: BaseException) -> None:
+            self.worker.call_on_loop(self._discard_arguments, fields)
+            self.answer_error(context, failure)
+
+        def found(future: AnyFuture) -> None:
+            value, error = outcome(future)
+            if error is not None:
+                refuse(error)
+            elif functions.is_method(type(value), wire[3]):
+                resolve(value)
+            else:  # a property or the like: users' code, which may take its time
+                self.worker.pool.submit(resolve, value)
 
         when_done(self.worker.references.value(wire[1], wire[2]), found)
 

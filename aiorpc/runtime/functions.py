@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from enum import Enum
+from types import FunctionType, MethodDescriptorType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,8 +32,6 @@ class Mode(Enum):
     GENERATOR = "generator"
     ASYNC_GENERATOR = "async generator"
     BATCHED = "batched"
-    METHOD = "method of a reference"
-    FETCH = "value of a reference"
 
 
 class Target(NamedTuple):
@@ -156,3 +155,11 @@ def resolve(name: str) -> Target:
             "Define it in a module that both sides can import."
         )
     return classify(found, name)
+
+
+def is_method(kind: type, name: str) -> bool:
+    """Whether looking that attribute up runs no code of the user's: a function, class method or static method."""
+    for base in kind.__mro__:
+        if name in base.__dict__:
+            return isinstance(base.__dict__[name], (FunctionType, classmethod, staticmethod, MethodDescriptorType))
+    return False

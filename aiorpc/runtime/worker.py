@@ -23,13 +23,13 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from enum import Enum
 from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ..channels.inline import allocate
 from ..errors import (
     RendezvousError,
     RpcUsageError,
@@ -104,6 +104,8 @@ class Worker:
         self.peers = Peers(self)
         self.news = Events()
         self.services: set[Service] = set()
+        # All there are, in their handshake or later: a forked child has to let go of them.
+        self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.rendezvous: Rendezvous | None = None
         self.monitor: LoopMonitor | None = None
         self.default_timeout = self.options.rpc_timeout
@@ -334,10 +336,6 @@ class Worker:
         self.group.watch(record)
         return service
 
-    def allocate(self, size: int) -> memoryview:
-        """Memory for a large tensor that is about to arrive."""
-        return allocate(size)
-
     def service_closed(self, service: Service, cause: BaseException | None) -> None:
         """A connection on which we served has ended."""
         self.services.discard(service)
@@ -349,7 +347,7 @@ class Worker:
     def connection_closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
         """A connection that we had opened has ended."""
         self._count_bytes(connection)
-        if cause is not None and peer.record is not None:
+        if cause is not None and peer.record is not None and not self.closed:
             self.group.on_lost(peer.record, f"the connection to it broke: {cause}")
             # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
             peer.fail(failure(peer.record, f"the connection to it broke: {cause}", cause))
@@ -466,8 +464,6 @@ class Worker:
             sys.setswitchinterval(self._old_switch_interval)
         self.news.end()
         self._acceptor.close()
-        connections = [service.connection for service in self.services]
-        connections += [peer.connection for peer in self.peers.all() if peer.connection is not None]
         for service in list(self.services):
             service.say_goodbye()
         for peer in self.peers.all():
@@ -487,13 +483,17 @@ class Worker:
             left = await self.in_thread(lambda: self.pool.close(_POOL_GRACE if running else 0.1))
             if left:
                 logger.warning("worker %s shut down while %d handler threads were still running", self.name, left)
-        limit = time.monotonic() + _CONNECTION_GRACE
-        while any(not connection.ended for connection in connections) and time.monotonic() < limit:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        for connection in connections:
-            connection.abort()
+        await self._end_connections()
         if self.rendezvous is not None:
             await self.in_thread(self._close_rendezvous)
+
+    async def _end_connections(self) -> None:
+        """Wait until what is queued has been written; a peer that does not read must not keep us."""
+        limit = time.monotonic() + _CONNECTION_GRACE
+        while any(not each.ended for each in self.connections) and time.monotonic() < limit:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        for connection in list(self.connections):
+            connection.abort()
 
     def _close_rendezvous(self) -> None:
         assert self.rendezvous is not None
@@ -508,11 +508,8 @@ class Worker:
         """In a forked child: let go of the parent's descriptors; every verb raises. No lock is taken."""
         self._forked = True
         self.state = State.CLOSED
-        for service in list(self.services):
-            service.connection.close_in_child()
-        for peer in self.peers.all():
-            if peer.connection is not None:
-                peer.connection.close_in_child()
+        for connection in list(self.connections):
+            connection.close_in_child()
         self._acceptor.close_in_child()
         if hasattr(self, "group"):
             self.group.close_in_child()
