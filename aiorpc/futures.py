@@ -239,9 +239,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Block this thread until it settles; returns the value or raises the error.
 
         timeout: seconds to wait; None relies on the call's own deadline. On RpcTimeout from here the Future is
-        untouched. Refused with WouldBlockLoop on the thread that runs the loop which has to settle it. Ctrl-C
-        interrupts it.
+        untouched; RpcUsageError if negative. Refused with WouldBlockLoop on the thread that runs the loop which has to
+        settle it. Ctrl-C interrupts it.
         """
+        if timeout is not None and not timeout >= 0:  # not a number is refused, too
+            raise RpcUsageError(f"timeout must not be negative; got {timeout!r}")
         if self._state == PENDING:
             self._block(timeout)
         try:
@@ -268,7 +270,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         if observer is not None:
             observer.enter_blocked()
         try:
-            woken = gate.acquire(timeout=-1 if timeout is None else timeout)
+            woken = gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         except BaseException:
             self._remove_callback(wake)
             raise

@@ -319,6 +319,26 @@ def test_wait_timeout_leaves_the_future_usable(timeout: float) -> None:
     assert future.wait(timeout) == 3
 
 
+@pytest.mark.parametrize("timeout", [1e10, float("inf")])
+def test_wait_for_longer_than_the_system_can(timeout: float) -> None:
+    """A timeout of centuries is as good as none."""
+    future = pending()
+    answer = threading.Timer(0.02, future.set_result, (3,))
+    answer.start()
+    assert future.wait(timeout) == 3
+    answer.join()
+
+
+@pytest.mark.parametrize("future", [pending(), settled(1)], ids=["pending", "settled"])
+@pytest.mark.parametrize("timeout", [-0.5, -1, float("nan")])
+def test_wait_for_less_than_nothing_is_refused(timeout: float, future: Future[Any]) -> None:
+    """A negative timeout is a mistake, whether or not there is anything to wait for; the Future is untouched."""
+    before = waiters(future), future.done()
+    with pytest.raises(RpcUsageError, match="timeout"):
+        future.wait(timeout)
+    assert (waiters(future), future.done()) == before
+
+
 def test_wait_reports_to_the_pool() -> None:
     """A pool is told when one of its threads begins and ends to wait, and not when there is nothing to wait for."""
     told: list[str] = []
@@ -881,6 +901,23 @@ def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFi
     assert f"{__file__}:" in message
     assert "in made_here" in message
     assert "ValueError: lost in space" in message
+
+
+def test_failure_seen_the_moment_it_is_there_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A thread that polls done() may look at the error before its settler is through; it has been looked at."""
+
+    class Watched(Future[int]):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "_state":  # what another thread may do from here on
+                assert self.done() and isinstance(self.exception(), ValueError)
+
+    future = Watched()
+    future._site = call_site(sys._getframe())
+    future._settle(None, ValueError("seen"))
+    del future
+    gc.collect()
+    assert not caplog.records
 
 
 def raises_value_error(look: Callable[[], object]) -> None:

@@ -63,6 +63,19 @@ class InlineChannel:
                 _put_span(indices, tensors, table, segments, copy)
         return table, segments
 
+    def embed(self, tensor: torch.Tensor) -> list[Any] | None:
+        """The table entry of one small and plain tensor by itself; None if it takes more than that.
+
+        What `put` would say, in a fifth of its instructions: a call that wakes a core pays for each of them anew.
+        """
+        try:
+            array = tensor.numpy()  # refuses all that is not a dense CPU tensor without gradient and pending bits
+        except (TypeError, RuntimeError):
+            return None
+        if not 0 < array.nbytes <= EMBEDDED_SIZE or not array.flags.c_contiguous:
+            return None
+        return [EMBEDDED, array.tobytes(), _CODES[tensor.dtype], array.shape, None, 0]
+
     def take(self, table: list[Any], segments: Sequence[Buffer]) -> list[torch.Tensor]:
         """Tensors over the received segments, without copying. Raises ProtocolError for a table that does not fit."""
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+
 from ..channels.inline import InlineChannel
 from ..errors import ProtocolError, SerializationError
 from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, pack
@@ -41,14 +43,9 @@ def encode(
 
     Raises SerializationError, with nothing left behind. The segments borrow the tensors until they are written.
     """
-    for value in values:
-        if type(value) not in PLAIN:
-            break
-    else:
-        try:
-            return _pack(prefix, [values], target.max_body), ()
-        except (OverflowError, UnicodeEncodeError):
-            pass  # an int beyond 64 bits, a str that is no text: these are pickled
+    quick = _encode_quickly(prefix, values, target)
+    if quick is not None:
+        return quick, ()
     out = Outgoing(target, same_main=target.same_main)
     try:
         fields = encode_values(values, out)
@@ -68,6 +65,28 @@ def encode(
     except BaseException:
         out.unsend()
         raise
+
+
+def _encode_quickly(prefix: list[Any], values: list[Any], target: Target) -> bytes | None:
+    """The body for plain values and at most one small tensor: nothing is pickled, nothing shared. Else None."""
+    tensor_at = -1
+    for position, value in enumerate(values):
+        if type(value) not in PLAIN:
+            if tensor_at >= 0 or type(value) is not torch.Tensor:
+                return None
+            tensor_at = position
+    fields: list[Any] = [values]
+    if tensor_at >= 0:
+        entry = channel.embed(values[tensor_at])
+        if entry is None:
+            return None
+        plain = list(values)
+        plain[tensor_at] = None
+        fields = [plain, (tensor_at,), None, None, 0, (entry,)]
+    try:
+        return _pack(prefix, fields, target.max_body)
+    except (OverflowError, UnicodeEncodeError):
+        return None  # an int beyond 64 bits, a str that is no text: these are pickled
 
 
 def _pack(prefix: list[Any], fields: list[Any], limit: int) -> bytes:

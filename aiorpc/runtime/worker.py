@@ -440,7 +440,10 @@ class Worker:
         leaked: tuple[Any, ...] = ()
         try:
             if graceful:
-                complete = await self.group.leave(timeout)
+                try:
+                    complete = await self.group.leave(timeout)
+                except asyncio.CancelledError:  # see `shutdown`; later calls of it are not cancelled, they get a report
+                    complete = False
             self.references.flush()
             leaked = tuple(self.references.leaked())
         finally:

@@ -198,6 +198,20 @@ def test_lent_memory_lives_as_long_as_the_segment() -> None:
     assert gone() is None
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_tensor_that_is_given_other_memory_after_put(views: bool) -> None:
+    """``tensor.data = ...`` before the frame is written changes nothing: the memory that is sent stays alive."""
+    tensor = torch.full((DIRECT_SIZE,), 3.0)
+    gone = weakref.ref(tensor.untyped_storage())
+    tensors = [tensor, tensor[1:]] if views else [tensor]
+    table, segments = channel.put(tensors)
+    for each in tensors:
+        each.data = torch.zeros(1)
+    gc.collect()
+    assert gone() is not None
+    assert torch.equal(channel.take(table, [bytearray(segments[0])])[0], torch.full((DIRECT_SIZE,), 3.0))
+
+
 def test_received_tensors_use_the_received_memory() -> None:
     """Nothing is copied on arrival: the tensor lies over the segment and keeps it alive."""
     table, segments = channel.put([torch.arange(float(DIRECT_SIZE))])

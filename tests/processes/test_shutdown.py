@@ -390,6 +390,39 @@ def test_program_that_ends_without_a_shutdown(
         children.check_ended()
 
 
+FORK = """
+import os, sys, aiorpc as rpc
+
+def join(name, method):
+    options = rpc.RpcBackendOptions(init_method=method, transports=("unix",), rpc_timeout=5)
+    rpc.init_rpc(name, rank=0, world_size=1, rpc_backend_options=options)
+
+def files():
+    return sorted(os.listdir(os.path.dirname(rpc.current().record.unix_path)))
+
+join("parent", sys.argv[1])
+before = files()
+child = os.fork()
+if child == 0:
+    join("child", sys.argv[2])
+    print("child", rpc.rpc_sync("child", abs, args=(-3,)), flush=True)
+    sys.exit()  # an ordinary end, with all that is done at exit
+assert os.waitpid(child, 0)[1] == 0
+print("parent", rpc.rpc_sync("parent", abs, args=(-3,)), set(before) <= set(files()), flush=True)
+rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_forked_child_may_have_a_worker_of_its_own_and_ends_alone(prepared: Zygote, tmp_path: Path) -> None:
+    """init_rpc works in the child of a worker's process, and its end takes nothing away from the parent."""
+    methods = [f"file://{tmp_path}/{name}" for name in ("parent", "child")]
+    with prepared.run(FORK, methods, tmp_path) as program:
+        program.finish(20)
+    assert (program.code, program.err) == (0, "")
+    assert program.out.splitlines() == ["child 3", "parent 3 True"]
+
+
 def check_interrupted(program: Program) -> None:
     """It ended by Ctrl-C, and said nothing beside that."""
     assert program.code == -signal.SIGINT

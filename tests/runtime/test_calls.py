@@ -20,6 +20,8 @@ import torch
 
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, UnknownWorker, Worker
+from aiorpc.runtime.current import CallContext
+from aiorpc.runtime.dispatch import Service
 from aiorpc.testing import cluster
 
 
@@ -267,6 +269,32 @@ async def test_a_function_the_callee_lacks_is_named(pair: list[Worker], monkeypa
     with pytest.raises(RpcUsageError, match="fleeting"):
         await call
     assert await pair[0].call("worker1", add, 1) == 11
+
+
+async def test_a_function_goes_with_its_name_until_a_reply_confirmed_its_number(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All calls made before the first reply carry the name; those after it the number alone."""
+    wires: list[Any] = []
+    route = Service._route
+
+    def spy(service: Service, wire: Any, context: CallContext, fields: list[Any], segments: Any) -> None:
+        if service.peer.name == "worker0" and not (type(wire) is list and "aiorpc" in wire[1]):
+            wires.append(wire)
+        route(service, wire, context, fields, segments)
+
+    monkeypatch.setattr(Service, "_route", spy)
+    assert await asyncio.gather(*(pair[0].call("worker1", add, n) for n in range(3))) == [10, 11, 12]
+    assert await pair[0].call("worker1", add, 3) == 13
+    number = wires[0][0]
+    assert wires == [[number, f"{__name__}:add"]] * 3 + [number]
+    del wires[:]
+    with pytest.raises(TypeError):
+        await pair[0].call("worker1", where, "an argument too many")
+    assert await pair[0].call("worker1", where) == "worker1"
+    assert await pair[0].call("worker1", where) == "worker1"
+    named = [number + 1, f"{__name__}:where"]
+    assert wires == [named, named, number + 1], "an error may have come before the callee looked at the name"
 
 
 # --- with what --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import threading
 import time
 from typing import Any
@@ -287,3 +289,29 @@ def hold() -> bool:
 
 def set_cancelled() -> None:
     _flags["it"].cancelled.set()
+
+
+async def test_calls_made_while_deadlines_are_looked_at(pair: list[Worker]) -> None:
+    """The collector may start in the middle of a look, and let other threads call: the look goes on all the same."""
+    calls = [pair[0].call("worker1", for_ever) for _ in range(50)]
+    peer = pair[0].peers.find("worker1")
+    extra = peer.pending[calls[0]._call_id]
+    numbers = itertools.count(-1, -1)
+
+    def collected(phase: str, info: object) -> None:
+        if phase == "stop":
+            peer.pending[next(numbers)] = extra  # what a thread does that was let in
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        earliest = [peer.scan_deadlines(time.monotonic()) for _ in range(20)]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collected)
+    assert earliest == [min(call._deadline or 0 for call in calls)] * 20
+    for number in range(-1, next(numbers), -1):
+        del peer.pending[number]
+    for call in calls:
+        call.cancel()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
@@ -76,6 +78,48 @@ async def test_a_worker_that_comes_back_under_its_name_is_another(store: Store) 
         call = worker.call("phoenix", where)
         async with aiorpc.init("phoenix", store=store) as new:
             assert await call == "phoenix" and new.id != old.id
+
+
+async def test_a_name_is_free_before_its_last_holder_is_off_the_list(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its goodbye and the end of its leaving a worker is still listed; calls wait for the next of its name."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        old = await aiorpc.init("phoenix", store=store)
+        assert await worker.call("phoenix", where) == "phoenix"
+        assert old.rendezvous is not None and worker.rendezvous is not None
+        listed, leave, members = threading.Event(), old.rendezvous.leave, worker.rendezvous.members
+        looks: list[Any] = []
+
+        def leave_late(record: Any) -> None:
+            assert listed.wait(10)
+            leave(record)
+
+        monkeypatch.setattr(old.rendezvous, "leave", leave_late)
+        monkeypatch.setattr(worker.rendezvous, "members", lambda: looks.append(members()) or looks[-1])
+        leaving = asyncio.ensure_future(old.shutdown(graceful=False))
+        await until(lambda: "phoenix" not in names(worker))
+        call = worker.call("phoenix", where)
+        await until(lambda: looks)
+        assert old.record in looks[0]
+        listed.set()
+        await leaving
+        async with aiorpc.init("phoenix", store=store) as new:
+            assert await asyncio.wait_for(call, 5) == "phoenix"
+            assert await asyncio.wait_for(worker.call("phoenix", where), 5) == "phoenix" and new.id != old.id
+
+
+async def test_a_rank_is_used_once(store: Store) -> None:
+    """Those who knew its last holder take the rank for gone: it is refused, a number of the group's own is new."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        old = await aiorpc.init("phoenix", rank=5, store=store)
+        await old.shutdown()
+        with pytest.raises(RendezvousError, match="rank 5 belonged to a worker that has left"):
+            await aiorpc.init("phoenix", rank=5, store=store)
+        async with aiorpc.init("phoenix", store=store) as new:
+            assert new.id not in (worker.id, old.id)
+            assert await worker.call("phoenix", where) == "phoenix"
+            assert await worker.remote("phoenix", where) == "phoenix"
 
 
 async def test_a_name_that_is_taken_is_refused(store: Store) -> None:

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import RemoteError, RpcError, Worker
+from aiorpc import RemoteError, RpcBackendOptions, RpcError, Worker
+from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
 
@@ -357,7 +358,22 @@ async def test_a_module_the_callee_cannot_import(pair: list[Worker], monkeypatch
     monkeypatch.delitem(sys.modules, "nowhere_to_be_found")
     with pytest.raises(aiorpc.RpcUsageError, match="nowhere_to_be_found"):
         await call
+    with pytest.raises(aiorpc.RpcUsageError, match="nowhere_to_be_found"):
+        await pair[0].call("worker1", module.f)
     assert await pair[0].call("worker1", len, "abc") == 3
+    monkeypatch.setitem(sys.modules, "nowhere_to_be_found", module)
+    assert await pair[0].call("worker1", module.f) == 1
+
+
+async def test_a_tensor_past_the_limit_is_the_error_of_its_call() -> None:
+    """As argument it raises at once, as result at the caller; the connection, and with it the group, lives on."""
+    async with cluster(2, options=RpcBackendOptions(max_tensor_bytes=1 << 16)) as workers:
+        with pytest.raises(aiorpc.SerializationError, match=r"argument 0 of .*numel.*65540 bytes; the limit is 65536"):
+            workers[0].call("worker1", torch.numel, torch.zeros(16_385))
+        with pytest.raises(aiorpc.SerializationError, match=r"result of torch:zeros .*limit is 65536"):
+            await workers[0].call("worker1", torch.zeros, 16_385)
+        assert await workers[0].call("worker1", torch.numel, torch.zeros(16_384)) == 16_384
+        assert await workers[1].call("worker0", len, "abc") == 3
 
 
 async def test_a_failed_call_leaves_nothing_to_the_garbage_collector(pair: list[Worker]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -242,6 +242,51 @@ async def test_a_deferred_tensor_is_taken_when_the_future_completes(pair: list[W
 _tensors: dict[str, torch.Tensor] = {}
 
 
+async def length(values: list[int]) -> int:
+    return len(values)
+
+
+def occupy() -> None:
+    _gate["entered"].set()
+    assert _gate["open"].wait(10)
+
+
+_gate = {"entered": threading.Event(), "open": threading.Event()}
+
+
+@contextlib.asynccontextmanager
+async def occupied(worker: Worker, caller: Worker) -> AsyncIterator[None]:
+    """The one thread for handlers of a worker waits for something that comes only after the block."""
+    call = caller.call(worker.name, occupy)
+    await until(_gate["entered"].is_set)
+    try:
+        yield
+    finally:
+        _gate["open"].set()
+        await call
+        for event in _gate.values():
+            event.clear()
+
+
+async def test_handlers_that_block_hold_up_no_large_answer() -> None:
+    """The answer may be what such a handler waits for: it is unpickled apart from handlers."""
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as (a, b):
+        async with occupied(a, b):
+            assert len(await asyncio.wait_for(a.call("worker1", list, range(50_000)), 5)) == 50_000
+
+
+async def test_handlers_that_block_hold_up_no_coroutine() -> None:
+    """One with large arguments and one that travels by value start all the same."""
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as (a, b):
+        async with occupied(b, a):
+            assert await asyncio.wait_for(a.call("worker1", length, list(range(50_000))), 5) == 50_000
+
+            async def here() -> int:
+                return 5
+
+            assert await asyncio.wait_for(a.call("worker1", here), 5) == 5
+
+
 # --- through references -----------------------------------------------------------------------------------------------
 
 
@@ -265,6 +310,31 @@ async def test_a_blocking_proxy_is_refused_on_the_loop(pair: list[Worker]) -> No
     with pytest.raises(aiorpc.WouldBlockLoop, match=r"await rref\.rpc_async\(\)\.add\(\)"):
         box.rpc_sync().add(5)
     assert await box.rpc_async().add(0) == 1
+
+
+class Lazy:
+    """Looking an attribute up may take its time."""
+
+    @property
+    def slow(self) -> Callable[[], tuple[str, str]]:
+        looked_up = thread_name()
+        return lambda: (looked_up, thread_name())
+
+    def __getattr__(self, name: str) -> Callable[[], tuple[str, str]]:
+        if name != "made":
+            raise AttributeError(name)
+        looked_up = thread_name()
+        return lambda: (looked_up, thread_name())
+
+
+@pytest.mark.parametrize("name", ["slow", "made"])
+async def test_properties_of_a_value_run_in_the_pool(pair: list[Worker], name: str) -> None:
+    """Looking a method up may run users' code, a property or `__getattr__`: it must not block the loop."""
+    lazy = pair[0].remote("worker1", Lazy)
+    looked_up, run = await getattr(lazy.rpc_async(), name)()
+    assert looked_up.startswith("aiorpc-worker1") and run.startswith("aiorpc-worker1")
+    with pytest.raises(AttributeError, match="nothing"):
+        await lazy.rpc_async().nothing()
 
 
 async def test_a_method_that_is_not_there(pair: list[Worker]) -> None:

@@ -20,9 +20,9 @@ class To:
 
     same_main = True
 
-    def __init__(self, max_body: int = 1 << 20) -> None:
+    def __init__(self, max_body: int = 1 << 20, max_segment: int = 1 << 40) -> None:
         self.max_body = max_body
-        self.max_segment = 1 << 40
+        self.max_segment = max_segment
 
 
 def deliver(values: list[Any], *, copy: bool = False, to: To | None = None) -> list[Any]:
@@ -116,6 +116,23 @@ def test_message_longer_than_the_limit_is_refused_at_the_sender(values: list[Any
     assert caught.value.position == position
     large = torch.ones(5000)
     assert torch.equal(deliver([large], to=To(max_body=1000))[0], large), "tensors do not count"
+
+
+@pytest.mark.parametrize("values", [[1, torch.ones(3000)], [{"t": torch.ones(3000)}], [numpy.ones(2000)]])
+def test_tensor_longer_than_the_limit_is_refused_at_the_sender(values: list[Any]) -> None:
+    """A tensor or array that the peer would close the connection over is refused here; one that just fits is not."""
+    with pytest.raises(SerializationError, match=r"limit is 10000 \(max_tensor_bytes\)"):
+        messages.encode([], values, To(max_segment=10_000))
+    deliver(values, to=To(max_segment=16_000))
+
+
+def test_message_of_more_tensors_than_a_frame_takes_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More segments than the limit are refused before they are sent."""
+    monkeypatch.setattr(messages, "MAX_SEGMENTS", 3)
+    tensors = [torch.ones(EMBEDDED_SIZE) for _ in range(4)]
+    with pytest.raises(SerializationError, match="has 4 tensors and arrays; the limit is 3"):
+        messages.encode([], tensors, To())
+    assert len(deliver(tensors[:3])) == 3
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from aiorpc import Overloaded, RpcBackendOptions, Worker
+from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, Worker
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -89,6 +90,66 @@ async def test_shutdown_is_not_held_up_by_a_full_queue(gate: Gate, pair: list[Wo
         gate.open.set()
         assert await calls[0] == 1
         await asyncio.gather(*leaving)
+
+
+async def test_users_calls_do_not_refuse_the_runtimes(gate: Gate) -> None:
+    """A callee whose queue is full still hears who enters shutdown: the group does not end under those who work."""
+    async with cluster(2, options=RpcBackendOptions(max_queued_calls=2)) as workers:
+        calls = []
+        for number in range(2):
+            calls.append(workers[1].call("worker0", wait_async, number))
+            await until(lambda: workers[0].statistics().calls_running == len(calls))  # noqa: B023  # at once
+        leaving = asyncio.ensure_future(workers[1].shutdown())
+        await until(lambda: leaving.done() or workers[1].id in workers[0].group._entered)
+        assert not leaving.done()
+        gate.open.set()
+        assert await asyncio.gather(*calls) == [0, 1]
+        await asyncio.gather(leaving, workers[0].shutdown())
+
+
+async def test_a_refused_first_call_does_not_spoil_its_function(gate: Gate) -> None:
+    """The callee had not looked at its name yet, so the next call brings it again."""
+    async with cluster(2, options=RpcBackendOptions(max_queued_calls=1)) as workers:
+        busy = workers[0].call("worker1", wait_async, 1)
+        with pytest.raises(Overloaded):
+            await workers[0].call("worker1", abs, -1)
+        gate.open.set()
+        assert await busy == 1
+        assert await workers[0].call("worker1", abs, -3) == 3
+
+
+async def test_calls_given_up_before_their_worker_joined_are_taken_back() -> None:
+    """What timed out waiting for a name is neither kept nor sent, and nobody goes on looking for the name."""
+    async with cluster(1, dynamic=True) as (worker,):
+        peer = worker.peers.find("nobody")
+        for _ in range(3):
+            calls = [worker.peer("nobody", timeout=0.02).call(torch.numel, torch.zeros(1000)) for _ in range(5)]
+            assert len(peer._waiting) == 5
+            for call in calls:
+                with pytest.raises(RpcTimeout):
+                    await call
+            assert not peer._waiting
+        await until(lambda: peer.state.value == "idle")
+
+
+async def test_calls_given_up_count_as_long_as_they_wait_to_be_sent(pair: list[Worker]) -> None:
+    """A worker that does not read cannot fill our memory with calls that timed out; once it reads, calls go on."""
+    limit = 3
+    pair[0].options.max_pending_calls = limit
+    assert await pair[0].call("worker1", abs, -1) == 1
+    (service,) = (each for each in pair[1].services if each.peer.name == "worker0")
+    pair[1].loop.remove_reader(service.connection._fd)
+    connection = pair[0].peers.find("worker1").connection
+    assert connection is not None
+    large = torch.zeros(1 << 22)
+    with pytest.raises(Overloaded, match="given up wait to be sent"):
+        for _ in range(20):
+            with pytest.raises(RpcTimeout):
+                await pair[0].peer("worker1", timeout=0.005).call(torch.numel, large)
+    assert connection.unsent <= 2 * limit + 2  # each with its CANCEL
+    service.connection.start()
+    await until(lambda: not connection.unsent)
+    assert await pair[0].call("worker1", abs, -2) == 2
 
 
 async def test_a_burst_far_beyond_the_threads_is_served(pair: list[Worker]) -> None:

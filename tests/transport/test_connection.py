@@ -15,7 +15,7 @@ import pytest
 
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import DIRECT_SIZE, Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.transport.connection import Connection
+from aiorpc.transport.connection import BATCH_FRAMES, Connection
 
 LONG = 20.0
 
@@ -112,6 +112,22 @@ async def test_frames_arrive_in_order(ends: tuple[End, End], urgent: bool) -> No
     assert left.connection.bytes_sent == right.connection.bytes_received
 
 
+async def test_bytes_before_the_end_are_counted(ends: tuple[End, End]) -> None:
+    """What arrived with the end itself counts too, and has been counted when the end is told."""
+    left, right = ends
+    counted: list[int] = []
+
+    def on_closed(cause: BaseException | None) -> None:
+        counted.append(right.connection.bytes_received)
+        right._on_closed(cause)
+
+    right.connection.on_closed = on_closed
+    left.send(1, b"x" * 1000)
+    left.connection.close()
+    await right.closed()
+    assert counted == [left.connection.bytes_sent] == [right.connection.bytes_received]
+
+
 async def test_large_segments_survive_partial_writes(ends: tuple[End, End]) -> None:
     """Segments far larger than the socket's buffer arrive bit for bit, frames behind them too."""
     left, right = ends
@@ -198,11 +214,24 @@ async def test_small_frames_of_one_turn_leave_together(half: tuple[End, socket.s
             return int(self.sock.send(data, flags))
 
     end.connection._sock = Counting(end.connection._sock)  # type: ignore[assignment]
-    for number in range(50):
+    for number in range(BATCH_FRAMES - 1):
         end.send(number, b"x")
+    assert writes == []
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert writes == [50 * (18 + 1)]
+    assert writes == [(BATCH_FRAMES - 1) * (18 + 1)]
+
+
+async def test_many_small_frames_do_not_wait_for_the_turn_to_end(half: tuple[End, socket.socket]) -> None:
+    """The other side gets the first of them while the rest is made; all of them arrive, in order."""
+    end, far = half
+    for number in range(3 * BATCH_FRAMES):
+        end.send(number, b"x")
+    assert len(far.recv(100_000)) == 3 * BATCH_FRAMES * (18 + 1)
+    end.send(0, b"last")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert far.recv(100).endswith(b"last")
 
 
 async def test_sender_never_blocks(half: tuple[End, socket.socket]) -> None:
@@ -306,6 +335,17 @@ async def test_frames_before_the_end_are_handed_out_first(ends: tuple[End, End])
     left.connection.close()
     assert isinstance(await right.closed(), ConnectionResetError)
     assert [frame.call_id for frame in right.frames] == list(range(20))
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+async def test_what_was_said_before_the_end_is_heard_by_a_writer(half: tuple[End, socket.socket], urgent: bool) -> None:
+    """A write that fails because the peer has gone does not hide its last words: a goodbye is no broken connection."""
+    end, far = half
+    far.send(b"".join(bytes(part) for part in encode_frame(Kind.GOODBYE, 0, b"")))
+    far.close()
+    end.send(1, b"call", urgent=urgent)
+    assert isinstance(await end.closed(), ConnectionError)
+    assert [frame.kind for frame in end.frames] == [Kind.GOODBYE]
 
 
 async def test_frame_appended_during_the_end_spins_nobody(ends: tuple[End, End]) -> None:
@@ -416,3 +456,11 @@ async def test_forked_child_lets_go_silently(half: tuple[End, socket.socket]) ->
         assert end.causes == []
         with pytest.raises(BlockingIOError):
             far.recv(1)
+
+
+async def test_forked_child_lets_go_of_what_has_ended(ends: tuple[End, End]) -> None:
+    """close_in_child of a connection that is closed already does nothing: other descriptors wait behind it."""
+    left, _ = ends
+    left.connection.abort()
+    left.connection.close_in_child()
+    assert left.causes == [None]

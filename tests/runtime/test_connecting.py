@@ -1,0 +1,228 @@
+"""From a name to a proved connection: what may go wrong on the way, and what is no reason to give a worker up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import aiorpc
+from aiorpc import PeerClosed, PeerLost, RpcBackendOptions, Worker, WorkerLeft
+from aiorpc.protocol.frames import Kind, encode_frame
+from aiorpc.runtime import connecting
+from aiorpc.runtime.peer import Peer
+from aiorpc.testing import cluster
+from aiorpc.transport import sockets
+from tests.runtime.waiting import until
+
+LONG = 5.0
+TCP = RpcBackendOptions(transports=("tcp",))
+
+
+async def answer(call: Any) -> Any:
+    """Its result, within a bound: what is tested here used to hang."""
+    return await asyncio.wait_for(call, LONG)
+
+
+@pytest.fixture
+async def over_tcp() -> AsyncIterator[list[Worker]]:
+    """Two workers that meet over TCP alone."""
+    async with cluster(2, options=TCP) as workers:
+        yield workers
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def listeners(worker: Worker) -> list[socket.socket]:
+    return [sock for sock, _ in worker._acceptor._listeners]
+
+
+# --- the handshake ----------------------------------------------------------------------------------------------------
+
+
+async def test_worker_that_does_not_answer_the_first_contact_is_not_dead(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, or with a loop that cannot run, it takes connections and says nothing: calls wait until it goes on."""
+    monkeypatch.setattr(connecting, "HANDSHAKE_TIMEOUT", 0.05)
+    for sock in listeners(pair[1]):
+        pair[1].loop.remove_reader(sock.fileno())
+    call = asyncio.ensure_future(pair[0].peer("worker1", timeout=0).call(abs, -3))
+    done, _ = await asyncio.wait([call], timeout=0.3)
+    assert not done
+    pair[1]._acceptor.start()
+    assert await answer(call) == 3
+
+
+async def test_handshake_that_breaks_is_begun_again(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that ends before it was proved says nothing about the worker at its other end."""
+    reasons = ["for the test", "and again"]
+    monkeypatch.setattr(pair[1]._acceptor, "_unwanted", lambda sock: reasons.pop() if reasons else None)
+    assert await answer(pair[0].call("worker1", abs, -3)) == 3
+    assert not reasons and pair[1].statistics().connections_refused == 2
+
+
+async def test_member_gets_through_a_crowd_of_strangers(
+    over_tcp: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers who open all the connections that may be in their handshake keep no member out."""
+    monkeypatch.setattr(connecting, "MAX_HANDSHAKES", 4)
+    record = over_tcp[1].record
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(socket.create_connection((record.tcp_host, record.tcp_port), LONG))
+        await until(lambda: len(over_tcp[1]._acceptor._handshakes) == 4)
+        assert await answer(over_tcp[0].call("worker1", abs, -3)) == 3
+        assert over_tcp[1].statistics().connections_refused == 1
+
+
+async def test_goodbye_right_behind_the_handshake_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that leaves in the turn in which it took a connection has left; it is not lost."""
+    store = HashStore()
+    a, b = (aiorpc.init(f"w{rank}", rank=rank, world_size=2, store=store) for rank in range(2))
+    await asyncio.gather(a.start(), b.start())
+    add_service = b.add_service
+
+    def add_and_leave(*args: Any) -> Any:
+        service = add_service(*args)
+        service.connection.send(encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
+        return service
+
+    monkeypatch.setattr(b, "add_service", add_and_leave)
+    events = a.events()
+    heard = asyncio.ensure_future(anext(events))
+    await until(lambda: a.news.listeners)
+    with pytest.raises(PeerClosed, match="w1"):
+        await answer(a.call("w1", abs, -3))
+    assert await answer(heard) == WorkerLeft(b.info)
+    await events.aclose()
+    await asyncio.gather(a.shutdown(False), b.shutdown(False))
+
+
+# --- reaching it ------------------------------------------------------------------------------------------------------
+
+
+async def test_address_where_nobody_answers_is_given_up_in_time(
+    over_tcp: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system would try for minutes; the worker is lost when the time for connecting is up."""
+    monkeypatch.setattr(connecting, "CONNECT_TIMEOUT", 0.05)
+    monkeypatch.setattr(sockets, "connect_tcp", lambda *_: for_ever())
+    with pytest.raises(PeerLost, match=r"worker1.*cannot be reached"):
+        await answer(over_tcp[0].peer("worker1", timeout=0).call(abs, -3))
+
+
+async def test_address_that_is_none_is_told_at_once() -> None:
+    """An address that cannot even be looked up is an error of the calls, with the reason, not a hang."""
+    bad = RpcBackendOptions(transports=("tcp",), address="a" * 70 + ".invalid", loss_grace=0.1)
+    async with cluster(2, options=[TCP, bad]) as workers:
+        with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: .*(label|encod)"):
+            await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
+
+
+async def test_worker_that_was_known_to_be_gone_fails_its_calls_all_the_same(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it cannot be reached is no news to the group, but it is to who waits."""
+    monkeypatch.setattr(connecting, "CONNECT_TIMEOUT", 0.05)
+    await pair[1].shutdown(graceful=False)
+    await until(lambda: pair[0].group.is_gone(pair[1].record))
+    late = Peer(pair[0], "worker1", pair[1].record)
+    with pytest.raises(PeerLost, match="worker1"):
+        await answer(late.call(abs, (-3,), None, 0.0))
+
+
+async def test_broken_connection_to_oneself_ends_its_calls(pair: list[Worker]) -> None:
+    """No worker is lost then, and yet nobody will answer."""
+    call = pair[0].peer("worker0", timeout=0).call(for_ever)
+    assert await pair[0].call("worker0", abs, -3) == 3
+    connection = pair[0].peers.find("worker0").connection
+    assert connection is not None
+    connection.abort(ConnectionResetError("for the test"))
+    with pytest.raises(PeerLost, match=r"worker0.*for the test"):
+        await answer(call)
+    assert await pair[0].call("worker1", abs, -3) == 3
+    assert pair[0].group.lost == {}
+
+
+# --- the listeners ----------------------------------------------------------------------------------------------------
+
+
+async def test_without_descriptors_the_loop_rests(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that cannot be taken is tried again after a pause; the log has a line for each try, no flood."""
+    pause, tries = 0.05, 0
+    monkeypatch.setattr(connecting, "ACCEPT_PAUSE", pause)
+    accept: Callable[..., Any] = socket.socket.accept
+
+    def refuse(sock: socket.socket) -> Any:
+        nonlocal tries
+        if sock not in listeners(pair[1]) or tries == 4:
+            return accept(sock)
+        tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket.socket, "accept", refuse)
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        begun = time.monotonic()
+        assert await answer(pair[0].call("worker1", abs, -3)) == 3
+    assert time.monotonic() - begun >= 4 * pause
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        f"[Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}"
+    ] * 4
+
+
+async def test_forked_child_keeps_no_socket_of_its_parent(pair: list[Worker]) -> None:
+    """Neither listeners nor connections, also after some have ended: a child must not keep ports and peers waiting."""
+    a, b = pair
+    assert await a.call("worker1", abs, -3) == 3
+    await b.shutdown(graceful=False)
+    await until(lambda: a.group.is_gone(b.record) and not a.services)
+    host, port = a.record.tcp_host, a.record.tcp_port
+    assert await a.call("worker0", abs, -3) == 3
+    with socket.create_connection((host, port), LONG):
+        await until(lambda: a._acceptor._handshakes)
+        connection = a.peers.find("worker0").connection
+        assert connection is not None and len(a.services) == 1
+        ours = [connection, *(service.connection for service in a.services)]
+        ours += [accepting.connection for accepting in a._acceptor._handshakes]
+        inodes = {os.fstat(sock.fileno()).st_ino for sock in [*listeners(a), *(end._sock for end in ours)]}
+        assert len(inodes) == 5
+        assert still_open_in_a_child(inodes) == set()
+    assert await a.call("worker0", abs, -3) == 3
+
+
+def still_open_in_a_child(inodes: set[int]) -> set[int]:
+    """Those of the sockets that a forked child has open once its hooks have run."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
+        child = os.fork()
+    if child == 0:
+        try:
+            found = []
+            for name in os.listdir("/proc/self/fd"):
+                target = os.readlink(f"/proc/self/fd/{name}") if os.path.exists(f"/proc/self/fd/{name}") else ""
+                found += [number for number in inodes if target == f"socket:[{number}]"]
+            os.write(write, repr(set(found)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as file:
+        answered = file.read()
+    os.waitpid(child, 0)
+    left: set[int] = eval(answered)
+    return left

@@ -1,0 +1,216 @@
+"""Leaving when something is in the way: unread sockets, silent members, cancellation, handlers that shut down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import aiorpc
+from aiorpc import PeerClosed, RpcBackendOptions, RpcError, ShutdownReport, Worker, WorkerClosed, WorkerLeft
+from aiorpc.runtime import group, worker
+from aiorpc.testing import cluster
+from tests.runtime.waiting import until
+
+LARGE = torch.zeros(1 << 22)  # 16 MiB: more than a socket takes
+LONG = 5.0
+
+
+class Gate:
+    """Keeps handlers until it is opened. entered: how many wait there."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.entered = 0
+
+    def wait(self) -> None:
+        self.entered += 1
+        assert self.open.wait(10)
+
+
+_gates: dict[str, Gate] = {}
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    _gates["it"] = Gate()
+    yield _gates["it"]
+    _gates["it"].open.set()
+
+
+def wait_at_the_gate() -> None:
+    _gates["it"].wait()
+
+
+async def leave() -> ShutdownReport:
+    return await aiorpc.current().shutdown(graceful=False)
+
+
+def stop_reading(reader: Worker, sender: str) -> None:
+    """From now on what that worker sends stays in the socket, as with a stopped process."""
+    (service,) = (each for each in reader.services if each.peer.name == sender)
+    reader.loop.remove_reader(service.connection._fd)
+
+
+async def alone(**options: Any) -> Worker:
+    return await aiorpc.init("a", rank=0, world_size=1, store=HashStore(), options=RpcBackendOptions(**options))
+
+
+# --- what others see --------------------------------------------------------------------------------------------------
+
+
+async def test_goodbye_behind_much_data_arrives(trio: list[Worker]) -> None:
+    """A worker that leaves at once, with a large call still in its socket, has left; it is not lost."""
+    _, leaver, seer = trio
+    assert await leaver.call("worker2", abs, -3) == 3
+    events = seer.events()
+    heard = asyncio.ensure_future(anext(events))
+    await until(lambda: seer.news.listeners)
+    call = leaver.call("worker2", torch.numel, LARGE)
+    await leaver.shutdown(graceful=False)
+    assert isinstance(call.exception(), WorkerClosed)
+    assert await asyncio.wait_for(heard, LONG) == WorkerLeft(leaver.info)
+    await events.aclose()
+
+
+async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives such a peer a bounded time, and returns with every socket closed."""
+    monkeypatch.setattr(worker, "_CONNECTION_GRACE", 0.05)
+    assert await pair[0].call("worker1", abs, -3) == 3
+    stop_reading(pair[1], "worker0")
+    call = pair[0].call("worker1", torch.numel, LARGE)
+    connections = list(pair[0].connections)
+    assert len(connections) == 2
+    await asyncio.wait_for(pair[0].shutdown(graceful=False), LONG)
+    assert all(connection.ended for connection in connections)
+    assert isinstance(call.exception(), WorkerClosed)
+
+
+async def test_a_member_that_does_not_answer_is_not_idle(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped or busy, it may have calls under way: the leader asks again until it has an answer."""
+    tries = 0
+    activity = pair[1].activity
+
+    def silent() -> tuple[bool, int]:
+        nonlocal tries
+        tries += 1
+        if tries <= 5:
+            raise RuntimeError("no answer")
+        return activity()
+
+    monkeypatch.setattr(pair[1], "activity", silent)
+    reports = await asyncio.gather(*(each.shutdown() for each in pair))
+    assert tries > 6 and [report.timed_out for report in reports] == [False, False]
+
+
+async def test_a_poll_is_not_waited_for_beyond_its_time(
+    pair: list[Worker], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that hears nothing for several polls, with a call of its own under way, keeps the group together."""
+    monkeypatch.setattr(group, "_POLL_TIMEOUT", 0.02)
+    assert await pair[0].call("worker1", abs, -3) == 3
+    call = pair[1].call("worker0", wait_at_the_gate)
+    await until(lambda: gate.entered)
+    leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
+    await until(lambda: len(pair[0].group._entered) == 2)
+    (service,) = (each for each in pair[1].services if each.peer.name == "worker0")
+    stop_reading(pair[1], "worker0")
+    before = pair[0].statistics().calls_timed_out
+    await until(lambda: pair[0].statistics().calls_timed_out >= before + 4 or any(each.done() for each in leaving))
+    assert not any(each.done() for each in leaving)
+    gate.open.set()
+    await call
+    service.connection.start()
+    assert [report.timed_out for report in await asyncio.gather(*leaving)] == [False, False]
+
+
+# --- cancelled, from a handler, again ---------------------------------------------------------------------------------
+
+
+async def test_a_handler_may_shut_its_worker_down(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The closing cancels the handler that asked for it, and goes on to its end."""
+    monkeypatch.setattr(worker, "_TASKS_GRACE", 0.05)
+    with pytest.raises(PeerClosed, match="worker1"):
+        await pair[0].call("worker1", leave)
+    assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
+    assert pair[1].pool.threads == 0 and not os.path.exists(pair[1].record.unix_path)
+
+
+async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a worker is never left: who waits is cancelled once all is closed, and later calls get the report."""
+    monkeypatch.setattr(worker, "_POOL_GRACE", 0.1)
+    a = await alone()
+    call = a.call("a", wait_at_the_gate)
+    await until(lambda: gate.entered)
+    assert a.rendezvous is not None and a.rendezvous._held is not None
+    secret = a.rendezvous._held.path
+    assert secret.exists()
+    leaving = asyncio.ensure_future(a.shutdown(graceful=False))
+    await until(lambda: a.closed)
+    assert not leaving.done()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert not secret.exists() and not os.path.exists(a.record.unix_path)
+    assert await asyncio.wait_for(a.shutdown(), LONG) == ShutdownReport()
+    assert isinstance(call.exception(), WorkerClosed)
+    gate.open.set()
+    await until(lambda: a.pool.threads == 0)
+
+
+async def test_graceful_shutdown_that_is_cancelled_leaves_at_once() -> None:
+    """A timeout around it, or Ctrl-C, ends the waiting for others, not the closing; a second call gets the report."""
+    async with cluster(2) as workers:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(workers[0].shutdown(), 0.05)
+        assert workers[0].closed and not os.path.exists(workers[0].record.unix_path)
+        assert (await workers[0].shutdown()).timed_out
+        with pytest.raises(RpcError):
+            await workers[1].call("worker0", abs, -3)
+
+
+async def test_shutdown_again_with_a_loop_of_its_own() -> None:
+    """A worker whose loop has ended gives its report again, also at the end of its `async with`."""
+    async with aiorpc.init(
+        "a", rank=0, world_size=1, store=HashStore(), options=RpcBackendOptions(dedicated_loop=True)
+    ) as a:
+        assert await a.call("a", abs, -3) == 3
+        report = await a.shutdown()
+        assert await a.shutdown() is report
+    assert await a.shutdown() is report
+
+
+async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(caplog: pytest.LogCaptureFixture) -> None:
+    """The loop ends after the clean-up, not under it: no socket is left, and no task is destroyed while pending."""
+    a = aiorpc.init(
+        "a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=20)
+    )
+    joining = asyncio.ensure_future(a.start())
+    await until(lambda: len(a._acceptor._listeners) == 2)
+    path = a._acceptor._listeners[0][1]
+    with caplog.at_level(logging.WARNING):
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+    assert not os.path.exists(path) and a.closed
+    assert not caplog.records
+
+
+async def test_events_of_a_worker_that_has_left_are_over() -> None:
+    """Whoever begins to listen after the end hears nothing, and does not wait."""
+    a = await alone()
+    await a.shutdown()
+    assert [event async for event in a.events()] == []
