@@ -37,6 +37,9 @@ from .frames import Buffer
 # Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 MAIN_NAMES = ("__main__", "__mp_main__")
+# Containers with more items than this are left to the general pickler.
+SIMPLE_SIZE = 64
+_STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later names a class or function
 
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
@@ -179,11 +182,31 @@ def _is_text(text: str) -> bool:
     return True
 
 
+def _is_simple(items: Sequence[Any], depth: int = 3) -> bool:
+    """Whether these are plain values and builtin containers of them, few enough to look at: any pickle will do."""
+    if len(items) > SIMPLE_SIZE:
+        return False
+    for item in items:
+        kind = type(item)
+        if kind in PLAIN:
+            continue
+        if not depth or not (
+            _is_simple(item, depth - 1)
+            if kind is list or kind is tuple
+            else kind is dict and _is_simple(tuple(item), 0) and _is_simple(tuple(item.values()), depth - 1)
+        ):
+            return False
+    return True
+
+
 def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes:
+    opaque = tuple(values[position] for position in positions)
+    if _is_simple(opaque):
+        return pickle.dumps(opaque, 5)
     token = outgoing.set(out)
     tensors, buffers = len(out.tensors), len(out.buffers)
     try:
-        return dumps(tuple(values[position] for position in positions), out)
+        return dumps(opaque, out)
     except Exception as error:
         # Which one was it? Pickle them one by one; what they leave behind is thrown away with the message.
         for position in positions:
@@ -207,6 +230,8 @@ def dumps(value: object, out: Outgoing) -> bytes:
 
 def loads(data: bytes, message: Incoming, buffers: Sequence[Buffer] = ()) -> Any:
     """Unpickle one object from the wire. Raises whatever unpickling raises."""
+    if _STACK_GLOBAL not in data:  # nothing is looked up, so nothing of ours can be meant
+        return pickle.loads(data, buffers=buffers)
     token = incoming.set(message)
     try:
         return _Unpickler(io.BytesIO(data), buffers=buffers).load()

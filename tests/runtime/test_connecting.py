@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 import os
 import socket
@@ -56,11 +57,12 @@ async def test_worker_that_does_not_answer_the_first_contact_is_not_dead(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped, or with a loop that cannot run, it takes connections and says nothing: calls wait until it goes on."""
-    monkeypatch.setattr(connecting, "HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(connecting, "HANDSHAKE_TIMEOUT", 0.02)
+    monkeypatch.setattr(connecting, "CONNECT_TIMEOUT", 0.05)
     for sock in listeners(pair[1]):
         pair[1].loop.remove_reader(sock.fileno())
     call = asyncio.ensure_future(pair[0].peer("worker1", timeout=0).call(abs, -3))
-    done, _ = await asyncio.wait([call], timeout=0.3)
+    done, _ = await asyncio.wait([call], timeout=0.2)
     assert not done
     pair[1]._acceptor.start()
     assert await answer(call) == 3
@@ -112,6 +114,37 @@ async def test_goodbye_right_behind_the_handshake_is_one(monkeypatch: pytest.Mon
 
 
 # --- reaching it ------------------------------------------------------------------------------------------------------
+
+
+async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
+    """Before the first call between two workers there is nothing between them, and after it one connection."""
+
+    def between() -> list[str]:
+        return [service.peer.name for service in trio[2].services]
+
+    await until(lambda: trio[1].peers.find("worker0").state.value == "ready")
+    assert between() == [] and trio[1].peers.find("worker2").state.value == "idle"
+    assert await asyncio.gather(*(trio[1].call("worker2", abs, -n) for n in range(20))) == list(range(20))
+    assert between() == ["worker1"]
+
+
+async def test_connecting_is_tried_again_after_growing_pauses(
+    over_tcp: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that cannot be reached for a moment is not lost; calls made meanwhile go out in their order."""
+    times: list[float] = []
+    connect = sockets.connect_tcp
+
+    async def fail_at_first(host: str, port: int) -> socket.socket:
+        times.append(time.monotonic())
+        if len(times) <= 4:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        return await connect(host, port)
+
+    monkeypatch.setattr(sockets, "connect_tcp", fail_at_first)
+    assert await answer(asyncio.gather(*(over_tcp[0].call("worker1", abs, -n) for n in range(5)))) == list(range(5))
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert all(pause >= connecting.FIRST_PAUSE * 2**tries for tries, pause in enumerate(pauses)) and len(pauses) == 4
 
 
 async def test_address_where_nobody_answers_is_given_up_in_time(
