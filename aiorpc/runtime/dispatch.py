@@ -52,6 +52,10 @@ class Service:
         self.peer = peer
         self.connection = connection
         self.calls: dict[int, CallContext] = {}
+        self._system = (
+            0  # how many of `calls` are the runtime's own; one of them lasts as long as its caller waits to leave
+        )
+        self._methods: dict[tuple[type, str, object], Target] = {}
         self._info = peer.info
         self._functions: dict[int, Target] = {}
         self._target = worker.peers.of(peer)
@@ -191,39 +195,59 @@ class Service:
         self, wire: list[Any], context: CallContext, fields: list[Any], segments: Sequence[Buffer]
     ) -> None:
         """A method of a reference's value, once that is there."""
+        value = self.worker.references.value(wire[1], wire[2])
+        when_done(value, partial(self._found_value, wire[3], context, fields, segments))
 
-        def resolve(value: object) -> None:
-            try:
-                method = getattr(value, wire[3])
+    def _found_value(
+        self, name: str, context: CallContext, fields: list[Any], segments: Sequence[Buffer], future: AnyFuture
+    ) -> None:
+        value, error = outcome(future)
+        if error is not None:
+            self._refuse(context, fields, error)
+            return
+        attribute = functions.find_method(type(value), name)
+        if attribute is not None:
+            self._call_method(value, name, attribute, context, fields, segments)
+        else:  # a property or the like: users' code, which may take its time
+            self.worker.pool.submit(self._call_method, value, name, None, context, fields, segments)
+
+    def _call_method(
+        self,
+        value: object,
+        name: str,
+        attribute: object,
+        context: CallContext,
+        fields: list[Any],
+        segments: Sequence[Buffer],
+    ) -> None:
+        try:
+            method = getattr(value, name)
+            target = self._methods.get((type(value), name, attribute))
+            if target is None:
                 if not callable(method):
-                    raise RpcUsageError(f"{wire[3]!r} of {type(value).__qualname__} is not callable")
-                target = functions.classify(method, f"{type(value).__qualname__}.{wire[3]}")
-            except BaseException as failure:
-                refuse(failure)
-                return
-            self.worker.call_on_loop(self._start, target, context, fields, segments)
+                    raise RpcUsageError(f"{name!r} of {type(value).__qualname__} is not callable")
+                target = functions.classify(method, f"{type(value).__qualname__}.{name}")
+                if attribute is not None:
+                    self._methods[type(value), name, attribute] = target._replace(function=len)  # not this value's
+            else:
+                target = target._replace(function=method)
+        except BaseException as failure:
+            self._refuse(context, fields, failure)
+            return
+        self.worker.run_on_loop(self._start, target, context, fields, segments)
 
-        def refuse(failure: BaseException) -> None:
-            self.worker.call_on_loop(self._discard_arguments, fields)
-            self.answer_error(context, failure)
-
-        def found(future: AnyFuture) -> None:
-            value, error = outcome(future)
-            if error is not None:
-                refuse(error)
-            elif functions.is_method(type(value), wire[3]):
-                resolve(value)
-            else:  # a property or the like: users' code, which may take its time
-                self.worker.pool.submit(resolve, value)
-
-        when_done(self.worker.references.value(wire[1], wire[2]), found)
+    def _refuse(self, context: CallContext, fields: list[Any], failure: BaseException) -> None:
+        self.worker.call_on_loop(self._discard_arguments, fields)
+        self.answer_error(context, failure)
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
     def _start(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         context.function = target.name
-        context.system = target.system
-        if not target.system:
+        if target.system:
+            context.system = True
+            self._system += 1
+        else:
             self.worker.counters.served_users += 1
         if _is_over(context):
             self._discard_arguments(fields)
@@ -436,13 +460,21 @@ class Service:
             return
         # A call that ended meanwhile is answered all the same if it took references along: the caller drops the late
         # answer, and takes the references, for which the table here waits.
-        if self.calls.pop(context.call_id, None) is not None or context.cancelled:
+        if self._take(context.call_id) is not None or context.cancelled:
             context.replied = True
-            self.connection.send(encode_frame(REPLY, context.call_id, body, segments), urgent=not self.calls)
+            urgent = len(self.calls) <= self._system
+            self.connection.send(encode_frame(REPLY, context.call_id, body, segments), urgent=urgent)
+
+    def _take(self, call_id: int) -> CallContext | None:
+        """The call is over; None if somebody else ended it. Any thread."""
+        context = self.calls.pop(call_id, None)
+        if context is not None and context.system:
+            self._system -= 1
+        return context
 
     def answer_error(self, context: CallContext, error: BaseException) -> None:
         """Send the exception, unless the call has ended."""
-        if self.calls.pop(context.call_id, None) is None:
+        if self._take(context.call_id) is None:
             return
         context.replied = True
         if context.creates is not None:
@@ -450,7 +482,8 @@ class Service:
         self.worker.counters.failed += 1
         logger.debug("%s for %s raised", context.function, context.caller, exc_info=error)
         body = pack(encode_error(error, self.worker.name))
-        self.connection.send(encode_frame(Kind.ERROR, context.call_id, body), urgent=not self.calls)
+        urgent = len(self.calls) <= self._system
+        self.connection.send(encode_frame(Kind.ERROR, context.call_id, body), urgent=urgent)
 
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""
@@ -464,7 +497,7 @@ class Service:
 
     def cancel(self, call_id: int) -> None:
         """The caller has given up on that call."""
-        context = self.calls.pop(call_id, None)
+        context = self._take(call_id)
         if context is None:
             return
         context.cancelled = True

@@ -157,9 +157,10 @@ def resolve(name: str) -> Target:
     return classify(found, name)
 
 
-def is_method(kind: type, name: str) -> bool:
-    """Whether looking that attribute up runs no code of the user's: a function, class method or static method."""
+def find_method(kind: type, name: str) -> object | None:
+    """The function, class method or static method of that name; None if looking it up may run code of the user's."""
     for base in kind.__mro__:
         if name in base.__dict__:
-            return isinstance(base.__dict__[name], (FunctionType, classmethod, staticmethod, MethodDescriptorType))
-    return False
+            found: object = base.__dict__[name]
+            return found if isinstance(found, (FunctionType, classmethod, staticmethod, MethodDescriptorType)) else None
+    return None

@@ -143,6 +143,7 @@ class Peer:
         self.streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.gone: RpcError | None = None
         self.connection: Connection | None = None
+        self._system = 0  # how many of `pending` are the runtime's own; one of them lasts while we wait to leave
         self._ids = itertools.count(1)
         self._waiting: dict[int, Sequence[Buffer]] = {}  # by call; below 0 what belongs to none
         self._others = itertools.count(-1, -1)
@@ -236,11 +237,13 @@ class Peer:
             raise SerializationError(f"{where} {error}") from error.__cause__
         future._call_id = call_id = next(self._ids)
         pending[call_id] = future
+        if system:
+            self._system += 1
         if stream is not None:
             self.streams[call_id] = stream
         if deadline is not None:
             worker.deadlines.add(deadline)
-        self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) == 1, call_id=call_id)
+        self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) <= 1 + self._system, call_id=call_id)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
         return future
@@ -284,7 +287,7 @@ class Peer:
     def cancel(self, call_id: int) -> None:
         """The caller of that call has given up: forget it and tell the callee. Any thread."""
         self.streams.pop(call_id, None)
-        if self.pending.pop(call_id, None) is not None:
+        if self._take(call_id) is not None:
             self._call_off(call_id)
 
     def _call_off(self, call_id: int) -> None:
@@ -301,6 +304,13 @@ class Peer:
                 return False
             self.state = State.IDLE
             return True
+
+    def _take(self, call_id: int) -> CallFuture | None:
+        """That call is over; None if somebody else ended it. Any thread."""
+        future = self.pending.pop(call_id, None)
+        if future is not None and future._system:
+            self._system -= 1
+        return future
 
     def scan_deadlines(self, now: float) -> float:
         """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
@@ -321,7 +331,7 @@ class Peer:
         return following
 
     def _expire(self, call_id: int) -> None:
-        future = self.pending.pop(call_id, None)
+        future = self._take(call_id)
         if future is None:
             return
         self.streams.pop(call_id, None)
@@ -366,7 +376,7 @@ class Peer:
                 raise ProtocolError(f"{frame} is not for a caller")
 
     def _on_answer(self, frame: Frame) -> None:
-        future = self.pending.pop(frame.call_id, None)
+        future = self._take(frame.call_id)
         if future is None:
             self.worker.counters.late_answers += 1
             self._discard(frame)
@@ -457,7 +467,7 @@ class Peer:
             self.connection.abort()
 
     def _settle(self, call_id: int, error: RpcError) -> None:
-        future = self.pending.pop(call_id, None)
+        future = self._take(call_id)
         self.streams.pop(call_id, None)
         if future is not None:
             future._settle(None, _copy_for(error, future))

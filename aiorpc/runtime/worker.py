@@ -373,6 +373,13 @@ class Worker:
             if not self.loop.is_closed():
                 raise
 
+    def run_on_loop(self, function: Callable[..., object], *args: Any) -> None:
+        """Run something on the loop: at once if this is its thread, else soon."""
+        if threading.get_ident() == self._thread:
+            function(*args)
+        else:
+            self.call_on_loop(function, *args)
+
     def _scan_deadlines(self, now: float) -> float:
         return min((peer.scan_deadlines(now) for peer in self.peers.all()), default=float("inf"))
 
