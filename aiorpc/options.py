@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
@@ -20,6 +21,11 @@ def seconds(value: float | timedelta, name: str) -> float:
     return float(result)
 
 
+def _quarter_of_memory() -> int:
+    """Bytes: a quarter of the machine's memory, at most 4 GiB."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4 << 30)
+
+
 @dataclass
 class RpcBackendOptions:
     """Options of one worker. Read once, at init.
@@ -35,6 +41,8 @@ class RpcBackendOptions:
     max_frame_bytes: longest message body taken from a peer, tensors apart.
     max_tensor_bytes: longest single tensor taken from a peer.
     stream_window: items of a stream that may be under way before its producer waits.
+    shared_memory: bytes of memory that may be shared with workers of this host, for large tensors; a quarter of the
+        machine's, at most 4 GiB, by default; 0 turns it off.
     dedicated_loop: run the worker on a loop in a thread of its own, for programs whose steps block theirs.
     switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives; None leaves it alone.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
@@ -53,6 +61,7 @@ class RpcBackendOptions:
     max_frame_bytes: int = 1 << 30
     max_tensor_bytes: int = 1 << 40
     stream_window: int = 16
+    shared_memory: int = field(default_factory=_quarter_of_memory)
     dedicated_loop: bool = False
     switch_interval: float | None = None
     lag_warning: float = 1.0
@@ -84,6 +93,8 @@ class RpcBackendOptions:
                 raise RpcUsageError(f"port_range must be two ports, first <= last, not {self.port_range!r}")
         if self.switch_interval is not None and not seconds(self.switch_interval, "switch_interval"):
             raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
+        if isinstance(self.shared_memory, bool) or not isinstance(self.shared_memory, int) or self.shared_memory < 0:
+            raise RpcUsageError(f"shared_memory must be a number of bytes >= 0, not {self.shared_memory!r}")
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")

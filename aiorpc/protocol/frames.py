@@ -50,6 +50,7 @@ class Kind(IntEnum):
     REFERENCE = 10  # > a message of reference counting (references.py)
     GOODBYE = 11  # = I leave in good order
     WELCOME = 12  # < the proof was good; calls may come
+    MEMORY = 13  # = about shared memory (runtime/memory.py)
 
 
 # Members of an IntEnum cost a look-up and a conversion each time; the hot paths use these.

@@ -57,6 +57,7 @@ class Service:
         )
         self._methods: dict[tuple[type, str, object], Target] = {}
         self._info = peer.info
+        self.sharing = worker.memory.share(connection, peer)
         self._functions: dict[int, Target] = {}
         self._target = worker.peers.of(peer)
         self._run: dict[Mode, Run] = {
@@ -84,6 +85,9 @@ class Service:
                     context.credits.add(int(unpack(frame.body)[0]))
             elif kind == Kind.REFERENCE:
                 self.worker.references.on_message(self.peer.id, tuple(unpack(frame.body)))
+            elif kind == Kind.MEMORY:
+                if self.sharing is not None:
+                    self.sharing.on_message(unpack(frame.body))
             elif kind == Kind.GOODBYE:
                 self.worker.group.on_goodbye(self.peer)
             else:
@@ -113,7 +117,12 @@ class Service:
             return
         self.calls[frame.call_id] = context
         try:
-            self._route(wire_function, context, fields, frame.segments)
+            segments: Sequence[Buffer] = frame.segments
+            if len(fields) > 12 and fields[12]:
+                if self.sharing is None:
+                    raise ProtocolError(f"{frame} names shared memory, and there is none")
+                segments = self.sharing.restore(fields[12], segments)
+            self._route(wire_function, context, fields, segments)
         except Exception as error:
             self._discard_arguments(fields)
             self.answer_error(context, error)
@@ -451,7 +460,7 @@ class Service:
             self.worker.references.settle_created(context, result)
             result = None
         try:
-            body, segments = messages.encode([], [result], self._target, copy=copy)
+            body, segments = messages.encode([], [result], self._target, copy=copy, sharing=self.sharing)
         except SerializationError as error:
             self.answer_error(context, SerializationError(f"the result of {context.function} {error}"))
             return
@@ -463,6 +472,8 @@ class Service:
         if self._take(context.call_id) is not None or context.cancelled:
             context.replied = True
             urgent = len(self.calls) <= self._system
+            if self.sharing is not None:
+                self.sharing.flush(more=True)
             self.connection.send(encode_frame(REPLY, context.call_id, body, segments), urgent=urgent)
 
     def _take(self, call_id: int) -> CallContext | None:
@@ -488,7 +499,7 @@ class Service:
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""
         try:
-            body, segments = messages.encode([], [item], self._target, copy=True)
+            body, segments = messages.encode([], [item], self._target, copy=True, sharing=self.sharing)
         except SerializationError as error:
             raise SerializationError(f"an item of {context.function} {error}") from error.__cause__
         self.connection.send(encode_frame(ITEM, context.call_id, body, segments))

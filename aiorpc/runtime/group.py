@@ -123,6 +123,7 @@ class Group:
             self.worker.news.publish(WorkerJoined(record.info))
 
     def _on_process_exit(self, record: WorkerRecord) -> None:
+        self.worker.memory.collect()
         # What it wrote before it ended may still be in the sockets; their end of file usually comes first.
         self.worker.loop.call_later(_EXIT_GRACE, self.on_lost, record, "its process ended")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -11,6 +12,9 @@ from ..channels.inline import InlineChannel
 from ..errors import ProtocolError, SerializationError
 from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, pack
 from ..protocol.frames import MAX_SEGMENTS, Buffer
+
+if TYPE_CHECKING:
+    from .memory import Sharing
 
 channel = InlineChannel()
 
@@ -35,11 +39,11 @@ class Target(Protocol):
 
 
 def encode(
-    prefix: list[Any], values: list[Any], target: Target, *, copy: bool = False
+    prefix: list[Any], values: list[Any], target: Target, *, copy: bool = False, sharing: Sharing | None = None
 ) -> tuple[bytes, Sequence[Buffer]]:
     """Body and segments of a message.
 
-    copy: tensors and arrays may change as soon as this returns.
+    copy: tensors and arrays may change as soon as this returns. sharing: shared memory for large buffers.
 
     Raises SerializationError, with nothing left behind. The segments borrow the tensors until they are written.
     """
@@ -49,19 +53,25 @@ def encode(
     out = Outgoing(target, same_main=target.same_main)
     try:
         fields = encode_values(values, out)
-        if not out.tensors and not out.references:
-            return _pack(prefix, fields, target.max_body), _checked(_buffers(out, copy), target.max_segment)
-        segments: Sequence[Buffer] = _buffers(out, copy)
         table = None
+        segments: list[Buffer] = []
         if out.tensors:
-            table, segments = channel.put(out.tensors, copy=copy)
-            segments += _buffers(out, copy)
-        fields += [None] * (5 - len(fields))
-        fields[4] = len(out.buffers)
-        fields.append(table)
-        if out.references:
-            fields.append(out.references)
-        return _pack(prefix, fields, target.max_body), _checked(segments, target.max_segment)
+            table, segments = channel.put(out.tensors)
+        segments = _checked([*segments, *out.buffers], target.max_segment)
+        shared: list[list[int]] = []
+        if sharing is not None and segments:
+            shared, segments = sharing.share(segments)
+            if shared:
+                out.on_unsent.append(partial(sharing.take_back, shared))
+        if copy:
+            segments = [segment if type(segment) is bytes else bytes(segment) for segment in segments]
+        if table or out.references or shared:
+            fields += [None] * (5 - len(fields))
+            fields[4] = len(out.buffers)
+            fields += [table, out.references, shared]
+            while not fields[-1]:
+                fields.pop()
+        return _pack(prefix, fields, target.max_body), segments
     except BaseException:
         out.unsend()
         raise
@@ -108,7 +118,7 @@ def _pack(prefix: list[Any], fields: list[Any], limit: int) -> bytes:
     return body
 
 
-def _checked(segments: Sequence[Buffer], limit: int) -> Sequence[Buffer]:
+def _checked(segments: list[Buffer], limit: int) -> list[Buffer]:
     # As for the body: the receiver would close the connection.
     if len(segments) > MAX_SEGMENTS:
         raise SerializationError(f"has {len(segments)} tensors and arrays; the limit is {MAX_SEGMENTS}")
@@ -126,12 +136,8 @@ def _longest(fields: list[Any]) -> int:
     return max(range(len(sizes)), key=sizes.__getitem__, default=0)
 
 
-def _buffers(out: Outgoing, copy: bool) -> list[Buffer]:
-    return [bytes(buffer) for buffer in out.buffers] if copy else out.buffers
-
-
 def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader) -> list[Any]:
-    """The values of a message, from its fields behind the prefix.
+    """The values of a message, from its fields behind the prefix. segments: all of them, the shared ones restored.
 
     Raises whatever unpickling raises, and ProtocolError for a message that is none.
     """

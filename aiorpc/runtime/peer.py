@@ -44,6 +44,7 @@ from .functions import describe, find_name
 from .statistics import PendingCall
 
 if TYPE_CHECKING:
+    from .memory import Sharing
     from .streams import Stream
     from .worker import Worker
 
@@ -143,6 +144,7 @@ class Peer:
         self.streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.gone: RpcError | None = None
         self.connection: Connection | None = None
+        self.sharing: Sharing | None = None
         self._system = 0  # how many of `pending` are the runtime's own; one of them lasts while we wait to leave
         self._ids = itertools.count(1)
         self._waiting: dict[int, Sequence[Buffer]] = {}  # by call; below 0 what belongs to none
@@ -231,7 +233,8 @@ class Peer:
                 wire_function = None
                 values.insert(0, function)
         try:
-            body, segments = messages.encode([wire_function, remaining, trace, names, extra], values, self)
+            prefix = [wire_function, remaining, trace, names, extra]
+            body, segments = messages.encode(prefix, values, self, sharing=self.sharing)
         except SerializationError as error:
             where = _name_argument(error.position, wire_function is None, len(args), names, future)
             raise SerializationError(f"{where} {error}") from error.__cause__
@@ -243,6 +246,8 @@ class Peer:
             self.streams[call_id] = stream
         if deadline is not None:
             worker.deadlines.add(deadline)
+        if self.sharing is not None:
+            self.sharing.flush(more=True)
         self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) <= 1 + self._system, call_id=call_id)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
@@ -365,9 +370,13 @@ class Peer:
             elif kind == ITEM:
                 stream = self.streams.get(frame.call_id)
                 if stream is not None:
-                    stream.on_item(unpack(frame.body), frame.segments)
+                    fields = unpack(frame.body)
+                    stream.on_item(fields, self._restored(fields, frame))
                 else:
                     self._discard(frame)
+            elif kind == Kind.MEMORY:
+                if self.sharing is not None:
+                    self.sharing.on_message(unpack(frame.body))
             elif kind == Kind.GOODBYE:
                 self.worker.group.on_goodbye(self.record)
                 # No answer can follow on this connection (the goodbye may have come earlier on another).
@@ -399,13 +408,22 @@ class Peer:
             return
         try:
             fields = unpack(frame.body)
+            segments = self._restored(fields, frame)
             if len(fields) > 3 and fields[3] and len(fields[3]) > LARGE_PICKLE:
-                self.worker.decoders.submit(self._settle_value, future, fields, frame.segments)
+                self.worker.decoders.submit(self._settle_value, future, fields, segments)
                 return
         except Exception as error:
             future._settle(None, error)
             return
-        self._settle_value(future, fields, frame.segments)
+        self._settle_value(future, fields, segments)
+
+    def _restored(self, fields: list[Any], frame: Frame) -> Sequence[Buffer]:
+        """The segments of an answer, with those in shared memory."""
+        if len(fields) <= 7 or not fields[7]:
+            return frame.segments
+        if self.sharing is None:
+            raise ProtocolError(f"{frame} names shared memory, and there is none")
+        return self.sharing.restore(fields[7], frame.segments)
 
     def _settle_value(self, future: CallFuture, fields: list[Any], segments: Sequence[Buffer]) -> None:
         try:
@@ -432,6 +450,7 @@ class Peer:
             return
         try:
             fields = unpack(frame.body)
+            self._restored(fields, frame)  # and dropped: the memory goes back
             if len(fields) > 6 and fields[6]:
                 self.load_references(fields[6])
         except Exception:
@@ -446,6 +465,8 @@ class Peer:
 
     def ready(self, connection: Connection) -> None:
         """The handshake is done: send what has waited."""
+        assert self.record is not None, "the handshake was with the worker of that record"
+        self.sharing = self.worker.memory.share(connection, self.record)
         with self._lock:
             for frame in self._waiting.values():
                 connection.send(frame)

@@ -69,6 +69,11 @@ class Statistics:
     references_owned: int = 0
     references_held: int = 0
     references_pending: int = 0
+    shared_sent: int = 0  # buffers that went through shared memory
+    shared_bytes_sent: int = 0
+    shared_lent: int = 0  # bytes that other workers hold now
+    shared_size: int = 0  # bytes of the arena
+    shared_refused: dict[str, int] = field(default_factory=dict)  # large buffers that did not, by reason
     loop_lag_mean: float = 0.0
     loop_lag_max: float = 0.0
     loop_blocked: int = 0
@@ -116,6 +121,11 @@ def collect(worker: Worker) -> Statistics:
         references_owned=references.owned,
         references_held=references.users,
         references_pending=references.pending,
+        shared_sent=worker.memory.sent,
+        shared_bytes_sent=worker.memory.bytes_sent,
+        shared_lent=worker.memory.lent,
+        shared_size=worker.memory.arena.size,
+        shared_refused=dict(worker.memory.refused),
         loop_lag_mean=monitor.lag_mean if monitor is not None else 0.0,
         loop_lag_max=monitor.lag_max if monitor is not None else 0.0,
         loop_blocked=monitor.blocked_count if monitor is not None else 0,

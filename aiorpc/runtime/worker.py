@@ -51,6 +51,7 @@ from .handle import PeerHandle
 from .host import host_identity, main_identity
 from .lag import LoopMonitor
 from .loops import LoopThread, run_in_thread
+from .memory import Memory
 from .peer import Peer
 from .peers import Peers, To
 from .pool import ThreadPool
@@ -115,6 +116,7 @@ class Worker:
         self.loop: asyncio.AbstractEventLoop
         self.record: WorkerRecord
         self.references: References
+        self.memory: Memory
         self.deadlines: Deadlines
         self.group: Group
         self.tasks: Tasks
@@ -226,6 +228,7 @@ class Worker:
         self.record = next(record for record in records if record.incarnation == incarnation)
         self.secret = await self.in_thread(lambda: rendezvous.agree_secret(self.record, records, directory))
         self.references = References(self)
+        self.memory = Memory(self)
         self.group = Group(self, records)
         for record in records:
             self.peers.add(record)
@@ -341,12 +344,17 @@ class Worker:
         self.services.discard(service)
         self._count_bytes(service.connection)
         service.close()
+        if service.sharing is not None:
+            service.sharing.close()
         if cause is not None:
             self.group.on_lost(service.peer, f"its connection broke: {cause}")
 
     def connection_closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
         """A connection that we had opened has ended."""
         self._count_bytes(connection)
+        if peer.sharing is not None:
+            peer.sharing.close()
+            peer.sharing = None
         if cause is not None and peer.record is not None and not self.closed:
             self.group.on_lost(peer.record, f"the connection to it broke: {cause}")
             # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
@@ -484,6 +492,7 @@ class Worker:
             self.deadlines.close()
         if hasattr(self, "references"):
             self.references.close()
+            self.memory.close()
         if self.monitor is not None:
             self.monitor.stop()
         if hasattr(self, "tasks"):
@@ -523,6 +532,7 @@ class Worker:
         self._acceptor.close_in_child()
         if hasattr(self, "group"):
             self.group.close_in_child()
+            self.memory.close_in_child()
 
     def close_at_exit(self) -> None:
         """The interpreter exits with this worker alive: say goodbye if that is quickly done. No thread is started."""

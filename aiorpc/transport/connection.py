@@ -94,6 +94,11 @@ class Connection:
         self._loop.add_reader(self._fd, self._readable)
 
     @property
+    def local(self) -> bool:
+        """Whether the other end is on this host for sure: a unix socket."""
+        return self._patient
+
+    @property
     def ended(self) -> bool:
         """Whether its socket is closed."""
         return self._closed
@@ -109,11 +114,16 @@ class Connection:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def send(self, frame: Sequence[Buffer], *, urgent: bool = False) -> None:
-        """Queue one frame, from any thread; never blocks. After close the frame is dropped."""
+    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False) -> None:
+        """Queue one frame, from any thread; never blocks. After close the frame is dropped.
+
+        urgent: nothing else is under way, so write at once. more: the caller sends another one right after this.
+        """
         if self._closed:
             return
         self._queue.append(frame)
+        if more:
+            return
         if not self._blocked and (len(self._queue) >= BATCH_FRAMES or (urgent and not self._scheduled)):
             self._write()
         elif not self._scheduled:

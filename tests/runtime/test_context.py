@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from typing import Any
 
 import pytest
+import uvloop
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import aiorpc
-from aiorpc import NotInitialized, Worker, WorkerInfo, WorkerJoined, WorkerLeft
+from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerInfo, WorkerJoined, WorkerLeft
 from aiorpc.runtime.current import current_call
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
@@ -147,6 +149,16 @@ async def test_inside_async_with_its_worker_is_current() -> None:
 
 async def _current() -> Worker:
     return aiorpc.current()
+
+
+async def test_a_loop_of_its_own_is_the_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop in a thread, as scripts have it, is uvloop's where that is installed, else asyncio's."""
+    for available, kind in ((True, uvloop.Loop), (False, asyncio.SelectorEventLoop)):
+        if not available:
+            monkeypatch.setitem(sys.modules, "uvloop", None)
+        async with cluster(1, options=RpcBackendOptions(dedicated_loop=True)) as (worker,):
+            assert type(worker.loop) is kind and worker.loop is not asyncio.get_running_loop()
+            assert await worker.call("worker0", abs, -3) == 3
 
 
 async def test_futures_and_references_carry_their_worker(pair: list[Worker]) -> None:

@@ -95,8 +95,12 @@ async def test_a_name_is_free_before_its_last_holder_is_off_the_list(
             assert listed.wait(10)
             leave(record)
 
+        def look() -> Any:
+            looks.append(members())
+            return looks[-1]
+
         monkeypatch.setattr(old.rendezvous, "leave", leave_late)
-        monkeypatch.setattr(worker.rendezvous, "members", lambda: looks.append(members()) or looks[-1])
+        monkeypatch.setattr(worker.rendezvous, "members", look)
         leaving = asyncio.ensure_future(old.shutdown(graceful=False))
         await until(lambda: "phoenix" not in names(worker))
         call = worker.call("phoenix", where)

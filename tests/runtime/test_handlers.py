@@ -270,21 +270,19 @@ async def occupied(worker: Worker, caller: Worker) -> AsyncIterator[None]:
 
 async def test_handlers_that_block_hold_up_no_large_answer() -> None:
     """The answer may be what such a handler waits for: it is unpickled apart from handlers."""
-    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as (a, b):
-        async with occupied(a, b):
-            assert len(await asyncio.wait_for(a.call("worker1", list, range(50_000)), 5)) == 50_000
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as (a, b), occupied(a, b):
+        assert len(await asyncio.wait_for(a.call("worker1", list, range(50_000)), 5)) == 50_000
 
 
 async def test_handlers_that_block_hold_up_no_coroutine() -> None:
     """One with large arguments and one that travels by value start all the same."""
-    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as (a, b):
-        async with occupied(b, a):
-            assert await asyncio.wait_for(a.call("worker1", length, list(range(50_000))), 5) == 50_000
+    async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as (a, b), occupied(b, a):
+        assert await asyncio.wait_for(a.call("worker1", length, list(range(50_000))), 5) == 50_000
 
-            async def here() -> int:
-                return 5
+        async def here() -> int:
+            return 5
 
-            assert await asyncio.wait_for(a.call("worker1", here), 5) == 5
+        assert await asyncio.wait_for(a.call("worker1", here), 5) == 5
 
 
 # --- through references -----------------------------------------------------------------------------------------------

@@ -49,6 +49,10 @@ def wait_at_the_gate() -> None:
     _gates["it"].wait()
 
 
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
 async def leave() -> ShutdownReport:
     return await aiorpc.current().shutdown(graceful=False)
 
@@ -86,18 +90,19 @@ async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read(
     """It gives such a peer a bounded time, and returns with every socket closed."""
     monkeypatch.setattr(worker, "_CONNECTION_GRACE", 0.05)
     assert await pair[0].call("worker1", abs, -3) == 3
-    stop_reading(pair[1], "worker0")
+    deaf, connections = list(pair[1].connections), list(pair[0].connections)
+    assert len(deaf) == len(connections) == 2
+    for connection in deaf:
+        pair[1].loop.remove_reader(connection._fd)
     call = pair[0].call("worker1", torch.numel, LARGE)
-    connections = list(pair[0].connections)
-    assert len(connections) == 2
     await asyncio.wait_for(pair[0].shutdown(graceful=False), LONG)
     assert all(connection.ended for connection in connections)
     assert isinstance(call.exception(), WorkerClosed)
+    for connection in deaf:
+        connection.start()
 
 
-async def test_a_member_that_does_not_answer_is_not_idle(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped or busy, it may have calls under way: the leader asks again until it has an answer."""
     tries = 0
     activity = pair[1].activity
@@ -114,13 +119,13 @@ async def test_a_member_that_does_not_answer_is_not_idle(
     assert tries > 6 and [report.timed_out for report in reports] == [False, False]
 
 
-async def test_a_poll_is_not_waited_for_beyond_its_time(
+async def test_a_member_that_hears_no_poll_keeps_the_group_together(
     pair: list[Worker], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member that hears nothing for several polls, with a call of its own under way, keeps the group together."""
+    """Its calls to itself are seen by nobody else: no answer for several polls does not say that there are none."""
     monkeypatch.setattr(group, "_POLL_TIMEOUT", 0.02)
     assert await pair[0].call("worker1", abs, -3) == 3
-    call = pair[1].call("worker0", wait_at_the_gate)
+    call = pair[1].call("worker1", wait_at_the_gate)
     await until(lambda: gate.entered)
     leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
     await until(lambda: len(pair[0].group._entered) == 2)
@@ -133,6 +138,33 @@ async def test_a_poll_is_not_waited_for_beyond_its_time(
     await call
     service.connection.start()
     assert [report.timed_out for report in await asyncio.gather(*leaving)] == [False, False]
+
+
+async def test_work_that_does_not_end_keeps_nobody_for_ever(
+    pair: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once all have entered, calls under way have as long as a call may take; then all leave, and one line says so."""
+    assert await pair[0].call("worker1", abs, -3) == 3
+    call = pair[1].peer("worker0", timeout=0).call(for_ever)
+    await until(lambda: pair[0].statistics().calls_running == 1)
+    pair[0].options.rpc_timeout = 0.1
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        await asyncio.wait_for(asyncio.gather(*(each.shutdown() for each in pair)), LONG)
+    assert isinstance(call.exception(), (PeerClosed, WorkerClosed))
+    (record,) = caplog.records
+    assert "still had calls under way" in record.getMessage() and "worker0" in record.getMessage()
+
+
+async def test_a_loss_bounds_the_wait_for_those_who_work_on() -> None:
+    """A member that never enters is waited for only until `loss_grace` after somebody was lost."""
+    async with cluster(3, options=RpcBackendOptions(loss_grace=0.1)) as (a, b, c):
+        leaving = asyncio.ensure_future(a.shutdown())
+        await until(lambda: a.id in a.group._entered)
+        a.group.on_lost(c.record, "for the test")
+        report = await asyncio.wait_for(leaving, LONG)
+        assert report == ShutdownReport(lost=(c.info,), timed_out=True)
+        assert b.state.value == "running"
+        await asyncio.gather(b.shutdown(graceful=False), c.shutdown(graceful=False))
 
 
 # --- cancelled, from a handler, again ---------------------------------------------------------------------------------
@@ -157,7 +189,7 @@ async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(
     await until(lambda: gate.entered)
     assert a.rendezvous is not None and a.rendezvous._held is not None
     secret = a.rendezvous._held.path
-    assert secret.exists()
+    assert secret is not None and secret.exists()
     leaving = asyncio.ensure_future(a.shutdown(graceful=False))
     await until(lambda: a.closed)
     assert not leaving.done()
@@ -213,4 +245,5 @@ async def test_events_of_a_worker_that_has_left_are_over() -> None:
     """Whoever begins to listen after the end hears nothing, and does not wait."""
     a = await alone()
     await a.shutdown()
-    assert [event async for event in a.events()] == []
+    async with asyncio.timeout(LONG):
+        assert [event async for event in a.events()] == []

@@ -98,7 +98,7 @@ async def test_users_calls_do_not_refuse_the_runtimes(gate: Gate) -> None:
         calls = []
         for number in range(2):
             calls.append(workers[1].call("worker0", wait_async, number))
-            await until(lambda: workers[0].statistics().calls_running == len(calls))  # noqa: B023  # at once
+            await until(lambda: workers[0].statistics().calls_running == len(calls))
         leaving = asyncio.ensure_future(workers[1].shutdown())
         await until(lambda: leaving.done() or workers[1].id in workers[0].group._entered)
         assert not leaving.done()

@@ -112,20 +112,21 @@ async def test_frames_arrive_in_order(ends: tuple[End, End], urgent: bool) -> No
     assert left.connection.bytes_sent == right.connection.bytes_received
 
 
-async def test_bytes_before_the_end_are_counted(ends: tuple[End, End]) -> None:
-    """What arrived with the end itself counts too, and has been counted when the end is told."""
-    left, right = ends
+async def test_bytes_before_the_end_are_counted(half: tuple[End, socket.socket]) -> None:
+    """What arrived with the end itself, half a frame for one, has been counted when the end is told."""
+    end, far = half
     counted: list[int] = []
 
     def on_closed(cause: BaseException | None) -> None:
-        counted.append(right.connection.bytes_received)
-        right._on_closed(cause)
+        counted.append(end.connection.bytes_received)
+        end._on_closed(cause)
 
-    right.connection.on_closed = on_closed
-    left.send(1, b"x" * 1000)
-    left.connection.close()
-    await right.closed()
-    assert counted == [left.connection.bytes_sent] == [right.connection.bytes_received]
+    end.connection.on_closed = on_closed
+    head, *_ = encode_frame(Kind.CALL, 1, b"", [b"x" * 1_000_000])
+    sent = far.send(bytes(head) + b"x" * 100_000)
+    far.close()
+    assert isinstance(await end.closed(), ConnectionResetError)
+    assert counted == [sent] == [end.connection.bytes_received]
 
 
 async def test_large_segments_survive_partial_writes(ends: tuple[End, End]) -> None:

@@ -1,0 +1,419 @@
+"""The arena: memory that processes of one host share, and the allocator that hands out blocks of it.
+
+One arena per process. Its memory comes in segments, each a sealed memory file that peers map; its blocks are lent to
+peers (shm.py). What a block holds is not known here.
+
+Invariants
+1. A range of bytes belongs to one live block, to one slab, or is free; never to two of them.
+2. A generation names one allocation for ever: a stale block is refused, also when its place is in use again.
+3. The lock is held for arithmetic only. Copying, filling, punching and system calls happen outside of it.
+4. No mapping is taken away under somebody who uses it: mappings are dropped, and go with their last user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+import numpy.typing
+
+from ..protocol.frames import Buffer
+from .space import GIB, MIB, PAGE, SLAB, Place, Space
+
+Bytes = numpy.typing.NDArray[numpy.uint8]
+
+ALIGN = 64  # bytes; every block begins at a multiple of it
+HEADER = PAGE  # of a segment: the nonce, then nothing; blocks begin on a page
+NONCE_SIZE = 16
+SEGMENT_SIZE, MAX_SEGMENT_SIZE = 64 * MIB, GIB
+POISON = 0xDD
+FULL = 0.75  # of the arena in use: time to prepare another segment
+RETRY = 1.0  # seconds between attempts to get memory once the system refused some
+
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
+_STEP = 4 * MIB  # of memory touched or filled at a time
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_NOEXEC_SEAL = 8  # of memfd_create; kernels before 6.3 do not know it, and later ones may insist on it
+_CLEAN, _IDLE, _USED = range(3)  # state of a stretch of a segment, as `trim` sees it
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Block(NamedTuple):
+    """A piece of the arena; what travels to a peer. size, offset: bytes. generation: which allocation it is."""
+
+    segment: int
+    offset: int
+    size: int
+    generation: int
+
+
+class Mapping:
+    """A file mapped into memory, shared, readable and writable. It stays mapped as long as somebody refers to it."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
+        self.memory = mmap.mmap(fd, size)
+        self.size = size
+        # An export that stays: nobody can close the mmap under the address.
+        self.array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)
+        self.address: int = self.array.ctypes.data
+
+    def touch(self, start: int, end: int, advice: int = MADV_POPULATE_WRITE) -> None:
+        """Have these pages present, without changing what they hold. Only a hint: a refusal is ignored."""
+        for at in range(start // PAGE * PAGE, end, _STEP):
+            size = min(_STEP, end - at)
+            if _libc.madvise(self.address + at, size, advice) == 0:  # releases the GIL; that of mmap does not
+                continue
+            if ctypes.get_errno() != errno.EINVAL:
+                return
+            self.memory[at : at + size : PAGE]  # before Linux 5.14: reading a page of such a file makes it present
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One memory file of the arena. size: bytes. nonce: its first bytes, by which a peer knows it is the same memory.
+
+    reserved: all of its memory is held from the start, because getting it later could fail in the middle of a copy.
+    """
+
+    index: int
+    fd: int
+    size: int
+    nonce: bytes
+    mapping: Mapping = field(repr=False)
+    reserved: bool = False
+    states: bytearray = field(repr=False, default_factory=bytearray)
+
+    def resident(self) -> int:
+        """Bytes of memory that it takes up. Raises OSError once it is closed."""
+        return os.fstat(self.fd).st_blocks * 512
+
+
+class Arena:
+    """Shared memory of this process, in blocks. Any thread.
+
+    limit: bytes that all segments may take together. segment_size: of the first segment; each next one is twice as
+    large, up to 1 GiB. poison: overwrite what is freed, so that use after release shows.
+    last_refusal: why `allocate` gave None the last time, in a few words without numbers.
+    """
+
+    def __init__(self, limit: int, *, segment_size: int = SEGMENT_SIZE, poison: bool = False) -> None:
+        self.limit = limit
+        self.poison = poison
+        self.last_refusal = ""
+        self.used = 0  # bytes that live blocks take, with what rounding adds
+        self._segment_size = segment_size
+        self._segments: tuple[Segment, ...] = ()
+        self._space = Space()
+        self._live: dict[int, tuple[Block, Place]] = {}
+        self._generation = 0
+        self._closed = False
+        self._retry_at = 0.0
+        self._failure = ""
+        self._prepared = 0  # segments that were made warm
+        self._lock = threading.Lock()
+        self._growth = threading.Lock()  # taken before the other
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments, by index; none once it is closed."""
+        return self._segments
+
+    @property
+    def size(self) -> int:
+        """Bytes of all segments; how much of it takes up memory is `resident`."""
+        return sum(segment.size for segment in self._segments)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory that the segments take up at this moment."""
+        try:
+            return sum(segment.resident() for segment in self._segments)
+        except OSError:  # closed meanwhile
+            return 0
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are in use."""
+        return len(self._live)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` or `close_in_child` was called."""
+        return self._closed
+
+    def allocate(self, size: int) -> Block | None:
+        """A block of `size` bytes, or None when there is none to be had (`last_refusal`)."""
+        if size <= 0:
+            self.last_refusal = "empty"
+            return None
+        with self._lock:
+            block = self._carve(size)
+        if block is not None:
+            return block
+        with self._growth:
+            while True:  # each turn the arena grows, and it is bounded
+                with self._lock:
+                    block = self._carve(size)
+                if block is not None or not self._grow(size):
+                    return block
+
+    def write(self, block: Block, source: Buffer) -> None:
+        """Copy `source` to the start of the block; other threads run meanwhile.
+
+        Raises ValueError when it is too long, or when the block is not in use (any more).
+        """
+        segments, entry = self._segments, self._live.get(block.generation)
+        if entry is None or entry[0] != block or not segments:
+            raise ValueError(f"{block} is not in use")
+        data = numpy.frombuffer(source, numpy.uint8)
+        if data.size > block.size:
+            raise ValueError(f"{data.size} bytes do not fit into {block}")
+        target = segments[block.segment].mapping.array
+        numpy.copyto(target[block.offset : block.offset + data.size], data)  # as fast as memmove; releases the GIL
+
+    def free(self, block: Block) -> None:
+        """The block may be used again. Raises ValueError for one that is not in use. Nothing once it is closed."""
+        with self._lock:
+            if self._closed:
+                return
+            entry = self._live.get(block.generation)
+            if entry is None or entry[0] != block:
+                raise ValueError(f"{block} is not in use")
+            del self._live[block.generation]
+            place = entry[1]
+            mapping = self._segments[place.segment].mapping
+            if not self.poison:
+                self._give(place)
+        if self.poison:
+            ctypes.memset(mapping.address + place.start, POISON, place.room)
+            with self._lock:
+                self._give(place)
+
+    def prepare(self) -> None:
+        """Have warm memory ready: the first segment, and another one when most is in use. Slow; for a thread."""
+        with self._growth:
+            if not self._segments or self.used > FULL * self.size:
+                self._grow(PAGE)
+            segments, first = self._segments, self._prepared
+            self._prepared = len(segments)
+        for segment in segments[first:]:
+            segment.mapping.touch(0, min(segment.size, self._segment_size))
+
+    def trim(self, floor: int = SEGMENT_SIZE) -> int:
+        """Give back memory that was not in use since the last call; returns how many bytes. For a thread, now and then.
+
+        floor: bytes that stay, warm for what comes next.
+        """
+        with self._growth:  # nobody closes the descriptors meanwhile
+            with self._lock:
+                idle = self._take_idle()
+            clean: list[tuple[int, int, int]] = []
+            try:
+                for index, start, size in reversed(idle):  # the lowest addresses are used first: they stay
+                    end = self._punch(index, start, start + size, floor)
+                    clean.append((index, end, start + size - end))
+            finally:
+                self._give_idle(idle, clean)
+        return sum(size for _, _, size in clean)
+
+    def close(self) -> None:
+        """Let go of all memory; mappings of peers, and copies under way, are not affected. Again: nothing."""
+        with self._growth, self._lock:
+            self._let_go()
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of what is the parent's, without its locks."""
+        self._lock, self._growth = threading.Lock(), threading.Lock()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        segments, self._segments = self._segments, ()
+        self._closed = True
+        self._live.clear()
+        self._space = Space()
+        self.used = 0
+        for segment in segments:
+            os.close(segment.fd)
+
+    def _carve(self, size: int) -> Block | None:
+        place = self._space.take(size)
+        if place is None:
+            return None
+        self._mark(place)
+        self.used += place.room
+        self._generation += 1
+        block = Block(place.segment, place.start, size, self._generation)
+        self._live[self._generation] = (block, place)
+        return block
+
+    def _give(self, place: Place) -> None:
+        if self._closed:
+            return
+        self._mark(place)
+        self.used -= place.room
+        self._space.give(place)
+
+    def _mark(self, place: Place) -> None:
+        first, last = place.start // SLAB, (place.start + place.room - 1) // SLAB + 1
+        states = self._segments[place.segment].states
+        if last - first == 1:
+            states[first] = _USED
+        else:
+            states[first:last] = bytes((_USED,)) * (last - first)
+
+    def _grow(self, size: int) -> bool:
+        """One more segment, with room for `size` bytes; the growth lock is held. False: not to be had."""
+        need = -(-size // PAGE) * PAGE + HEADER
+        left = (self.limit - self.size) // PAGE * PAGE
+        if self._closed or left < need:
+            self.last_refusal = "closed" if self._closed else "limit"
+            return False
+        if time.monotonic() < self._retry_at:
+            self.last_refusal = self._failure
+            return False
+        wanted = min(self._segment_size << min(len(self._segments), 16), max(MAX_SEGMENT_SIZE, self._segment_size))
+        segment = self._new_segment(min(max(wanted, need), left), need)
+        if segment is None:
+            self.last_refusal = self._failure
+            return False
+        with self._lock:
+            self._segments += (segment,)
+            self._space.extents.give(segment.index, HEADER, segment.size - HEADER)
+        return True
+
+    def _new_segment(self, size: int, need: int) -> Segment | None:
+        """As large as the system lets it be, from `size` down to `need` bytes."""
+        while True:
+            try:
+                return create_segment(len(self._segments), size)
+            except OSError as error:
+                if size <= need:
+                    self._retry_at = time.monotonic() + RETRY
+                    self._failure = f"memory: {error.strerror}"
+                    return None
+            size = max(size // 2 // PAGE * PAGE, need)
+
+    def _take_idle(self) -> list[tuple[int, int, int]]:
+        """Ranges (segment, start, size) unused since the last call, no longer free, in order of address."""
+        idle: list[tuple[int, int, int]] = []
+        self._space.drop_empty_slabs()
+        for index, start, size in sorted(self._space.extents):
+            segment = self._segments[index]
+            if segment.reserved:  # what was given back there might not be had again
+                continue
+            for first, last in _runs(segment.states, -(-start // SLAB), (start + size) // SLAB):
+                self._space.extents.cut(index, first, last - first, (start, size))
+                idle.append((index, first, last - first))
+                start, size = last, start + size - last
+        return idle
+
+    def _punch(self, index: int, start: int, end: int, floor: int) -> int:
+        """Give back memory of a range from its end on, as long as more than `floor` is resident; its new end."""
+        while start < end:
+            surplus = self.resident - floor
+            part = min(end - start, -(-surplus // SLAB) * SLAB)
+            if part <= 0 or not _punch(self._segments[index].fd, end - part, part):
+                break
+            end -= part
+        return end
+
+    def _give_idle(self, idle: list[tuple[int, int, int]], clean: list[tuple[int, int, int]]) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            for index, start, size in clean:
+                self._segments[index].states[start // SLAB : (start + size) // SLAB] = bytes(size // SLAB)
+            for extent in idle:
+                self._space.extents.give(*extent)
+
+
+def create_segment(index: int, size: int) -> Segment:
+    """A segment of `size` bytes, in a sealed memory file, or where that is refused in a file without a name.
+
+    That file stands in `AIORPC_SHM_DIR`, else in /dev/shm. Raises OSError when neither can be had.
+    """
+    try:
+        fd, reserved = _memory_file(size), _strict_overcommit()
+    except (OSError, AttributeError):  # no such call in this system, or refused by a filter of system calls
+        fd, reserved = _unnamed_file(size), True
+    try:
+        if reserved:
+            os.posix_fallocate(fd, 0, size)
+        nonce = os.urandom(NONCE_SIZE)
+        os.pwrite(fd, nonce, 0)
+        return Segment(index, fd, size, nonce, Mapping(fd, size), reserved, bytearray(-(-size // SLAB)))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _memory_file(size: int) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("aiorpc", flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create("aiorpc", flags)
+    try:
+        os.ftruncate(fd, size)
+        # Nobody can shorten it: that would kill whoever reads what was cut off.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unnamed_file(size: int) -> int:
+    folder = os.environ.get("AIORPC_SHM_DIR") or "/dev/shm"
+    if not hasattr(os, "O_TMPFILE"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), folder)
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        space = os.fstatvfs(fd)
+        if size > space.f_bavail * space.f_frsize // 2:  # other programs want some of it, too
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _strict_overcommit() -> bool:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return False
+
+
+def _punch(fd: int, start: int, size: int) -> bool:
+    """Give the memory of a range back to the system; it reads as zeros then. False: not possible."""
+    fallocate = getattr(_libc, "fallocate", None)  # Linux only
+    numbers = (ctypes.c_int64(start), ctypes.c_int64(size))
+    return fallocate is not None and fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, *numbers) == 0
+
+
+def _runs(states: bytearray, first: int, last: int) -> list[tuple[int, int]]:
+    """Ranges of bytes in the stretches `first` to `last` that are idle; those used until now are idle next time."""
+    runs: list[tuple[int, int]] = []
+    for at in range(first, last):
+        if states[at] == _USED:
+            states[at] = _IDLE
+        elif states[at] == _IDLE:
+            start = runs.pop()[0] if runs and runs[-1][1] == at * SLAB else at * SLAB
+            runs.append((start, (at + 1) * SLAB))
+    return runs

@@ -1,0 +1,326 @@
+"""Shared memory between two processes of one host: the lender's half and the borrower's.
+
+The lender copies a buffer into a block of its arena and sends the block's numbers; the borrower makes an array over its
+own mapping of the same memory and owns the bytes until the last view of any kind of it has died. Then the numbers
+travel back and the block is free again. Nothing here knows of connections, calls or tensors.
+
+Who owns a block
+1. From `lend` to `taken_back`, `released` or `reclaim`: the peer. The lender neither reads nor writes it meanwhile.
+2. A connection that ends changes nothing (`retire`): the peer may still use what it adopted. Only the proof that its
+   process is gone does (`reclaim`).
+3. Each adopted block is released once: by its last view, or at once when it was copied out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+
+from ..errors import ProtocolError
+from ..protocol.frames import Buffer
+from .arena import ALIGN, HEADER, MADV_POPULATE_READ, NONCE_SIZE, Arena, Block, Bytes, Mapping
+
+
+class Lender:
+    """The sending half, for one peer process. Any thread.
+
+    Fractions of the arena's limit: share: what this peer may hold, soft: what may be in use in all, before peers are
+    asked to copy at once; most: what this peer may hold at all.
+    refused: how often `lend` gave None, by reason.
+    """
+
+    def __init__(self, arena: Arena, *, share: float = 0.25, soft: float = 0.5, most: float = 0.75) -> None:
+        self.arena = arena
+        self.refused: Counter[str] = Counter()
+        self._share = int(share * arena.limit)
+        self._soft = int(soft * arena.limit)
+        self._most = int(most * arena.limit)
+        self._leases: dict[int, Block] = {}  # by generation
+        self._lent = 0
+        self._retired = False
+        self._reclaimed = False
+        self._lock = threading.Lock()
+
+    @property
+    def lent(self) -> int:
+        """Bytes that the peer holds or is about to be sent."""
+        return self._lent
+
+    @property
+    def leases(self) -> int:
+        """Blocks that the peer holds."""
+        return len(self._leases)
+
+    def lend(self, buffer: Buffer) -> tuple[Block, bool] | None:
+        """Copy `buffer` into a fresh block that is the peer's from now on.
+
+        The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
+        """
+        size = memoryview(buffer).nbytes
+        if not self._reserve(size):
+            return None
+        block = None
+        try:
+            block = self._copied(buffer, size)
+        finally:
+            lent = self._note(size, block)
+        if block is not None and lent is None:
+            self.arena.free(block)
+        return lent
+
+    def taken_back(self, block: Block) -> None:
+        """The frame that mentions this block was not sent and never will be. Raises ValueError for no lease."""
+        with self._lock:
+            if self._reclaimed:
+                return
+            if self._leases.get(block.generation) != block:
+                raise ValueError(f"{block} is not lent")
+            self._forget(block)
+        self.arena.free(block)
+
+    def released(self, wires: list[list[int]]) -> None:
+        """The peer is done with these blocks. Raises ProtocolError for one that it does not hold."""
+        if type(wires) is not list:
+            raise ProtocolError("a release of blocks that is no list")
+        for wire in wires:
+            with self._lock:
+                if self._reclaimed:
+                    return
+                block = self._find(wire)
+                self._forget(block)
+            self.arena.free(block)
+
+    def retire(self) -> None:
+        """The connection is gone: nothing more is lent; what is lent stays so."""
+        with self._lock:
+            self._retired = True
+
+    def reclaim(self) -> None:
+        """The peer's process is proved gone: its blocks are free. Again: nothing."""
+        with self._lock:
+            self._retired = self._reclaimed = True
+            blocks = list(self._leases.values())
+            for block in blocks:
+                self._forget(block)
+        for block in blocks:
+            self.arena.free(block)
+
+    def _reserve(self, size: int) -> bool:
+        with self._lock:
+            if self._retired:
+                self.refused["retired"] += 1
+            elif self._lent and self._lent + size > self._most:
+                self.refused["share"] += 1
+            else:
+                self._lent += size
+                return True
+        return False
+
+    def _copied(self, buffer: Buffer, size: int) -> Block | None:
+        block = self.arena.allocate(size)
+        if block is None:
+            self.refused[self.arena.last_refusal] += 1
+            return None
+        try:
+            self.arena.write(block, buffer)
+        except BaseException:
+            self.arena.free(block)
+            if not self.arena.closed:
+                raise
+            self.refused["closed"] += 1
+            return None
+        return block
+
+    def _note(self, size: int, block: Block | None) -> tuple[Block, bool] | None:
+        """What was reserved is lent now; with no block, or if the peer is gone, it is given back."""
+        # Not before the copy is done: until then `reclaim` must not free the block under it.
+        with self._lock:
+            if block is not None and not self._retired:
+                self._leases[block.generation] = block
+                return block, self._lent > self._share or self.arena.used > self._soft
+            self._lent -= size
+            if block is not None:
+                self.refused["retired"] += 1
+        return None
+
+    def _find(self, wire: list[int]) -> Block:
+        try:
+            block = self._leases.get(wire[3])
+            if block is not None and tuple(wire) == block:
+                return block
+        except (TypeError, IndexError, KeyError):
+            pass
+        raise ProtocolError(f"a release of a block that is not lent: {wire!r:.100}")
+
+    def _forget(self, block: Block) -> None:
+        del self._leases[block.generation]
+        self._lent -= block.size
+
+
+class _Loan(weakref.ref[Bytes]):
+    """Knows when the last view of an adopted block has died: all of them keep the array itself alive."""
+
+    __slots__ = ("wire",)
+    wire: list[int]
+
+
+class Borrower:
+    """The receiving half, for one peer process. Any thread.
+
+    on_release: called when `drain` has something new, from any thread and from inside the garbage collector. It must
+    take no lock and not raise. It is not called in forked children.
+    """
+
+    def __init__(self, on_release: Callable[[], None]) -> None:
+        self._on_release = on_release
+        self._mappings: dict[int, tuple[Mapping, bytes]] = {}
+        self._loans: dict[tuple[int, int], _Loan] = {}  # by segment and offset
+        self._released: deque[list[int]] = deque()
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def segments(self) -> frozenset[int]:
+        """Indices of the segments that are mapped."""
+        return frozenset(self._mappings.copy())
+
+    @property
+    def held(self) -> int:
+        """Bytes of the peer's memory that adopted blocks take."""
+        return sum(loan.wire[2] for loan in self._loans.copy().values())
+
+    @property
+    def blocks(self) -> int:
+        """How many adopted blocks are alive."""
+        return len(self._loans)
+
+    def map(self, index: int, path: str, size: int, nonce: bytes) -> None:
+        """Map the peer's segment, a file of `size` bytes that begins with `nonce`. Slow; for a thread.
+
+        Raises OSError when it cannot be opened or mapped, ProtocolError when it is not what the peer says it is.
+        """
+        known = self._mappings.get(index)
+        if known is not None:
+            if known[1] != nonce:
+                raise ProtocolError(f"segment {index} is mapped already, and is another one")
+            return
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _check_file(fd, size, nonce)
+            mapping = Mapping(fd, size)
+            for start, end in _present(fd, size):
+                mapping.touch(start, end, MADV_POPULATE_READ)
+        finally:
+            os.close(fd)
+        if self._closed:
+            raise ProtocolError("closed")
+        self._mappings[index] = (mapping, nonce)
+
+    def adopt(self, wire: list[int], copy: bool = False) -> Bytes:
+        """The block as an array of bytes that belongs to the caller, for as long as any view of it lives.
+
+        copy: as memory of its own; the block is released at once. Raises ProtocolError for numbers that name no block.
+        """
+        mapping = self._check(wire)
+        segment, offset, size, _ = wire
+        # Over the mmap, not over an array: a view of a view would refer to that one and let the block die.
+        block: Bytes = numpy.frombuffer(mapping.memory, numpy.uint8, size, offset)
+        if copy:
+            taken = block.copy()
+            self._give_back(wire)
+            return taken
+        loan = _Loan(block, self._last_view_died)
+        loan.wire = wire
+        self._loans[segment, offset] = loan
+        return block
+
+    @property
+    def has_released(self) -> bool:
+        """Whether `drain` would give something."""
+        return bool(self._released)
+
+    def drain(self) -> list[list[int]]:
+        """The numbers of the blocks released since the last call, for the lender."""
+        released: list[list[int]] = []
+        try:
+            while True:
+                released.append(self._released.popleft())
+        except IndexError:
+            return released
+
+    def close(self) -> None:
+        """Nothing is adopted or released any more. What was adopted stays valid as long as it lives."""
+        self._closed = True
+        self._mappings = {}
+        self._loans = {}  # a weak reference that is gone calls nobody
+        self._released.clear()
+
+    def close_in_child(self) -> None:
+        """In a forked child: the same; what was adopted is the parent's, and may change here at any time."""
+        self.close()
+
+    def _check(self, wire: list[int]) -> Mapping:
+        if type(wire) is not list or len(wire) != 4 or any(type(number) is not int for number in wire):
+            raise ProtocolError(f"not a block: {wire!r:.100}")
+        segment, offset, size, _ = wire
+        known = self._mappings.get(segment)
+        if known is None:
+            raise ProtocolError(f"a block of segment {segment}, which is not mapped")
+        if offset < HEADER or offset % ALIGN or size <= 0 or offset + size > known[0].size:
+            raise ProtocolError(f"a block outside of its segment: {wire}")
+        if (segment, offset) in self._loans:
+            raise ProtocolError(f"a block that is in use here: {wire}")
+        return known[0]
+
+    def _last_view_died(self, loan: weakref.ref[Bytes]) -> None:
+        # Any thread, and in the middle of anything: no lock.
+        if os.getpid() != self._pid or self._closed:
+            return
+        assert isinstance(loan, _Loan)
+        wire = loan.wire
+        self._loans.pop((wire[0], wire[1]), None)
+        self._give_back(wire)
+
+    def _give_back(self, wire: list[int]) -> None:
+        self._released.append(wire)
+        self._on_release()
+
+
+def _check_file(fd: int, size: Any, nonce: bytes) -> None:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size or size < HEADER:
+        raise ProtocolError(f"a segment of {status.st_size} bytes where the peer said {size}")
+    if not _cannot_shrink(fd):
+        raise ProtocolError("a segment that is not sealed")
+    if len(nonce) != NONCE_SIZE or os.pread(fd, NONCE_SIZE, 0) != nonce:
+        raise ProtocolError("a segment without the peer's nonce: not the same memory")
+
+
+def _cannot_shrink(fd: int) -> bool:
+    """Whether nobody can make the file shorter, which would kill its readers; true where files cannot be sealed."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        return error.errno == errno.EINVAL  # a file system without seals
+    return bool(seals & fcntl.F_SEAL_SHRINK) or seals == fcntl.F_SEAL_SEAL
+
+
+def _present(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Stretches of the file that take up memory. Only these are touched: reading a hole would fill it."""
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, start, os.SEEK_HOLE)
+        except OSError:  # no data from here on
+            return
+        yield start, min(end, size)

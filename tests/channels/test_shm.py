@@ -1,0 +1,885 @@
+"""Lending between processes: bytes arrive, each block is released once and not early, and nobody's death leaks."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import pickle
+import random
+import select
+import signal
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiorpc.channels.arena import ALIGN, HEADER, NONCE_SIZE, POISON, Arena, Block, Bytes, Segment
+from aiorpc.channels.shm import Borrower, Lender
+from aiorpc.channels.space import KIB, MIB, PAGE
+from aiorpc.errors import ProtocolError
+
+LIMIT = 64 * MIB
+WAIT = 20.0  # seconds: for what a process has to do
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_collections() -> Iterator[None]:
+    """The collector looks at what the tests make only, not at the rest of the program."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Pair:
+    """Both halves in one process, over mappings of their own, and how often the borrower had something to say."""
+
+    def __init__(self, limit: int = LIMIT, **options: Any) -> None:
+        self.arena = Arena(limit, segment_size=4 * MIB, poison=True)
+        self.lender = Lender(self.arena, **options)
+        self.signals: list[int] = []
+        self.borrower = Borrower(lambda: self.signals.append(1))
+
+    def lend(self, data: bytes) -> list[int]:
+        """The numbers of a block with these bytes, as they travel; its segment is mapped."""
+        lent = self.lender.lend(data)
+        assert lent is not None, self.lender.refused
+        map_all(self.borrower, self.arena.segments, os.getpid())
+        return list(lent[0])
+
+    def adopt(self, data: bytes) -> Bytes:
+        return self.borrower.adopt(self.lend(data))
+
+    def settle(self) -> int:
+        """The release of what has died reaches the lender; how many blocks."""
+        wires = self.borrower.drain()
+        self.lender.released(wires)
+        return len(wires)
+
+    def close(self) -> None:
+        self.borrower.close()
+        self.arena.close()
+
+
+def map_all(borrower: Borrower, segments: tuple[Segment, ...], pid: int) -> None:
+    for segment in segments:
+        borrower.map(segment.index, f"/proc/{pid}/fd/{segment.fd}", segment.size, segment.nonce)
+
+
+@contextmanager
+def paired(limit: int = LIMIT, **options: Any) -> Iterator[Pair]:
+    pair = Pair(limit, **options)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+class Child:
+    """A forked process that runs one function with lines of JSON to and from it; killed at the end."""
+
+    def __init__(self, body: Callable[[Child], None]) -> None:
+        to_child, from_child = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        child = self.pid == 0
+        self._read, self._write = (to_child[0], from_child[1]) if child else (from_child[0], to_child[1])
+        for fd in {*to_child, *from_child} - {self._read, self._write}:
+            os.close(fd)
+        self._rest = b""
+        if child:
+            self._run(body)
+
+    def _run(self, body: Callable[[Child], None]) -> None:
+        status = 1
+        try:
+            body(self)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def send(self, message: Any) -> None:
+        os.write(self._write, json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> Any:
+        """The next message of the other side. Raises EOFError when it has ended, TimeoutError when it says nothing."""
+        deadline = time.monotonic() + WAIT
+        while b"\n" not in self._rest:
+            if not select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError
+            data = os.read(self._read, 65536)
+            if not data:
+                raise EOFError
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self.pid = 0
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        with pytest.raises(EOFError):
+            self.receive()
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.pid = 0
+        return status
+
+    def close(self) -> None:
+        if self.pid:
+            self.kill()
+        os.close(self._read)
+        os.close(self._write)
+
+
+@contextmanager
+def forked(body: Callable[[Child], None]) -> Iterator[Child]:
+    child = Child(body)
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+def described(segments: tuple[Segment, ...]) -> list[list[Any]]:
+    """What a borrower in another process needs to map the segments, as plain data."""
+    return [[s.index, f"/proc/{os.getpid()}/fd/{s.fd}", s.size, s.nonce.hex()] for s in segments]
+
+
+def map_described(borrower: Borrower, segments: list[list[Any]]) -> None:
+    for index, path, size, nonce in segments:
+        borrower.map(index, path, size, bytes.fromhex(nonce))
+
+
+# ---- what keeps a block alive
+
+
+def pickled(block: Bytes) -> Any:
+    """A numpy array that pickle makes over the block."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(numpy.zeros(block.size, numpy.uint8), protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=[block])
+
+
+def saved_for_backward(block: Bytes) -> torch.Tensor:
+    """A result whose gradient needs the block, which nothing else refers to."""
+    weight = torch.ones(block.size // 4, requires_grad=True)
+    return (weight * torch.frombuffer(block, dtype=torch.float32)).sum()
+
+
+def ndarray(block: Bytes) -> torch.Tensor:
+    """The way of the inline channel."""
+    return torch.from_numpy(numpy.ndarray((4, block.size // 16), numpy.float32, block))
+
+
+class Holder:
+    def __init__(self, held: object) -> None:
+        self.held = held
+        self.cycle = self
+
+
+CONSUMERS: dict[str, Callable[[Bytes], Any]] = {
+    "the array itself": lambda block: block,
+    "slice": lambda block: block[3:9],
+    "slice of a slice": lambda block: block[3:900][5:][::2],
+    "view of another type": lambda block: block.view(numpy.float32)[1:],
+    "numpy.asarray": lambda block: numpy.asarray(block)[1:],
+    "numpy.ndarray": lambda block: numpy.ndarray((8, 4), numpy.int16, block),
+    "numpy.frombuffer": lambda block: numpy.frombuffer(block, numpy.float64),
+    "memoryview": lambda block: block.data[5:].cast("B"),
+    "array of a memoryview": lambda block: numpy.asarray(block.data)[1:],
+    "from_numpy(ndarray)": ndarray,
+    "from_numpy(block)": torch.from_numpy,
+    "torch.frombuffer": lambda block: torch.frombuffer(block, dtype=torch.bfloat16),
+    "torch.as_tensor": torch.as_tensor,
+    "dlpack": lambda block: torch.from_dlpack(block),  # type: ignore[attr-defined]
+    "view of a tensor": lambda block: ndarray(block)[1:, ::2].t(),
+    "reshaped": lambda block: ndarray(block).view(-1).view(torch.int64)[3:],
+    "detached": lambda block: ndarray(block).requires_grad_().detach(),
+    "numpy of a tensor": lambda block: ndarray(block).numpy()[1:].T,
+    "storage": lambda block: ndarray(block).untyped_storage(),
+    "tensor over a storage": lambda block: torch.empty(0).set_(ndarray(block).untyped_storage(), 2, (3,), (2,)),
+    "swapped data": lambda block: torch.nn.Parameter(ndarray(block)).data,
+    "saved for backward": saved_for_backward,
+    "leaf of a graph": lambda block: ndarray(block).requires_grad_() * 2,
+    "pickle": pickled,
+    "pickle, on": lambda block: torch.from_numpy(pickled(block)).view(torch.float32),
+    "cycle": Holder,
+    "closure": lambda block: lambda: block[0],
+}
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_the_last_view_of_any_kind_releases(consumer: str) -> None:
+    """The block is released when the consumer has died: not before, once, and with its own numbers."""
+    with paired() as pair:
+        wire = pair.lend(numpy.arange(512, dtype=numpy.float32).tobytes())
+        block = pair.borrower.adopt(wire)
+        watched = weakref.ref(block)
+        view = CONSUMERS[consumer](block)
+        del block
+        gc.collect()
+        assert watched() is not None and pair.signals == [] and pair.borrower.drain() == []
+        assert (pair.borrower.blocks, pair.borrower.held) == (1, 2048)
+        assert view is not None
+        del view
+        gc.collect()
+        assert pair.signals == [1] and (pair.borrower.blocks, pair.borrower.held) == (0, 0)
+        assert pair.borrower.drain() == [wire] and pair.borrower.drain() == []
+        pair.lender.released([wire])
+        assert pair.lender.leases == pair.lender.lent == pair.arena.used == 0
+
+
+def test_backward_lets_go_of_what_it_saved() -> None:
+    """A tensor that only autograd holds is released by the backward pass, and was right until then."""
+    with paired() as pair:
+        result = saved_for_backward(pair.adopt(numpy.full(100, 3, numpy.float32).tobytes()))
+        assert result.item() == 300 and pair.settle() == 0
+        result.backward()
+        assert pair.settle() == 1
+
+
+def test_an_adopted_tensor_is_writable_and_private() -> None:
+    """The receiver may change it in place; the sender's buffer is another one."""
+    with paired() as pair:
+        source = bytearray(b"abcd" * 1000)
+        tensor = torch.frombuffer(pair.adopt(bytes(source)), dtype=torch.uint8)
+        source[:4] = b"...."
+        tensor += 1
+        assert bytes(tensor[:8].tolist()) == b"bcdebcde" and source[4:8] == b"abcd"
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["send", "view", "drop", "cycle", "thread", "collect", "settle"]), st.integers(0, 1000)),
+    min_size=20,
+    max_size=100,
+)
+# From one view to another, of arrays and of tensors.
+FROM_ARRAY: tuple[Callable[[Any], Any], ...] = (
+    torch.from_numpy,
+    lambda view: torch.frombuffer(view, dtype=torch.uint8),
+    lambda view: view[1:],
+    lambda view: view[::2],
+    lambda view: numpy.asarray(memoryview(view)),
+    lambda view: numpy.ndarray((len(view),), numpy.int8, view) if view.flags.c_contiguous else view,
+    lambda view: view.view(numpy.uint8).T,
+)
+FROM_TENSOR: tuple[Callable[[Any], Any], ...] = (
+    lambda view: view[1:],
+    lambda view: view[::3],
+    lambda view: view.detach(),
+    lambda view: view.numpy(),
+    lambda view: torch.from_dlpack(view),  # type: ignore[attr-defined]
+    lambda view: view.view(1, -1).t().squeeze(1),
+    lambda view: torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())[view.storage_offset() :],
+)
+
+
+class Receiver:
+    """Views of what was sent, each with the byte that all of it must show."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.views: list[tuple[Any, int]] = []
+        self.sent = self.back = 0
+
+    def do(self, action: str, number: int) -> None:
+        """One action on the view that the number picks."""
+        at = number % len(self.views) if self.views else 0
+        if action == "send":
+            self.send(number)
+        elif action == "settle":
+            self.back += self.pair.settle()
+        elif action == "collect":
+            gc.collect(number % 3)
+        elif action == "view" and self.views:
+            view, value = self.views[at]
+            changes = FROM_TENSOR if isinstance(view, torch.Tensor) else FROM_ARRAY
+            if len(view) > 8 and (isinstance(view, torch.Tensor) or view.flags.c_contiguous):
+                self.views.append((changes[number % len(changes)](view), value))
+        elif action == "drop":
+            del self.views[at : at + 1]
+        elif action == "cycle" and self.views:
+            Holder(self.views.pop(at))
+        elif action == "thread":
+            self.drop_in_thread(at)
+
+    def send(self, number: int) -> None:
+        value = 1 + self.sent % 200
+        lent = self.pair.lender.lend(bytes((value,)) * (1 + number * 70))
+        if lent is not None:
+            map_all(self.pair.borrower, self.pair.arena.segments, os.getpid())
+            self.views.append((self.pair.borrower.adopt(list(lent[0]), copy=number % 5 == 0), value))
+            self.sent += 1
+
+    def drop_in_thread(self, at: int) -> None:
+        dropped = self.views[at:]
+        del self.views[at:]
+        thread = threading.Thread(target=dropped.clear)
+        thread.start()
+        thread.join(10)
+
+    def check(self) -> None:
+        """Every view shows what was sent; no block came back that the lender does not know of."""
+        for view, value in self.views:
+            assert len(view) == 0 or (int(view[0]), int(view[-1])) == (value, value)  # never poison
+        assert self.pair.lender.leases == self.sent - self.back
+
+
+@settings(max_examples=60)
+@given(ACTIONS)
+def test_blocks_are_released_once_and_never_early(actions: list[tuple[str, int]]) -> None:
+    """Views of all kinds, threads, cycles, any order: each block comes back once, none while somebody looks at it."""
+    with paired(8 * MIB) as pair:
+        receiver = Receiver(pair)
+        for action, number in actions:
+            receiver.do(action, number)
+            receiver.check()
+        receiver.views.clear()
+        gc.collect()
+        receiver.do("settle", 0)
+        receiver.check()
+        assert receiver.back == receiver.sent == len(pair.signals)
+        assert pair.arena.used == pair.lender.lent == pair.lender.leases == pair.borrower.blocks == 0
+
+
+@pytest.mark.time_limit(40)
+def test_threads_lend_adopt_and_drop_at_the_same_time() -> None:
+    """Senders, receivers and droppers in threads of their own: right bytes, and everything comes back."""
+    problems: list[str] = []
+
+    def work(pair: Pair, seed: int) -> None:
+        chance, held = random.Random(seed), list[tuple[torch.Tensor, int]]()
+        for number in range(150):
+            value = 1 + (seed * 50 + number) % 200
+            lent = pair.lender.lend(bytes((value,)) * chance.choice((4_000, 70_000, 900_000)))
+            if lent is not None:
+                map_all(pair.borrower, pair.arena.segments, os.getpid())
+                held.append((torch.from_numpy(pair.borrower.adopt(list(lent[0]), lent[1])), value))
+            if len(held) > 5 or lent is None:
+                pair.settle()
+                for tensor, expected in held[::2]:
+                    if not bool((tensor == expected).all()):
+                        problems.append(f"{expected} became {tensor[:4].tolist()}")
+                del held[::2]
+                tensor = None  # type: ignore[assignment]
+
+    with paired(32 * MIB) as pair:
+        threads = [threading.Thread(target=work, args=(pair, seed)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        pair.settle()
+        assert not problems and pair.arena.used == pair.lender.lent == pair.borrower.blocks == 0
+
+
+# ---- the lender
+
+
+def test_a_copy_is_released_at_once() -> None:
+    """Copied out, the bytes are the receiver's own memory and the block is free as soon as the release arrives."""
+    with paired() as pair:
+        wire = pair.lend(b"x" * 5000)
+        taken = pair.borrower.adopt(wire, copy=True)
+        assert pair.signals == [1] and pair.settle() == 1 and pair.arena.used == 0
+        assert bytes(taken) == b"x" * 5000 and taken.flags.owndata and taken.flags.writeable
+
+
+def test_past_its_share_a_peer_is_asked_to_copy() -> None:
+    """Up to its share of the limit a peer may keep blocks, past it the flag is set, until it gave some back."""
+    with paired(8 * MIB, share=0.25, soft=1.0) as pair:
+        first = pair.lender.lend(bytes(2 * MIB))
+        assert first is not None and first[1] is False
+        second = pair.lender.lend(bytes(64 * KIB))
+        assert second is not None and second[1] is True
+        pair.lender.released([list(first[0])])
+        third = pair.lender.lend(bytes(64 * KIB))
+        assert third is not None and third[1] is False
+
+
+def test_past_the_soft_limit_every_peer_is_asked_to_copy() -> None:
+    """When half of the arena is in use also a peer that holds little is asked."""
+    with paired(8 * MIB) as pair:
+        other = Lender(pair.arena)
+        small = other.lend(bytes(64 * KIB))
+        assert small is not None and small[1] is False
+        assert pair.lender.lend(bytes(3 * MIB)) and pair.lender.lend(bytes(MIB))
+        asked = other.lend(bytes(64 * KIB))
+        assert asked is not None and asked[1] is True
+
+
+def test_one_peer_cannot_take_all() -> None:
+    """A peer that gives nothing back leaves room for the others, and the refusal is counted."""
+    with paired(8 * MIB) as pair:
+        while pair.lender.lend(bytes(512 * KIB)):
+            assert pair.lender.lent <= 6 * MIB
+        assert pair.lender.refused == {"share": 1} and pair.lender.lent == 6 * MIB
+        assert Lender(pair.arena).lend(bytes(512 * KIB)) is not None
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    """Too large for the limit, nothing to lend, and an arena that is closed: None each time, nothing is kept."""
+    with paired(4 * MIB) as pair:
+        assert pair.lender.lend(bytes(5 * MIB)) is None
+        assert pair.lender.lend(b"") is None
+        pair.arena.close()
+        assert pair.lender.lend(bytes(1000)) is None
+        assert pair.lender.refused == {"limit": 1, "empty": 1, "closed": 1}
+        assert pair.lender.lent == pair.lender.leases == 0
+
+
+def test_a_lease_that_never_left_is_taken_back() -> None:
+    """The frame was not sent: the block is free at once; taking it back again is an error."""
+    with paired() as pair:
+        block = Block(*pair.lend(b"x" * 100))
+        pair.lender.taken_back(block)
+        assert pair.arena.used == pair.lender.leases == pair.lender.lent == 0
+        with pytest.raises(ValueError, match="not lent"):
+            pair.lender.taken_back(block)
+        with pytest.raises(ProtocolError, match="not lent"):
+            pair.lender.released([list(block)])
+
+
+GARBAGE: list[Any] = [
+    None,
+    5,
+    b"abcd",
+    [],
+    [0],
+    [0, 0, 0, 0],
+    [0, 4096, 100, 999],
+    ["a", 1, 2, 3],
+    [[], [], [], []],
+    {},
+]
+
+
+@pytest.mark.parametrize("wire", GARBAGE, ids=repr)
+def test_a_release_of_what_is_not_lent_breaks_the_protocol(wire: Any) -> None:
+    """Whatever a peer sends in place of its own block; what is lent stays lent."""
+    with paired() as pair:
+        pair.lend(b"x" * 100)
+        malformed: list[Any] = [[wire], wire or "none"]
+        for wires in malformed:
+            with pytest.raises(ProtocolError):
+                pair.lender.released(wires)
+        assert pair.lender.leases == 1 and pair.arena.blocks == 1
+
+
+def test_a_block_is_released_to_its_own_lender_once() -> None:
+    """A second release, one with changed numbers, and one by another peer are refused."""
+    with paired() as pair:
+        wire = pair.lend(b"x" * 100)
+        for wrong in ([*wire[:3], wire[3] + 1], [wire[0], wire[1], 99, wire[3]], [1, *wire[1:]]):
+            with pytest.raises(ProtocolError, match="not lent"):
+                pair.lender.released([wrong])
+        with pytest.raises(ProtocolError, match="not lent"):
+            Lender(pair.arena).released([wire])
+        pair.lender.released([wire])
+        with pytest.raises(ProtocolError, match="not lent"):
+            pair.lender.released([wire])
+
+
+def test_a_retired_lender_keeps_its_leases() -> None:
+    """After the connection is gone nothing is lent, and what is lent is not used again until the process is gone."""
+    with paired() as pair:
+        view = pair.adopt(b"x" * 1000)
+        pair.lender.retire()
+        assert pair.lender.lend(b"y" * 1000) is None and pair.lender.refused == {"retired": 1}
+        assert pair.lender.leases == 1 and pair.arena.blocks == 1
+        other = Lender(pair.arena).lend(b"y" * 1000)
+        assert other is not None and bytes(view) == b"x" * 1000
+        pair.lender.reclaim()
+        assert pair.lender.leases == pair.lender.lent == 0 and pair.arena.blocks == 1
+
+
+def test_after_reclaiming_late_messages_are_nothing() -> None:
+    """Releases and returns that come after the end of the peer are dropped, not errors."""
+    with paired() as pair:
+        wire = pair.lend(b"x" * 1000)
+        pair.lender.reclaim()
+        pair.lender.released([wire])
+        pair.lender.taken_back(Block(*wire))
+        pair.lender.reclaim()
+        assert pair.lender.lend(b"x") is None and pair.arena.used == 0
+
+
+def test_reclaiming_waits_for_a_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that ends while a buffer is copied for it: that block is freed only after the copy, and not lent."""
+    with paired() as pair:
+        write = pair.arena.write
+
+        def interrupted(block: Block, source: bytes) -> None:
+            pair.lender.reclaim()
+            assert pair.arena.blocks == 1  # nobody else gets it now
+            write(block, source)
+
+        monkeypatch.setattr(pair.arena, "write", interrupted)
+        assert pair.lender.lend(b"x" * 1000) is None
+        assert pair.arena.blocks == pair.lender.lent == 0
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_copy_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+    """An error of the copy is raised, unless the arena was closed meanwhile; nothing stays lent either way."""
+    with paired() as pair:
+
+        def failing(block: Block, source: bytes) -> None:
+            if closed:
+                pair.arena.close()
+            raise ValueError("broken")
+
+        monkeypatch.setattr(pair.arena, "write", failing)
+        if closed:
+            assert pair.lender.lend(b"x") is None and pair.lender.refused == {"closed": 1}
+        else:
+            with pytest.raises(ValueError, match="broken"):
+                pair.lender.lend(b"x")
+        assert pair.lender.lent == pair.lender.leases == pair.arena.blocks == 0
+
+
+# ---- the borrower
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        *GARBAGE[:5],
+        (0, HEADER, 64, 1),
+        [1, HEADER, 64, 1],
+        [-1, HEADER, 64, 1],
+        [0, 0, 64, 1],
+        [0, HEADER - ALIGN, 64, 1],
+        [0, HEADER + 1, 64, 1],
+        [0, HEADER, 0, 1],
+        [0, HEADER, -64, 1],
+        [0, HEADER, 4 * MIB, 1],
+        [0, 4 * MIB, 64, 1],
+        [0, 1 << 70, 64, 1],
+        [0, -HEADER, 64, 1],
+        [0, HEADER, 1 << 70, 1],
+        [0, HEADER, 64.0, 1],
+        [False, HEADER, 64, True],
+        [0, HEADER, 64],
+        [0, HEADER, 64, 1, 1],
+        ["0", HEADER, 64, 1],
+    ],
+    ids=repr,
+)
+def test_what_names_no_block_breaks_the_protocol(wire: Any) -> None:
+    """Another segment, outside of it, crooked or not numbers at all: refused, and nothing is released for it."""
+    with paired() as pair:
+        pair.lend(b"x" * 100)
+        for copy in (False, True):
+            with pytest.raises(ProtocolError):
+                pair.borrower.adopt(wire, copy)
+        assert pair.signals == [] and pair.borrower.blocks == 0
+
+
+def test_a_block_cannot_be_adopted_twice_at_once() -> None:
+    """It would be released twice; after its release the same place may come again."""
+    with paired() as pair:
+        wire = pair.lend(b"x" * 100)
+        view = pair.borrower.adopt(wire)
+        with pytest.raises(ProtocolError, match="in use"):
+            pair.borrower.adopt(wire)
+        assert bytes(view) == b"x" * 100
+        del view
+        pair.settle()
+        again = pair.lend(b"y" * 100)
+        assert again[:2] == wire[:2] and bytes(pair.borrower.adopt(again)) == b"y" * 100
+
+
+def refused_map(pair: Pair, path: str, size: int, nonce: bytes) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        Borrower(lambda: None).map(0, path, size, nonce)
+    return str(caught.value)
+
+
+def test_another_memory_than_the_peers_is_refused(tmp_path: Path) -> None:
+    """A wrong nonce (another host's or process's number), size or kind of file; and it says which."""
+    with paired() as pair:
+        pair.lend(b"x")
+        segment = pair.arena.segments[0]
+        path = f"/proc/self/fd/{segment.fd}"
+        assert "nonce" in refused_map(pair, path, segment.size, bytes(NONCE_SIZE))
+        assert "nonce" in refused_map(pair, path, segment.size, b"")
+        assert "bytes" in refused_map(pair, path, segment.size + PAGE, segment.nonce)
+        assert "bytes" in refused_map(pair, "/dev/null", segment.size, segment.nonce)
+        (tmp_path / "short").write_bytes(segment.nonce)
+        assert "bytes" in refused_map(pair, str(tmp_path / "short"), NONCE_SIZE, segment.nonce)
+        with pytest.raises(FileNotFoundError):
+            pair.borrower.map(1, str(tmp_path / "nowhere"), segment.size, segment.nonce)
+        os.mkfifo(tmp_path / "pipe")
+        assert "bytes" in refused_map(pair, str(tmp_path / "pipe"), segment.size, segment.nonce)
+        assert pair.borrower.segments == {0}
+
+
+def test_memory_that_the_peer_could_cut_is_refused() -> None:
+    """A memory file without its seals is refused: the peer could shorten it under the reader."""
+    fd, nonce = os.memfd_create("t", os.MFD_ALLOW_SEALING), bytes(range(NONCE_SIZE))
+    try:
+        os.pwrite(fd, nonce.ljust(MIB), 0)
+        with pytest.raises(ProtocolError, match="not sealed"):
+            Borrower(lambda: None).map(0, f"/proc/self/fd/{fd}", MIB, nonce)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", None])
+def test_an_unnamed_file_can_be_lent_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str | None) -> None:
+    """Where memory files are refused files that cannot be sealed serve as well."""
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.EPERM, "refused")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setenv("AIORPC_SHM_DIR", folder or str(tmp_path))
+    with paired() as pair:
+        assert bytes(pair.adopt(b"abc" * 1000)) == b"abc" * 1000
+        assert pair.arena.segments[0].reserved
+
+
+def test_a_segment_is_mapped_once() -> None:
+    """Naming it again is nothing, with another nonce it breaks the protocol."""
+    with paired() as pair:
+        pair.lend(b"x")
+        segment = pair.arena.segments[0]
+        before = len(os.listdir("/proc/self/fd"))
+        map_all(pair.borrower, pair.arena.segments, os.getpid())
+        assert len(os.listdir("/proc/self/fd")) == before
+        with pytest.raises(ProtocolError, match="another one"):
+            pair.borrower.map(0, f"/proc/self/fd/{segment.fd}", segment.size, bytes(NONCE_SIZE))
+
+
+def test_mapping_does_not_fill_the_holes() -> None:
+    """The receiver's first look at a large segment takes no memory that the sender does not use."""
+    with paired() as pair:
+        pair.lend(b"x" * MIB)
+        assert MIB < pair.arena.resident < 2 * MIB < pair.arena.size
+
+
+def test_a_closed_borrower_leaves_adopted_memory_alone() -> None:
+    """Views stay readable, nothing is released or adopted any more, and the mapping goes with the last view."""
+    with paired() as pair:
+        wire = pair.lend(b"x" * 1000)
+        view = torch.from_numpy(pair.borrower.adopt(wire))
+        pair.borrower.close()
+        pair.arena.close()
+        assert bytes(view.numpy()) == b"x" * 1000
+        with pytest.raises(ProtocolError, match="not mapped"):
+            pair.borrower.adopt(wire)
+        mapped = sum("aiorpc" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        del view
+        assert sum("aiorpc" in line for line in Path("/proc/self/maps").read_text().splitlines()) == mapped - 1
+        assert pair.signals == [] and pair.borrower.drain() == [] and pair.borrower.held == 0
+
+
+def test_mapping_for_a_closed_borrower_is_refused() -> None:
+    """A mapping that was under way when it closed does not stay."""
+    with paired() as pair:
+        pair.lend(b"x")
+        pair.borrower.close()
+        with pytest.raises(ProtocolError, match="closed"):
+            map_all(pair.borrower, pair.arena.segments, os.getpid())
+        assert pair.borrower.segments == frozenset()
+
+
+# ---- processes
+
+
+def borrow(arena_segments: list[list[Any]]) -> Callable[[Child], None]:
+    """A process that adopts what it is told to and answers with what it sees."""
+
+    def body(parent: Child) -> None:
+        borrower = Borrower(lambda: None)
+        map_described(borrower, arena_segments)
+        held: list[torch.Tensor] = []
+        while (order := parent.receive()) != "end":
+            if order == "drop":
+                held.clear()
+                parent.send(borrower.drain())
+            elif order == "look":
+                parent.send([int(tensor.sum()) for tensor in held])
+            elif order == "write":
+                parent.send([int(tensor.fill_(7)[0]) for tensor in held])
+            else:
+                held.append(torch.from_numpy(borrower.adopt(order)))
+                parent.send(held[-1][:10].tolist())
+
+    return body
+
+
+def test_bytes_cross_between_two_processes() -> None:
+    """Another process sees what was lent, may write to it, and gives it back."""
+    with paired() as pair:
+        wire = pair.lend(bytes(range(200)) * 1000)
+        with forked(borrow(described(pair.arena.segments))) as child:
+            child.send(wire)
+            assert child.receive() == list(range(10))
+            child.send("write")
+            assert child.receive() == [7]
+            child.send("look")
+            assert child.receive() == [7 * 200_000]
+            child.send("drop")
+            wires = child.receive()
+            assert wires == [wire]
+            pair.lender.released(wires)
+            assert pair.arena.used == 0
+            child.send("end")
+            assert child.wait() == 0
+
+
+def test_a_killed_borrower_leaves_nothing_lent() -> None:
+    """Its blocks are used again once its process is proved gone, and not before."""
+    with paired() as pair:
+        wires = [pair.lend(bytes((n,)) * 300_000) for n in range(5)]
+        with forked(borrow(described(pair.arena.segments))) as child:
+            for wire in wires:
+                child.send(wire)
+                child.receive()
+            pair.lender.retire()
+            assert pair.lender.leases == 5 and pair.arena.blocks == 5
+            child.kill()
+            pair.lender.reclaim()
+            assert pair.lender.leases == pair.lender.lent == pair.arena.used == 0
+
+
+def lend_forever(parent: Child) -> None:
+    """A process that lends one block after the other until it is killed."""
+    arena = Arena(LIMIT, segment_size=4 * MIB)
+    lender = Lender(arena)
+    lent = lender.lend(b"k" * MIB)
+    assert lent is not None
+    parent.send([described(arena.segments), list(lent[0])])
+    while True:
+        more = lender.lend(b"m" * 200_000)
+        if more is not None:
+            lender.taken_back(more[0])
+
+
+def test_a_killed_lender_leaves_adopted_tensors_readable() -> None:
+    """In the middle of its copies: what was adopted keeps its bytes, and all memory goes with it."""
+    before = set(os.listdir("/dev/shm"))
+    borrower = Borrower(lambda: None)
+    with forked(lend_forever) as child:
+        segments, wire = child.receive()
+        map_described(borrower, segments)
+        tensor = torch.from_numpy(borrower.adopt(wire))
+        child.kill()
+        assert bool((tensor == ord("k")).all())
+        tensor.fill_(1)
+        assert int(tensor.sum()) == MIB
+        borrower.close()
+        assert int(tensor.sum()) == MIB
+        del tensor
+    assert "memfd:aiorpc" not in Path("/proc/self/maps").read_text()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.time_limit(30)
+def test_peers_killed_at_any_moment_leave_the_arena_whole() -> None:
+    """Borrowers that are killed while they adopt and release: what is left is reclaimed, never a block too many."""
+    chance = random.Random(7)
+
+    def adopt_and_drop(parent: Child) -> None:
+        borrower = Borrower(lambda: None)
+        map_described(borrower, parent.receive())
+        held: list[Bytes] = []
+        while True:
+            held.append(borrower.adopt(parent.receive()))
+            del held[: chance.randrange(3)]
+            parent.send(borrower.drain())
+
+    with paired() as pair:
+        pair.lend(b"first")
+        pair.lender.reclaim()
+        for _ in range(10):
+            lender = Lender(pair.arena)
+            with forked(adopt_and_drop) as child:
+                child.send(described(pair.arena.segments))
+                for _ in range(chance.randrange(1, 12)):
+                    lent = lender.lend(bytes(chance.randrange(1, 300_000)))
+                    assert lent is not None
+                    child.send(list(lent[0]))
+                    if chance.random() < 0.8:
+                        lender.released(child.receive())
+                child.kill()
+            lender.retire()
+            lender.reclaim()
+            assert pair.arena.used == 0
+        assert len(pair.arena.segments) == 1
+
+
+def test_a_peer_cannot_cut_the_memory() -> None:
+    """Through its own descriptor the other process can neither shorten nor lengthen the segment, nor unseal it."""
+    with paired() as pair:
+        pair.lend(b"x" * 1000)
+        segment = pair.arena.segments[0]
+        path = f"/proc/{os.getpid()}/fd/{segment.fd}"
+
+        def cut(parent: Child) -> None:
+            fd, errors = os.open(path, os.O_RDWR), list[int]()
+            for size in (0, PAGE, segment.size + PAGE):
+                try:
+                    os.ftruncate(fd, size)
+                except OSError as error:
+                    errors.append(error.errno or 0)
+            parent.send(errors)
+
+        with forked(cut) as child:
+            assert child.receive() == [errno.EPERM] * 3
+            assert child.wait() == 0
+
+
+def test_a_forked_child_releases_nothing() -> None:
+    """Views that a fork copied die in the child without a word; those of the parent still count."""
+    with paired() as pair:
+        wire = pair.lend(b"x" * 1000)
+        views = [pair.borrower.adopt(wire)]
+
+        def drop(parent: Child) -> None:
+            readable = bytes(views[0]) == b"x" * 1000
+            views.clear()
+            gc.collect()
+            before = [len(pair.signals), len(pair.borrower.drain())]
+            pair.borrower.close_in_child()
+            pair.arena.close_in_child()
+            parent.send([readable, *before, "memfd:aiorpc" in Path("/proc/self/maps").read_text()])
+
+        with forked(drop) as child:
+            assert child.receive() == [True, 0, 0, False]
+            assert child.wait() == 0
+        assert pair.lender.leases == 1 and bytes(views[0]) == b"x" * 1000
+        views.clear()
+        assert pair.settle() == 1
+
+
+def test_use_after_release_shows() -> None:
+    """With poison, a view made behind the borrower's back sees the fill, never old bytes."""
+    with paired() as pair:
+        wire = pair.lend(b"x" * 1000)
+        segment = pair.arena.segments[0]
+        stray = numpy.frombuffer(segment.mapping.memory, numpy.uint8, 1000, wire[1])
+        del segment
+        view = pair.borrower.adopt(wire)
+        assert bytes(stray) == bytes(view) == b"x" * 1000
+        del view
+        pair.settle()
+        assert set(bytes(stray)) == {POISON}
