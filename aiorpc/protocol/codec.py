@@ -182,7 +182,7 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _is_simple(items: Sequence[Any], depth: int = 3) -> bool:
+def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
     """Whether these are plain values and builtin containers of them, few enough to look at: any pickle will do."""
     if len(items) > SIMPLE_SIZE:
         return False
@@ -191,9 +191,9 @@ def _is_simple(items: Sequence[Any], depth: int = 3) -> bool:
         if kind in PLAIN:
             continue
         if not depth or not (
-            _is_simple(item, depth - 1)
+            is_simple(item, depth - 1)
             if kind is list or kind is tuple
-            else kind is dict and _is_simple(tuple(item), 0) and _is_simple(tuple(item.values()), depth - 1)
+            else kind is dict and is_simple(tuple(item), 0) and is_simple(tuple(item.values()), depth - 1)
         ):
             return False
     return True
@@ -201,8 +201,6 @@ def _is_simple(items: Sequence[Any], depth: int = 3) -> bool:
 
 def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes:
     opaque = tuple(values[position] for position in positions)
-    if _is_simple(opaque):
-        return pickle.dumps(opaque, 5)
     token = outgoing.set(out)
     tensors, buffers = len(out.tensors), len(out.buffers)
     try:
