@@ -104,24 +104,25 @@ class Service:
         context = CallContext(self.worker, self._info, frame.call_id, "?", deadline, root)
         if type(extra) is list:
             self.worker.references.on_create(extra, self.peer.id, context)
-        if len(self.calls) >= self.worker.options.max_queued_calls and not self._is_system(wire_function):
+        segments: Sequence[Buffer] = frame.segments
+        if len(fields) > 12 and fields[12]:
+            if self.sharing is None:
+                raise ProtocolError(f"{frame} names shared memory, and there is none")
+            segments = self.sharing.restore(fields[12], segments)
+        users = len(self.calls) - self._system
+        if users >= self.worker.options.max_queued_calls and not self._is_system(wire_function):
             self.calls[frame.call_id] = context
             self._discard_arguments(fields)
             self.answer_error(
                 context,
                 Overloaded(
-                    f"worker {self.worker.name!r} has {len(self.calls) - 1} calls of {self.peer.name!r} waiting or "
+                    f"worker {self.worker.name!r} has {users} calls of {self.peer.name!r} waiting or "
                     "running (max_queued_calls); this one was not run"
                 ),
             )
             return
         self.calls[frame.call_id] = context
         try:
-            segments: Sequence[Buffer] = frame.segments
-            if len(fields) > 12 and fields[12]:
-                if self.sharing is None:
-                    raise ProtocolError(f"{frame} names shared memory, and there is none")
-                segments = self.sharing.restore(fields[12], segments)
             self._route(wire_function, context, fields, segments)
         except Exception as error:
             self._discard_arguments(fields)

@@ -187,9 +187,11 @@ class Peer:
         if worker.closed:
             worker.check_open()
         pending = self.pending
-        if not system and self._may_be_full(worker.options.max_pending_calls) and self._is_full():
+        limit = worker.options.max_pending_calls
+        # The runtime's own calls do not count: a worker that waits for the others at shutdown still makes its calls.
+        if not system and (len(pending) - self._system >= limit or self._given_up() >= limit):
             raise Overloaded(
-                f"{self.user_calls()} calls to worker {self.name!r} wait for answers, and "
+                f"{len(pending) - self._system} calls to worker {self.name!r} wait for answers, and "
                 f"{max(0, self._given_up())} frames of calls given up wait to be sent (max_pending_calls); "
                 "await some before making more"
             )
@@ -252,14 +254,6 @@ class Peer:
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
         return future
-
-    def _is_full(self) -> bool:
-        # The runtime's own calls do not count: a worker that waits for the others at shutdown still makes its calls.
-        limit = self.worker.options.max_pending_calls
-        return self.user_calls() >= limit or self._given_up() >= limit
-
-    def _may_be_full(self, limit: int) -> bool:
-        return len(self.pending) >= limit or self._given_up() >= limit
 
     def _given_up(self) -> int:
         # Unsent frames of calls that nobody waits for any more: a peer that does not read must not fill our memory.
@@ -346,7 +340,7 @@ class Peer:
     def _time_out(self, future: CallFuture) -> None:
         assert future._deadline is not None
         self.worker.counters.timed_out += 1
-        seconds = future._deadline - future._started
+        seconds = round(future._deadline - future._started, 6)  # what was asked for, not 0.09999999999854481
         state = "" if self.state is State.READY else f"; there is no connection to it yet ({self.state.value})"
         future._settle(
             None,
