@@ -6,6 +6,8 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0 --picture build/demo.png
 TEST_ARGS ?=
+# Test files run side by side in so many processes.
+TEST_JOBS ?= 2
 BENCH_ARGS ?=
 
 SHELL := /bin/bash
@@ -21,7 +23,7 @@ demo: $(VENV)/.installed-examples ## train CartPole with an agent and several ob
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the tests (TEST_ARGS)
-	$(BIN)/python -m pytest -q $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and formatting
 	$(BIN)/ruff check .

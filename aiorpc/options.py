@@ -26,6 +26,16 @@ def _quarter_of_memory() -> int:
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4 << 30)
 
 
+def _check_host(value: object, name: str) -> None:
+    """RpcUsageError for what can be no host name or address; whether there is one is seen when it is used."""
+    try:
+        if value is None or (isinstance(value, str) and value and value.encode("idna")):
+            return
+    except UnicodeError as error:
+        raise RpcUsageError(f"{name} must be a host name or an address, not {value!r}: {error}") from None
+    raise RpcUsageError(f"{name} must be a host name or an address, not {value!r}")
+
+
 @dataclass
 class RpcBackendOptions:
     """Options of one worker. Read once, at init.
@@ -95,6 +105,8 @@ class RpcBackendOptions:
             raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
         if isinstance(self.shared_memory, bool) or not isinstance(self.shared_memory, int) or self.shared_memory < 0:
             raise RpcUsageError(f"shared_memory must be a number of bytes >= 0, not {self.shared_memory!r}")
+        for name in ("address", "bind_address"):
+            _check_host(getattr(self, name), name)
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")

@@ -94,6 +94,27 @@ def test_switch_interval_is_positive_or_none(value: Any) -> None:
     assert RpcBackendOptions(switch_interval=0.0005).switch_interval == 0.0005
 
 
+@pytest.mark.parametrize("value", ["", "a" * 70 + ".example", 5, b"host"])
+def test_addresses_are_host_names(value: Any) -> None:
+    """What can be no name of a host is refused before anybody tries to reach it."""
+    for name in ("address", "bind_address"):
+        given: dict[str, Any] = {name: value}
+        with pytest.raises(RpcUsageError, match=f"{name} must be a host name"):
+            RpcBackendOptions(**given)
+        for good in ("::1", "node-7.example"):
+            given = {name: good}
+            assert getattr(RpcBackendOptions(**given), name) == good
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1 GB"])
+def test_shared_memory_is_a_number_of_bytes(value: Any) -> None:
+    """0 turns it off; the default is bounded."""
+    with pytest.raises(RpcUsageError, match="shared_memory must be a number of bytes"):
+        RpcBackendOptions(shared_memory=value)
+    assert RpcBackendOptions(shared_memory=0).shared_memory == 0
+    assert 0 < RpcBackendOptions().shared_memory <= 4 << 30
+
+
 def test_init_method_is_a_url() -> None:
     """What is no text is refused."""
     with pytest.raises(RpcUsageError, match="init_method must be a URL"):

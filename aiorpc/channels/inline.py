@@ -79,7 +79,8 @@ class InlineChannel:
     def take(self, table: list[Any], segments: Sequence[Buffer]) -> list[torch.Tensor]:
         """Tensors over the received segments, without copying. Raises ProtocolError for a table that does not fit."""
         try:
-            return [_take(entry, segments) for entry in table]
+            storages: dict[int, torch.UntypedStorage] = {}
+            return [_take(entry, segments, storages) for entry in table]
         except (ValueError, TypeError, IndexError, OverflowError, BufferError, RuntimeError) as error:
             raise ProtocolError(f"a tensor that does not fit its bytes: {error}") from error
 
@@ -163,7 +164,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.itemsize, last * tensor.itemsize
 
 
-def _take(entry: list[Any], segments: Sequence[Buffer]) -> torch.Tensor:
+def _take(entry: list[Any], segments: Sequence[Buffer], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     segment, offset, code, shape, strides, flags = entry
     dtype = DTYPES[code]
     if dtype is None:
@@ -181,7 +182,10 @@ def _take(entry: list[Any], segments: Sequence[Buffer]) -> torch.Tensor:
     elif strides is None:
         tensor = _over(segments[segment], code, dtype, shape)
     else:
-        tensor = _view(segments[segment], offset, dtype, shape, strides)
+        storage = storages.get(segment)
+        if storage is None:  # one for all views of it, so that they are seen to share it when they are sent on
+            storage = storages[segment] = torch.frombuffer(segments[segment], dtype=torch.uint8).untyped_storage()
+        tensor = torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape, strides)
     if flags:
         if flags & PARAMETER:
             return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
@@ -196,9 +200,3 @@ def _over(buffer: Any, code: int, dtype: torch.dtype, shape: list[int]) -> torch
     if numpy_type is not None:  # half of the time of frombuffer and view
         return torch.from_numpy(numpy.ndarray(shape, numpy_type, buffer))
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
-
-
-def _view(buffer: Any, offset: int, dtype: torch.dtype, shape: list[int], strides: list[int]) -> torch.Tensor:
-    """A view of a buffer that other tensors of the message may share."""
-    storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape, strides)

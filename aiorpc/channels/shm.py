@@ -60,9 +60,10 @@ class Lender:
         """Blocks that the peer holds."""
         return len(self._leases)
 
-    def lend(self, buffer: Buffer) -> tuple[Block, bool] | None:
+    def lend(self, buffer: Buffer, usable: Callable[[int], bool] | None = None) -> tuple[Block, bool] | None:
         """Copy `buffer` into a fresh block that is the peer's from now on.
 
+        usable: asked, before anything is copied, whether the peer can use the segment of that index.
         The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
         """
         size = memoryview(buffer).nbytes
@@ -70,7 +71,7 @@ class Lender:
             return None
         block = None
         try:
-            block = self._copied(buffer, size)
+            block = self._copied(buffer, size, usable)
         finally:
             lent = self._note(size, block)
         if block is not None and lent is None:
@@ -125,12 +126,16 @@ class Lender:
                 return True
         return False
 
-    def _copied(self, buffer: Buffer, size: int) -> Block | None:
+    def _copied(self, buffer: Buffer, size: int, usable: Callable[[int], bool] | None) -> Block | None:
         block = self.arena.allocate(size)
         if block is None:
             self.refused[self.arena.last_refusal] += 1
             return None
         try:
+            if usable is not None and not usable(block.segment):
+                self.arena.free(block)
+                self.refused["not mapped"] += 1
+                return None
             self.arena.write(block, buffer)
         except BaseException:
             self.arena.free(block)

@@ -260,12 +260,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._out.tensors.append(value)
                 return load_tensor, (len(self._out.tensors) - 1,)
             _refuse_device(value)
-            return NotImplemented
+            return _reduce_sparse(value) if type(value) is Tensor else NotImplemented
         if isinstance(value, (type, FunctionType)) and value.__module__ in MAIN_NAMES and self._out.same_main:
             found = find_main(value.__qualname__)
             if found is value:
                 return load_main, (value.__qualname__,)
         return super().reducer_override(value)
+
+
+def _reduce_sparse(tensor: Tensor) -> Any:
+    """How a sparse tensor is pickled; NotImplemented for one that is not."""
+    layout = tensor.layout
+    tensor = tensor.detach()
+    if layout is torch.sparse_coo:
+        return load_sparse, (layout, tensor.size(), tensor.is_coalesced(), tensor._indices(), tensor._values())
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return load_sparse, (layout, tensor.size(), None, tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return load_sparse, (layout, tensor.size(), None, tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return NotImplemented
 
 
 def _refuse_device(tensor: Tensor) -> None:
@@ -282,6 +295,18 @@ def load_tensor(index: int) -> Tensor:
     if message is None:
         raise ProtocolError("a tensor reference outside of a message")
     return message.tensors[index]
+
+
+def load_sparse(layout: torch.layout, size: torch.Size, coalesced: bool | None, *parts: Tensor) -> Tensor:
+    """Used in pickles: a sparse tensor of these parts.
+
+    Not torch's own function: that keeps all it makes in a list, for a check that only the end of `torch.load` makes.
+    """
+    if layout is torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=coalesced, check_invariants=False)
+    compressed, plain, values = parts
+    return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=False)
 
 
 def load_reference(index: int) -> Any:

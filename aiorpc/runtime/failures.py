@@ -57,6 +57,21 @@ def decode_error(fields: list[Any], function: str) -> BaseException:
     return error
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """The same error, its traceback kept as a note: its frames hold what was being decoded, and with it much memory.
+
+    A Future that held them could never be freed: the garbage collector does not see through torch's part of it.
+    """
+    error.add_note(_traceback_of(error))
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            left += [each.__cause__, each.__context__]
+    return error
+
+
 def _text_of(error: BaseException) -> str:
     try:
         return _valid(str(error))

@@ -15,7 +15,9 @@ Nothing waits for any of it: until a segment is mapped, and whenever the arena h
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ from ..protocol.frames import Buffer, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from .host import provably_dead
+from .watch import ProcessWatch
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -39,6 +42,8 @@ OFFER, MAPPED, REFUSED, RELEASE = "offer", "mapped", "refused", "release"
 SHARE_SIZE = 128 * 1024
 # What was released travels with the next message, or by itself after this many seconds.
 RELEASE_PAUSE = 0.01
+# Seconds after which memory of the arena that nobody used goes back to the system.
+TRIM_PAUSE = 60.0
 
 
 class Memory:
@@ -52,6 +57,9 @@ class Memory:
         self._sharings: set[Sharing] = set()
         self._retired: list[tuple[WorkerRecord, Lender]] = []
         self._past_refusals: Counter[str] = Counter()
+        self._trimming: asyncio.TimerHandle | None = None
+        # Its own: the group's ends with the connection, and that may come before the end of the process.
+        self._watch = ProcessWatch(worker.loop, lambda record: self.collect())
 
     def share(self, connection: Connection, record: WorkerRecord) -> Sharing | None:
         """The sharing of a new connection to that worker; None where memory cannot be shared. On the loop."""
@@ -59,7 +67,22 @@ class Memory:
             return None
         sharing = Sharing(self._worker, self, connection, record)
         self._sharings.add(sharing)
+        if self._trimming is None:
+            self._trim_later()
         return sharing
+
+    def _trim_later(self) -> None:
+        self._trimming = self._worker.loop.call_later(TRIM_PAUSE, self._trim)
+
+    def _trim(self) -> None:
+        """Give memory back that a burst has left behind."""
+
+        def trim() -> None:
+            self.arena.trim()
+
+        if self.arena.segments:
+            self._worker.decoders.submit(trim)
+        self._trim_later()
 
     @property
     def refused(self) -> Counter[str]:
@@ -81,6 +104,9 @@ class Memory:
         self._past_refusals.update(sharing.lender.refused)
         self._retired.append((sharing.record, sharing.lender))
         self.collect()
+        record = sharing.record
+        if sharing.lender.leases and record.pid != os.getpid() and not self.arena.closed:
+            self._watch.add(record)
 
     def collect(self) -> None:
         """Take back what was lent to processes that are gone. On the loop."""
@@ -94,14 +120,18 @@ class Memory:
 
     def close(self) -> None:
         """Let go of the arena; what others have adopted stays valid for them."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self.arena.close()
         for sharing in list(self._sharings):
             sharing.close()
-        self.arena.close()
+        self._watch.close()
 
     def close_in_child(self) -> None:
         """After a fork: all of it is the parent's."""
         for sharing in list(self._sharings):
             sharing.borrower.close_in_child()
+        self._watch.close_in_child()
         self.arena.close_in_child()
 
 
@@ -118,6 +148,7 @@ class Sharing:
         self._offered: set[int] = set()
         self._mapped: set[int] = set()
         self._timed = False
+        self._closed = False
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -134,41 +165,37 @@ class Sharing:
         return shared, rest
 
     def _lend(self, position: int, segment: Buffer) -> list[int] | None:
-        if not self._mapped:
-            self._offer_for(len(segment))
+        if self._offered and not self._mapped:
             return None
-        lent = self.lender.lend(segment)
+        lent = self.lender.lend(segment, self._usable)
         if lent is None:
             self._worker.call_on_loop(self._memory.collect)
             return None
         block, copy_out = lent
-        if block.segment not in self._mapped:
-            self.lender.taken_back(block)
-            self._offer(block.segment)
-            return None
         self._memory.sent += 1
         self._memory.bytes_sent += block.size
         return [position, *block, int(copy_out)]
+
+    def _usable(self, index: int) -> bool:
+        """Whether the other side has mapped that segment; if it was never asked, it is now."""
+        if index in self._mapped:
+            return True
+        self._offer(index)
+        return False
 
     def take_back(self, shared: list[list[int]]) -> None:
         """The message that named these will not be sent."""
         for wire in shared:
             self.lender.taken_back(Block(*wire[1:5]))
 
-    def _offer_for(self, size: int) -> None:
-        """Offer the segment that a buffer of that size would go into."""
-        if self._offered:
-            return
-        block = self._memory.arena.allocate(size)
-        if block is not None:
-            self._memory.arena.free(block)
-            self._offer(block.segment)
-
     def _offer(self, index: int) -> None:
         if index in self._offered:
             return
+        segments = self._memory.arena.segments
+        if index >= len(segments):  # closed meanwhile, by the loop
+            return
         self._offered.add(index)
-        segment = self._memory.arena.segments[index]
+        segment = segments[index]
         self._send([OFFER, index, segment.fd, segment.size, segment.nonce])
 
     # --- receiving ----------------------------------------------------------------------------------------------------
@@ -211,6 +238,8 @@ class Sharing:
             tag, *rest = fields
             if tag == OFFER:
                 index, fd, size, nonce = rest
+                if self._closed:  # we leave: the threads that map are gone
+                    return
                 self._worker.decoders.submit(self._map, int(index), int(fd), int(size), bytes(nonce))
             elif tag == MAPPED:
                 self._mapped.add(int(rest[0]))
@@ -227,7 +256,7 @@ class Sharing:
         """In a thread: mapping makes the pages of the segment known to this process."""
         try:
             self.borrower.map(index, f"/proc/{self.record.pid}/fd/{fd}", size, nonce)
-        except (OSError, ProtocolError) as error:
+        except Exception as error:
             self._send([REFUSED, index, f"{type(error).__name__}: {error}"])
         else:
             self._send([MAPPED, index])
@@ -236,7 +265,10 @@ class Sharing:
         self._connection.send(encode_frame(Kind.MEMORY, 0, pack(message)), more=more)
 
     def close(self) -> None:
-        """The connection has ended. On the loop."""
+        """The connection has ended, or we leave. On the loop. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self.lender.retire()
         self.borrower.close()
         self._memory.ended(self)

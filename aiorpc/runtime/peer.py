@@ -39,7 +39,7 @@ from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import messages
 from .current import current_call
-from .failures import decode_error
+from .failures import decode_error, without_frames
 from .functions import describe, find_name
 from .statistics import PendingCall
 
@@ -248,8 +248,9 @@ class Peer:
             self.streams[call_id] = stream
         if deadline is not None:
             worker.deadlines.add(deadline)
-        if self.sharing is not None:
-            self.sharing.flush(more=True)
+        sharing = self.sharing
+        if sharing is not None:  # read once: the loop takes it away when the connection ends
+            sharing.flush(more=True)
         self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) <= 1 + self._system, call_id=call_id)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
@@ -407,7 +408,7 @@ class Peer:
                 self.worker.decoders.submit(self._settle_value, future, fields, segments)
                 return
         except Exception as error:
-            future._settle(None, error)
+            future._settle(None, without_frames(error))
             return
         self._settle_value(future, fields, segments)
 
@@ -426,7 +427,7 @@ class Peer:
             failure = RpcError(
                 f"the result of {future.describe()} cannot be read here: {type(error).__name__}: {error}"
             )
-            failure.__cause__ = error
+            failure.__cause__ = without_frames(error)
             future._settle(None, failure)
         else:
             future._settle(value)

@@ -162,11 +162,15 @@ async def test_address_where_nobody_answers_is_given_up_in_time(
         await answer(over_tcp[0].peer("worker1", timeout=0).call(abs, -3))
 
 
-async def test_address_that_is_none_is_told_at_once() -> None:
-    """An address that cannot even be looked up is an error of the calls, with the reason, not a hang."""
-    bad = RpcBackendOptions(transports=("tcp",), address="a" * 70 + ".invalid", loss_grace=0.1)
-    async with cluster(2, options=[TCP, bad]) as workers:
-        with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: .*(label|encod)"):
+async def test_what_goes_wrong_on_the_way_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that trying again cannot mend is an error of the calls, with the reason, not a hang."""
+
+    async def reach(worker: Worker, record: object) -> None:
+        raise ValueError("no such way")
+
+    async with cluster(2, options=RpcBackendOptions(loss_grace=0.1)) as workers:
+        monkeypatch.setattr(connecting, "_reach", reach)
+        with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: no such way"):
             await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 import operator
+import re
 import sys
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -108,6 +109,12 @@ def together(values: list[int]) -> list[int]:
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
+
+def name_of(value: object) -> str:
+    """A test's id: the same in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", describe(value))[:40]
+
+
 NAMED = [
     function,
     coroutine,
@@ -144,7 +151,7 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("target", NAMED, ids=describe)
+@pytest.mark.parametrize("target", NAMED, ids=name_of)
 def test_named_function_is_found_under_its_name(target: Callable[..., Any]) -> None:
     """The name that the caller sends leads the callee to the same function."""
     name = find_name(target, same_main=False)
@@ -168,7 +175,7 @@ NAMELESS = [
 ]
 
 
-@pytest.mark.parametrize("target", NAMELESS, ids=describe)
+@pytest.mark.parametrize("target", NAMELESS, ids=name_of)
 def test_function_without_a_name_travels_by_value(target: Callable[..., Any]) -> None:
     """What no name leads to, or a name that leads to something else, has none."""
     assert find_name(target, same_main=True) is None
@@ -261,7 +268,7 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("target", "mode"), MODES, ids=lambda value: describe(value)[:40])
+@pytest.mark.parametrize(("target", "mode"), MODES, ids=name_of)
 def test_each_kind_of_function_has_its_mode(target: Callable[..., Any], mode: Mode) -> None:
     """How it is written says how it runs: on the loop, in a thread, deferred, streamed, batched."""
     found = classify(target, "name")
