@@ -60,13 +60,18 @@ def is_gone(pid: int) -> bool:
     """True if no process of this host has that pid, or only a zombie."""
     if pid == os.getpid():
         return False
+    # The second look: its parent may collect the zombie just before its state is read.
+    return not _exists(pid) or _is_zombie(pid) or not _exists(pid)
+
+
+def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
         return False
-    return _is_zombie(pid)
+    except (PermissionError, OverflowError):
+        pass  # somebody else's
+    return True
 
 
 def _is_zombie(pid: int) -> bool:

@@ -199,19 +199,23 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_dense()
 
 
-@pytest.mark.parametrize("kind", TENSORS)
-async def test_tensors_of_all_kinds_arrive_equal(warmed: list[Worker], kind: str) -> None:
+async def test_tensors_of_all_kinds_arrive_equal(warmed: list[Worker]) -> None:
     """By themselves and in a container, as argument and result: values, type, layout and gradient flag are kept."""
-    tensor = TENSORS[kind]()
-    before = [worker.statistics().shared_sent for worker in warmed]
-    for value in (await warmed[0].call("worker1", echo, tensor), (await warmed[0].call("worker1", echo, [tensor]))[0]):
-        assert torch.equal(dense(value), dense(tensor))
-        assert (type(value), value.dtype, value.layout) == (type(tensor), tensor.dtype, tensor.layout)
-        assert (value.shape, value.requires_grad) == (tensor.shape, tensor.requires_grad)
-    after = [worker.statistics().shared_sent for worker in warmed]
-    assert all(new >= old + 2 for old, new in zip(before, after, strict=True))
-    del value
-    await until_all_back(*warmed)
+    for kind, make_one in TENSORS.items():
+        await check_echo(warmed, kind, make_one())
+        await until_all_back(*warmed)
+
+
+async def check_echo(workers: list[Worker], kind: str, tensor: torch.Tensor) -> None:
+    before = [worker.statistics().shared_sent for worker in workers]
+    alone = await workers[0].call("worker1", echo, tensor)
+    (inside,) = await workers[0].call("worker1", echo, [tensor])
+    for value in (alone, inside):
+        assert torch.equal(dense(value), dense(tensor)), kind
+        assert (type(value), value.dtype, value.layout) == (type(tensor), tensor.dtype, tensor.layout), kind
+        assert (value.shape, value.requires_grad) == (tensor.shape, tensor.requires_grad), kind
+    after = [worker.statistics().shared_sent for worker in workers]
+    assert all(new >= old + 2 for old, new in zip(before, after, strict=True)), kind
 
 
 @pytest.mark.parametrize("kind", ["float32", "int16", "structured", "fortran"])

@@ -1,0 +1,40 @@
+"""Whether a process of this host is gone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from aiorpc.runtime import host
+
+
+def ended_child() -> int:
+    """The pid of a child that has ended and was not waited for."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return pid
+
+
+def test_zombies_and_the_collected_are_gone() -> None:
+    """A process counts as gone from its end on, whether or not its parent has looked."""
+    pid = ended_child()
+    assert host.is_gone(pid)
+    os.waitpid(pid, 0)
+    assert host.is_gone(pid)
+    assert not host.is_gone(os.getpid()) and not host.is_gone(os.getppid())
+
+
+def test_a_zombie_that_is_collected_during_the_look_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pid was there, and its state could not be read any more."""
+    pid = ended_child()
+    is_zombie = host._is_zombie
+
+    def collect_first(number: int) -> bool:
+        os.waitpid(number, 0)
+        return is_zombie(number)
+
+    monkeypatch.setattr(host, "_is_zombie", collect_first)
+    assert host.is_gone(pid)
