@@ -189,7 +189,8 @@ class Borrower:
         self._on_release = on_release
         self._mappings: dict[int, tuple[Mapping, bytes]] = {}
         self._loans: dict[tuple[int, int], _Loan] = {}  # by segment and offset
-        self._released: deque[list[int]] = deque()
+        #: For `drain`; public so that one can look cheaply whether there is anything.
+        self.released: deque[list[int]] = deque()
         self._pid = os.getpid()
         self._closed = False
 
@@ -248,17 +249,12 @@ class Borrower:
         self._loans[segment, offset] = loan
         return block
 
-    @property
-    def has_released(self) -> bool:
-        """Whether `drain` would give something."""
-        return bool(self._released)
-
     def drain(self) -> list[list[int]]:
         """The numbers of the blocks released since the last call, for the lender."""
         released: list[list[int]] = []
         try:
             while True:
-                released.append(self._released.popleft())
+                released.append(self.released.popleft())
         except IndexError:
             return released
 
@@ -267,7 +263,7 @@ class Borrower:
         self._closed = True
         self._mappings = {}
         self._loans = {}  # a weak reference that is gone calls nobody
-        self._released.clear()
+        self.released.clear()
 
     def close_in_child(self) -> None:
         """In a forked child: the same; what was adopted is the parent's, and may change here at any time."""
@@ -296,7 +292,7 @@ class Borrower:
         self._give_back(wire)
 
     def _give_back(self, wire: list[int]) -> None:
-        self._released.append(wire)
+        self.released.append(wire)
         self._on_release()
 
 

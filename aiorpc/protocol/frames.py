@@ -82,6 +82,9 @@ def encode_frame(kind: int, call_id: int, body: bytes, segments: Sequence[Buffer
     return [head, *(segment for segment in segments if len(segment))]
 
 
+_new_frame = tuple.__new__
+
+
 def _new_bytes(size: int) -> bytearray:
     return bytearray(size)
 
@@ -107,11 +110,8 @@ class FrameDecoder:
         self._start = 0  # of the bytes not yet parsed
         self._end = 0
         self._large: _LargeFrame | None = None
-
-    @property
-    def filling(self) -> bool:
-        """Whether a large buffer is under way."""
-        return self._large is not None
+        #: Whether a large buffer is under way.
+        self.filling = False
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes of the stream belong; as long as may usefully be read at once."""
@@ -129,6 +129,7 @@ class FrameDecoder:
             if self._large.filled(count):
                 frames.append(self._large.frame())
                 self._large = None
+                self.filling = False
         else:
             self._end += count
             self._parse(frames)
@@ -153,7 +154,8 @@ class FrameDecoder:
             need = size + body_length
             if end - start < need:
                 break
-            frames.append(Frame(kind, call_id, bytes(buffer[start + size : start + need])))
+            # What Frame(...) does, without its call into Python: most frames are made here.
+            frames.append(_new_frame(Frame, (kind, call_id, bytes(buffer[start + size : start + need]), ())))
             start += need
             need = size
         self._start = start
@@ -199,6 +201,7 @@ class FrameDecoder:
             frames.append(large.frame())
         else:
             self._large = large
+            self.filling = True
         return 0
 
     def _make_room(self, need: int) -> None:

@@ -60,13 +60,13 @@ class Service:
         self.sharing = worker.memory.share(connection, peer)
         self._functions: dict[int, Target] = {}
         self._target = worker.peers.of(peer)
-        self._run: dict[Mode, Run] = {
-            Mode.THREAD: self._start_thread,
-            Mode.DEFERRED: self._start_thread,
-            Mode.GENERATOR: self._start_thread,
-            Mode.COROUTINE: self._start_task,
-            Mode.ASYNC_GENERATOR: self._start_task,
-            Mode.BATCHED: self._start_thread,
+        self._run: dict[str, Run] = {  # by the value: hashing a member of an Enum is a call into Python
+            Mode.THREAD.value: self._start_thread,
+            Mode.DEFERRED.value: self._start_thread,
+            Mode.GENERATOR.value: self._start_thread,
+            Mode.COROUTINE.value: self._start_task,
+            Mode.ASYNC_GENERATOR.value: self._start_task,
+            Mode.BATCHED.value: self._start_thread,
         }
 
     # --- frames -------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Service:
             self._system += 1
         else:
             self.worker.counters.served_users += 1
-        if _is_over(context):
+        if context.cancelled or (context.deadline is not None and time.monotonic() > context.deadline):
             self._discard_arguments(fields)
             self.answer_error(context, _not_run(target))
             return
@@ -268,7 +268,7 @@ class Service:
             self._discard_arguments(fields)
             self.answer_error(context, _wrong_verb(target, streamed))
             return
-        self._run[target.mode](target, context, fields, segments)
+        self._run[target.mode._value_](target, context, fields, segments)
 
     def _arguments(self, fields: list[Any], segments: Sequence[Buffer]) -> tuple[list[Any], dict[str, Any]]:
         values = messages.decode(fields[5:], segments, self._load_references)
@@ -473,7 +473,7 @@ class Service:
         if self._take(context.call_id) is not None or context.cancelled:
             context.replied = True
             urgent = len(self.calls) <= self._system
-            if self.sharing is not None:
+            if self.sharing is not None and self.sharing.released:
                 self.sharing.flush(more=True)
             self.connection.send(encode_frame(REPLY, context.call_id, body, segments), urgent=urgent)
 

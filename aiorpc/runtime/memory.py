@@ -142,6 +142,7 @@ class Sharing:
         self.record = record
         self.lender = Lender(memory.arena)
         self.borrower = Borrower(self._on_release)
+        self.released = self.borrower.released  # what `flush` would send
         self._worker = worker
         self._memory = memory
         self._connection = connection
@@ -225,10 +226,9 @@ class Sharing:
 
     def flush(self, *, more: bool = False) -> None:
         """Send what was released, if anything was. more: another frame follows at once. Any thread."""
-        if self.borrower.has_released:
-            released = self.borrower.drain()
-            if released:
-                self._send([RELEASE, released], more=more)
+        released = self.borrower.drain()
+        if released:
+            self._send([RELEASE, released], more=more)
 
     # --- messages, on the loop ----------------------------------------------------------------------------------------
 

@@ -153,6 +153,10 @@ def _longest(fields: list[Any]) -> int:
     return max(range(len(sizes)), key=sizes.__getitem__, default=0)
 
 
+def _is_one(items: object) -> bool:
+    return type(items) is list and len(items) == 1
+
+
 def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader) -> list[Any]:
     """The values of a message, from its fields behind the prefix. segments: all of them, the shared ones restored.
 
@@ -163,6 +167,14 @@ def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader)
         raise ProtocolError("a message whose values are no list")
     if count == 1:
         values: list[Any] = fields[0]
+        return values
+    if count == 6 and not fields[2] and not fields[4] and _is_one(fields[1]) and _is_one(fields[5]):
+        (tensor,) = channel.take(fields[5], segments)  # the most common of all: one tensor and plain values
+        values = fields[0]
+        try:
+            values[fields[1][0]] = tensor
+        except (TypeError, IndexError) as error:
+            raise ProtocolError(f"a message whose tensor has no place: {error}") from None
         return values
     # References first: whatever fails below, their senders wait for an answer that only taking them gives.
     references = load(fields[6]) if count > 6 and fields[6] else ()

@@ -79,6 +79,7 @@ class CallFuture(Future[Any]):
         "_site",
         "_started",
         "_state",
+        "_streamed",
         "_system",
         "_unclaimed",
         "_value",
@@ -94,6 +95,7 @@ class CallFuture(Future[Any]):
         self._site = None
         self._peer: Peer = peer
         self._system: bool = system
+        self._streamed = False
         self._call_id: int = -1
         self._entry: _FunctionEntry
         self._deadline: float | None
@@ -246,10 +248,12 @@ class Peer:
             self._system += 1
         if stream is not None:
             self.streams[call_id] = stream
+            future._streamed = True
         if deadline is not None:
             worker.deadlines.add(deadline)
         sharing = self.sharing
-        if sharing is not None:  # read once: the loop takes it away when the connection ends
+        # Read once: the loop takes it away when the connection ends.
+        if sharing is not None and sharing.released:
             sharing.flush(more=True)
         self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) <= 1 + self._system, call_id=call_id)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
@@ -396,14 +400,14 @@ class Peer:
         # An error may have come before the callee looked at the function (Overloaded, no such module).
         if not entry.confirmed and entry.number >= 0 and frame.kind == REPLY:
             entry.confirmed = True
-        if self.streams:
+        if future._streamed:
             self.streams.pop(frame.call_id, None)
         if frame.kind == ERROR:
             self._settle_error(future, frame)
             return
         try:
             fields = unpack(frame.body)
-            segments = self._restored(fields, frame)
+            segments = frame.segments if len(fields) <= 7 else self._restored(fields, frame)
             if len(fields) > 3 and fields[3] and len(fields[3]) > LARGE_PICKLE:
                 self.worker.decoders.submit(self._settle_value, future, fields, segments)
                 return

@@ -33,6 +33,9 @@ class Peers:
 
     def find(self, to: To) -> Peer:
         """The peer of that name, id or WorkerInfo. UnknownWorker if the group cannot have it."""
+        known = self._peers.get(to) if type(to) is str else None
+        if known is not None and known.gone is None:
+            return known
         worker = self._worker
         key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to
         peer = self._peers.get(key)
@@ -42,8 +45,8 @@ class Peers:
         if not _is_key(key):
             raise RpcUsageError(f"a worker is named by a name, a rank or a WorkerInfo, not by {to!r}")
         if not worker.dynamic or not isinstance(key, str):
-            known = ", ".join(sorted(record.name for record in worker.group.members.values()))
-            raise UnknownWorker(f"could not find destination worker {to!r}; the group has {known}")
+            names = ", ".join(sorted(record.name for record in worker.group.members.values()))
+            raise UnknownWorker(f"could not find destination worker {to!r}; the group has {names}")
         with self._lock:
             peer = self._peers.get(key)
             if peer is None or peer.gone is not None:

@@ -160,7 +160,11 @@ class Connection:
         queue = self._queue
         flags = _DONT_WAIT
         while queue and not self._closed:
-            buffers, size = self._gather()
+            first = queue.popleft()
+            if not queue and len(first) == 1:
+                buffers, size = first, len(first[0])
+            else:
+                buffers, size = self._gather(first)
             try:
                 single = len(buffers) == 1
                 sent = self._sock.send(buffers[0], flags) if single else self._sock.sendmsg(buffers, (), flags)
@@ -178,12 +182,9 @@ class Connection:
             self._call_on_loop(self._wait_writable)
             return
 
-    def _gather(self) -> tuple[list[Buffer], int]:
-        """Take frames off the queue: small ones joined, large buffers as they are."""
+    def _gather(self, first: Sequence[Buffer]) -> tuple[Sequence[Buffer], int]:
+        """That frame and more off the queue: small buffers joined, large ones as they are."""
         queue = self._queue
-        first = queue.popleft()
-        if not queue and len(first) == 1:
-            return [first[0]], len(first[0])
         buffers: list[Buffer] = []
         small: list[Buffer] = []
         size = 0
