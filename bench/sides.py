@@ -38,11 +38,3 @@ class RpcModule(Protocol):
 def module(side: SideName) -> RpcModule:
     """Import a side; ImportError where it is not installed."""
     return cast(RpcModule, importlib.import_module(_MODULES[side]))
-
-
-def aiorpc_importable() -> bool:
-    """Whether the package under test is there with its public names (a bare folder does not count)."""
-    try:
-        return hasattr(importlib.import_module("aiorpc"), "rpc_sync")
-    except ImportError:
-        return False

@@ -10,7 +10,6 @@ import pytest
 
 from bench.__main__ import main
 from bench.report import read_json
-from bench.sides import aiorpc_importable
 from bench.suite import MEASUREMENTS, choose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +54,6 @@ def test_null_run_measures_torch_against_itself(tmp_path: Path) -> None:
     assert "for the noise" in outcome.facts["sides"]
 
 
-@pytest.mark.skipif(not aiorpc_importable(), reason="aiorpc's public names are not there")
 def test_smoke_run_gives_a_ratio_for_blocking_and_awaited_calls(tmp_path: Path) -> None:
     """A tiny run of both sides gives figures with ratios, exits 0 and writes its file."""
     out = tmp_path / "smoke"

@@ -40,7 +40,7 @@ def test_the_loss_falls(results: dict[str, dict[str, Any]], name: str) -> None:
     """Two trainers teach one model: the last steps are better than the first ones."""
     losses = results[name]["losses"]
     assert len(losses) == 8
-    assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.1
+    assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.2
     assert results[name]["samples_per_s"] > 0
 
 
