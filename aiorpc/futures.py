@@ -159,7 +159,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
             )
 
-    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # torch types result as T
         """Complete with an error, raised at whoever waits. RpcUsageError if it is already complete."""
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")

@@ -13,16 +13,14 @@ from typing import Any
 from .errors import RpcUsageError
 from .futures import Future
 from .options import RpcBackendOptions
-from .protocol.identity import WorkerInfo
 from .runtime.current import registry
 from .runtime.group import ShutdownReport
 from .runtime.loops import LoopThread
+from .runtime.peers import To
 from .runtime.worker import Worker
 
 UNSET_RPC_TIMEOUT = -1.0
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
-
-To = str | int | WorkerInfo
 
 
 class BackendType(enum.Enum):

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 from .errors import RpcUsageError
 from .options import RpcBackendOptions

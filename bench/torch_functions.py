@@ -8,7 +8,7 @@ from torch.distributed.rpc.functions import async_execution
 from .functions import new_held
 
 
-@async_execution  # type: ignore[untyped-decorator]
+@async_execution  # type: ignore[untyped-decorator]  # torch's has no types
 def hold() -> torch.futures.Future[None]:
     """Answer only when ``release_held`` completes the future."""
     return new_held(torch.futures.Future())

@@ -99,7 +99,7 @@ def _bytes_at(owner: torch.Tensor, address: int, size: int, copy: bool) -> Buffe
         return ctypes.string_at(address, size)
     array = (ctypes.c_ubyte * size).from_address(address)
     # The storage, not the tensor: `tensor.data = ...` gives that another one and would free this one.
-    array.owner = owner.untyped_storage()  # type: ignore[attr-defined]
+    array.owner = owner.untyped_storage()  # type: ignore[attr-defined]  # ctypes declares no attributes
     return memoryview(array).cast("B")
 
 

@@ -219,7 +219,7 @@ class _Supervisor(Generic[Settings]):
             if not ready:
                 break
             for pipe in ready:
-                self._settle(pending[pipe])  # type: ignore[index]
+                self._settle(pending[pipe])  # type: ignore[index]  # wait() is typed to give sockets too
         self._check_all_ended()
         return self._workers[0].result
 

@@ -246,7 +246,7 @@ def _take_buffer(out: Outgoing, buffer: pickle.PickleBuffer) -> bool:
     return False
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Takes tensors out of band; sends what the main module defines by name when both sides run the same one."""
 
     def __init__(self, file: io.BytesIO, out: Outgoing) -> None:

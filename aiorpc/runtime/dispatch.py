@@ -104,11 +104,7 @@ class Service:
         context = CallContext(self.worker, self._info, frame.call_id, "?", deadline, root)
         if type(extra) is list:
             self.worker.references.on_create(extra, self.peer.id, context)
-        segments: Sequence[Buffer] = frame.segments
-        if len(fields) > 12 and fields[12]:
-            if self.sharing is None:
-                raise ProtocolError(f"{frame} names shared memory, and there is none")
-            segments = self.sharing.restore(fields[12], segments)
+        segments = frame.segments if len(fields) <= 12 else messages.restored(fields[12], frame.segments, self.sharing)
         users = len(self.calls) - self._system
         if users >= self.worker.options.max_queued_calls and not self._is_system(wire_function):
             self.calls[frame.call_id] = context
@@ -259,7 +255,7 @@ class Service:
             self._system += 1
         else:
             self.worker.counters.served_users += 1
-        if context.cancelled or (context.deadline is not None and time.monotonic() > context.deadline):
+        if _is_over(context):
             self._discard_arguments(fields)
             self.answer_error(context, _not_run(target))
             return
@@ -317,7 +313,7 @@ class Service:
 
     def _defer(self, target: Target, context: CallContext, result: object) -> None:
         if is_future(result):
-            when_done(result, partial(self._answer_future, context, True))  # type: ignore[arg-type]
+            when_done(result, partial(self._answer_future, context, True))  # type: ignore[arg-type]  # is_future tells no checker
             return
         self.answer_error(
             context,
@@ -472,10 +468,7 @@ class Service:
         # answer, and takes the references, for which the table here waits.
         if self._take(context.call_id) is not None or context.cancelled:
             context.replied = True
-            urgent = len(self.calls) <= self._system
-            if self.sharing is not None and self.sharing.released:
-                self.sharing.flush(more=True)
-            self.connection.send(encode_frame(REPLY, context.call_id, body, segments), urgent=urgent)
+            self._send_answer(encode_frame(REPLY, context.call_id, body, segments))
 
     def _take(self, call_id: int) -> CallContext | None:
         """The call is over; None if somebody else ended it. Any thread."""
@@ -483,6 +476,12 @@ class Service:
         if context is not None and context.system:
             self._system -= 1
         return context
+
+    def _send_answer(self, frame: Sequence[Buffer]) -> None:
+        if self.sharing is not None and self.sharing.released:
+            self.sharing.flush(more=True)
+        # With no other call under way nothing will join it: no reason to wait for the loop.
+        self.connection.send(frame, urgent=len(self.calls) <= self._system)
 
     def answer_error(self, context: CallContext, error: BaseException) -> None:
         """Send the exception, unless the call has ended."""
@@ -494,8 +493,7 @@ class Service:
         self.worker.counters.failed += 1
         logger.debug("%s for %s raised", context.function, context.caller, exc_info=error)
         body = pack(encode_error(error, self.worker.name))
-        urgent = len(self.calls) <= self._system
-        self.connection.send(encode_frame(Kind.ERROR, context.call_id, body), urgent=urgent)
+        self._send_answer(encode_frame(Kind.ERROR, context.call_id, body))
 
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""

@@ -157,6 +157,18 @@ def _is_one(items: object) -> bool:
     return type(items) is list and len(items) == 1
 
 
+def restored(shared: Any, segments: Sequence[Buffer], sharing: Sharing | None) -> Sequence[Buffer]:
+    """All segments of a message that arrived: those in its frame, and those it left in shared memory.
+
+    Raises ProtocolError for shared memory that is none.
+    """
+    if not shared:
+        return segments
+    if sharing is None:
+        raise ProtocolError("a message names shared memory, and there is none")
+    return sharing.restore(shared, segments)
+
+
 def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader) -> list[Any]:
     """The values of a message, from its fields behind the prefix. segments: all of them, the shared ones restored.
 

@@ -102,11 +102,11 @@ class CallFuture(Future[Any]):
         self._started: float
 
     @property
-    def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]
+    def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self._peer.worker.loop
 
     @property
-    def _executor(self) -> Executor:  # type: ignore[override]
+    def _executor(self) -> Executor:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self._peer.worker.pool
 
     @property
@@ -407,7 +407,7 @@ class Peer:
             return
         try:
             fields = unpack(frame.body)
-            segments = frame.segments if len(fields) <= 7 else self._restored(fields, frame)
+            segments = self._restored(fields, frame)
             if len(fields) > 3 and fields[3] and len(fields[3]) > LARGE_PICKLE:
                 self.worker.decoders.submit(self._settle_value, future, fields, segments)
                 return
@@ -418,11 +418,7 @@ class Peer:
 
     def _restored(self, fields: list[Any], frame: Frame) -> Sequence[Buffer]:
         """The segments of an answer, with those in shared memory."""
-        if len(fields) <= 7 or not fields[7]:
-            return frame.segments
-        if self.sharing is None:
-            raise ProtocolError(f"{frame} names shared memory, and there is none")
-        return self.sharing.restore(fields[7], frame.segments)
+        return frame.segments if len(fields) <= 7 else messages.restored(fields[7], frame.segments, self.sharing)
 
     def _settle_value(self, future: CallFuture, fields: list[Any], segments: Sequence[Buffer]) -> None:
         try:

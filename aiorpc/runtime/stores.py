@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from ..errors import RendezvousError, RpcUsageError
 
@@ -181,7 +181,7 @@ class Board:
         """The values of keys that are known to exist."""
 
         def read(store: Store) -> list[bytes]:
-            extended = store.has_extended_api()  # type: ignore[attr-defined]
+            extended = store.has_extended_api()  # type: ignore[attr-defined]  # not in torch's stubs
             return store.multi_get(keys) if extended else [store.get(key) for key in keys]
 
         return [value.decode() for value in self._call(read)]

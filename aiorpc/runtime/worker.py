@@ -28,7 +28,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from enum import Enum
 from typing import Any, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 from ..errors import (
     RendezvousError,
@@ -509,7 +509,7 @@ class Worker:
     async def _end_connections(self) -> None:
         """Wait until what is queued has been written; a peer that does not read must not keep us."""
         limit = time.monotonic() + _CONNECTION_GRACE
-        while any(not each.ended for each in self.connections) and time.monotonic() < limit:  # noqa: ASYNC110
+        while any(not each.ended for each in self.connections) and time.monotonic() < limit:  # noqa: ASYNC110  # their ends signal nobody
             await asyncio.sleep(0.005)
         for connection in list(self.connections):
             connection.abort()
