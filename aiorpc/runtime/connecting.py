@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..channels.inline import allocate
+from ..channels.layout import allocate
 from ..errors import PeerRefused, ProtocolError, RendezvousError, RpcError, WorkerClosed
 from ..protocol import handshake
 from ..protocol.frames import Frame, FrameDecoder

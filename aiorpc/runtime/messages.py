@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..channels.inline import InlineChannel
+from ..channels import layout
 from ..errors import ProtocolError, SerializationError
 from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, is_simple, pack
 from ..protocol.frames import MAX_SEGMENTS, Buffer
 
 if TYPE_CHECKING:
     from .memory import Sharing
-
-channel = InlineChannel()
 
 
 class ReferenceLoader(Protocol):
@@ -57,7 +55,7 @@ def encode(
         table = None
         segments: list[Buffer] = []
         if out.tensors:
-            table, segments = channel.put(out.tensors)
+            table, segments = layout.describe(out.tensors)
         segments = _checked([*segments, *out.buffers], target.max_segment)
         shared: list[list[int]] = []
         if sharing is not None and segments:
@@ -104,7 +102,7 @@ def _encode_quickly(prefix: list[Any], values: list[Any], target: Target) -> byt
             for position in opaque_at:
                 plain[position] = None
         if tensor_at >= 0:
-            entry = channel.embed(values[tensor_at])
+            entry = layout.embed(values[tensor_at])
             if entry is None:
                 return None
             plain[tensor_at] = None
@@ -181,7 +179,7 @@ def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader)
         values: list[Any] = fields[0]
         return values
     if count == 6 and not fields[2] and not fields[4] and _is_one(fields[1]) and _is_one(fields[5]):
-        (tensor,) = channel.take(fields[5], segments)  # the most common of all: one tensor and plain values
+        (tensor,) = layout.rebuild(fields[5], segments)  # the most common of all: one tensor and plain values
         values = fields[0]
         try:
             values[fields[1][0]] = tensor
@@ -195,5 +193,5 @@ def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader)
         if type(fields[4]) is not int or not 0 < fields[4] <= len(segments):
             raise ProtocolError(f"a message of {len(segments)} segments that says {str(fields[4])[:80]} are buffers")
         buffers = segments[len(segments) - fields[4] :]
-    tensors = channel.take(fields[5], segments) if count > 5 and fields[5] else ()
+    tensors = layout.rebuild(fields[5], segments) if count > 5 and fields[5] else ()
     return decode_values(fields, Incoming(tensors, references), buffers)

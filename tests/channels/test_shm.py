@@ -25,8 +25,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aiorpc.channels import layout
 from aiorpc.channels.arena import ALIGN, HEADER, NONCE_SIZE, POISON, Arena, Block, Bytes, Segment
-from aiorpc.channels.inline import InlineChannel
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
@@ -401,9 +401,9 @@ def test_a_message_of_tensors_works_over_blocks() -> None:
         torch.ones(2, 8, 20, 20).contiguous(memory_format=torch.channels_last),
     ]
     with paired() as pair:
-        table, segments = InlineChannel().put(tensors)
+        table, segments = layout.describe(tensors)
         blocks: list[Any] = [pair.adopt(bytes(segment)) for segment in segments]
-        taken = InlineChannel().take(table, blocks)
+        taken = layout.rebuild(table, blocks)
         blocks.clear()
         for sent, got in zip(tensors, taken, strict=True):
             assert torch.equal(sent, got) and sent.dtype is got.dtype and sent.requires_grad == got.requires_grad

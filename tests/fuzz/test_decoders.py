@@ -20,7 +20,8 @@ import numpy
 import pytest
 import torch
 
-from aiorpc.channels.inline import allocate
+from aiorpc.channels import layout
+from aiorpc.channels.layout import allocate
 from aiorpc.errors import PeerRefused, ProtocolError
 from aiorpc.protocol.codec import Incoming, loads, unpack
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
@@ -231,7 +232,7 @@ def test_tensor_table(seed: int) -> None:
         else:
             entry[at] = chance.choice(values + odd)
         try:
-            for tensor in messages.channel.take(table, [bytearray(part) for part in parts]):
+            for tensor in layout.rebuild(table, [bytearray(part) for part in parts]):
                 if tensor.numel() < 1 << 20:
                     tensor.clone()
         except ProtocolError:

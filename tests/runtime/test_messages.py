@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from aiorpc.channels.inline import EMBEDDED_SIZE, allocate
+from aiorpc.channels.layout import EMBEDDED_SIZE, allocate
 from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol.codec import unpack
 from aiorpc.protocol.frames import DIRECT_SIZE, FrameDecoder, Kind, encode_frame

@@ -1,13 +1,14 @@
-"""The inline channel: tensors as segments of the frame itself. Works everywhere; every other channel falls back to it.
+"""The layout of tensors: what a message says about them, and the buffers that hold their bytes.
 
 Tensors of one message that share a storage share one at the receiver: the span of the storage that they cover travels
 once. A tensor alone in its storage travels as its bytes; strides are kept unless they would make the span more than
-twice as long as the elements, in which case the receiver gets a contiguous copy.
+twice as long as the elements, in which case the receiver gets a contiguous copy. How the buffers travel is a matter of
+the channels; nothing here knows of them.
 
-Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a segment of its own costs more
+Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a buffer of its own costs more
 than the copy.
 
-table: per tensor ``[segment, byte offset, dtype code, shape, strides or None, flags]``; in place of a segment's number
+table: per tensor ``[buffer, byte offset, dtype code, shape, strides or None, flags]``; in place of a buffer's number
 -1 for a tensor without bytes, and -2 for one whose bytes stand in place of the offset.
 """
 
@@ -43,50 +44,49 @@ _NUMPY = {
 _ALIGN = 16
 
 
-class InlineChannel:
-    """See the module. Stateless; may be used from any thread."""
+def describe(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[Buffer]]:
+    """The table for some tensors, and the buffers with their bytes; those borrow the tensors' memory."""
+    table: list[Any] = [None] * len(tensors)
+    buffers: list[Buffer] = []
+    if len(tensors) == 1:
+        _put_alone(0, tensors[0], table, buffers)
+        return table, buffers
+    shared: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        shared.setdefault(tensor.untyped_storage()._cdata, []).append(index)
+    for indices in shared.values():
+        if len(indices) == 1:
+            _put_alone(indices[0], tensors[indices[0]], table, buffers)
+        else:
+            _put_span(indices, tensors, table, buffers)
+    return table, buffers
 
-    def put(self, tensors: Sequence[torch.Tensor], *, copy: bool = False) -> tuple[list[Any], list[Buffer]]:
-        """Describe the tensors and give their bytes. copy: take the bytes now; tensors may change before sending."""
-        table: list[Any] = [None] * len(tensors)
-        segments: list[Buffer] = []
-        if len(tensors) == 1:
-            _put_alone(0, tensors[0], table, segments, copy)
-            return table, segments
-        shared: dict[int, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            shared.setdefault(tensor.untyped_storage()._cdata, []).append(index)
-        for indices in shared.values():
-            if len(indices) == 1:
-                _put_alone(indices[0], tensors[indices[0]], table, segments, copy)
-            else:
-                _put_span(indices, tensors, table, segments, copy)
-        return table, segments
 
-    def embed(self, tensor: torch.Tensor) -> list[Any] | None:
-        """The table entry of one small and plain tensor by itself; None if it takes more than that.
+def embed(tensor: torch.Tensor) -> list[Any] | None:
+    """The table entry of one small and plain tensor by itself; None if it takes more than that.
 
-        What `put` would say, in a fifth of its instructions: a call that wakes a core pays for each of them anew.
-        """
-        try:
-            array = tensor.numpy()  # refuses all that is not a dense CPU tensor without gradient and pending bits
-        except (TypeError, RuntimeError):
-            return None
-        if not 0 < array.nbytes <= EMBEDDED_SIZE or not array.flags.c_contiguous:
-            return None
-        return [EMBEDDED, array.tobytes(), _CODES[tensor.dtype], array.shape, None, 0]
+    What `describe` would say, in a fifth of its instructions: a call that wakes a core pays for each of them anew.
+    """
+    try:
+        array = tensor.numpy()  # refuses all that is not a dense CPU tensor without gradient and pending bits
+    except (TypeError, RuntimeError):
+        return None
+    if not 0 < array.nbytes <= EMBEDDED_SIZE or not array.flags.c_contiguous:
+        return None
+    return [EMBEDDED, array.tobytes(), _CODES[tensor.dtype], array.shape, None, 0]
 
-    def take(self, table: list[Any], segments: Sequence[Buffer]) -> list[torch.Tensor]:
-        """Tensors over the received segments, without copying. Raises ProtocolError for a table that does not fit."""
-        try:
-            storages: dict[int, torch.UntypedStorage] = {}
-            return [_take(entry, segments, storages) for entry in table]
-        except (ValueError, TypeError, IndexError, OverflowError, BufferError, RuntimeError) as error:
-            raise ProtocolError(f"a tensor that does not fit its bytes: {error}") from error
+
+def rebuild(table: list[Any], buffers: Sequence[Buffer]) -> list[torch.Tensor]:
+    """Tensors over the received buffers, without copying. Raises ProtocolError for a table that does not fit."""
+    try:
+        storages: dict[int, torch.UntypedStorage] = {}
+        return [_take(entry, buffers, storages) for entry in table]
+    except (ValueError, TypeError, IndexError, OverflowError, BufferError, RuntimeError) as error:
+        raise ProtocolError(f"a tensor that does not fit its bytes: {error}") from error
 
 
 def allocate(size: int) -> memoryview:
-    """Memory for one large segment. Not zeroed: it is about to be overwritten, and touching it twice costs more."""
+    """Memory for one large buffer. Not zeroed: it is about to be overwritten, and touching it twice costs more."""
     return numpy.empty(size, dtype=numpy.uint8).data
 
 
@@ -94,8 +94,8 @@ def _flags(tensor: torch.Tensor) -> int:
     return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if type(tensor) is torch.nn.Parameter else 0)
 
 
-def _bytes_at(owner: torch.Tensor, address: int, size: int, copy: bool) -> Buffer:
-    if copy or size < DIRECT_SIZE:
+def _bytes_at(owner: torch.Tensor, address: int, size: int) -> Buffer:
+    if size < DIRECT_SIZE:
         return ctypes.string_at(address, size)
     array = (ctypes.c_ubyte * size).from_address(address)
     # The storage, not the tensor: `tensor.data = ...` gives that another one and would free this one.
@@ -103,7 +103,7 @@ def _bytes_at(owner: torch.Tensor, address: int, size: int, copy: bool) -> Buffe
     return memoryview(array).cast("B")
 
 
-def _put_alone(index: int, tensor: torch.Tensor, table: list[Any], segments: list[Buffer], copy: bool) -> None:
+def _put_alone(index: int, tensor: torch.Tensor, table: list[Any], buffers: list[Buffer]) -> None:
     flags = _flags(tensor)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -114,7 +114,7 @@ def _put_alone(index: int, tensor: torch.Tensor, table: list[Any], segments: lis
     if not tensor.is_contiguous():
         first, last = _span(tensor)
         if last - first <= 2 * size:
-            _put_span([index], [tensor] * (index + 1), table, segments, copy)
+            _put_span([index], [tensor] * (index + 1), table, buffers)
             table[index][5] = flags
             return
         tensor = tensor.detach().contiguous()
@@ -122,18 +122,16 @@ def _put_alone(index: int, tensor: torch.Tensor, table: list[Any], segments: lis
         data = ctypes.string_at(tensor.data_ptr(), size)
         table[index] = [EMBEDDED, data, _CODES[tensor.dtype], list(tensor.shape), None, flags]
         return
-    table[index] = [len(segments), 0, _CODES[tensor.dtype], list(tensor.shape), None, flags]
-    segments.append(_bytes_at(tensor, tensor.data_ptr(), size, copy))
+    table[index] = [len(buffers), 0, _CODES[tensor.dtype], list(tensor.shape), None, flags]
+    buffers.append(_bytes_at(tensor, tensor.data_ptr(), size))
 
 
-def _put_span(
-    indices: Sequence[int], tensors: Sequence[torch.Tensor], table: list[Any], segments: list[Buffer], copy: bool
-) -> None:
+def _put_span(indices: Sequence[int], tensors: Sequence[torch.Tensor], table: list[Any], buffers: list[Buffer]) -> None:
     members = []
     for index in indices:
         tensor = tensors[index]
         if tensor.nbytes == 0 or tensor.is_conj() or tensor.is_neg():
-            _put_alone(index, tensor.detach().resolve_conj().resolve_neg(), table, segments, copy)
+            _put_alone(index, tensor.detach().resolve_conj().resolve_neg(), table, buffers)
             table[index][5] = _flags(tensor)
         else:
             members.append(index)
@@ -147,14 +145,14 @@ def _put_span(
         tensor = tensors[index]
         strides = list(tensor.stride())
         table[index] = [
-            len(segments),
+            len(buffers),
             span[0] - first,
             _CODES[tensor.dtype],
             list(tensor.shape),
             strides,
             _flags(tensor),
         ]
-    segments.append(_bytes_at(owner, owner.untyped_storage().data_ptr() + first, last - first, copy))
+    buffers.append(_bytes_at(owner, owner.untyped_storage().data_ptr() + first, last - first))
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -164,27 +162,27 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.itemsize, last * tensor.itemsize
 
 
-def _take(entry: list[Any], segments: Sequence[Buffer], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    segment, offset, code, shape, strides, flags = entry
+def _take(entry: list[Any], buffers: Sequence[Buffer], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    buffer, offset, code, shape, strides, flags = entry
     dtype = DTYPES[code]
     if dtype is None:
         raise ValueError(f"a type that this version of torch does not have (code {code})")
-    if segment == EMBEDDED:
+    if buffer == EMBEDDED:
         if type(offset) is not bytes:  # bytearray of a number would take so much memory
             raise TypeError("an embedded tensor without its bytes")
         tensor = _over(bytearray(offset), code, dtype, shape)
-    elif segment == NO_BYTES:
+    elif buffer == NO_BYTES:
         if 0 not in shape:
             raise ValueError(f"shape {shape} without bytes")
         tensor = torch.empty_strided(shape, strides, dtype=dtype)
-    elif segment < 0:
-        raise IndexError(f"segment {segment}")
+    elif buffer < 0:
+        raise IndexError(f"buffer {buffer}")
     elif strides is None:
-        tensor = _over(segments[segment], code, dtype, shape)
+        tensor = _over(buffers[buffer], code, dtype, shape)
     else:
-        storage = storages.get(segment)
+        storage = storages.get(buffer)
         if storage is None:  # one for all views of it, so that they are seen to share it when they are sent on
-            storage = storages[segment] = torch.frombuffer(segments[segment], dtype=torch.uint8).untyped_storage()
+            storage = storages[buffer] = torch.frombuffer(buffers[buffer], dtype=torch.uint8).untyped_storage()
         tensor = torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape, strides)
     if flags:
         if flags & PARAMETER:

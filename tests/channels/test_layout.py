@@ -1,4 +1,4 @@
-"""The inline channel: every layout of a dense tensor arrives, shares what it shared, and belongs to the receiver."""
+"""The layout of tensors: every kind of a dense tensor arrives, shares what it shared, and belongs to the receiver."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc.channels.inline import DTYPES, EMBEDDED_SIZE, InlineChannel, allocate
+from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, allocate, describe, rebuild
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import DIRECT_SIZE
 
-channel = InlineChannel()
 Tensor = torch.Tensor
 COMPACT = torch.contiguous_format
 
 
-def send(tensors: list[Tensor], *, copy: bool = False) -> list[Tensor]:
+def send(tensors: list[Tensor]) -> list[Tensor]:
     """What a receiver makes of these tensors, its memory being its own."""
-    table, segments = channel.put(tensors, copy=copy)
-    return channel.take(table, [bytearray(segment) for segment in segments])
+    table, segments = describe(tensors)
+    return rebuild(table, [bytearray(segment) for segment in segments])
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -65,12 +64,11 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_arrive(name: str, copy: bool) -> None:
+def test_layouts_arrive(name: str) -> None:
     """Shape, dtype and every bit arrive; strides too, unless keeping them would send far more than the elements."""
     tensor = LAYOUTS[name]()
-    (arrived,) = send([tensor], copy=copy)
+    (arrived,) = send([tensor])
     assert same_bits(arrived, tensor)
     assert not arrived.is_conj()
     assert not arrived.is_neg()
@@ -135,9 +133,9 @@ def test_views_share_their_storage_at_the_receiver() -> None:
     """Tensors over one storage travel once and still see each other's writes; others do not."""
     base = torch.zeros(4, 6)
     views = [base, base[1], base.t(), base.view(-1)[3:5], torch.zeros(2)]
-    table, segments = channel.put(views)
+    table, segments = describe(views)
     assert len(segments) == 1
-    arrived = channel.take(table, [bytearray(segment) for segment in segments])
+    arrived = rebuild(table, [bytearray(segment) for segment in segments])
     arrived[0][1, 2] = 7
     assert arrived[1][2] == 7
     assert arrived[2][2, 1] == 7
@@ -159,9 +157,9 @@ def test_views_of_other_dtypes_share() -> None:
 def test_only_the_covered_span_travels() -> None:
     """Two small views of a large storage send the bytes between them, not the whole."""
     base = torch.zeros(1_000_000)
-    _, segments = channel.put([base[500:510], base[520:530]])
+    _, segments = describe([base[500:510], base[520:530]])
     assert sum(map(len, segments)) < 200
-    table, segments = channel.put([base[::100_000]])
+    table, segments = describe([base[::100_000]])
     assert sum(map(len, segments)) + len(table[0][1]) == 40
 
 
@@ -173,26 +171,23 @@ def test_empty_and_conjugate_views_among_others() -> None:
         assert same_bits(arrived, sent)
 
 
-def test_small_and_copied_tensors_may_change_at_once() -> None:
-    """After put with copy, or of a small tensor, the sender may change it; a large one is lent until it was written."""
+def test_small_tensors_may_change_at_once() -> None:
+    """A small tensor was copied by the time it is described; a large one is lent until it was written."""
     small, large = torch.zeros(EMBEDDED_SIZE // 4 + 1), torch.zeros(DIRECT_SIZE)
-    table, segments = channel.put([small, large])
-    _, copies = channel.put([small, large], copy=True)
+    table, segments = describe([small, large])
     small[0] = large[0] = 1
-    taken = channel.take(table, [bytearray(segment) for segment in segments])
-    kept = channel.take(table, [bytearray(segment) for segment in copies])
+    taken = rebuild(table, [bytearray(segment) for segment in segments])
     assert [taken[0][0], taken[1][0]] == [0, 1]
-    assert [kept[0][0], kept[1][0]] == [0, 0]
 
 
 def test_lent_memory_lives_as_long_as_the_segment() -> None:
     """A large tensor that the sender drops stays readable until its frame was written, and no longer."""
     tensor = torch.full((DIRECT_SIZE,), 3.0)
     gone = weakref.ref(tensor.untyped_storage())
-    table, segments = channel.put([tensor])
+    table, segments = describe([tensor])
     del tensor
     gc.collect()
-    assert torch.equal(channel.take(table, [bytearray(segments[0])])[0], torch.full((DIRECT_SIZE,), 3.0))
+    assert torch.equal(rebuild(table, [bytearray(segments[0])])[0], torch.full((DIRECT_SIZE,), 3.0))
     segments.clear()
     gc.collect()
     assert gone() is None
@@ -204,20 +199,20 @@ def test_tensor_that_is_given_other_memory_after_put(views: bool) -> None:
     tensor = torch.full((DIRECT_SIZE,), 3.0)
     gone = weakref.ref(tensor.untyped_storage())
     tensors = [tensor, tensor[1:]] if views else [tensor]
-    table, segments = channel.put(tensors)
+    table, segments = describe(tensors)
     for each in tensors:
         each.data = torch.zeros(1)
     gc.collect()
     assert gone() is not None
-    assert torch.equal(channel.take(table, [bytearray(segments[0])])[0], torch.full((DIRECT_SIZE,), 3.0))
+    assert torch.equal(rebuild(table, [bytearray(segments[0])])[0], torch.full((DIRECT_SIZE,), 3.0))
 
 
 def test_received_tensors_use_the_received_memory() -> None:
     """Nothing is copied on arrival: the tensor lies over the segment and keeps it alive."""
-    table, segments = channel.put([torch.arange(float(DIRECT_SIZE))])
+    table, segments = describe([torch.arange(float(DIRECT_SIZE))])
     memory = allocate(len(segments[0]))
     memory[:] = segments[0]
-    (arrived,) = channel.take(table, [memory])
+    (arrived,) = rebuild(table, [memory])
     memory[:4] = b"\0\0\x80\x3f"
     assert arrived[0] == 1.0
     del memory
@@ -240,10 +235,10 @@ def views_of_one_storage(draw: st.DrawFn) -> list[Tensor]:
     return views
 
 
-@given(views_of_one_storage(), st.booleans())
-def test_any_views_arrive(tensors: list[Tensor], copy: bool) -> None:
+@given(views_of_one_storage())
+def test_any_views_arrive(tensors: list[Tensor]) -> None:
     """Whatever the sizes, strides and offsets, all views of a message arrive bit for bit; none is written outside."""
-    for arrived, sent in zip(send(tensors, copy=copy), tensors, strict=True):
+    for arrived, sent in zip(send(tensors), tensors, strict=True):
         assert same_bits(arrived, sent)
 
 
@@ -286,6 +281,6 @@ GOOD = [0, 0, 0, [2, 2], None, 0]
 )
 def test_table_that_does_not_fit_is_a_protocol_error(entry: Any) -> None:
     """A table that asks for bytes, dtypes or sizes that are not there gives ProtocolError and takes no memory."""
-    assert channel.take([GOOD], [bytearray(16)])[0].shape == (2, 2)
+    assert rebuild([GOOD], [bytearray(16)])[0].shape == (2, 2)
     with pytest.raises(ProtocolError, match="does not fit its bytes"):
-        channel.take([entry], [bytearray(16)])
+        rebuild([entry], [bytearray(16)])
