@@ -2,8 +2,9 @@
 
 Tensors of one message that share a storage share one at the receiver: the span of the storage that they cover travels
 once. A tensor alone in its storage travels as its bytes; strides are kept unless they would make the span more than
-twice as long as the elements, in which case the receiver gets a contiguous copy. How the buffers travel is a matter of
-the channels; nothing here knows of them.
+twice as long as the elements, in which case the receiver gets a contiguous copy. The bits that say "to be conjugated"
+and "to be negated" travel as such, so that nothing has to be computed and a conjugate shares with its origin. How the
+buffers travel is a matter of the channels; nothing here knows of them.
 
 Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a buffer of its own costs more
 than the copy.
@@ -21,10 +22,10 @@ from typing import Any
 import numpy
 import torch
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, SerializationError
 from ..protocol.frames import DIRECT_SIZE, Buffer
 
-REQUIRES_GRAD, PARAMETER = 1, 2
+REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE = 1, 2, 4, 8
 NO_BYTES, EMBEDDED = -1, -2
 EMBEDDED_SIZE = 4096
 
@@ -41,39 +42,64 @@ _NUMPY = {
     _CODES[dtype]: numpy.dtype(str(dtype).removeprefix("torch."))
     for dtype in (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8)
 } | {_CODES[torch.uint8]: numpy.dtype("uint8"), _CODES[torch.bool]: numpy.dtype("bool")}
+_COMPLEX = frozenset(_CODES[dtype] for dtype in (torch.complex32, torch.complex64, torch.complex128))
 _ALIGN = 16
+Parameter = torch.nn.Parameter
+# Said each time: the program may have set another default device for the thread that decodes.
+_CPU = torch.device("cpu")
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[Buffer]]:
-    """The table for some tensors, and the buffers with their bytes; those borrow the tensors' memory."""
-    table: list[Any] = [None] * len(tensors)
+    """The table for some dense CPU tensors, and the buffers with their bytes; those borrow the tensors' memory.
+
+    Raises SerializationError for a tensor that has no bytes although it has elements.
+    """
     buffers: list[Buffer] = []
-    if len(tensors) == 1:
-        _put_alone(0, tensors[0], table, buffers)
-        return table, buffers
-    shared: dict[int, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        shared.setdefault(tensor.untyped_storage()._cdata, []).append(index)
-    for indices in shared.values():
-        if len(indices) == 1:
-            _put_alone(indices[0], tensors[indices[0]], table, buffers)
-        else:
-            _put_span(indices, tensors, table, buffers)
-    return table, buffers
+    try:
+        if len(tensors) == 1:
+            return [_describe_alone(tensors[0], tensors[0].untyped_storage(), buffers)], buffers
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        if len({storage._cdata for storage in storages}) == len(storages):
+            return [_describe_alone(*each, buffers) for each in zip(tensors, storages, strict=True)], buffers
+        return _describe_groups(tensors, storages, buffers), buffers
+    except SerializationError:
+        raise
+    except RuntimeError as error:  # inside of a transform (vmap) they look dense, and torch says that they are not
+        raise SerializationError(f"(or another value) holds a tensor without memory of its own: {error}") from error
 
 
-def embed(tensor: torch.Tensor) -> list[Any] | None:
-    """The table entry of one small and plain tensor by itself; None if it takes more than that.
+def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], Sequence[Buffer]] | None:
+    """The table entry of one plain tensor by itself and its buffer, if it needs one; None for any other tensor.
 
     What `describe` would say, in a fifth of its instructions: a call that wakes a core pays for each of them anew.
     """
     try:
-        array = tensor.numpy()  # refuses all that is not a dense CPU tensor without gradient and pending bits
+        size = tensor.nbytes  # not defined for sparse ones
+        if size <= EMBEDDED_SIZE:
+            array = tensor.numpy()  # refuses all that is not a dense CPU tensor without gradient and pending bits
+        elif tensor.requires_grad:
+            return None
+        else:
+            # Of a tensor of our own: `tensor.data = ...` gives that of the caller another storage, and frees this one.
+            array = tensor.detach().numpy()
     except (TypeError, RuntimeError):
         return None
-    if not 0 < array.nbytes <= EMBEDDED_SIZE or not array.flags.c_contiguous:
+    if not size:
         return None
-    return [EMBEDDED, array.tobytes(), _CODES[tensor.dtype], array.shape, None, 0]
+    flags = array.flags
+    # Attributes go by pickle. If the storage was freed, the array has memory of its own, or, in the midst of it, none.
+    if not flags.c_contiguous or flags.owndata or tensor.__dict__:
+        return None
+    if tensor.storage_offset() and not tensor.untyped_storage().nbytes():
+        return None
+    code = _CODES[tensor.dtype]
+    if size <= EMBEDDED_SIZE:
+        return [EMBEDDED, array.tobytes(), code, array.shape, None, 0], ()
+    if size < DIRECT_SIZE:
+        return [0, 0, code, array.shape, None, 0], (array.tobytes(),)
+    if code in _COMPLEX:  # numpy's, which a memoryview cannot take apart
+        return None
+    return [0, 0, code, array.shape, None, 0], (array.data.cast("B"),)
 
 
 def rebuild(table: list[Any], buffers: Sequence[Buffer]) -> list[torch.Tensor]:
@@ -85,74 +111,76 @@ def rebuild(table: list[Any], buffers: Sequence[Buffer]) -> list[torch.Tensor]:
         raise ProtocolError(f"a tensor that does not fit its bytes: {error}") from error
 
 
-def allocate(size: int) -> memoryview:
-    """Memory for one large buffer. Not zeroed: it is about to be overwritten, and touching it twice costs more."""
-    return numpy.empty(size, dtype=numpy.uint8).data
+def _flags(tensor: torch.Tensor, code: int) -> int:
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if type(tensor) is Parameter:
+        flags |= PARAMETER
+    if code in _COMPLEX and tensor.is_conj():
+        flags |= CONJUGATE
+    if tensor.is_neg():
+        flags |= NEGATIVE
+    return flags
 
 
-def _flags(tensor: torch.Tensor) -> int:
-    return (REQUIRES_GRAD if tensor.requires_grad else 0) | (PARAMETER if type(tensor) is torch.nn.Parameter else 0)
-
-
-def _bytes_at(owner: torch.Tensor, address: int, size: int) -> Buffer:
-    if size < DIRECT_SIZE:
-        return ctypes.string_at(address, size)
-    array = (ctypes.c_ubyte * size).from_address(address)
-    # The storage, not the tensor: `tensor.data = ...` gives that another one and would free this one.
-    array.owner = owner.untyped_storage()  # type: ignore[attr-defined]  # ctypes declares no attributes
-    return memoryview(array).cast("B")
-
-
-def _put_alone(index: int, tensor: torch.Tensor, table: list[Any], buffers: list[Buffer]) -> None:
-    flags = _flags(tensor)
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach().resolve_conj().resolve_neg()
+def _describe_alone(tensor: torch.Tensor, storage: torch.UntypedStorage, buffers: list[Buffer]) -> list[Any]:
+    code = _CODES[tensor.dtype]
+    flags = _flags(tensor, code)
     size = tensor.nbytes
     if size == 0:
-        table[index] = [NO_BYTES, 0, _CODES[tensor.dtype], list(tensor.shape), list(tensor.stride()), flags]
-        return
+        return [NO_BYTES, 0, code, tensor.shape, tensor.stride(), flags]
+    if not storage.nbytes():
+        raise _freed(tensor)
     if not tensor.is_contiguous():
         first, last = _span(tensor)
         if last - first <= 2 * size:
-            _put_span([index], [tensor] * (index + 1), table, buffers)
-            table[index][5] = flags
-            return
-        tensor = tensor.detach().contiguous()
+            return _describe_together([tensor], storage, buffers)[0]
+        tensor = tensor.detach().contiguous()  # with the values that pending bits stand for
+        storage = tensor.untyped_storage()
+        flags &= REQUIRES_GRAD | PARAMETER
     if size <= EMBEDDED_SIZE:
-        data = ctypes.string_at(tensor.data_ptr(), size)
-        table[index] = [EMBEDDED, data, _CODES[tensor.dtype], list(tensor.shape), None, flags]
-        return
-    table[index] = [len(buffers), 0, _CODES[tensor.dtype], list(tensor.shape), None, flags]
-    buffers.append(_bytes_at(tensor, tensor.data_ptr(), size))
+        return [EMBEDDED, ctypes.string_at(tensor.data_ptr(), size), code, tensor.shape, None, flags]
+    buffers.append(_bytes_at(storage, tensor.data_ptr(), size))
+    return [len(buffers) - 1, 0, code, tensor.shape, None, flags]
 
 
-def _put_span(indices: Sequence[int], tensors: Sequence[torch.Tensor], table: list[Any], buffers: list[Buffer]) -> None:
-    members = []
-    for index in indices:
-        tensor = tensors[index]
-        if tensor.nbytes == 0 or tensor.is_conj() or tensor.is_neg():
-            _put_alone(index, tensor.detach().resolve_conj().resolve_neg(), table, buffers)
-            table[index][5] = _flags(tensor)
+def _describe_groups(
+    tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], buffers: list[Buffer]
+) -> list[Any]:
+    """The table for tensors of which some share a storage."""
+    table: list[Any] = [None] * len(tensors)
+    groups: dict[int, list[int]] = {}
+    for index, (tensor, storage) in enumerate(zip(tensors, storages, strict=True)):
+        if tensor.nbytes:
+            groups.setdefault(storage._cdata, []).append(index)
         else:
-            members.append(index)
-    if not members:
-        return
-    spans = [_span(tensors[index]) for index in members]
+            table[index] = _describe_alone(tensor, storage, buffers)
+    for indices in groups.values():
+        first, storage = indices[0], storages[indices[0]]
+        if len(indices) == 1:
+            table[first] = _describe_alone(tensors[first], storage, buffers)
+            continue
+        entries = _describe_together([tensors[index] for index in indices], storage, buffers)
+        for index, entry in zip(indices, entries, strict=True):
+            table[index] = entry
+    return table
+
+
+def _describe_together(
+    tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage, buffers: list[Buffer]
+) -> list[list[Any]]:
+    """Entries for tensors with bytes in one storage: one buffer, the span that they cover."""
+    if not storage.nbytes():
+        raise _freed(tensors[0])
+    spans = [_span(tensor) for tensor in tensors]
     first = min(span[0] for span in spans) // _ALIGN * _ALIGN
     last = max(span[1] for span in spans)
-    owner = tensors[members[0]]
-    for index, span in zip(members, spans, strict=True):
-        tensor = tensors[index]
-        strides = list(tensor.stride())
-        table[index] = [
-            len(buffers),
-            span[0] - first,
-            _CODES[tensor.dtype],
-            list(tensor.shape),
-            strides,
-            _flags(tensor),
-        ]
-    buffers.append(_bytes_at(owner, owner.untyped_storage().data_ptr() + first, last - first))
+    number = len(buffers)
+    buffers.append(_bytes_at(storage, storage.data_ptr() + first, last - first))
+    entries = []
+    for tensor, span in zip(tensors, spans, strict=True):
+        code = _CODES[tensor.dtype]
+        entries.append([number, span[0] - first, code, tensor.shape, tensor.stride(), _flags(tensor, code)])
+    return entries
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -160,6 +188,22 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return first * tensor.itemsize, last * tensor.itemsize
+
+
+def _freed(tensor: torch.Tensor) -> SerializationError:
+    return SerializationError(
+        f"(or another value) holds a {tensor.dtype} tensor of shape {tuple(tensor.shape)} whose memory was freed: its "
+        "storage was resized to nothing, as sharded training does between uses"
+    )
+
+
+def _bytes_at(storage: torch.UntypedStorage, address: int, size: int) -> Buffer:
+    if size < DIRECT_SIZE:
+        return ctypes.string_at(address, size)
+    array = (ctypes.c_ubyte * size).from_address(address)
+    # The storage, not the tensor: `tensor.data = ...` gives that another one and would free this one.
+    array.owner = storage  # type: ignore[attr-defined]  # ctypes declares no attributes
+    return memoryview(array).cast("B")
 
 
 def _take(entry: list[Any], buffers: Sequence[Buffer], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
@@ -174,7 +218,7 @@ def _take(entry: list[Any], buffers: Sequence[Buffer], storages: dict[int, torch
     elif buffer == NO_BYTES:
         if 0 not in shape:
             raise ValueError(f"shape {shape} without bytes")
-        tensor = torch.empty_strided(shape, strides, dtype=dtype)
+        tensor = _empty(shape, strides, dtype)
     elif buffer < 0:
         raise IndexError(f"buffer {buffer}")
     elif strides is None:
@@ -183,13 +227,27 @@ def _take(entry: list[Any], buffers: Sequence[Buffer], storages: dict[int, torch
         storage = storages.get(buffer)
         if storage is None:  # one for all views of it, so that they are seen to share it when they are sent on
             storage = storages[buffer] = torch.frombuffer(buffers[buffer], dtype=torch.uint8).untyped_storage()
-        tensor = torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape, strides)
-    if flags:
-        if flags & PARAMETER:
-            return torch.nn.Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
-        if flags & REQUIRES_GRAD:
-            tensor.requires_grad_()
-    return tensor
+        view = _empty((0,), (1,), dtype) if dtype is torch.complex32 else torch.empty(0, dtype=dtype, device=_CPU)
+        tensor = view.set_(storage, offset // dtype.itemsize, shape, strides)
+    return _flagged(tensor, flags) if flags else tensor
+
+
+def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    if flags & CONJUGATE:
+        tensor = tensor.conj()
+    if flags & NEGATIVE:
+        if tensor.dtype is torch.bool:
+            raise TypeError("a truth value to be negated")
+        tensor = torch._neg_view(tensor)
+    if flags & PARAMETER:
+        return Parameter(tensor, requires_grad=bool(flags & REQUIRES_GRAD))
+    return tensor.requires_grad_() if flags & REQUIRES_GRAD else tensor
+
+
+def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.complex32:  # made as such, torch warns that few operators know it
+        return torch.empty_strided(shape, strides, dtype=torch.int32, device=_CPU).view(dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
 
 
 def _over(buffer: Any, code: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

@@ -20,7 +20,7 @@ import stat
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -28,6 +28,12 @@ import numpy
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
 from .arena import ALIGN, HEADER, MADV_POPULATE_READ, NONCE_SIZE, Arena, Block, Bytes, Mapping
+
+
+def packed_size(buffers: Sequence[Buffer]) -> int:
+    """Bytes of a block that holds all of them."""
+    last = buffers[-1]
+    return sum(-(-len(buffer) // ALIGN) * ALIGN for buffer in buffers[:-1]) + len(last)
 
 
 class Lender:
@@ -60,23 +66,61 @@ class Lender:
         """Blocks that the peer holds."""
         return len(self._leases)
 
-    def lend(self, buffer: Buffer, usable: Callable[[int], bool] | None = None) -> tuple[Block, bool] | None:
-        """Copy `buffer` into a fresh block that is the peer's from now on.
+    def lend(
+        self, *buffers: Buffer, usable: Callable[[int], bool] | None = None, grow: bool = True
+    ) -> tuple[Block, bool] | None:
+        """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that is the peer's from now on.
 
         usable: asked, before anything is copied, whether the peer can use the segment of that index.
+        grow: as in `Arena.allocate`.
         The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
         """
-        size = memoryview(buffer).nbytes
-        if not self._reserve(size):
-            return None
+        size = len(buffers[0]) if len(buffers) == 1 else packed_size(buffers)
+        with self._lock:
+            if self._retired:
+                self.refused["retired"] += 1
+                return None
+            if self._lent and self._lent + size > self._most:
+                self.refused["share"] += 1
+                return None
+            self._lent += size
+        lent = False
         block = None
         try:
-            block = self._copied(buffer, size, usable)
+            block = self.arena.allocate(size, grow=grow)
+            if block is None:
+                self.refused[self.arena.last_refusal] += 1
+            elif usable is not None and not usable(block.segment):
+                self.refused["not mapped"] += 1
+            else:
+                self._copy(buffers, block)
+                # Not before the copy is done: until then `reclaim` must not free the block under it.
+                with self._lock:
+                    lent = not self._retired
+                    if lent:
+                        self._leases[block.generation] = block
+                        return block, self._lent > self._share or self.arena.used > self._soft
+                self.refused["retired"] += 1
+        except Exception:
+            if not self.arena.closed:
+                raise
+            self.refused["closed"] += 1
         finally:
-            lent = self._note(size, block)
-        if block is not None and lent is None:
+            if not lent:
+                self._give_up(size, block)
+        return None
+
+    def _copy(self, buffers: Sequence[Buffer], block: Block) -> None:
+        at = 0
+        for buffer in buffers:
+            self.arena.write(block, buffer, at)
+            at += -(-len(buffer) // ALIGN) * ALIGN
+
+    def _give_up(self, size: int, block: Block | None) -> None:
+        with self._lock:
+            self._lent -= size
+        if block is not None:
             self.arena.free(block)
-        return lent
 
     def taken_back(self, block: Block) -> None:
         """The frame that mentions this block was not sent and never will be. Raises ValueError for no lease."""
@@ -114,48 +158,6 @@ class Lender:
                 self._forget(block)
         for block in blocks:
             self.arena.free(block)
-
-    def _reserve(self, size: int) -> bool:
-        with self._lock:
-            if self._retired:
-                self.refused["retired"] += 1
-            elif self._lent and self._lent + size > self._most:
-                self.refused["share"] += 1
-            else:
-                self._lent += size
-                return True
-        return False
-
-    def _copied(self, buffer: Buffer, size: int, usable: Callable[[int], bool] | None) -> Block | None:
-        block = self.arena.allocate(size)
-        if block is None:
-            self.refused[self.arena.last_refusal] += 1
-            return None
-        try:
-            if usable is not None and not usable(block.segment):
-                self.arena.free(block)
-                self.refused["not mapped"] += 1
-                return None
-            self.arena.write(block, buffer)
-        except BaseException:
-            self.arena.free(block)
-            if not self.arena.closed:
-                raise
-            self.refused["closed"] += 1
-            return None
-        return block
-
-    def _note(self, size: int, block: Block | None) -> tuple[Block, bool] | None:
-        """What was reserved is lent now; with no block, or if the peer is gone, it is given back."""
-        # Not before the copy is done: until then `reclaim` must not free the block under it.
-        with self._lock:
-            if block is not None and not self._retired:
-                self._leases[block.generation] = block
-                return block, self._lent > self._share or self.arena.used > self._soft
-            self._lent -= size
-            if block is not None:
-                self.refused["retired"] += 1
-        return None
 
     def _find(self, wire: list[int]) -> Block:
         try:
@@ -231,6 +233,12 @@ class Borrower:
             raise ProtocolError("closed")
         self._mappings[index] = (mapping, nonce)
 
+    def touch(self, index: int, start: int, size: int) -> None:
+        """Have these bytes of a mapped segment in this process's tables. Only a hint. Slow; for a thread."""
+        known = self._mappings.get(index)
+        if known is not None and 0 <= start <= start + size <= known[0].size:
+            known[0].touch(start, start + size, MADV_POPULATE_READ, stop=lambda: self._closed)
+
     def adopt(self, wire: list[int], copy: bool = False) -> Bytes:
         """The block as an array of bytes that belongs to the caller, for as long as any view of it lives.
 
@@ -270,9 +278,12 @@ class Borrower:
         self.close()
 
     def _check(self, wire: list[int]) -> Mapping:
-        if type(wire) is not list or len(wire) != 4 or any(type(number) is not int for number in wire):
-            raise ProtocolError(f"not a block: {wire!r:.100}")
-        segment, offset, size, _ = wire
+        try:
+            segment, offset, size, generation = wire
+            if type(wire) is not list or not type(segment) is type(offset) is type(size) is type(generation) is int:
+                raise TypeError
+        except (TypeError, ValueError):
+            raise ProtocolError(f"not a block: {wire!r:.100}") from None
         known = self._mappings.get(segment)
         if known is None:
             raise ProtocolError(f"a block of segment {segment}, which is not mapped")

@@ -57,14 +57,21 @@ class Extents:
 
     def take(self, size: int) -> tuple[int, int] | None:
         """Segment and start of `size` bytes, which are no longer free; None when no range is long enough."""
-        at = bisect_left(self._by_size, (size,))
-        if at == len(self._by_size):
+        found = self.take_some(size, size)
+        return None if found is None else found[:2]
+
+    def take_some(self, least: int, most: int) -> tuple[int, int, int] | None:
+        """Segment, start and size of `most` bytes, or of the longest range if that has `least`; else None."""
+        if not self._by_size:
             return None
+        at = min(bisect_left(self._by_size, (most,)), len(self._by_size) - 1)
         room, segment, start = self._by_size[at]
+        if room < least:
+            return None
         self._remove(segment, start, room)
-        if room > size:
-            self._insert(segment, start + size, room - size)
-        return segment, start
+        if room > most:
+            self._insert(segment, start + most, room - most)
+        return segment, start, min(room, most)
 
     def cut(self, segment: int, start: int, size: int, within: tuple[int, int]) -> None:
         """Take exactly this range out of the free one `within` (start, size)."""

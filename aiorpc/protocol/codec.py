@@ -11,8 +11,9 @@ A message carries a list of values (the arguments of a call, the one result of a
     references  wire forms of the remote references inside; a message that cannot be unpickled still has to take them
 
 Trailing fields that would be empty are left out. Tensors always leave the body: also those inside pickled objects,
-where ``(load_tensor, index)`` stands for them. A container is pickled rather than written as msgpack because msgpack
-would turn tuples into lists and bytearrays into bytes, and would forget which objects were the same.
+where ``(load_tensor, index)`` stands for them; one with Python attributes is pickled for their sake. Tensors of other
+kinds are taken apart into such ones (`reductions`). A container is pickled rather than written as msgpack because
+msgpack would turn tuples into lists and bytearrays into bytes, and would forget which objects were the same.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import msgpack
 import torch
 
 from ..errors import ProtocolError, SerializationError
+from . import reductions
 from .frames import Buffer
 
 # Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
@@ -108,7 +110,7 @@ def unpack(body: Buffer) -> list[Any]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is described by dtype, shape and strides over bytes on a CPU; others are pickled by torch."""
+    """Whether a tensor is described by dtype, shape and strides over bytes on a CPU; see `reductions` for others."""
     return (
         (type(tensor) is Tensor or type(tensor) is Parameter)
         and tensor.is_cpu
@@ -137,7 +139,7 @@ def encode_values(values: list[Any], out: Outgoing) -> list[Any]:
         if plain is values:
             plain = list(values)
         plain[position] = None
-        if kind is Tensor and is_dense(value):
+        if kind is Tensor and is_dense(value) and not value.__dict__:
             tensors_at.append(position)
             out.tensors.append(value)
         else:
@@ -256,37 +258,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if is_dense(value):
-                self._out.tensors.append(value)
-                return load_tensor, (len(self._out.tensors) - 1,)
-            _refuse_device(value)
-            return _reduce_sparse(value) if type(value) is Tensor else NotImplemented
+            if not is_dense(value):
+                return reductions.reduce_tensor(value)
+            tensors = self._out.tensors
+            tensors.append(value)
+            made = load_tensor, (len(tensors) - 1,)
+            attributes = value.__dict__
+            return (*made, attributes, None, None, reductions.restore_state) if attributes else made
+        reduce = reductions.OTHERS.get(type(value))
+        if reduce is not None:
+            return reduce(value)
         if isinstance(value, (type, FunctionType)) and value.__module__ in MAIN_NAMES and self._out.same_main:
             found = find_main(value.__qualname__)
             if found is value:
                 return load_main, (value.__qualname__,)
         return super().reducer_override(value)
-
-
-def _reduce_sparse(tensor: Tensor) -> Any:
-    """How a sparse tensor is pickled; NotImplemented for one that is not."""
-    layout = tensor.layout
-    tensor = tensor.detach()
-    if layout is torch.sparse_coo:
-        return load_sparse, (layout, tensor.size(), tensor.is_coalesced(), tensor._indices(), tensor._values())
-    if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return load_sparse, (layout, tensor.size(), None, tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return load_sparse, (layout, tensor.size(), None, tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return NotImplemented
-
-
-def _refuse_device(tensor: Tensor) -> None:
-    if tensor.device.type not in ("cpu", "meta"):
-        raise SerializationError(
-            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} has no way to the other "
-            "worker; send tensor.cpu()"
-        )
 
 
 def load_tensor(index: int) -> Tensor:
@@ -295,18 +281,6 @@ def load_tensor(index: int) -> Tensor:
     if message is None:
         raise ProtocolError("a tensor reference outside of a message")
     return message.tensors[index]
-
-
-def load_sparse(layout: torch.layout, size: torch.Size, coalesced: bool | None, *parts: Tensor) -> Tensor:
-    """Used in pickles: a sparse tensor of these parts.
-
-    Not torch's own function: that keeps all it makes in a list, for a check that only the end of `torch.load` makes.
-    """
-    if layout is torch.sparse_coo:
-        indices, values = parts
-        return torch.sparse_coo_tensor(indices, values, size, is_coalesced=coalesced, check_invariants=False)
-    compressed, plain, values = parts
-    return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=False)
 
 
 def load_reference(index: int) -> Any:

@@ -50,11 +50,14 @@ class Kind(IntEnum):
     REFERENCE = 10  # > a message of reference counting (references.py)
     GOODBYE = 11  # = I leave in good order
     WELCOME = 12  # < the proof was good; calls may come
-    MEMORY = 13  # = about shared memory (runtime/memory.py)
+    CHANNEL = 13  # = from a channel's one end to its other (channels/)
+    PARCEL = 14  # = a message some of whose buffers go by channels (runtime/link.py)
+    CHUNK = 15  # = a piece of a large buffer; the call id is the number of its transfer (channels/bulk.py)
 
 
 # Members of an IntEnum cost a look-up and a conversion each time; the hot paths use these.
 CALL, REPLY, ERROR, ITEM = int(Kind.CALL), int(Kind.REPLY), int(Kind.ERROR), int(Kind.ITEM)
+PARCEL, CHUNK = int(Kind.PARCEL), int(Kind.CHUNK)
 
 
 class Frame(NamedTuple):
@@ -63,7 +66,7 @@ class Frame(NamedTuple):
     kind: int
     call_id: int
     body: bytes
-    segments: Sequence[bytearray | memoryview] = ()
+    segments: Sequence[Buffer] = ()
 
     def __str__(self) -> str:
         name = Kind(self.kind).name if self.kind in Kind._value2member_map_ else str(self.kind)
@@ -92,8 +95,9 @@ def _new_bytes(size: int) -> bytearray:
 class FrameDecoder:
     """Turns a stream of bytes into frames. Feed it with `get_buffer` and `received`.
 
-    max_body, max_segment: limits in bytes. allow_segments: False until the peer has proved who it is.
+    max_body, max_segment: limits in bytes; no segments are taken while the latter is 0.
     allocate: makes the writable buffer for one large segment of so many bytes.
+    place: says where the segment of a CHUNK belongs, from transfer, body and length; None while there can be none.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class FrameDecoder:
         self.max_body = max_body
         self.max_segment = max_segment
         self.allocate = allocate
+        self.place: Callable[[int, bytes, int], memoryview] | None = None
         self._buffer = bytearray(READ_SIZE)
         self._start = 0  # of the bytes not yet parsed
         self._end = 0
@@ -187,7 +192,11 @@ class FrameDecoder:
             raise ProtocolError(f"a frame announces a tensor of {longest} bytes; the limit is {self.max_segment}")
         at = start + prefix
         body = bytes(self._buffer[at - body_length : at])
-        if end - at >= sum(lengths) and longest < DIRECT_SIZE:
+        if kind == CHUNK:
+            if self.place is None or count != 1:
+                raise ProtocolError("a chunk where there can be none")
+            places: list[bytearray | memoryview] = [self.place(call_id, body, longest)]
+        elif end - at >= sum(lengths) and longest < DIRECT_SIZE:
             segments: list[bytearray | memoryview] = []
             for length in lengths:
                 segments.append(self._buffer[at : at + length])
@@ -195,7 +204,9 @@ class FrameDecoder:
             frames.append(Frame(kind, call_id, body, segments))
             self._start = at
             return 0
-        large = _LargeFrame(kind, call_id, body, [self.allocate(length) for length in lengths])
+        else:
+            places = [self.allocate(length) for length in lengths]
+        large = _LargeFrame(kind, call_id, body, places)
         self._start = at + large.take(memoryview(self._buffer)[at:end])
         if large.complete:
             frames.append(large.frame())

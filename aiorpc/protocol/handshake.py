@@ -51,6 +51,8 @@ class Handshake:
 
     expect: (name, incarnation) that the opener wants to reach; None takes whoever proves the secret.
     accept: asked by the acceptor about the opener's record; returns a reason to refuse it, or None.
+    link, pipe: the number that the opener gave to its link with the acceptor, and whether this is the second connection
+    of it, for chunks (runtime/link.py); the acceptor learns both.
     """
 
     def __init__(
@@ -61,8 +63,12 @@ class Handshake:
         opener: bool,
         expect: tuple[str, str] | None = None,
         accept: Callable[[WorkerRecord], str | None] | None = None,
+        link: int = 0,
+        pipe: bool = False,
     ) -> None:
         self.record = record
+        self.link = link
+        self.pipe = pipe
         self.state = State.START
         self.peer: WorkerRecord | None = None
         self._candidate: WorkerRecord | None = None
@@ -120,7 +126,7 @@ class Handshake:
         self.state = State.READY
 
     def _hello(self) -> bytes:
-        hello: bytes = msgpack.packb([VERSION, self.record.to_wire(), self._nonce])
+        hello: bytes = msgpack.packb([VERSION, self.record.to_wire(), self._nonce, self.link, self.pipe])
         return hello
 
     def _read_hello(self, frame: Frame) -> tuple[bytes, bytes]:
@@ -131,15 +137,19 @@ class Handshake:
 
     def _check_record(self) -> WorkerRecord:
         hello = _unpack(self._theirs)
-        if not isinstance(hello, list) or len(hello) != 3:
+        if not isinstance(hello, list) or len(hello) != 5:
             raise ProtocolError("a HELLO that is none")
-        version, record, nonce = hello
+        version, record, nonce, link, pipe = hello
         if version != VERSION:
             raise PeerRefused(
                 f"it speaks version {version!r} of the protocol, we speak {VERSION}; use one aiorpc everywhere"
             )
         if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
             raise ProtocolError("a HELLO without a nonce")
+        if type(link) is not int or type(pipe) is not bool:
+            raise ProtocolError("a HELLO that does not say what the connection is for")
+        if not self._opener:
+            self.link, self.pipe = link, pipe
         peer = WorkerRecord.from_wire(record)
         if self._expect is not None and (peer.name, peer.incarnation) != self._expect:
             raise PeerRefused(

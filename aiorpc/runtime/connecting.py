@@ -8,11 +8,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..channels.layout import allocate
+from ..channels.inline import allocate
 from ..errors import PeerRefused, ProtocolError, RendezvousError, RpcError, WorkerClosed
 from ..protocol import handshake
 from ..protocol.frames import Frame, FrameDecoder
@@ -24,6 +25,7 @@ from .group import failure
 from .host import provably_dead
 
 if TYPE_CHECKING:
+    from .link import Link
     from .peer import Peer
     from .worker import Worker
 
@@ -31,6 +33,7 @@ logger = logging.getLogger("aiorpc")
 
 HANDSHAKE_TIMEOUT = 10.0
 CONNECT_TIMEOUT = 30.0
+PIPE_TIMEOUT = 10.0
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
 ACCEPT_PAUSE = 0.5
 # Connections that may be in their handshake at once; strangers must not use up our descriptors.
@@ -72,6 +75,31 @@ async def connect(worker: Worker, peer: Peer) -> None:
     peer.ready(connection)
 
 
+async def open_pipe(worker: Worker, link: Link) -> None:
+    """Open the second connection of a link, the same way as its first one. On the loop."""
+    try:
+        transport = "unix" if link.connection.local else "tcp"
+        async with asyncio.timeout(PIPE_TIMEOUT):
+            sock = await _reach(worker, link.record, (transport,))
+            opening = _Opening(
+                worker,
+                link.record,
+                sock,
+                Handshake(
+                    worker.record,
+                    worker.secret,
+                    opener=True,
+                    expect=(link.record.name, link.record.incarnation),
+                    link=link.number,
+                    pipe=True,
+                ),
+            )
+            opening.on_closed = link.pipe_closed
+            await opening.run(link.attach)
+    except (OSError, TimeoutError, RpcError) as error:
+        link.no_pipe(f"{type(error).__name__}: {error}")
+
+
 async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> Connection:
     """A connection to a worker, ready for calls; retried with back-off, for a time. Raises OSError or PeerRefused."""
     limit = time.monotonic() + CONNECT_TIMEOUT
@@ -80,8 +108,22 @@ async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> C
         try:
             # The system tries for minutes where nobody answers.
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                sock = await _reach(worker, record)
-            return await _Opening(worker, record, peer, sock).run()
+                sock = await _reach(worker, record, worker.options.transports)
+            number = next(worker.link_numbers)
+            opening = _Opening(
+                worker,
+                record,
+                sock,
+                Handshake(
+                    worker.record,
+                    worker.secret,
+                    opener=True,
+                    expect=(record.name, record.incarnation),
+                    link=number,
+                ),
+            )
+            opening.on_closed = partial(worker.connection_closed, peer, opening.connection)
+            return await opening.run(partial(peer.attach, number))
         except PeerRefused:
             raise
         except OSError as error:
@@ -93,9 +135,9 @@ async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> C
         pause = min(2 * pause, LAST_PAUSE)
 
 
-async def _reach(worker: Worker, record: WorkerRecord) -> socket.socket:
+async def _reach(worker: Worker, record: WorkerRecord, transports: Sequence[str]) -> socket.socket:
     failure: OSError | None = None
-    for transport in worker.options.transports:
+    for transport in transports:
         try:
             if transport == "unix" and record.unix_path and record.host == worker.record.host:
                 return await sockets.connect_unix(record.unix_path)
@@ -108,17 +150,20 @@ async def _reach(worker: Worker, record: WorkerRecord) -> socket.socket:
 
 
 class _Opening:
-    """Our side of a handshake that we began."""
+    """Our side of a handshake that we began. on_closed: told of the end of the connection, once it is ready."""
 
-    def __init__(self, worker: Worker, record: WorkerRecord, peer: Peer, sock: socket.socket) -> None:
+    def __init__(self, worker: Worker, record: WorkerRecord, sock: socket.socket, hello: Handshake) -> None:
         self.worker = worker
-        self.peer = peer
         self.connection = _connection(worker, sock, f"{worker.name} to {record.name}")
-        self.handshake = Handshake(worker.record, worker.secret, opener=True, expect=(record.name, record.incarnation))
+        self.handshake = hello
         self.done: asyncio.Future[None] = worker.loop.create_future()
+        self.on_closed: Callable[[BaseException | None], None] | None = None
+        self._attach: Callable[[Connection], None] | None = None
 
-    async def run(self) -> Connection:
+    async def run(self, attach: Callable[[Connection], None]) -> Connection:
+        """Prove ourselves, and have the other side do so. attach: called before its first frame is looked at."""
         connection = self.connection
+        self._attach = attach
         connection.on_frames = self._on_frames
         connection.on_closed = self._on_closed
         connection.start()
@@ -139,16 +184,18 @@ class _Opening:
                 self.connection.send(reply, urgent=True)
             if self.handshake.state is handshake.State.READY and not self.done.done():
                 _trust(self.worker, self.connection.decoder)
-                self.connection.on_frames = self.peer.on_frames
                 self.done.set_result(None)
-                self.peer.on_frames(frames[index + 1 :])  # a goodbye may follow at once
+                assert self._attach is not None
+                self._attach(self.connection)
+                if self.connection.on_frames is not None:
+                    self.connection.on_frames(frames[index + 1 :])  # a goodbye may follow at once
                 return
 
     def _on_closed(self, cause: BaseException | None) -> None:
         if not self.done.done():
             self.done.set_exception(cause or ConnectionError("closed during the handshake"))
-            return
-        self.worker.connection_closed(self.peer, self.connection, cause)
+        elif self.on_closed is not None:
+            self.on_closed(cause)
 
 
 class Acceptor:
@@ -290,9 +337,20 @@ class _Accepting:
             self._timer.cancel()
             self.acceptor.ended(self)
             _trust(self.worker, self.connection.decoder)
-            service = self.worker.add_service(record, self.connection)
+            if self.handshake.pipe:
+                self._become_pipe(record)
+                return
+            service = self.worker.add_service(record, self.connection, self.handshake.link)
             self.connection.on_frames = service.on_frames
             self._serving = lambda cause: self.worker.service_closed(service, cause)
+
+    def _become_pipe(self, record: WorkerRecord) -> None:
+        link = self.worker.find_link(record, self.handshake.link)
+        if link is None:  # its first connection has ended meanwhile
+            self.connection.abort()
+            return
+        self._serving = link.pipe_closed
+        link.attach(self.connection)
 
     def _too_slow(self) -> None:
         self.connection.abort(TimeoutError(f"it did not prove itself within {HANDSHAKE_TIMEOUT:g} s"))

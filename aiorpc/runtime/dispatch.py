@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcUsageError, SerializationError, WorkerClosed
+from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcUsageError, SerializationError, WorkerClosed
 from ..futures import AnyFuture, is_future, outcome, when_done
 from ..protocol.codec import pack, unpack
-from ..protocol.frames import CALL, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
+from ..protocol.frames import CALL, ITEM, PARCEL, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import functions, messages
@@ -31,6 +31,7 @@ from .batching import Batch, get_batcher
 from .current import CallContext, current_call, current_worker
 from .failures import encode_error
 from .functions import Mode, Target
+from .link import Link, Parcel
 from .peer import LARGE_PICKLE
 from .statistics import PendingCall
 from .streams import serve_async_generator, serve_generator
@@ -47,7 +48,7 @@ FETCH, METHOD = "f", "m"
 class Service:
     """Serves the calls that arrive on one connection. Methods belong to the loop except where they say otherwise."""
 
-    def __init__(self, worker: Worker, peer: WorkerRecord, connection: Connection) -> None:
+    def __init__(self, worker: Worker, peer: WorkerRecord, connection: Connection, link: int) -> None:
         self.worker = worker
         self.peer = peer
         self.connection = connection
@@ -57,7 +58,7 @@ class Service:
         )
         self._methods: dict[tuple[type, str, object], Target] = {}
         self._info = peer.info
-        self.sharing = worker.memory.share(connection, peer)
+        self.link = Link(worker, connection, peer, self, number=link, opener=False)
         self._functions: dict[int, Target] = {}
         self._target = worker.peers.of(peer)
         self._run: dict[str, Run] = {  # by the value: hashing a member of an Enum is a call into Python
@@ -73,8 +74,16 @@ class Service:
 
     def on_frames(self, frames: list[Frame]) -> None:
         """Frames from the caller."""
+        link = self.link
         for frame in frames:
             kind = frame.kind
+            if link.held and link.is_held(frame):
+                continue
+            if kind == PARCEL:
+                message = link.open(frame)
+                if message is None:
+                    continue
+                frame, kind = message, message.kind
             if kind == CALL:
                 self._on_call(frame)
             elif kind == Kind.CANCEL:
@@ -85,15 +94,20 @@ class Service:
                     context.credits.add(int(unpack(frame.body)[0]))
             elif kind == Kind.REFERENCE:
                 self.worker.references.on_message(self.peer.id, tuple(unpack(frame.body)))
-            elif kind == Kind.MEMORY:
-                if self.sharing is not None:
-                    self.sharing.on_message(unpack(frame.body))
+            elif kind == Kind.CHANNEL:
+                link.on_channel(frame)
+            elif kind == Kind.CHUNK:
+                link.on_chunk(frame)
             elif kind == Kind.GOODBYE:
                 self.worker.group.on_goodbye(self.peer)
             else:
                 raise ProtocolError(f"{frame} is not for a callee")
 
-    def _on_call(self, frame: Frame) -> None:
+    def on_failed(self, frame: Frame, error: Exception) -> None:
+        """The buffers of a call cannot be had: it is answered with the reason."""
+        self._on_call(frame, RpcError(f"the arguments did not arrive at worker {self.worker.name!r}: {error}"))
+
+    def _on_call(self, frame: Frame, failure: Exception | None = None) -> None:
         fields = unpack(frame.body)
         try:
             wire_function, remaining, trace, _, extra = fields[:5]
@@ -104,7 +118,6 @@ class Service:
         context = CallContext(self.worker, self._info, frame.call_id, "?", deadline, root)
         if type(extra) is list:
             self.worker.references.on_create(extra, self.peer.id, context)
-        segments = frame.segments if len(fields) <= 12 else messages.restored(fields[12], frame.segments, self.sharing)
         users = len(self.calls) - self._system
         if users >= self.worker.options.max_queued_calls and not self._is_system(wire_function):
             self.calls[frame.call_id] = context
@@ -119,7 +132,9 @@ class Service:
             return
         self.calls[frame.call_id] = context
         try:
-            self._route(wire_function, context, fields, segments)
+            if failure is not None:
+                raise failure
+            self._route(wire_function, context, fields, frame.segments)
         except Exception as error:
             self._discard_arguments(fields)
             self.answer_error(context, error)
@@ -144,7 +159,7 @@ class Service:
             if target is None:
                 raise ProtocolError(f"function number {wire} was never named")
         elif wire is None:  # by value: it comes out of the arguments, which may take long
-            self.worker.decoders.submit(self._unpack_function, context, fields, segments)
+            self.worker.background.submit(self._unpack_function, context, fields, segments)
             return
         elif wire[0] == FETCH:
             context.function = "to_here"
@@ -160,7 +175,7 @@ class Service:
             if target is None:
                 context.function = name
                 if not functions.is_loaded(name):
-                    self.worker.decoders.submit(self._import, wire, context, fields, segments)
+                    self.worker.background.submit(self._import, wire, context, fields, segments)
                     return
                 target = self._functions[number] = functions.resolve(name)
         self._start(target, context, fields, segments)
@@ -268,6 +283,10 @@ class Service:
 
     def _arguments(self, fields: list[Any], segments: Sequence[Buffer]) -> tuple[list[Any], dict[str, Any]]:
         values = messages.decode(fields[5:], segments, self._load_references)
+        # Whoever still holds the message must not keep what only its arguments hold: see `_run_thread`.
+        if type(segments) is list:
+            segments.clear()
+        fields[5:] = ()
         names = fields[3]
         if not names:
             return values, {}
@@ -294,22 +313,26 @@ class Service:
             if target.mode is Mode.BATCHED:
                 self._join_batch(target, context, args, kwargs)
                 return
-            result = target.function(*args, **kwargs)
+            # In a list, as `result` below: shared memory that nobody looks at any more goes back with the answer, and
+            # is used again while it is in the caches.
+            result = [target.function(*args, **kwargs)]
+            args.clear()
+            kwargs.clear()
             if target.mode is Mode.GENERATOR:
-                serve_generator(self, context, result, fields[4])
-                result = None
+                serve_generator(self, context, result.pop(), fields[4])
+                result.append(None)
         except BaseException as error:
             self.answer_error(context, error)
             return
         finally:
             current_call.reset(token)
         if target.mode is Mode.DEFERRED:
-            self._defer(target, context, result)
-        elif asyncio.iscoroutine(result):
+            self._defer(target, context, result.pop())
+        elif asyncio.iscoroutine(result[0]):
             # A plain function that hands back a coroutine: run it where coroutines run.
-            self.worker.call_on_loop(self._create_task, context, result)
+            self.worker.call_on_loop(self._create_task, context, result.pop())
         else:
-            self.answer(context, result)
+            self.answer(context, result.pop())
 
     def _defer(self, target: Target, context: CallContext, result: object) -> None:
         if is_future(result):
@@ -364,7 +387,7 @@ class Service:
 
     def _start_task(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         if len(fields) > 8 and fields[8] and len(fields[8]) > LARGE_PICKLE:
-            self.worker.decoders.submit(self._decode_for_task, target, context, fields, segments)
+            self.worker.background.submit(self._decode_for_task, target, context, fields, segments)
             return
         try:
             args, kwargs = self._arguments(fields, segments)
@@ -424,7 +447,7 @@ class Service:
 
     async def _run_coroutine(self, context: CallContext, coroutine: Any) -> None:
         try:
-            result = await coroutine
+            result = [await coroutine]
         except asyncio.CancelledError:
             if not context.cancelled:
                 self.answer_error(context, RpcCancelled(f"{context.function} was cancelled on {self.worker.name!r}"))
@@ -438,7 +461,7 @@ class Service:
         finally:
             context.on_cancel = None  # it leads back here: without the cycle all of it goes with the last reference
             self.worker.tasks.served()
-        self.answer(context, result)
+        self.answer(context, result.pop())
 
     # --- answering, from any thread -----------------------------------------------------------------------------------
 
@@ -457,18 +480,48 @@ class Service:
             self.worker.references.settle_created(context, result)
             result = None
         try:
-            body, segments = messages.encode([], [result], self._target, copy=copy, sharing=self.sharing)
+            body, buffers, _ = messages.encode([], [result], self._target)
+            del result, _
         except SerializationError as error:
             self.answer_error(context, SerializationError(f"the result of {context.function} {error}"))
             return
         except Exception as error:
             self.answer_error(context, error)
             return
-        # A call that ended meanwhile is answered all the same if it took references along: the caller drops the late
-        # answer, and takes the references, for which the table here waits.
-        if self._take(context.call_id) is not None or context.cancelled:
-            context.replied = True
-            self._send_answer(encode_frame(REPLY, context.call_id, body, segments))
+        if not buffers:
+            if self._may_answer(context):
+                self._send_answer(encode_frame(REPLY, context.call_id, body))
+        elif not copy and self.link.too_long_for_loop(buffers):
+            self.worker.in_background(self._answer_buffers, context, body, buffers)
+        else:
+            parcel = self._prepare(context, body, buffers, copy)
+            del buffers
+            self._post(context, parcel)
+
+    def _answer_buffers(self, context: CallContext, body: bytes, buffers: Sequence[Buffer]) -> None:
+        """In a thread: copying the buffers takes long."""
+        self._post(context, self._prepare(context, body, buffers, False))
+
+    def _prepare(self, context: CallContext, body: bytes, buffers: Sequence[Buffer], copy: bool) -> Parcel | None:
+        try:
+            return self.link.prepare(REPLY, context.call_id, body, buffers, copy=copy)
+        except Exception as error:
+            self.answer_error(context, error)
+            return None
+
+    def _post(self, context: CallContext, parcel: Parcel | None) -> None:
+        if parcel is None:
+            return
+        if self._may_answer(context):
+            self.link.post(parcel, urgent=len(self.calls) <= self._system)
+        else:
+            self.link.withdraw(parcel)
+
+    def _may_answer(self, context: CallContext) -> bool:
+        # A call that ended meanwhile is answered all the same, as it may have taken references along: the caller drops
+        # the late answer, and takes the references, for which the table here waits.
+        context.replied = self._take(context.call_id) is not None or context.cancelled
+        return context.replied
 
     def _take(self, call_id: int) -> CallContext | None:
         """The call is over; None if somebody else ended it. Any thread."""
@@ -478,8 +531,8 @@ class Service:
         return context
 
     def _send_answer(self, frame: Sequence[Buffer]) -> None:
-        if self.sharing is not None and self.sharing.released:
-            self.sharing.flush(more=True)
+        if self.link.released:
+            self.link.flush(more=True)
         # With no other call under way nothing will join it: no reason to wait for the loop.
         self.connection.send(frame, urgent=len(self.calls) <= self._system)
 
@@ -498,10 +551,13 @@ class Service:
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""
         try:
-            body, segments = messages.encode([], [item], self._target, copy=True, sharing=self.sharing)
+            body, buffers, _ = messages.encode([], [item], self._target)
         except SerializationError as error:
             raise SerializationError(f"an item of {context.function} {error}") from error.__cause__
-        self.connection.send(encode_frame(ITEM, context.call_id, body, segments))
+        if buffers:
+            self.link.post(self.link.prepare(ITEM, context.call_id, body, buffers, copy=True))
+        else:
+            self.connection.send(encode_frame(ITEM, context.call_id, body))
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -509,6 +565,7 @@ class Service:
         """The caller has given up on that call."""
         context = self._take(call_id)
         if context is None:
+            self.link.give_up(call_id)  # the answer may be on its way
             return
         context.cancelled = True
         self.worker.counters.cancelled += 1

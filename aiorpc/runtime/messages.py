@@ -1,11 +1,10 @@
-"""Message bodies: from values to a body and segments and back, by one function each way, for calls and replies."""
+"""Message bodies: from values to a body and buffers and back, by one function each way, for calls and replies."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,9 +12,6 @@ from ..channels import layout
 from ..errors import ProtocolError, SerializationError
 from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, is_simple, pack
 from ..protocol.frames import MAX_SEGMENTS, Buffer
-
-if TYPE_CHECKING:
-    from .memory import Sharing
 
 
 class ReferenceLoader(Protocol):
@@ -37,47 +33,38 @@ class Target(Protocol):
     def max_segment(self) -> int: ...
 
 
-def encode(
-    prefix: list[Any], values: list[Any], target: Target, *, copy: bool = False, sharing: Sharing | None = None
-) -> tuple[bytes, Sequence[Buffer]]:
-    """Body and segments of a message.
+def encode(prefix: list[Any], values: list[Any], target: Target) -> tuple[bytes, Sequence[Buffer], Outgoing | None]:
+    """Body and buffers of a message, and what to `unsend` if it does not leave after all (None: nothing).
 
-    copy: tensors and arrays may change as soon as this returns. sharing: shared memory for large buffers.
-
-    Raises SerializationError, with nothing left behind. The segments borrow the tensors until they are written.
+    Raises SerializationError, with nothing left behind. The buffers borrow the tensors.
     """
     quick = _encode_quickly(prefix, values, target)
     if quick is not None:
-        return quick, ()
+        return quick
     out = Outgoing(target, same_main=target.same_main)
     try:
         fields = encode_values(values, out)
         table = None
-        segments: list[Buffer] = []
+        buffers: list[Buffer] = []
         if out.tensors:
-            table, segments = layout.describe(out.tensors)
-        segments = _checked([*segments, *out.buffers], target.max_segment)
-        shared: list[list[int]] = []
-        if sharing is not None and segments:
-            shared, segments = sharing.share(segments)
-            if shared:
-                out.on_unsent.append(partial(sharing.take_back, shared))
-        if copy:
-            segments = [segment if type(segment) is bytes else bytes(segment) for segment in segments]
-        if table or out.references or shared:
+            table, buffers = layout.describe(out.tensors)
+        buffers = _checked([*buffers, *out.buffers], target.max_segment)
+        if table or out.references:
             fields += [None] * (5 - len(fields))
             fields[4] = len(out.buffers)
-            fields += [table, out.references, shared]
+            fields += [table, out.references]
             while not fields[-1]:
                 fields.pop()
-        return _pack(prefix, fields, target.max_body), segments
+        return _pack(prefix, fields, target.max_body), buffers, out
     except BaseException:
         out.unsend()
         raise
 
 
-def _encode_quickly(prefix: list[Any], values: list[Any], target: Target) -> bytes | None:
-    """The body for plain values, simple containers of them and at most one small tensor; None if there is more.
+def _encode_quickly(
+    prefix: list[Any], values: list[Any], target: Target
+) -> tuple[bytes, Sequence[Buffer], None] | None:
+    """A message of plain values, simple containers of them and at most one plain tensor; None if there is more.
 
     What the general way gives, in a fraction of its instructions: most calls that have to be quick are of this kind.
     """
@@ -94,6 +81,7 @@ def _encode_quickly(prefix: list[Any], values: list[Any], target: Target) -> byt
         else:
             return None
     fields: list[Any] = [values]
+    buffers: Sequence[Buffer] = ()
     if tensor_at >= 0 or opaque_at:
         plain = list(values)
         fields = [plain, (), opaque_at, None, 0]
@@ -102,14 +90,17 @@ def _encode_quickly(prefix: list[Any], values: list[Any], target: Target) -> byt
             for position in opaque_at:
                 plain[position] = None
         if tensor_at >= 0:
-            entry = layout.embed(values[tensor_at])
-            if entry is None:
+            described = layout.describe_plain(values[tensor_at])
+            if described is None:
                 return None
+            entry, buffers = described
+            if buffers and len(buffers[0]) > target.max_segment:
+                return None  # refused with all the words that this takes
             plain[tensor_at] = None
             fields[1] = (tensor_at,)
             fields.append((entry,))
     try:
-        return _pack(prefix, fields, target.max_body)
+        return _pack(prefix, fields, target.max_body), buffers, None
     except (OverflowError, UnicodeEncodeError):
         return None  # an int beyond 64 bits, a str that is no text: these are pickled
 
@@ -155,20 +146,8 @@ def _is_one(items: object) -> bool:
     return type(items) is list and len(items) == 1
 
 
-def restored(shared: Any, segments: Sequence[Buffer], sharing: Sharing | None) -> Sequence[Buffer]:
-    """All segments of a message that arrived: those in its frame, and those it left in shared memory.
-
-    Raises ProtocolError for shared memory that is none.
-    """
-    if not shared:
-        return segments
-    if sharing is None:
-        raise ProtocolError("a message names shared memory, and there is none")
-    return sharing.restore(shared, segments)
-
-
 def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader) -> list[Any]:
-    """The values of a message, from its fields behind the prefix. segments: all of them, the shared ones restored.
+    """The values of a message, from its fields behind the prefix. segments: its buffers.
 
     Raises whatever unpickling raises, and ProtocolError for a message that is none.
     """

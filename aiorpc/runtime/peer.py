@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,17 +34,19 @@ import torch
 from ..errors import Overloaded, PeerClosed, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
 from ..futures import PENDING, Executor, Future, describe_site
 from ..protocol.codec import unpack
-from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
+from ..protocol.frames import CALL, ERROR, ITEM, PARCEL, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import messages
 from .current import current_call
 from .failures import decode_error, without_frames
 from .functions import describe, find_name
+from .link import Link
 from .statistics import PendingCall
 
 if TYPE_CHECKING:
-    from .memory import Sharing
+    from ..protocol.codec import Outgoing
+    from .link import Parcel
     from .streams import Stream
     from .worker import Worker
 
@@ -120,6 +122,15 @@ class CallFuture(Future[Any]):
         self._peer.cancel(self._call_id)
 
 
+class _Message(NamedTuple):
+    """A call with buffers that has not been sent."""
+
+    call_id: int
+    body: bytes
+    buffers: Sequence[Buffer]
+    out: Outgoing | None
+
+
 class _FunctionEntry:
     """A function as this peer knows it. number: -1 where it has none: it travels by value or belongs to a reference."""
 
@@ -146,10 +157,10 @@ class Peer:
         self.streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.gone: RpcError | None = None
         self.connection: Connection | None = None
-        self.sharing: Sharing | None = None
+        self.link: Link | None = None
         self._system = 0  # how many of `pending` are the runtime's own; one of them lasts while we wait to leave
         self._ids = itertools.count(1)
-        self._waiting: dict[int, Sequence[Buffer]] = {}  # by call; below 0 what belongs to none
+        self._waiting: dict[int, Sequence[Buffer] | _Message] = {}  # by call; below 0 what belongs to none
         self._others = itertools.count(-1, -1)
         self._lock = threading.Lock()
         # By function: those that have a name live as long as their module does.
@@ -238,7 +249,7 @@ class Peer:
                 values.insert(0, function)
         try:
             prefix = [wire_function, remaining, trace, names, extra]
-            body, segments = messages.encode(prefix, values, self, sharing=self.sharing)
+            body, buffers, out = messages.encode(prefix, values, self)
         except SerializationError as error:
             where = _name_argument(error.position, wire_function is None, len(args), names, future)
             raise SerializationError(f"{where} {error}") from error.__cause__
@@ -251,14 +262,48 @@ class Peer:
             future._streamed = True
         if deadline is not None:
             worker.deadlines.add(deadline)
-        sharing = self.sharing
-        # Read once: the loop takes it away when the connection ends.
-        if sharing is not None and sharing.released:
-            sharing.flush(more=True)
-        self.send(encode_frame(CALL, call_id, body, segments), urgent=len(pending) <= 1 + self._system, call_id=call_id)
+        if buffers:
+            self._send_buffers(_Message(call_id, body, buffers, out))
+        else:
+            link = self.link  # read once: the loop takes it away when the connection ends
+            if link is not None and link.released:
+                link.flush(more=True)
+            self.send(encode_frame(CALL, call_id, body), urgent=len(pending) <= 1 + self._system, call_id=call_id)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
         return future
+
+    def _send_buffers(self, message: _Message) -> None:
+        """Send a call that has buffers: from here, or from a thread if that takes too long here. Any thread."""
+        link = self.link
+        if self.connection is None or link is None:
+            if self._hold_back(message.call_id, message):
+                return
+            link = self.link
+            if link is None:  # gone again, and the call with it
+                return
+        if link.too_long_for_loop(message.buffers):
+            self.worker.in_background(self._post, link, message)
+        else:
+            self._post(link, message)
+
+    def _post(self, link: Link, message: _Message) -> None:
+        call_id = message.call_id
+        parcel: Parcel | None = None
+        try:
+            if call_id in self.pending:
+                parcel = link.prepare(CALL, call_id, message.body, message.buffers)
+        except Exception as error:
+            self._settle(call_id, RpcError(f"a call to {self.describe()} could not be sent: {error}"))
+        if parcel is None or call_id not in self.pending:  # given up meanwhile
+            if parcel is not None:
+                link.withdraw(parcel)
+            if message.out is not None:
+                message.out.unsend()
+            return
+        link.post(parcel, urgent=len(self.pending) <= 1 + self._system)
+        if call_id not in self.pending:
+            self._call_off(call_id)  # the word that it was given up may have come before it
 
     def _given_up(self) -> int:
         # Unsent frames of calls that nobody waits for any more: a peer that does not read must not fill our memory.
@@ -280,13 +325,24 @@ class Peer:
             with self._lock:
                 connection = self.connection
                 if connection is None:
-                    if self.gone is None:
-                        self._waiting[call_id or next(self._others)] = frame
-                        if self.state is State.IDLE:
-                            self.state = State.CONNECTING
-                            self.worker.call_on_loop(self.worker.connect, self)
+                    self._wait(call_id, frame)
                     return
         connection.send(frame, urgent=urgent)
+
+    def _hold_back(self, call_id: int, message: _Message) -> bool:
+        """Keep it until there is a connection; False if there is one. Any thread."""
+        with self._lock:
+            if self.connection is not None:
+                return False
+            self._wait(call_id, message)
+            return True
+
+    def _wait(self, call_id: int, waiting: Sequence[Buffer] | _Message) -> None:
+        if self.gone is None:
+            self._waiting[call_id or next(self._others)] = waiting
+            if self.state is State.IDLE:
+                self.state = State.CONNECTING
+                self.worker.call_on_loop(self.worker.connect, self)
 
     def cancel(self, call_id: int) -> None:
         """The caller of that call has given up: forget it and tell the callee. Any thread."""
@@ -299,6 +355,9 @@ class Peer:
         with self._lock:
             taken_back = self.record is None and self._waiting.pop(call_id, None) is not None
         if not taken_back:
+            link = self.link
+            if link is not None:
+                link.give_up(call_id)
             self.send(encode_frame(Kind.CANCEL, call_id, b""))
 
     def rest(self) -> bool:
@@ -362,26 +421,44 @@ class Peer:
 
     def on_frames(self, frames: list[Frame]) -> None:
         """Frames from the callee."""
+        link = self.link
+        assert link is not None, "its link was made when the connection was"
         for frame in frames:
             kind = frame.kind
+            if link.held and link.is_held(frame):
+                continue
+            if kind == PARCEL:
+                message = link.open(frame)
+                if message is None:
+                    continue
+                frame, kind = message, message.kind
             if kind in _ANSWERS:
                 self._on_answer(frame)
             elif kind == ITEM:
                 stream = self.streams.get(frame.call_id)
                 if stream is not None:
                     fields = unpack(frame.body)
-                    stream.on_item(fields, self._restored(fields, frame))
+                    stream.on_item(fields, frame.segments)
                 else:
                     self._discard(frame)
-            elif kind == Kind.MEMORY:
-                if self.sharing is not None:
-                    self.sharing.on_message(unpack(frame.body))
+            elif kind == Kind.CHANNEL:
+                link.on_channel(frame)
+            elif kind == Kind.CHUNK:
+                link.on_chunk(frame)
             elif kind == Kind.GOODBYE:
                 self.worker.group.on_goodbye(self.record)
                 # No answer can follow on this connection (the goodbye may have come earlier on another).
                 self.fail(PeerClosed(f"{self.describe()} has shut down"))
             else:
                 raise ProtocolError(f"{frame} is not for a caller")
+
+    def on_failed(self, frame: Frame, error: Exception) -> None:
+        """The buffers of an answer or item cannot be had."""
+        future = self._take(frame.call_id)
+        self._discard(frame)
+        if future is not None:
+            failure = RpcError(f"the result of {future.describe()} did not arrive: {error}")
+            future._settle(None, failure)
 
     def _on_answer(self, frame: Frame) -> None:
         future = self._take(frame.call_id)
@@ -407,18 +484,13 @@ class Peer:
             return
         try:
             fields = unpack(frame.body)
-            segments = self._restored(fields, frame)
             if len(fields) > 3 and fields[3] and len(fields[3]) > LARGE_PICKLE:
-                self.worker.decoders.submit(self._settle_value, future, fields, segments)
+                self.worker.background.submit(self._settle_value, future, fields, frame.segments)
                 return
         except Exception as error:
             future._settle(None, without_frames(error))
             return
-        self._settle_value(future, fields, segments)
-
-    def _restored(self, fields: list[Any], frame: Frame) -> Sequence[Buffer]:
-        """The segments of an answer, with those in shared memory."""
-        return frame.segments if len(fields) <= 7 else messages.restored(fields[7], frame.segments, self.sharing)
+        self._settle_value(future, fields, frame.segments)
 
     def _settle_value(self, future: CallFuture, fields: list[Any], segments: Sequence[Buffer]) -> None:
         try:
@@ -445,7 +517,6 @@ class Peer:
             return
         try:
             fields = unpack(frame.body)
-            self._restored(fields, frame)  # and dropped: the memory goes back
             if len(fields) > 6 and fields[6]:
                 self.load_references(fields[6])
         except Exception:
@@ -458,16 +529,26 @@ class Peer:
 
     # --- connection, on the loop --------------------------------------------------------------------------------------
 
-    def ready(self, connection: Connection) -> None:
-        """The handshake is done: send what has waited."""
+    def attach(self, number: int, connection: Connection) -> None:
+        """The handshake is done; frames may come. number: of the link."""
         assert self.record is not None, "the handshake was with the worker of that record"
-        self.sharing = self.worker.memory.share(connection, self.record)
+        connection.on_frames = self.on_frames
+        self.link = Link(self.worker, connection, self.record, self, number=number, opener=True)
+
+    def ready(self, connection: Connection) -> None:
+        """Send what has waited."""
         with self._lock:
-            for frame in self._waiting.values():
-                connection.send(frame)
-            self._waiting.clear()
+            waiting, self._waiting = self._waiting, {}
+            messages: list[_Message] = []
+            for each in waiting.values():
+                if isinstance(each, _Message):
+                    messages.append(each)
+                else:
+                    connection.send(each)
             self.connection = connection
             self.state = State.READY
+        for message in messages:
+            self._send_buffers(message)
 
     def fail(self, error: RpcError) -> None:
         """The peer is gone for good; every call it owes us fails. Idempotent."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..channels import Traffic
+
 if TYPE_CHECKING:
     from .worker import Worker
 
@@ -69,11 +71,12 @@ class Statistics:
     references_owned: int = 0
     references_held: int = 0
     references_pending: int = 0
-    shared_sent: int = 0  # buffers that went through shared memory
-    shared_bytes_sent: int = 0
-    shared_lent: int = 0  # bytes that other workers hold now
+    channels: dict[str, Traffic] = field(default_factory=dict)  # by name: what went which way, and what could not, why
+    shared_lent: int = 0  # bytes of the arena that other workers hold now
+    shared_leases: int = 0  # in so many blocks
+    shared_used: int = 0  # bytes of the arena in blocks, with what rounding adds
     shared_size: int = 0  # bytes of the arena
-    shared_refused: dict[str, int] = field(default_factory=dict)  # large buffers that did not, by reason
+    shared_resident: int = 0  # bytes of memory that it takes up
     loop_lag_mean: float = 0.0
     loop_lag_max: float = 0.0
     loop_blocked: int = 0
@@ -95,8 +98,9 @@ def collect(worker: Worker) -> Statistics:
     """A worker's statistics, now. Any thread."""
     counters, monitor = worker.counters, worker.monitor
     peers = worker.peers.all()
-    connections = [peer.connection for peer in peers if peer.connection is not None and not peer.connection.closed]
-    connections += [service.connection for service in list(worker.services)]
+    links = worker.links()
+    connections = [link.connection for link in links if not link.connection.closed]
+    connections += [link.pipe for link in links if link.pipe is not None and link.pipe is not link.connection]
     references = worker.references.counts()
     return Statistics(
         calls_made=counters.made,
@@ -121,11 +125,12 @@ def collect(worker: Worker) -> Statistics:
         references_owned=references.owned,
         references_held=references.users,
         references_pending=references.pending,
-        shared_sent=worker.memory.sent,
-        shared_bytes_sent=worker.memory.bytes_sent,
+        channels=worker.traffic(),
         shared_lent=worker.memory.lent,
+        shared_leases=worker.memory.leases,
+        shared_used=worker.memory.arena.used,
         shared_size=worker.memory.arena.size,
-        shared_refused=dict(worker.memory.refused),
+        shared_resident=worker.memory.arena.resident,
         loop_lag_mean=monitor.lag_mean if monitor is not None else 0.0,
         loop_lag_max=monitor.lag_max if monitor is not None else 0.0,
         loop_blocked=monitor.blocked_count if monitor is not None else 0,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import itertools
 import logging
 import os
 import secrets
@@ -30,6 +31,10 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
+from ..channels import Traffic
+from ..channels.bulk import Bulk
+from ..channels.inline import Inline
+from ..channels.shared import SharedMemory
 from ..errors import (
     RendezvousError,
     RpcUsageError,
@@ -41,7 +46,7 @@ from ..options import RpcBackendOptions, seconds
 from ..protocol.identity import WorkerInfo, WorkerRecord, check_name
 from ..transport import sockets
 from ..transport.connection import Connection
-from .connecting import Acceptor, connect
+from .connecting import Acceptor, connect, open_pipe
 from .current import current_worker, registry
 from .deadlines import Deadlines
 from .dispatch import Service
@@ -50,6 +55,7 @@ from .group import Group, ShutdownReport, failure
 from .handle import PeerHandle
 from .host import host_identity, main_identity
 from .lag import LoopMonitor
+from .link import Link
 from .loops import LoopThread, run_in_thread
 from .memory import Memory
 from .peer import Peer
@@ -111,8 +117,8 @@ class Worker:
         self.monitor: LoopMonitor | None = None
         self.default_timeout = self.options.rpc_timeout
         self.pool: ThreadPool
-        # Threads of their own for what is decoded off the loop: handlers that block must hold up no answer.
-        self.decoders: ThreadPool
+        # Threads of their own for what takes too long on the loop: handlers that block must hold up no answer.
+        self.background: ThreadPool
         self.loop: asyncio.AbstractEventLoop
         self.record: WorkerRecord
         self.references: References
@@ -124,10 +130,12 @@ class Worker:
         self._rank = rank
         self._world_size = world_size
         self._store = store
-        self._thread = 0
+        self.thread = 0  # of its loop
         self._acceptor = Acceptor(self)
         self._own_loop: LoopThread | None = None
         self.hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
+        self.link_numbers = itertools.count(1)
+        self._past_traffic: dict[str, Traffic] = {}
         self._stop_waiting = threading.Event()
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
         self._token: contextvars.Token[Worker | None] | None = None
@@ -184,7 +192,7 @@ class Worker:
                 raise
         self.state = State.STARTING
         self.loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.tasks = Tasks(self.loop)
         try:
             await self._join()
@@ -206,7 +214,7 @@ class Worker:
         rendezvous = self.rendezvous = await self.in_thread(self._open_rendezvous)
         unix_path, host, port = self._acceptor.listen(directory, rendezvous.local_address())
         self.pool = ThreadPool(self.name, self.options.num_worker_threads, prepare=lambda: current_worker.set(self))
-        self.decoders = ThreadPool(f"{self.name}-decode", 2, prepare=lambda: current_worker.set(self))
+        self.background = ThreadPool(f"{self.name}-background", 2, prepare=lambda: current_worker.set(self))
         self.deadlines = Deadlines(self.loop, self._scan_deadlines)
         incarnation = secrets.token_hex(16)
 
@@ -299,7 +307,7 @@ class Worker:
 
     def refuse_on_loop(self, verb: str, instead: str) -> None:
         """Raise WouldBlockLoop if this thread runs the worker's loop; nothing has been sent then."""
-        if threading.get_ident() == self._thread and asyncio._get_running_loop() is self.loop:
+        if threading.get_ident() == self.thread and asyncio._get_running_loop() is self.loop:
             raise WouldBlockLoop(f"{verb} would block the event loop that has to bring the answer; use `{instead}`")
 
     # --- peers --------------------------------------------------------------------------------------------------------
@@ -331,9 +339,9 @@ class Worker:
         """Begin to connect to a peer; on the loop."""
         self.tasks.spawn(connect(self, peer))
 
-    def add_service(self, record: WorkerRecord, connection: Connection) -> Service:
-        """A worker has connected to us and proved who it is; serve it."""
-        service = Service(self, record, connection)
+    def add_service(self, record: WorkerRecord, connection: Connection, link: int) -> Service:
+        """A worker has connected to us and proved who it is; serve it. link: its number for this connection."""
+        service = Service(self, record, connection, link)
         self.services.add(service)
         self.peers.of(record)
         self.group.watch(record)
@@ -344,21 +352,51 @@ class Worker:
         self.services.discard(service)
         self._count_bytes(service.connection)
         service.close()
-        if service.sharing is not None:
-            service.sharing.close()
+        service.link.close()
         if cause is not None:
             self.group.on_lost(service.peer, f"its connection broke: {cause}")
 
     def connection_closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
         """A connection that we had opened has ended."""
         self._count_bytes(connection)
-        if peer.sharing is not None:
-            peer.sharing.close()
-            peer.sharing = None
+        if peer.link is not None:
+            peer.link.close()
+            peer.link = None
         if cause is not None and peer.record is not None and not self.closed:
             self.group.on_lost(peer.record, f"the connection to it broke: {cause}")
             # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
             peer.fail(failure(peer.record, f"the connection to it broke: {cause}", cause))
+
+    def open_pipe(self, link: Link) -> None:
+        """Begin to open the second connection of a link."""
+        self.tasks.spawn(open_pipe(self, link))
+
+    def find_link(self, record: WorkerRecord, number: int) -> Link | None:
+        """The link of that number which that worker has opened to us."""
+        for service in self.services:
+            if service.link.number == number and service.peer.incarnation == record.incarnation:
+                return service.link
+        return None
+
+    def links(self) -> list[Link]:
+        """All there are. Any thread."""
+        mine = [peer.link for peer in self.peers.all() if peer.link is not None]
+        return mine + [service.link for service in list(self.services)]
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What went by which channel, by its name. Any thread."""
+        total = {name: Traffic() for name in (SharedMemory.name, Bulk.name, Inline.name)}
+        for name, traffic in list(self._past_traffic.items()):
+            total[name].add(traffic)
+        for link in self.links():
+            for name, traffic in link.traffic().items():
+                total[name].add(traffic)
+        return total
+
+    def count_traffic(self, link: Link) -> None:
+        """A link has ended; what it has moved still counts."""
+        for name, traffic in link.traffic().items():
+            self._past_traffic.setdefault(name, Traffic()).add(traffic)
 
     def _count_bytes(self, connection: Connection) -> None:
         self.counters.bytes_sent += connection.bytes_sent
@@ -373,7 +411,7 @@ class Worker:
     def call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
         """Run something on the loop, soon. Any thread; nothing happens once the loop is closed."""
         try:
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self.thread:
                 self.loop.call_soon(function, *args)
             else:
                 self.loop.call_soon_threadsafe(function, *args)
@@ -381,9 +419,14 @@ class Worker:
             if not self.loop.is_closed():
                 raise
 
+    def in_background(self, fn: Callable[..., None], *args: Any) -> None:
+        """Run something that takes long in a thread, soon. Any thread; nothing happens once we leave."""
+        with contextlib.suppress(WorkerClosed):
+            self.background.submit(fn, *args)
+
     def run_on_loop(self, function: Callable[..., object], *args: Any) -> None:
         """Run something on the loop: at once if this is its thread, else soon."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self.thread:
             function(*args)
         else:
             self.call_on_loop(function, *args)
@@ -395,8 +438,10 @@ class Worker:
 
     def is_idle(self) -> bool:
         """Whether no call of users is under way, in either direction."""
-        return not any(peer.user_calls() for peer in self.peers.all()) and not any(
-            service.user_calls() for service in self.services
+        return (
+            not any(peer.user_calls() for peer in self.peers.all())
+            and not any(service.user_calls() for service in self.services)
+            and not any(link.busy for link in self.links())
         )
 
     def activity(self) -> tuple[bool, int]:
@@ -498,7 +543,7 @@ class Worker:
         if hasattr(self, "tasks"):
             await self.tasks.end(_TASKS_GRACE)
         if hasattr(self, "pool"):
-            self.decoders.close(0.0)
+            self.background.close(0.0)
             left = await self.in_thread(lambda: self.pool.close(_POOL_GRACE if running else 0.1))
             if left:
                 logger.warning("worker %s shut down while %d handler threads were still running", self.name, left)

@@ -55,6 +55,7 @@ class Connection:
 
     on_frames: called on the loop with the frames that arrived; an error it raises closes the connection.
     on_closed: called once on the loop with the cause, None when `close` was called here.
+    on_drained: called on the loop when it has written all that was queued.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Connection:
         self.decoder = decoder
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
+        self.on_drained: Callable[[], None] | None = None
         self.bytes_sent = 0
         self.bytes_received = 0
         self._loop = loop
@@ -142,6 +144,8 @@ class Connection:
     def _flush(self) -> None:
         self._scheduled = False
         self._write()
+        if self.on_drained is not None and not self._queue:
+            self.on_drained()
 
     def _write(self) -> None:
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
@@ -217,7 +221,7 @@ class Connection:
     def _writable(self) -> None:
         self._loop.remove_writer(self._fd)
         self._blocked = False
-        self._write()
+        self._flush()
         if self._closing and not self._queue:
             self._finish(None)
 

@@ -20,7 +20,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels.arena import ALIGN, HEADER, NONCE_SIZE, POISON, Arena, Block, Mapping, create_segment
+from aiorpc.channels.arena import (
+    ALIGN,
+    GROW_SIZE,
+    HEADER,
+    NONCE_SIZE,
+    POISON,
+    Arena,
+    Block,
+    Mapping,
+    create_segment,
+)
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 2 * MIB), st.sampled_from(SLOTS), st.integers(1, 12 * MIB))
@@ -315,30 +325,38 @@ def test_threads_share_an_arena() -> None:
         assert arena.size <= arena.limit
 
 
-def test_preparing_makes_the_first_segment_warm() -> None:
-    """Its pages are there before the first block; what blocks hold is not changed by it."""
-    with opened() as arena:
-        arena.prepare()
-        assert len(arena.segments) == 1 and arena.resident == arena.size == 8 * MIB
-    with opened() as arena:
-        block = allocated(arena, 3 * MIB)
+def test_growing_makes_room_that_is_warm() -> None:
+    """Its pages are there before the first block, which needs no growth; what blocks hold is not changed by it."""
+    with opened(64 * MIB, segment_size=16 * MIB) as arena:
+        assert arena.allocate(3 * MIB, grow=False) is None and arena.last_refusal == "cold"
+        assert arena.grow(3 * MIB) == [(0, HEADER, GROW_SIZE)]
+        assert arena.resident == HEADER + GROW_SIZE
+        block = arena.allocate(3 * MIB, grow=False)
+        assert block is not None and arena.resident == HEADER + GROW_SIZE
         arena.write(block, b"x" * block.size)
-        arena.prepare()
+        assert arena.grow(20 * MIB) == [(1, HEADER, 20 * MIB)] and arena.size == 48 * MIB
         assert content(arena, block) == b"x" * block.size
-        assert arena.resident == 8 * MIB
+        assert arena.allocate(20 * MIB, grow=False) is not None and arena.allocate(12 * MIB, grow=False) is None
 
 
-def test_preparing_goes_ahead_when_most_is_used() -> None:
-    """Past three quarters another segment is made ready; below, nothing happens."""
-    with opened() as arena:
-        allocated(arena, 5 * MIB)
-        arena.prepare()
-        before = arena.size
-        allocated(arena, 2 * MIB)
-        arena.prepare()
-        arena.prepare()
-        assert (before, arena.size) == (8 * MIB, 24 * MIB)
-        assert arena.resident >= 16 * MIB
+def test_growing_ends_at_the_limit() -> None:
+    """No range is made warm, and the reason is the limit."""
+    with opened(16 * MIB, segment_size=16 * MIB) as arena:
+        assert arena.grow(16 * MIB) == []
+        assert [size for *_, size in (arena.grow(GROW_SIZE) + arena.grow(4 * MIB))] == [GROW_SIZE, GROW_SIZE - HEADER]
+        assert arena.grow(PAGE) == []
+        assert arena.allocate(16 * MIB, grow=False) is None and arena.last_refusal == "limit"
+
+
+def test_what_was_given_back_is_no_room_until_it_is_warm_again() -> None:
+    """A block is never put where its copy would have to take pages from the system one by one."""
+    with opened(32 * MIB, segment_size=32 * MIB) as arena:
+        arena.grow(20 * MIB)
+        arena.trim(0)
+        assert arena.trim(0) > 0
+        assert arena.allocate(20 * MIB, grow=False) is None and arena.last_refusal == "cold"
+        assert arena.grow(20 * MIB) and arena.allocate(20 * MIB, grow=False) is not None
+        assert len(arena.segments) == 1 and arena.resident >= 20 * MIB
 
 
 def test_pages_are_touched_without_the_newer_system_call() -> None:
@@ -476,7 +494,7 @@ def test_a_closed_arena_gives_and_takes_nothing() -> None:
         arena.free(block)
         with pytest.raises(ValueError, match="not in use"):
             arena.write(block, b"x")
-        arena.prepare()
+        assert arena.grow(PAGE) == []
         assert arena.trim(0) == arena.used == arena.size == arena.resident == arena.blocks == 0
 
 

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, allocate, describe, rebuild
-from aiorpc.errors import ProtocolError
+from aiorpc.channels.inline import allocate
+from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, describe, describe_plain, rebuild
+from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol.frames import DIRECT_SIZE
 
 Tensor = torch.Tensor
@@ -60,6 +61,9 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "nan and infinity": lambda: torch.tensor([math.nan, math.inf, -0.0]),
     "conjugate": lambda: torch.tensor([1 + 2j, 3j]).conj(),
     "negative view": lambda: torch.tensor([1 + 2j]).conj().imag,
+    "conjugate and transposed": lambda: (torch.ones(3, 2) * (1 + 2j)).t().conj(),
+    "conjugate and large": lambda: torch.full((DIRECT_SIZE,), 1 + 2j).conj(),
+    "empty conjugate": lambda: torch.empty(0, 3, dtype=torch.complex64).conj(),
     "real of complex": lambda: torch.tensor([1 + 2j, 3 + 4j]).real,
 }
 
@@ -70,9 +74,8 @@ def test_layouts_arrive(name: str) -> None:
     tensor = LAYOUTS[name]()
     (arrived,) = send([tensor])
     assert same_bits(arrived, tensor)
-    assert not arrived.is_conj()
-    assert not arrived.is_neg()
-    if name in ("far apart", "conjugate", "negative view"):
+    assert (arrived.is_conj(), arrived.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+    if name in ("far apart", "negative view"):  # one element of a pair has no stride to keep
         assert arrived.is_contiguous()
     else:
         assert arrived.stride() == tensor.stride()
@@ -106,6 +109,20 @@ def test_codes_do_not_move() -> None:
     assert DTYPES[20] is torch.float8_e8m0fnu
     assert DTYPES[-1] is torch.bits4x2
     assert len(set(DTYPES)) == len(DTYPES)
+
+
+def test_half_complex_tensors_arrive_without_a_warning() -> None:
+    """torch warns of complex32 when it makes such a tensor; taking one makes none."""
+    words = torch.arange(24, dtype=torch.int32)
+    tensors = [words.view(torch.complex32).view(4, 6).t(), words[:0].view(torch.complex32)]
+    torch.set_warn_always(True)
+    try:
+        arrived = send(tensors)
+    finally:
+        torch.set_warn_always(False)
+    assert [tensor.dtype for tensor in arrived] == [torch.complex32] * 2
+    assert arrived[0].stride() == (1, 6)
+    assert torch.equal(arrived[0].view(torch.int32), tensors[0].view(torch.int32))
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -169,6 +186,100 @@ def test_empty_and_conjugate_views_among_others() -> None:
     tensors = [base, base[:0], base.conj(), torch.view_as_real(base)]
     for arrived, sent in zip(send(tensors), tensors, strict=True):
         assert same_bits(arrived, sent)
+
+
+def test_conjugate_shares_with_its_origin() -> None:
+    """Bits that are pending need no memory of their own: a write is seen through them, at the receiver too."""
+    base = torch.tensor([1 + 2j, 3 - 1j])
+    for views in ([base, base.conj(), base.conj().imag], [base.conj().imag, base]):
+        arrived = send(views)
+        at = next(index for index, tensor in enumerate(views) if tensor is base)
+        arrived[at].fill_(5 + 7j)
+        for tensor in arrived:
+            if tensor.is_conj():
+                assert tensor[0] == 5 - 7j
+            elif not tensor.is_complex():
+                assert tensor.is_neg()
+                assert tensor[0] == -7
+
+
+def test_pending_bits_of_few_elements_far_apart() -> None:
+    """Where only the elements travel, they are computed, and are not to be conjugated again."""
+    (arrived,) = send([torch.full((100_000,), 1 + 2j)[::50_000].conj()])
+    assert not arrived.is_conj()
+    assert arrived.tolist() == [1 - 2j] * 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_parameter_with_pending_bits(grad: bool) -> None:
+    """A Parameter over a conjugate is one again."""
+    sent = torch.nn.Parameter(torch.tensor([1 + 2j]).conj(), requires_grad=grad)
+    (arrived,) = send([sent])
+    assert type(arrived) is torch.nn.Parameter
+    assert (arrived.requires_grad, arrived.is_leaf) == (grad, True)
+    assert same_bits(arrived, sent)
+
+
+def test_three_hundred_tensors_keep_their_order() -> None:
+    """The table has them in the order in which they were given, whichever of them share a storage."""
+    base = torch.arange(300.0)
+    own = [torch.full((1, index % 3), float(index)) for index in range(300)]
+    shared = [base[index : index + index % 3] for index in range(300)]
+    mixed = [tensor for pair in zip(own, shared, strict=True) for tensor in pair]
+    for tensors in (own, shared, mixed):
+        for arrived, sent in zip(send(tensors), tensors, strict=True):
+            assert same_bits(arrived, sent)
+
+
+@pytest.mark.parametrize("count", [10, 2000, DIRECT_SIZE])
+def test_tensor_whose_memory_was_freed(count: int) -> None:
+    """Elements without memory are refused, alone and among others; nothing is read from where they would be."""
+    tensor = torch.ones(count)
+    view = tensor[1:]
+    tensor.untyped_storage().resize_(0)
+    for tensors in ([tensor], [view], [tensor, view], [torch.ones(1), tensor]):
+        with pytest.raises(SerializationError, match=r"float32 tensor of shape \(\d+,\) whose memory was freed"):
+            describe(tensors)
+    assert describe_plain(tensor) is None
+
+
+def test_tensor_inside_of_a_transform() -> None:
+    """What vmap gives to a function looks like a tensor and has no memory: an error that says so."""
+
+    def inside(tensor: Tensor) -> Tensor:
+        with pytest.raises(SerializationError, match="holds a tensor without memory of its own"):
+            describe([tensor])
+        assert describe_plain(tensor) is None
+        return tensor
+
+    torch.vmap(inside)(torch.ones(2, 2))
+
+
+def test_tensor_with_attributes_is_not_plain() -> None:
+    """They go by pickle, which a table entry does not replace."""
+    tensor = torch.ones(2)
+    assert describe_plain(tensor) is not None
+    tensor.note = "text"  # type: ignore[attr-defined]
+    assert describe_plain(tensor) is None
+
+
+def test_what_is_not_plain_is_left_to_the_others() -> None:
+    """Tensors of other kinds, or with more than elements to tell, have no plain entry; asking is no error."""
+    dense = torch.ones(64, 64)
+    others = [dense.to_sparse(), dense.to_sparse_csr(), torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8)]
+    others += [dense.to("meta"), dense.t()[:3], dense[:0], (dense * 1j).conj(), torch.ones(2, requires_grad=True)]
+    for tensor in [*others, torch.ones(64, 64, requires_grad=True) * 2]:
+        assert describe_plain(tensor) is None
+
+
+def test_another_default_device_changes_nothing() -> None:
+    """A program may make tensors elsewhere by default; what arrives on a CPU is on a CPU."""
+    sent = [torch.ones(3), torch.ones(0, 3), torch.ones(3, 2).t(), torch.ones(4000), torch.ones(2).bfloat16()]
+    with torch.device("meta"):
+        arrived = send(sent)
+    for tensor, origin in zip(arrived, sent, strict=True):
+        assert tensor.is_cpu
+        assert same_bits(tensor, origin)
 
 
 def test_small_tensors_may_change_at_once() -> None:
@@ -277,6 +388,9 @@ GOOD = [0, 0, 0, [2, 2], None, 0]
         [-2, b"123", 0, [1], None, 0],
         [-2, b"123", 3, [2], None, 0],
         [-3, 0, 0, [1], None, 0],
+        [0, 0, 4, [2], None, 1 | 4 | 8],
+        [0, 0, 9, [16], None, 8],
+        [0, 0, 0, [2, 2], None, "1"],
     ],
 )
 def test_table_that_does_not_fit_is_a_protocol_error(entry: Any) -> None:

@@ -478,16 +478,16 @@ def test_nothing_is_copied_into_a_segment_that_the_peer_cannot_use(monkeypatch: 
     with paired() as pair:
         write, written = pair.arena.write, list[int]()
 
-        def watched(block: Block, source: bytes) -> None:
+        def watched(block: Block, source: bytes, at: int) -> None:
             written.append(block.segment)
-            write(block, source)
+            write(block, source, at)
 
         monkeypatch.setattr(pair.arena, "write", watched)
-        assert pair.lender.lend(bytes(3 * MIB), lambda index: index == 0)
-        assert pair.lender.lend(bytes(3 * MIB), lambda index: index == 0) is None
+        assert pair.lender.lend(bytes(3 * MIB), usable=lambda index: index == 0)
+        assert pair.lender.lend(bytes(3 * MIB), usable=lambda index: index == 0) is None
         assert written == [0] and pair.lender.refused == {"not mapped": 1}
         assert pair.arena.blocks == pair.lender.leases == 1 and pair.lender.lent == 3 * MIB
-        assert pair.lender.lend(bytes(3 * MIB), lambda index: True) and written == [0, 1]
+        assert pair.lender.lend(bytes(3 * MIB), usable=lambda index: True) and written == [0, 1]
 
 
 def test_a_lease_that_never_left_is_taken_back() -> None:
@@ -571,10 +571,10 @@ def test_reclaiming_waits_for_a_copy_under_way(monkeypatch: pytest.MonkeyPatch) 
     with paired() as pair:
         write = pair.arena.write
 
-        def interrupted(block: Block, source: bytes) -> None:
+        def interrupted(block: Block, source: bytes, at: int) -> None:
             pair.lender.reclaim()
             assert pair.arena.blocks == 1  # nobody else gets it now
-            write(block, source)
+            write(block, source, at)
 
         monkeypatch.setattr(pair.arena, "write", interrupted)
         assert pair.lender.lend(b"x" * 1000) is None
@@ -586,7 +586,7 @@ def test_a_copy_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch, closed
     """An error of the copy is raised, unless the arena was closed meanwhile; nothing stays lent either way."""
     with paired() as pair:
 
-        def failing(block: Block, source: bytes) -> None:
+        def failing(block: Block, source: bytes, at: int) -> None:
             if closed:
                 pair.arena.close()
             raise ValueError("broken")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import aiorpc as rpc
+from aiorpc.channels.shared import SHARE_SIZE, SharedMemory
+from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime import memory
-from aiorpc.runtime.memory import SHARE_SIZE
 
 from . import bodies
 from .workers import group, until
@@ -31,7 +32,7 @@ def keep(value: Any) -> None:
 
 def shared_sent() -> int:
     """How many buffers that worker has sent through shared memory."""
-    return rpc.current().statistics().shared_sent
+    return rpc.current().statistics().channels["shared memory"].sent
 
 
 def shared_lent() -> int:
@@ -44,7 +45,7 @@ async def warm(worker: rpc.Worker, name: str) -> None:
 
     async def both_share() -> bool:
         assert torch.equal(await rpc.call(name, bodies.echo, large()), large())
-        return worker.statistics().shared_sent > 0 and await rpc.call(name, shared_sent) > 0
+        return worker.statistics().channels["shared memory"].sent > 0 and await rpc.call(name, shared_sent) > 0
 
     await until(both_share)
     await until_all_back(worker, name)
@@ -63,13 +64,13 @@ async def test_large_tensors_pass_through_shared_memory_both_ways() -> None:
     """Between two processes, to handlers of both kinds; what is dropped on either side goes back."""
     async with group(2) as (worker, _):
         await warm(worker, "w1")
-        before = worker.statistics().shared_sent, await rpc.call("w1", shared_sent)
+        before = worker.statistics().channels["shared memory"].sent, await rpc.call("w1", shared_sent)
         for seed in range(50):
             assert torch.equal(await rpc.call("w1", bodies.add, large(seed), 1), large(seed + 1))
             assert torch.equal(await rpc.call("w1", bodies.aadd, large(seed), 1), large(seed + 1))
-        assert worker.statistics().shared_sent == before[0] + 100
+        assert worker.statistics().channels["shared memory"].sent == before[0] + 100
         assert await rpc.call("w1", shared_sent) == before[1] + 100
-        assert set(worker.statistics().shared_refused) <= {"not mapped"}
+        assert set(worker.statistics().channels["shared memory"].refused) <= {"not mapped", "cold"}
         await until_all_back(worker, "w1")
 
 
@@ -90,13 +91,14 @@ async def test_what_a_killed_process_held_is_taken_back() -> None:
 async def test_a_connection_that_ends_before_its_process_leaves_nothing_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the process is not proved gone its memory stays lent; the proof comes with its end, and needs no call."""
     ended = memory.Memory.ended
-    too_early: list[memory.Sharing] = []
+    too_early: list[tuple[SharedMemory, WorkerRecord]] = []
 
-    def end(self: memory.Memory, sharing: memory.Sharing) -> None:
+    def end(self: memory.Memory, channel: SharedMemory) -> None:
+        record = self._shared[channel]
         with monkeypatch.context() as patch:
             patch.setattr(memory, "provably_dead", lambda record, here: False)
-            ended(self, sharing)
-        too_early.append(sharing)
+            ended(self, channel)
+        too_early.append((channel, record))
 
     monkeypatch.setattr(memory.Memory, "ended", end)
     async with group(2, ended=("w1",)) as (worker, children):
@@ -104,7 +106,7 @@ async def test_a_connection_that_ends_before_its_process_leaves_nothing_lent(mon
         await rpc.call("w1", keep, large())
         children["w1"].kill()
         await until_all_back(worker)
-        assert "w1" in [sharing.record.name for sharing in too_early]
+        assert "w1" in [record.name for _, record in too_early]
 
 
 async def test_what_came_from_a_killed_process_stays_readable() -> None:

@@ -79,7 +79,7 @@ class Bomb:
 
 def hello(record: list[Any], version: int = handshake.VERSION) -> bytes:
     """A HELLO with that record."""
-    return frame(Kind.HELLO, msgpack.packb([msgpack.packb([version, record, bytes(32)]), b""]))
+    return frame(Kind.HELLO, msgpack.packb([msgpack.packb([version, record, bytes(32), 0, False]), b""]))
 
 
 def attacks(record: WorkerRecord, bomb: str) -> dict[str, bytes]:

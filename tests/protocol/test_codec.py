@@ -449,8 +449,8 @@ class Sub(torch.Tensor): ...
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_other_kinds_of_tensors_are_pickled_by_torch() -> None:
-    """Sparse, quantised, meta and subclassed tensors are not dense; they travel in the pickle, as torch writes them."""
+def test_other_kinds_of_tensors_are_taken_apart() -> None:
+    """Sparse, quantised, meta and subclassed tensors are not dense; what is dense in them leaves the pickle."""
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     kinds = {
         "coo": dense.to_sparse(),
@@ -461,7 +461,7 @@ def test_other_kinds_of_tensors_are_pickled_by_torch() -> None:
     }
     out = Outgoing()
     encode_values(list(kinds.values()), out)
-    assert all(is_dense(tensor) for tensor in out.tensors), "the parts of a sparse tensor are dense"
+    assert all(is_dense(tensor) for tensor in out.tensors), "parts are dense"
     arrived = dict(zip(kinds, travel(*kinds.values()), strict=True))
     for name, tensor in kinds.items():
         assert not is_dense(tensor)

@@ -132,16 +132,16 @@ def test_changed_record_breaks_the_proof() -> None:
     """Somebody in the middle who changes a record, and not the secret, is found out."""
     opener, acceptor = opening(expect=None), accepting()
     body, proof = msgpack.unpackb(one(acceptor.feed(one(opener.start()))).body)
-    version, record, nonce = msgpack.unpackb(body)
+    version, record, nonce, link, pipe = msgpack.unpackb(body)
     record[4] = "elsewhere"
-    forged = msgpack.packb([msgpack.packb([version, record, nonce]), proof])
+    forged = msgpack.packb([msgpack.packb([version, record, nonce, link, pipe]), proof])
     with pytest.raises(PeerRefused, match="secret does not match"):
         opener.feed(Frame(Kind.HELLO, 0, forged))
 
 
 def test_other_version_is_refused_by_name() -> None:
     """A peer of another version is refused by both sides, with both versions named."""
-    body = msgpack.packb([VERSION + 1, ACCEPTOR.to_wire(), bytes(NONCE_SIZE)])
+    body = msgpack.packb([VERSION + 1, ACCEPTOR.to_wire(), bytes(NONCE_SIZE), 0, False])
     frame = Frame(Kind.HELLO, 0, msgpack.packb([body, b""]))
     opener = opening()
     opener.start()
@@ -236,11 +236,13 @@ BROKEN = [
     msgpack.packb([b"", b""]),
     msgpack.packb([msgpack.packb({}), b""]),
     msgpack.packb([msgpack.packb([VERSION, RECORD]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, RECORD, b"short"]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, RECORD[:-1], bytes(NONCE_SIZE)]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, ["bad name!", *RECORD[1:]], bytes(NONCE_SIZE)]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, [[]] * 10, bytes(NONCE_SIZE)]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD, b"short", 0, False]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD[:-1], bytes(NONCE_SIZE), 0, False]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, ["bad name!", *RECORD[1:]], bytes(NONCE_SIZE), 0, False]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, [[]] * 10, bytes(NONCE_SIZE), 0, False]), b""]),
     msgpack.packb([msgpack.packb(list(range(100))), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD, bytes(NONCE_SIZE), "0", False]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD, bytes(NONCE_SIZE), 0, 1]), b""]),
     b"\xdd\xff\xff\xff\xff",
     b"\x91" * 10_000,
 ]
@@ -304,8 +306,8 @@ def test_nothing_is_unpickled_before_the_proof(tmp_path: Path) -> None:
     bodies = [
         bomb,
         msgpack.packb([bomb, bomb]),
-        msgpack.packb([msgpack.packb([VERSION, bomb, bytes(NONCE_SIZE)]), bomb]),
-        msgpack.packb([msgpack.packb([VERSION, [ext, *RECORD[1:]], bytes(NONCE_SIZE)]), bomb]),
+        msgpack.packb([msgpack.packb([VERSION, bomb, bytes(NONCE_SIZE), 0, False]), bomb]),
+        msgpack.packb([msgpack.packb([VERSION, [ext, *RECORD[1:]], bytes(NONCE_SIZE), 0, False]), bomb]),
         msgpack.packb([ext, ext]),
     ]
     for body in bodies:

@@ -165,7 +165,7 @@ async def test_address_where_nobody_answers_is_given_up_in_time(
 async def test_what_goes_wrong_on_the_way_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that trying again cannot mend is an error of the calls, with the reason, not a hang."""
 
-    async def reach(worker: Worker, record: object) -> None:
+    async def reach(worker: Worker, record: object, transports: object) -> None:
         raise ValueError("no such way")
 
     async with cluster(2, options=RpcBackendOptions(loss_grace=0.1)) as workers:

@@ -1,0 +1,61 @@
+"""The inline channel: buffers travel in the frame of their message. Takes everything; the others fall back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from ..errors import ProtocolError
+from ..protocol.frames import Buffer
+from . import Arrived, Traffic, Wire
+
+
+class Inline:
+    """See the module."""
+
+    name = "inline"
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
+        """They ride along. wire: the number of the rider."""
+        first = len(riders)
+        riders.extend(buffers)
+        self.count(buffers)
+        return [[number] for number in range(first, len(riders))]
+
+    def count(self, buffers: Sequence[Buffer]) -> None:
+        """These ride in a frame that says nothing about channels."""
+        traffic = self.traffic
+        traffic.sent += len(buffers)
+        traffic.bytes_sent += sum(map(len, buffers))
+
+    def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
+        """They go with their frame, or not at all."""
+
+    def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Buffer | None]:
+        """They are here, with the message."""
+        try:
+            taken = [riders[number] for (number,) in wires if number >= 0]
+        except (TypeError, ValueError, IndexError):
+            taken = []
+        if len(taken) != len(wires):
+            raise ProtocolError(f"a message of {len(riders)} segments that names {wires!r:.100}")
+        for buffer in taken:
+            self.traffic.count_received(len(buffer))
+        return list(taken)
+
+    def on_message(self, fields: list[Any]) -> None:
+        """Nothing is ever said."""
+        raise ProtocolError("a message for the inline channel, which takes none")
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def allocate(size: int) -> memoryview:
+    """Memory for one large buffer. Not zeroed: it is about to be overwritten, and touching it twice costs more."""
+    return numpy.empty(size, dtype=numpy.uint8).data

@@ -1,0 +1,303 @@
+"""The shared-memory channel: a large buffer is copied once, into a block that the receiver then owns where it lies.
+
+Each end lends blocks of its own arena and adopts those of the other's (shm.py). What the ends tell each other:
+
+    offer, segment, fd, size, nonce     map this segment of my arena; I should like to send through it
+    mapped, segment                     done, and the nonce is there: blocks of it may come
+    refused, segment, reason            it cannot be done: send the bytes another way
+    warm, segment, start, size          these pages are there now; have them in your tables before you need them
+    release, [blocks]                   these are yours again
+
+Nothing waits for any of it. Until a segment is mapped, and whenever there is no warm room, `send` takes nothing; the
+first buffers to a peer therefore always go another way, while the memory is made ready in the background.
+
+Short buffers of a message that has many go into a block together, each at the next multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from ..errors import ProtocolError
+from ..protocol.frames import Buffer
+from . import Arrived, Traffic, Wire
+from .arena import ALIGN, Arena, Block, Bytes
+from .shm import Borrower, Lender
+
+OFFER, MAPPED, REFUSED, WARM, RELEASE = "offer", "mapped", "refused", "warm", "release"
+# Below this, in bytes, a copy into the frame costs less than a block (measured: about equal at 100 KB).
+SHARE_SIZE = 128 * 1024
+# Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
+PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
+# A buffer that has to be copied out is copied off the loop from this size on, in bytes.
+COPY_SIZE = 1024 * 1024
+
+
+class Surroundings(Protocol):
+    """What the channel needs around it."""
+
+    def post(self, fields: list[Any], *, more: bool = False) -> None:
+        """Send a message to the other end. more: another one follows at once. Any thread."""
+
+    def in_background(self, fn: Callable[..., None], *args: Any) -> None:
+        """Run something in a thread. Any thread."""
+
+    def on_loop(self, function: Callable[..., object], *args: Any) -> None:
+        """Run something on the loop. Any thread."""
+
+    def on_release(self) -> None:
+        """`flush` has something to send. Any thread, and inside the garbage collector."""
+
+    def on_refused(self, reason: str) -> None:
+        """The other end cannot use our memory. On the loop."""
+
+    def on_cold(self, size: int) -> None:
+        """The arena had no warm room for so many bytes. Any thread."""
+
+
+def descriptor() -> dict[str, Any]:
+    """What the other end has to know of this process in order to tell whether memory can be shared."""
+    return {"user": os.getuid(), "processes": _process_namespace()}
+
+
+def obstacle(theirs: Any) -> str | None:
+    """Why memory cannot be shared with the process of that descriptor, as far as that can be told without trying."""
+    if type(theirs) is not dict:
+        return "it does not share memory"
+    if theirs.get("user") != os.getuid():
+        return "it runs as another user"
+    if theirs.get("processes") != _process_namespace():
+        return "it is in another process namespace, where the files of this process cannot be opened"
+    return None
+
+
+def _process_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+class SharedMemory:
+    """One end. See the module. pid: of the process at the other end, as this process sees it."""
+
+    name = "shared memory"
+
+    def __init__(self, arena: Arena, pid: int, surroundings: Surroundings) -> None:
+        self.traffic = Traffic()
+        self.arena = arena
+        self.lender = Lender(arena)
+        self.lender.refused = self.traffic.refused
+        self.borrower = Borrower(surroundings.on_release)
+        self.released = self.borrower.released  # what `flush` would send
+        self._pid = pid
+        self._around = surroundings
+        self._offered: set[int] = set()
+        self._mapped: set[int] = set()
+        self._wanted = False
+        self._closed = False
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
+        """Copy those worth a block. wire: the block, whether to copy it out; of a packed one also start and bytes."""
+        wires: list[Wire | None] = [None] * len(buffers)
+        for group in _groups(buffers):
+            members = [buffers[index] for index in group]
+            lent = self._lend(members)
+            if lent is None:
+                continue
+            block, copy_out = lent
+            start = 0
+            for index, member in zip(group, members, strict=True):
+                part = [] if len(group) == 1 else [start, len(member)]
+                wires[index] = [*block, int(copy_out), *part]
+                start += -(-len(member) // ALIGN) * ALIGN
+                self.traffic.count_sent(len(member))
+        return wires
+
+    def send_one(self, buffer: Buffer) -> Wire | None:
+        """What `send` does with a message of one buffer, in fewer steps."""
+        if len(buffer) < SHARE_SIZE:
+            return None
+        lent = self._lend((buffer,))
+        if lent is None:
+            return None
+        self.traffic.count_sent(len(buffer))
+        return [*lent[0], int(lent[1])]
+
+    def _lend(self, buffers: Sequence[Buffer]) -> tuple[Block, bool] | None:
+        if not self._mapped and not self._offer_all():
+            self.traffic.refused["not mapped"] += 1
+            return None
+        lent = self.lender.lend(*buffers, usable=self._usable, grow=False)
+        if lent is None:
+            self._is_cold(sum(map(len, buffers)))
+        return lent
+
+    def _offer_all(self) -> bool:
+        """The first time: begin with the segments there are. False if there are none that could be used."""
+        if not self.arena.segments:
+            return True  # the lender will find out, and say why
+        for segment in self.arena.segments:
+            self._offer(segment.index)
+        return False
+
+    def _is_cold(self, size: int) -> None:
+        self._wanted = True
+        self._around.on_cold(size)
+
+    def _usable(self, index: int) -> bool:
+        """Whether the other side has mapped that segment; if it was never asked, it is now."""
+        if index in self._mapped:
+            return True
+        self._offer(index)
+        return False
+
+    def _offer(self, index: int) -> None:
+        if index in self._offered:
+            return
+        segments = self.arena.segments
+        if index >= len(segments):  # closed meanwhile, by the loop
+            return
+        self._offered.add(index)
+        segment = segments[index]
+        self._around.post([OFFER, index, segment.fd, segment.size, segment.nonce])
+
+    def grown(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """These ranges (segment, start, bytes) of the arena are warm now; tell the other end if it may need them."""
+        if not self._wanted or self._closed:
+            return
+        for index, start, size in ranges:
+            if index in self._mapped:
+                self._around.post([WARM, index, start, size])
+            else:
+                self._offer(index)
+
+    def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
+        """Those of a message that was not sent are free again; others are released where they arrive."""
+        if named:
+            return
+        for block in {Block(*wire[:4]) for wire in wires}:
+            self.lender.taken_back(block)
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Buffer | None]:
+        """The blocks, where they are; long ones that are to be copied out arrive when a thread has done so."""
+        buffers: list[Buffer | None] = []
+        packs: dict[int, memoryview] = {}
+        for index, wire in enumerate(wires):
+            if len(wire) == 7:
+                buffers.append(self._part(wire, packs))
+                continue
+            block = self._adopt(wire[:5])
+            if wire[4] and block.nbytes >= COPY_SIZE:
+                buffers.append(None)
+                self._around.in_background(self._copy_out, [block], partial(arrived, index))
+            else:
+                buffers.append((block.copy() if wire[4] else block).data)
+            del block
+        return buffers
+
+    def receive_one(self, wire: Wire) -> Buffer | None:
+        """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""
+        if len(wire) != 5 or wire[4]:
+            return None
+        return self._adopt(wire).data
+
+    def _adopt(self, wire: Wire) -> Bytes:
+        if len(wire) != 5:
+            raise ProtocolError(f"not a block: {wire!r:.100}")
+        block = self.borrower.adopt(wire[:4])
+        self.traffic.count_received(block.nbytes)
+        return block
+
+    def _part(self, wire: Wire, packs: dict[int, memoryview]) -> Buffer:
+        """One of several in a block. Slices of a memoryview keep its array, and with it the block."""
+        *whole, start, size = wire
+        pack = packs.get(wire[3])
+        if pack is None:
+            block = self._adopt(whole)
+            pack = packs[wire[3]] = (block.copy() if wire[4] else block).data
+        if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= len(pack):
+            raise ProtocolError(f"a part outside of its block: {wire!r:.100}")
+        return pack[start : start + size]
+
+    def _copy_out(self, block: list[Bytes], arrived: Callable[[Buffer], None]) -> None:
+        """In a thread. The list: so that the block is released here, not when the thread finds its next job."""
+        self._around.on_loop(arrived, block.pop().copy().data)
+
+    def flush(self, *, more: bool = False) -> None:
+        """Send what was released, if anything was. more: a message follows at once. Any thread."""
+        released = self.borrower.drain()
+        if released:
+            self._around.post([RELEASE, released], more=more)
+
+    # --- messages, on the loop ----------------------------------------------------------------------------------------
+
+    def on_message(self, fields: list[Any]) -> None:
+        """From the other end. Raises ProtocolError."""
+        try:
+            tag, *rest = fields
+            if tag == OFFER:
+                index, fd, size, nonce = rest
+                if not self._closed:
+                    self._around.in_background(self._map, int(index), int(fd), int(size), bytes(nonce))
+            elif tag == MAPPED:
+                self._mapped.add(int(rest[0]))
+            elif tag == WARM:
+                index, start, size = map(int, rest)
+                if not self._closed:
+                    self._around.in_background(self.borrower.touch, index, start, size)
+            elif tag == REFUSED:
+                self.traffic.refused["refused"] += 1
+                self._around.on_refused(f"it cannot map our memory: {rest[1]}")
+            elif tag == RELEASE:
+                self.lender.released(rest[0])
+            else:
+                raise ProtocolError(f"a message about memory that is none: {str(tag)[:40]}")
+        except (TypeError, ValueError, IndexError) as error:
+            raise ProtocolError(f"a message about memory that is none: {error}") from None
+
+    def _map(self, index: int, fd: int, size: int, nonce: bytes) -> None:
+        """In a thread: mapping makes the pages of the segment known to this process."""
+        try:
+            self.borrower.map(index, f"/proc/{self._pid}/fd/{fd}", size, nonce)
+        except Exception as error:
+            self._around.post([REFUSED, index, f"{type(error).__name__}: {error}"])
+        else:
+            self._around.post([MAPPED, index])
+
+    def close(self) -> None:
+        """What was lent stays so until it is proved that nobody can use it; what was adopted stays valid."""
+        self._closed = True
+        self.lender.retire()
+        self.borrower.close()
+
+
+def _groups(buffers: Sequence[Buffer]) -> list[list[int]]:
+    """Which buffers go into a block, and which of them together."""
+    if len(buffers) == 1:
+        return [[0]] if len(buffers[0]) >= SHARE_SIZE else []
+    groups: list[list[int]] = []
+    short: list[int] = []
+    for index, buffer in enumerate(buffers):
+        if len(buffer) >= SHARE_SIZE:
+            groups.append([index])
+        elif len(buffer):
+            short.append(index)
+    pack: list[int] = []
+    size = 0
+    for index in short:
+        pack.append(index)
+        size += len(buffers[index])
+        if size > PACK_MOST - SHARE_SIZE:
+            groups.append(pack)
+            pack, size = [], 0
+    if size >= PACK_LEAST:
+        groups.append(pack)
+    return groups

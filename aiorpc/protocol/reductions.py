@@ -1,0 +1,287 @@
+"""Tensors that are not dense, and other owners of much memory, taken apart for the pickle.
+
+The parts are dense tensors, which leave the pickle and travel as buffers; the pickle says how to put them together:
+
+    sparse (COO, CSR, CSC, BSR, BSC)   indices and values; invariants are not checked again
+    quantised                          a view of the stored integers, scale and zero point (per tensor or per channel)
+    nested, strided layout             its buffer, sizes, strides and offsets
+    subclass with memory of its own    a plain tensor over that memory, class and state (``__getstate__``)
+    uninitialised parameter, buffer    dtype, device and requires_grad
+    storage, typed and untyped         a tensor over it, so that it shares with the tensors of the message
+    array that is not contiguous       a contiguous copy
+
+Whatever pickles itself (jagged nested tensors, subclasses with ``__reduce_ex__`` or in ``copyreg``), wrapper
+subclasses, meta tensors and Parameters of these kinds are left to torch; the tensors inside come back here. Attributes
+travel. Hooks, graphs and ``grad`` stay behind, as with ``torch.save``; tensors that require gradients arrive as leaves
+that require them.
+
+The functions ``load_*`` are named in pickles.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+from ..errors import SerializationError
+
+Tensor = torch.Tensor
+Parameter = torch.nn.Parameter
+UninitializedParameter = torch.nn.parameter.UninitializedParameter
+UninitializedBuffer = torch.nn.parameter.UninitializedBuffer
+
+# Arrays up to this many bytes may be written into the pickle.
+_SMALL = 4096
+# Stored integers of quantised types; those not here put several elements into a byte.
+_STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+_SPARSE_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_SPARSE_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+_KNOWN_LAYOUTS = (torch.strided, torch.sparse_coo, *_SPARSE_BY_ROW, *_SPARSE_BY_COLUMN, torch.jagged)
+# Said each time: the program may have set another default device for the thread that decodes.
+_CPU = torch.device("cpu")
+
+
+def reduce_tensor(tensor: Tensor) -> Any:
+    """How a tensor that is not dense is pickled, as ``__reduce_ex__`` would say it; NotImplemented: as torch does.
+
+    Raises SerializationError for one that cannot travel.
+    """
+    kind = type(tensor)
+    if kind is UninitializedParameter or kind is UninitializedBuffer:
+        return _reduce_uninitialized(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        _refuse(tensor)
+        if kind is Tensor:
+            return _reduce_plain(tensor)
+        return NotImplemented if kind is Parameter or _pickles_itself(kind) else _reduce_subclass(tensor)
+
+
+def _refuse(tensor: Tensor) -> None:
+    problem = ""
+    if _is_fake(tensor):
+        problem = "is a FakeTensor: it has no values that could be sent"
+    elif tensor.device.type not in ("cpu", "meta"):
+        problem = f"on {tensor.device} has no way to the other worker; send tensor.cpu()"
+    elif tensor.layout not in _KNOWN_LAYOUTS:
+        problem = f"has the layout {tensor.layout}, which cannot be sent; send tensor.to_dense()"
+    if problem:
+        shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+        raise SerializationError(f"a {tensor.dtype} tensor{shape} {problem}")
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # imported by whoever made one
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def _reduce_plain(tensor: Tensor) -> Any:
+    """For an exact ``torch.Tensor``."""
+    if tensor.is_quantized:
+        reduced = _reduce_quantised(tensor)
+    elif tensor.is_nested and tensor.layout is torch.strided:
+        reduced = _reduce_nested(tensor)
+    elif tensor.layout is torch.strided:  # meta
+        return NotImplemented
+    else:
+        reduced = _reduce_sparse(tensor)
+    return _with_state(reduced, tensor)
+
+
+def _with_state(reduced: tuple[Any, ...], tensor: Tensor) -> tuple[Any, ...]:
+    state = tensor.__getstate__()
+    return reduced if not state else (*reduced, state, None, None, restore_state)
+
+
+def restore_state(tensor: Tensor, state: Any) -> None:
+    """Used in pickles: what ``__getstate__`` said about a tensor, attributes in its dictionary and in slots."""
+    if type(tensor).__setstate__ is not Tensor.__setstate__:
+        tensor.__setstate__(state)
+        return
+    attributes, slots = state if type(state) is tuple else (state, None)
+    tensor.__dict__.update(attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(tensor, name, value)
+
+
+# --- sparse -----------------------------------------------------------------------------------------------------------
+
+
+def _reduce_sparse(tensor: Tensor) -> tuple[Any, ...]:
+    grad = tensor.requires_grad
+    tensor = tensor.detach()
+    parts: tuple[Tensor, ...]
+    if tensor.layout is torch.sparse_coo:
+        coalesced, parts = tensor.is_coalesced(), (tensor._indices(), tensor._values())
+    elif tensor.layout in _SPARSE_BY_ROW:
+        coalesced, parts = False, (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    else:
+        coalesced, parts = False, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return load_sparse, (tensor.layout, tensor.size(), coalesced, grad, *parts)
+
+
+def load_sparse(layout: torch.layout, size: torch.Size, coalesced: bool, grad: bool, *parts: Tensor) -> Tensor:
+    """Used in pickles: a sparse tensor of these parts.
+
+    Not torch's own function: that keeps all it makes in a list, for a check that only the end of `torch.load` makes.
+    """
+    device = parts[0].device
+    if layout is torch.sparse_coo:
+        indices, values = parts
+        made = torch.sparse_coo_tensor(
+            indices, values, size, device=device, is_coalesced=coalesced, check_invariants=False
+        )
+    else:
+        compressed, plain, values = parts
+        made = torch.sparse_compressed_tensor(
+            compressed, plain, values, size, layout=layout, device=device, check_invariants=False
+        )
+    return made.requires_grad_() if grad else made
+
+
+# --- quantised --------------------------------------------------------------------------------------------------------
+
+
+def _reduce_quantised(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.qscheme() is torch.per_tensor_affine:
+        scale: tuple[Any, ...] = (tensor.q_scale(), tensor.q_zero_point())
+    else:
+        scale = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis())
+    kind = _STORED.get(tensor.dtype)
+    stored = _over_memory(tensor, kind) if kind is not None else _over_storage(tensor.untyped_storage())
+    return load_quantised, (tensor.dtype, tensor.size(), stored, *scale)
+
+
+def load_quantised(dtype: torch.dtype, size: torch.Size, stored: Tensor, *scale: Any) -> Tensor:
+    """Used in pickles: a quantised tensor over stored integers. scale: it and the zero point; per channel the axis."""
+    packed = dtype not in _STORED
+    if len(scale) == 2:
+        made = torch._empty_affine_quantized(
+            size if packed else (0,), scale=scale[0], zero_point=scale[1], dtype=dtype, device=_CPU
+        )
+    else:
+        made = torch._empty_per_channel_affine_quantized(
+            size, scales=scale[0], zero_points=scale[1], axis=scale[2], dtype=dtype, device=_CPU
+        )
+    if packed:  # torch counts a byte for each element, and would find the storage too short
+        made.untyped_storage().copy_(stored.untyped_storage())
+        return made
+    return made.set_(stored.untyped_storage(), int(stored.storage_offset()), size, stored.stride())
+
+
+# --- nested -----------------------------------------------------------------------------------------------------------
+
+
+def _reduce_nested(tensor: Tensor) -> tuple[Any, ...]:
+    grad = tensor.requires_grad
+    tensor = tensor.detach()
+    sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
+    return load_nested, (tensor.values(), sizes, strides, tensor._nested_tensor_storage_offsets(), grad)
+
+
+def load_nested(buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
+    """Used in pickles: a nested tensor over one buffer."""
+    made: Tensor = torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+    return made.requires_grad_() if grad else made
+
+
+# --- subclasses -------------------------------------------------------------------------------------------------------
+
+
+def _pickles_itself(kind: type[Tensor]) -> bool:
+    ours = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
+    return kind.__reduce_ex__ not in ours or kind in copyreg.dispatch_table
+
+
+def _reduce_subclass(tensor: Tensor) -> Any:
+    kind = type(tensor)
+    dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested or (dispatches and not _has_memory(tensor)):
+        return NotImplemented
+    grad = tensor.requires_grad
+    if tensor.layout is torch.strided:
+        plain = _over_memory(tensor, tensor.dtype)  # not detach(): that may be the class's own
+    elif dispatches:
+        return NotImplemented
+    else:
+        plain = tensor.detach()
+    return _with_state((load_subclass, (kind, plain, grad)), tensor)
+
+
+def load_subclass(kind: type[Tensor], plain: Tensor, grad: bool) -> Tensor:
+    """Used in pickles: an object of a subclass, without its constructor, over the memory of a plain tensor."""
+    return Tensor._make_subclass(kind, plain, grad)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.data_ptr() != 0
+
+
+def _reduce_uninitialized(tensor: Tensor) -> tuple[Any, ...]:
+    data = tensor.data  # what may be asked of one before it has a shape
+    return _with_state((type(tensor), (tensor.requires_grad, data.device, data.dtype)), tensor)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _over_storage(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=_CPU).set_(storage)
+
+
+def _over_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A plain tensor over the same memory, of a type with elements of the same size."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes() and tensor.numel():  # set_ would give it new memory
+        raise SerializationError(f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} whose memory was freed")
+    plain = torch.empty(0, dtype=dtype, device=_CPU)
+    plain.set_(storage, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        plain = plain.conj()
+    return torch._neg_view(plain) if tensor.is_neg() else plain
+
+
+def _reduce_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    if storage.device.type != "cpu":
+        raise SerializationError(
+            f"a storage of {storage.nbytes()} bytes on {storage.device} has no way to the other worker"
+        )
+    return load_storage, (_over_storage(storage),)
+
+
+def load_storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Used in pickles: the storage of a tensor. It cannot be resized, for its memory was received."""
+    return tensor.untyped_storage()
+
+
+def _reduce_typed_storage(storage: torch.TypedStorage) -> tuple[Any, ...]:
+    return load_typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def load_typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Used in pickles: a typed storage over an untyped one."""
+    return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _reduce_array(array: numpy.ndarray[Any, Any]) -> Any:
+    """One that has gaps would be written into the pickle: numpy lends only memory that is all its own."""
+    if array.nbytes <= _SMALL or array.flags.forc or array.dtype.hasobject:
+        return NotImplemented
+    axes = sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True)
+    if array.transpose(axes).flags.c_contiguous:
+        return NotImplemented
+    copy = array.copy(order="K")
+    copy.flags.writeable = array.flags.writeable
+    return copy.__reduce_ex__(5)
+
+
+# Exact types that are not tensors.
+OTHERS: dict[type, Callable[[Any], Any]] = {
+    torch.UntypedStorage: _reduce_storage,
+    torch.TypedStorage: _reduce_typed_storage,
+    numpy.ndarray: _reduce_array,
+}

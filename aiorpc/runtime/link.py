@@ -1,0 +1,449 @@
+"""A link: one end of the traffic with one other worker. Frames go over its connection, large buffers by channels.
+
+A message whose buffers all fit into its frame is that frame. Any other travels as a PARCEL, which names for each buffer
+its channel and what that needs to receive it, and is unwrapped here: who serves or answers calls sees the message with
+all its buffers, as if they had come with it.
+
+    PARCEL   kind of the message, [[channel, *wire] for each buffer], body of the message; segments: the riders
+    CHANNEL  channel, *fields: a message from one end of a channel to the other; channel 0 is the link itself:
+             0, "hello", {channel: descriptor}    what I can use; comes first
+             0, "pipe", reason or ""              acceptor: I need a second connection; opener: there will be none
+             0, "pipe"                            opener, first on the second connection: here it is
+
+Invariants
+1. A message is handed over once, whole, or not at all. While buffers of it are missing, it is held here with all later
+   frames of the same call behind it; other calls do not wait.
+2. A message of which a buffer cannot be had is handed over as failed; its call fails, and no other.
+3. The opener of the link opens its second connection. If that cannot be had, chunks go between the frames of the first.
+   A second connection that breaks takes the first along: what was on it is lost.
+4. Nothing is copied on the loop that takes longer than a millisecond (`too_long_for_loop`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ..channels import Channel, Traffic, Wire, shared
+from ..channels.bulk import Bulk
+from ..channels.inline import Inline
+from ..channels.shared import SharedMemory
+from ..errors import ProtocolError
+from ..protocol.codec import pack, unpack
+from ..protocol.frames import PARCEL, Buffer, Frame, Kind, encode_frame
+from ..protocol.identity import WorkerRecord
+from ..transport.connection import Connection
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+logger = logging.getLogger("aiorpc")
+
+HELLO, PIPE = "hello", "pipe"
+LINK, SHARED, BULK, INLINE = range(4)
+# The buffers of a message are worth no channel below this, in bytes; nor is one that comes alone.
+LEAST, LEAST_ALONE = shared.PACK_LEAST, shared.SHARE_SIZE
+# What is copied on a loop at most, in bytes; a thread copies the rest.
+LOOP_COPY = 1024 * 1024
+# What was released travels with the next message, or by itself after this many seconds.
+RELEASE_PAUSE = 0.01
+# Seconds until a second connection is opened that nothing waits for yet.
+PIPE_PAUSE = 0.02
+# Seconds in which the end of the first connection says why the second one has ended.
+PIPE_GRACE = 1.0
+# Frames that wait in the second connection, so that it never runs dry and a withdrawal takes effect soon.
+_AHEAD = 2
+
+
+class Receiver(Protocol):
+    """Who gets the messages of a link. On the loop."""
+
+    def on_frames(self, frames: list[Frame]) -> None:
+        """Frames and whole messages."""
+
+    def on_failed(self, frame: Frame, error: Exception) -> None:
+        """A message without its buffers, and why."""
+
+
+class Parcel(NamedTuple):
+    """A message ready to be posted, or withdrawn. wires: (channel, wire) of buffers that do not go with the frame."""
+
+    frame: list[Buffer]
+    call_id: int
+    wires: Sequence[tuple[int, Wire]]
+
+
+class _Held:
+    """A message that waits for buffers, and what came behind it."""
+
+    __slots__ = ("behind", "body", "buffers", "failure", "kind", "missing")
+
+    def __init__(self, kind: int, body: bytes, count: int) -> None:
+        self.kind = kind
+        self.body = body
+        self.buffers: list[Any] = [None] * count
+        self.missing = 0
+        self.failure: Exception | None = None
+        self.behind: list[Frame] = []
+
+
+class Link:
+    """See the module. `prepare`, `post`, `withdraw` and `flush` from any thread, the rest on the loop."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        connection: Connection,
+        record: WorkerRecord,
+        receiver: Receiver,
+        *,
+        number: int,
+        opener: bool,
+    ) -> None:
+        self.worker = worker
+        self.connection = connection
+        self.record = record
+        self.number = number
+        self.held: dict[int, _Held] = {}
+        self.released: Sequence[Any] = ()  # what `flush` would send
+        self.shared: SharedMemory | None = None
+        self.bulk = Bulk(limit=worker.options.max_tensor_bytes, wake=self._wake_pump)
+        self.inline = Inline()
+        self.pipe: Connection | None = None
+        self._receiver = receiver
+        self._opener = opener
+        self._pipe_asked = False
+        self._channels: dict[int, Channel] = {BULK: self.bulk, INLINE: self.inline}
+        self._underway: dict[int, Sequence[tuple[int, Wire]]] = {}  # of calls that may still be given up
+        self._pumping = False
+        self._timed = False
+        self._closed = False
+        connection.decoder.place = self.bulk.place
+        self._introduce()
+
+    # --- sending, from any thread -------------------------------------------------------------------------------------
+
+    def too_long_for_loop(self, buffers: Sequence[Buffer]) -> bool:
+        """Whether `prepare` would block the loop that runs in this thread, and another thread should call it."""
+        return (
+            threading.get_ident() == self.worker.thread
+            and self.shared is not None
+            and sum(map(len, buffers)) > LOOP_COPY
+        )
+
+    def prepare(self, kind: int, call_id: int, body: bytes, buffers: Sequence[Buffer], *, copy: bool = False) -> Parcel:
+        """Give the buffers of a message to their channels. What it returns has to be posted or withdrawn.
+
+        copy: the buffers may change as soon as this returns. Else they are borrowed until they are written.
+        """
+        sharing = self.shared
+        if sharing is not None and len(buffers) == 1:
+            wire = sharing.send_one(buffers[0])
+            if wire is not None:  # as below; most large messages are of this kind
+                body = pack((kind, ((SHARED, *wire),), body))
+                return Parcel(encode_frame(PARCEL, call_id, body), call_id, ((SHARED, wire),))
+            sharing = None
+        if sum(map(len, buffers)) < (LEAST if len(buffers) > 1 else LEAST_ALONE):
+            if copy:
+                buffers = [bytes(buffer) for buffer in buffers]
+            self.inline.count(buffers)
+            return Parcel(encode_frame(kind, call_id, body, buffers), call_id, ())
+        riders: list[Buffer] = []
+        wires: list[Any] = [None] * len(buffers)
+        apart: list[tuple[int, Wire]] = []
+        for code, channel in sorted(self._channels.items()):
+            if code == SHARED and sharing is None:  # it was asked
+                continue
+            left = [index for index, wire in enumerate(wires) if wire is None]
+            if copy and code != SHARED:
+                buffers = [
+                    bytes(buffer) if index in left and type(buffer) is not bytes else buffer
+                    for index, buffer in enumerate(buffers)
+                ]
+            for index, wire in zip(left, channel.send([buffers[index] for index in left], riders), strict=True):
+                if wire is not None:
+                    wires[index] = [code, *wire]
+                    if code != INLINE:
+                        apart.append((code, wire))
+        if apart:
+            kind, body = PARCEL, pack([kind, wires, body])
+        return Parcel(encode_frame(kind, call_id, body, riders), call_id, apart)
+
+    def post(self, parcel: Parcel, *, urgent: bool = False) -> None:
+        """Send a message that was prepared."""
+        for code, _ in parcel.wires:
+            if code == BULK:
+                self._underway[parcel.call_id] = parcel.wires
+                break
+        if self.released:
+            self.flush(more=True)
+        self.connection.send(parcel.frame, urgent=urgent)
+
+    def withdraw(self, parcel: Parcel) -> None:
+        """That message will not be posted."""
+        self._withdraw(parcel.wires, named=False)
+
+    def give_up(self, call_id: int) -> None:
+        """Nobody wants any more what was posted for that call."""
+        self._withdraw(self._underway.pop(call_id, ()), named=True)
+
+    def _withdraw(self, wires: Sequence[tuple[int, Wire]], *, named: bool) -> None:
+        for code, channel in self._channels.items():
+            given_up = [wire for wire_code, wire in wires if wire_code == code]
+            if given_up:
+                channel.withdraw(given_up, named=named)
+
+    def flush(self, *, more: bool = False) -> None:
+        """Say what was released, if anything was. more: another frame follows at once."""
+        if self.released and self.shared is not None:
+            self.shared.flush(more=more)
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def is_held(self, frame: Frame) -> bool:
+        """Whether that frame has to wait for an earlier message of its call; if so, it does."""
+        held = self.held.get(frame.call_id)
+        if held is None or not frame.call_id:
+            return False
+        held.behind.append(frame)
+        return True
+
+    def open(self, frame: Frame) -> Frame | None:
+        """The message in a PARCEL, or None if it has to wait: it is handed over later. Raises ProtocolError."""
+        try:
+            kind, wires, body = unpack(frame.body)
+            if len(wires) == 1 and wires[0][0] == SHARED and self.shared is not None:
+                buffer = self.shared.receive_one(wires[0][1:])
+                if buffer is not None:
+                    return Frame(kind, frame.call_id, body, [buffer])
+            held = _Held(int(kind), bytes(body), len(wires))
+            self._receive(frame, wires, held)
+        except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
+            raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
+        if held.missing == 0 and held.failure is None:
+            return Frame(held.kind, frame.call_id, held.body, held.buffers)
+        self.held[frame.call_id] = held
+        self._hand_over(frame.call_id, held)
+        return None
+
+    def _receive(self, frame: Frame, wires: list[Any], held: _Held) -> None:
+        for code in sorted({wire[0] for wire in wires}):
+            places = [place for place, wire in enumerate(wires) if wire[0] == code]
+            arrived = partial(self._arrived, frame.call_id, held, places)
+            held.missing += len(places)
+            buffers = self._channels[code].receive([wires[place][1:] for place in places], frame.segments, arrived)
+            for place, buffer in zip(places, buffers, strict=True):
+                if buffer is not None:
+                    held.buffers[place] = buffer
+                    held.missing -= 1
+
+    def _arrived(self, call_id: int, held: _Held, places: list[int], index: int, outcome: Buffer | Exception) -> None:
+        held.missing -= 1
+        if isinstance(outcome, Exception):
+            held.failure = outcome
+        else:
+            held.buffers[places[index]] = outcome
+        self._hand_over(call_id, held)
+
+    def _hand_over(self, call_id: int, held: _Held) -> None:
+        if held.missing or self._closed or self.held.get(call_id) is not held:
+            return
+        del self.held[call_id]
+        frame = Frame(held.kind, call_id, held.body, held.buffers)
+        if held.failure is not None:
+            self._receiver.on_failed(frame._replace(segments=()), held.failure)
+            self._receiver.on_frames(held.behind)
+        else:
+            self._receiver.on_frames([frame, *held.behind])
+
+    def on_channel(self, frame: Frame) -> None:
+        """A CHANNEL frame. Raises ProtocolError."""
+        code, *fields = unpack(frame.body) or [None]
+        if code == LINK:
+            self._on_message(fields)
+        elif code == SHARED and self.shared is None:
+            return  # it was on its way when we found that we cannot
+        elif type(code) is int and code in self._channels:
+            self._channels[code].on_message(fields)
+        else:
+            raise ProtocolError(f"a message for channel {code!r:.20}, which does not exist")
+
+    # --- which channels -----------------------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        mine = {}
+        if self.connection.local and self.worker.options.shared_memory:
+            mine[SharedMemory.name] = shared.descriptor()
+        self._say([LINK, HELLO, mine])
+
+    def _on_message(self, fields: list[Any]) -> None:
+        match fields:
+            case [str(tag), dict(theirs)] if tag == HELLO:
+                self._choose(theirs)
+            case [str(tag), str(reason)] if tag == PIPE:
+                self._on_pipe_message(reason)
+            case _:
+                raise ProtocolError(f"a message about channels that is none: {fields!r:.100}")
+
+    def _choose(self, theirs: dict[str, Any]) -> None:
+        """Both ends come to the same choice; whether memory really is shared, a first segment proves (shared.py)."""
+        if not self.connection.local or not self.worker.options.shared_memory or self.shared is not None:
+            return
+        reason = shared.obstacle(theirs.get(SharedMemory.name))
+        if reason is not None:
+            self.worker.memory.cannot_share(self.record, reason)
+            return
+        channel = self.shared = SharedMemory(self.worker.memory.arena, self.record.pid, _Surroundings(self))
+        self.released = channel.released
+        self._channels[SHARED] = channel
+        self.worker.memory.add(channel, self.record)
+
+    def _say(self, message: list[Any], *, more: bool = False) -> None:
+        self.connection.send(encode_frame(Kind.CHANNEL, 0, pack(message)), more=more)
+
+    def flush_later(self) -> None:
+        """Something was released. From any thread, and from inside the garbage collector."""
+        if not self._timed:
+            self._timed = True
+            self.worker.call_on_loop(self._start_flush_timer)
+
+    def _start_flush_timer(self) -> None:
+        self.worker.loop.call_later(RELEASE_PAUSE, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timed = False
+        self.flush()
+
+    # --- the second connection ----------------------------------------------------------------------------------------
+
+    def _wake_pump(self) -> None:
+        if not self._pumping:
+            self._pumping = True
+            self.worker.call_on_loop(self._pump)
+
+    def _pump(self) -> None:
+        """Keep the pipe full, and no fuller."""
+        self._pumping = False
+        pipe = self.pipe
+        if pipe is None:
+            if self.bulk.sending:
+                self._need_pipe()
+            else:  # it will be of use: not at the cost of the message that has shown it
+                self.worker.loop.call_later(PIPE_PAUSE, self._need_pipe)
+            return
+        while pipe.unsent < _AHEAD and not self._closed:
+            frame = self.bulk.next_frame()
+            if frame is None:
+                self._underway.clear()
+                return
+            pipe.send(frame)
+
+    def _need_pipe(self) -> None:
+        if self._pipe_asked or self._closed:
+            return
+        self._pipe_asked = True
+        if self._opener:
+            self.worker.open_pipe(self)
+        else:
+            self._say([LINK, PIPE, ""])
+
+    def _on_pipe_message(self, reason: str) -> None:
+        if self._opener:
+            self._need_pipe()
+        elif self.pipe is None:
+            self.no_pipe(reason)
+
+    def no_pipe(self, reason: str) -> None:
+        """There is no second connection to be had: chunks go over the first."""
+        if self._closed:
+            return
+        logger.info("no second connection to %s: %s; large tensors go over the first", self.record.describe(), reason)
+        if self._opener:
+            self._say([LINK, PIPE, reason])
+        self._use_pipe(self.connection)
+
+    def attach(self, pipe: Connection) -> None:
+        """The second connection is there, and both sides have proved who they are.
+
+        The acceptor waits for the opener's word: what it sent right behind the end of the handshake could be read
+        together with that, and by then nobody has told the opener's decoder where chunks belong.
+        """
+        if self._closed or self.pipe is not None:
+            pipe.abort()
+            return
+        pipe.decoder.place = self.bulk.place
+        pipe.on_frames = partial(self._on_pipe_frames, pipe)
+        if self._opener:
+            pipe.send(encode_frame(Kind.CHANNEL, 0, pack([LINK, PIPE])))
+            self._use_pipe(pipe)
+
+    def _use_pipe(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self.bulk.ready = True
+        pipe.on_drained = self._pump
+        self._pump()
+
+    def _on_pipe_frames(self, pipe: Connection, frames: list[Frame]) -> None:
+        for frame in frames:
+            if frame.kind == Kind.CHUNK:
+                self.on_chunk(frame)
+            elif frame.kind == Kind.CHANNEL and not self._opener and self.pipe is None:
+                self._use_pipe(pipe)
+            else:
+                raise ProtocolError(f"{frame} does not belong on a connection for chunks")
+
+    def on_chunk(self, frame: Frame) -> None:
+        """A CHUNK frame, on either connection. Raises ProtocolError."""
+        if not self._closed:
+            self.bulk.on_frame(frame)
+
+    def pipe_closed(self, cause: BaseException | None) -> None:
+        """The second connection has ended; if the first goes on without it, that is a loss."""
+        if not self._closed and cause is not None:
+            self.worker.loop.call_later(PIPE_GRACE, self.connection.abort, cause)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether buffers are under way that a peer waits for."""
+        return self.bulk.sending > 0
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What has gone by which channel, by its name."""
+        return {channel.name: channel.traffic for channel in list(self._channels.values())}
+
+    def close(self) -> None:
+        """The connection has ended, or we leave. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.held.clear()
+        self._underway.clear()
+        for channel in list(self._channels.values()):
+            channel.close()
+        if self.pipe is not None and self.pipe is not self.connection:
+            self.pipe.close()
+        if self.shared is not None:
+            self.worker.memory.ended(self.shared)
+        self.worker.count_traffic(self)
+
+
+class _Surroundings:
+    """A link, as its shared-memory channel sees it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.on_release = link.flush_later
+        self.on_loop = link.worker.call_on_loop
+        self.in_background = link.worker.in_background
+        self.on_cold = link.worker.memory.want
+
+    def on_refused(self, reason: str) -> None:
+        self._link.worker.memory.cannot_share(self._link.record, reason)
+
+    def post(self, fields: list[Any], *, more: bool = False) -> None:
+        self._link._say([SHARED, *fields], more=more)

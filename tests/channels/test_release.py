@@ -1,0 +1,716 @@
+"""When a block goes back: with the last of all that looks at it, whatever that is and wherever it dies.
+
+The blocks are of a real arena that overwrites what is freed, so a block that went back too early shows in its views.
+Each block is filled with one byte, so what a view of any type and shape must show is known.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aiorpc.channels import layout
+from aiorpc.channels.arena import ALIGN, POISON, Arena
+from aiorpc.channels.shm import Borrower, Lender
+from aiorpc.protocol.frames import Buffer
+from tests.processes.zygote import Zygote, zygote
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_collections() -> Iterator[None]:
+    """The collector looks at what the tests make only, not at the rest of the program."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def padded(buffer: Buffer) -> bytes:
+    """Its bytes, up to where another one may begin."""
+    return bytes(buffer) + bytes(-len(buffer) % ALIGN)
+
+
+class Wire:
+    """A lender and a borrower of one process, each with its own mapping, and what travels between them."""
+
+    def __init__(self, limit: int = 64 * MIB) -> None:
+        self.arena = Arena(limit, segment_size=8 * MIB, poison=True)
+        # All of the limit may be lent, and nothing is copied out: that is not what is tested here.
+        self.lender = Lender(self.arena, share=1.0, soft=1.0, most=1.0)
+        self.signals = 0
+        self.borrower = Borrower(self._on_release)
+        self.sent = self.back = 0
+        self._counting = threading.Lock()
+
+    def _on_release(self) -> None:
+        self.signals += 1
+
+    def send(self, tensors: list[torch.Tensor], packed: bool = False) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """The same tensors at the receiver, over adopted blocks; and the numbers of these blocks.
+
+        packed: all of them in one block, instead of one block for each buffer.
+        """
+        table, buffers = layout.describe(tensors)
+        if packed:
+            wires, places = [self.lend(b"".join(padded(buffer) for buffer in buffers))], []
+            whole, at = self.borrower.adopt(wires[0]), 0
+            for buffer in buffers:
+                places.append(whole[at : at + len(buffer)])
+                at += len(padded(buffer))
+        else:
+            wires = [self.lend(buffer) for buffer in buffers]
+            places = [self.borrower.adopt(wire) for wire in wires]
+        taken: list[Any] = list(places)
+        return layout.rebuild(table, taken), wires
+
+    def lend(self, buffer: Buffer) -> list[int]:
+        """The numbers of a block with these bytes; its segment is mapped."""
+        lent = self.lender.lend(buffer)
+        assert lent is not None, self.lender.refused
+        for segment in self.arena.segments:
+            path = f"/proc/self/fd/{segment.fd}"
+            self.borrower.map(segment.index, path, segment.size, segment.nonce)
+        with self._counting:
+            self.sent += 1
+        return list(lent[0])
+
+    def settle(self) -> list[list[int]]:
+        """What was released goes to the lender, which refuses what was released before; the numbers."""
+        wires = self.borrower.drain()
+        self.lender.released(wires)
+        with self._counting:
+            self.back += len(wires)
+        return wires
+
+    def check_empty(self) -> None:
+        """Everything came back, and once."""
+        gc.collect()
+        self.settle()
+        assert (self.back, self.signals, self.borrower.blocks, self.borrower.held) == (self.sent, self.sent, 0, 0)
+        assert (self.lender.leases, self.lender.lent, self.arena.blocks, self.arena.used) == (0, 0, 0, 0)
+
+    def close(self) -> None:
+        self.borrower.close()
+        self.arena.close()
+
+
+@contextmanager
+def wired(limit: int = 64 * MIB) -> Iterator[Wire]:
+    wire = Wire(limit)
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+# ---- views, and what holds them
+
+
+def shown(view: Any) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """The bytes that a view of any kind shows, as a copy."""
+    if isinstance(view, torch.UntypedStorage):
+        view = torch.empty(0, dtype=torch.uint8).set_(view)
+    if isinstance(view, torch.Tensor):
+        view = view.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
+    return numpy.frombuffer(memoryview(view).tobytes(), numpy.uint8)
+
+
+class Plain:
+    """Holds a view by an attribute."""
+
+    def __init__(self, view: Any) -> None:
+        self.view = view
+
+    def look(self) -> Any:
+        """The view."""
+        return self.view
+
+    def let_go(self) -> None:
+        """Before it is dropped."""
+
+
+class InClosure(Plain):
+    """By a variable of a function."""
+
+    def __init__(self, view: Any) -> None:
+        self.look = lambda: view  # type: ignore[method-assign]
+
+
+class InGenerator(Plain):
+    """By the frame of a generator."""
+
+    def __init__(self, view: Any) -> None:
+        def holding() -> Iterator[Any]:
+            while True:
+                yield view
+
+        self._generator = holding()
+
+    def look(self) -> Any:
+        return next(self._generator)
+
+
+class InGraph(Plain):
+    """By the graph of a product that autograd has saved it for, and by nothing else."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self._weight = torch.ones(view.shape, dtype=view.dtype, requires_grad=True)
+        self._product = self._weight * view.data  # with a version counter of its own
+
+    def look(self) -> Any:
+        node: Any = self._product.grad_fn
+        return node._saved_other.data  # what is done to it is not seen by the graph
+
+    def let_go(self) -> None:
+        """The backward pass: it needs the view, and then lets go of it although the graph lives."""
+        self._product.backward(torch.ones_like(self._product))
+        self.gradient = self._weight.grad
+
+
+class InThread(Plain):
+    """By a variable of another thread, where it also dies."""
+
+    def __init__(self, view: Any) -> None:
+        self._orders: SimpleQueue[Any] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._hold, daemon=True)
+        self._thread.start()
+        self._orders.put(view)
+
+    def _hold(self) -> None:
+        view = self._orders.get()
+        while self._orders.get():
+            self._answers.put(view)
+
+    def look(self) -> Any:
+        self._orders.put(True)
+        return self._answers.get(timeout=10)
+
+    def let_go(self) -> None:
+        self._orders.put(False)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+class InCycle(Plain):
+    """By an object that refers to itself: only the collector finds it."""
+
+    def __init__(self, view: Any) -> None:
+        super().__init__(view)
+        self.cycle = self
+
+
+class OwnCycle(InCycle):
+    """By an attribute of the tensor itself."""
+
+    def __init__(self, view: Any) -> None:
+        Plain.__init__(self, view.view_as(view))
+        self.view.cycle = self.view
+
+
+HOLDERS: tuple[type[Plain], ...] = (Plain, InClosure, InGenerator, InThread, InCycle)
+TENSOR_HOLDERS: tuple[type[Plain], ...] = (*HOLDERS, InGraph, OwnCycle)
+
+# One view out of another. What they get is not empty, and its elements may lie anywhere.
+OF_TENSOR: dict[str, Callable[[torch.Tensor], Any]] = {
+    "slice": lambda view: view[: max(1, len(view) // 2)],
+    "stride": lambda view: view[::3],
+    "flat": lambda view: view.reshape(-1) if view.is_contiguous() else view[:1],
+    "view as bytes": lambda view: as_bytes(view),
+    "transpose": lambda view: view.transpose(0, -1),
+    "narrow": lambda view: view.narrow(0, len(view) // 2, 1),
+    "expand": lambda view: view[None].expand(2, *view.shape)[:, :2],
+    "unbind": lambda view: view[-5:].unbind(0)[-1][None],
+    "detach": lambda view: view.detach(),
+    "data": lambda view: view.data,
+    "parameter": lambda view: torch.nn.Parameter(view.detach(), requires_grad=False),
+    "data of a parameter": lambda view: torch.nn.Parameter(view.detach(), requires_grad=False).data,
+    "alias": lambda view: torch.ops.aten.alias(view),
+    "storage": lambda view: view.untyped_storage(),
+    "set_": lambda view: torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()),
+    "set_ to a tensor": lambda view: torch.empty(5, dtype=view.dtype).set_(view.detach()),  # type: ignore[call-overload]
+    "set_data": lambda view: with_data(view),
+    "as_strided": lambda view: view.as_strided((1, 1), (7, 1)),
+    "numpy": lambda view: as_bytes(view).numpy(),
+    "memoryview": lambda view: as_bytes(view).numpy().data,
+    "dlpack": lambda view: torch.from_dlpack(view.detach()),  # type: ignore[attr-defined]
+    "shallow copy": lambda view: copy.copy(view.detach()),
+}
+OF_ARRAY: dict[str, Callable[[Any], Any]] = {
+    "slice": lambda view: view[: max(1, len(view) // 2)],
+    "reverse": lambda view: view[::-1],
+    "asarray": lambda view: numpy.asarray(view),
+    "memoryview": lambda view: memoryview(view),
+    "tensor": lambda view: torch.from_numpy(view[tuple(slice(None, None, 1 - 2 * (s < 0)) for s in view.strides)]),
+    "frombuffer": lambda view: numpy.frombuffer(view, view.dtype) if view.flags.c_contiguous else view[:1],
+    "transpose": lambda view: view.T,
+}
+OF_MEMORYVIEW: dict[str, Callable[[memoryview], Any]] = {
+    "slice": lambda view: view[: max(1, len(view) // 2)],
+    "array": lambda view: numpy.asarray(view),
+    "cast": lambda view: view.cast("B") if view.c_contiguous else view[:1],
+    "tensor": lambda view: torch.frombuffer(view, dtype=torch.uint8) if view.c_contiguous else view[:1],
+}
+OF_STORAGE: dict[str, Callable[[torch.UntypedStorage], Any]] = {
+    "tensor": lambda view: torch.empty(0, dtype=torch.uint8).set_(view),
+    "typed tensor": lambda view: torch.empty(0, dtype=torch.int16).set_(view, 3, (4, 5), (5, 1)),
+}
+
+
+def as_bytes(view: torch.Tensor) -> torch.Tensor:
+    """Bytes of the view: all of them where they lie side by side, else those of one element."""
+    size = view.numel() if view.is_contiguous() else 1
+    return view.detach().as_strided((size,), (1,)).view(torch.uint8)
+
+
+def with_data(view: torch.Tensor) -> torch.Tensor:
+    """A tensor that was another one before."""
+    tensor = torch.empty(3, dtype=view.dtype)
+    tensor.data = view
+    return tensor
+
+
+def derived(view: Any, number: int) -> Any:
+    """A view of the view, of a kind that the number picks."""
+    table: dict[str, Callable[[Any], Any]]
+    if isinstance(view, torch.UntypedStorage):
+        table = OF_STORAGE
+    elif isinstance(view, torch.Tensor):
+        table = OF_TENSOR
+    else:
+        table = OF_MEMORYVIEW if isinstance(view, memoryview) else OF_ARRAY
+    return table[sorted(table)[number % len(table)]](view)
+
+
+COPIES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda view: pickle.loads(pickle.dumps(view)),
+    copy.deepcopy,
+    lambda view: torch.load(saved(view), weights_only=True),
+    lambda view: view.clone(),
+    lambda view: torch.from_numpy(pickle.loads(pickle.dumps(view.numpy(), protocol=5))),
+)
+
+
+def saved(view: torch.Tensor) -> io.BytesIO:
+    """As `torch.save` writes it."""
+    file = io.BytesIO()
+    torch.save(view, file)
+    file.seek(0)
+    return file
+
+
+def filled(value: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor all of whose bytes are the value."""
+    size = numpy.prod(shape) * dtype.itemsize
+    return torch.full((int(size),), value, dtype=torch.uint8).view(dtype).view(shape)
+
+
+# What one message holds. More than an embedded tensor's size each; every storage is filled with a value of its own.
+MESSAGES: tuple[Callable[[Callable[[], int]], list[torch.Tensor]], ...] = (
+    lambda value: [filled(value(), (40, 64), torch.float32)],
+    lambda value: [filled(value(), (33, 129), torch.float64).t()],
+    lambda value: [filled(value(), (2, 8, 20, 20), torch.bfloat16).contiguous(memory_format=torch.channels_last)],
+    lambda value: [torch.nn.Parameter(filled(value(), (64, 70), torch.float32))],
+    lambda value: [filled(value(), (3000,), torch.complex64), filled(value(), (9, 1000), torch.uint8)],
+    lambda value: sharing(filled(value(), (64, 65), torch.float32)),
+    lambda value: [*sharing(filled(value(), (50, 50), torch.int64)), filled(value(), (5000, 2), torch.int16)],
+)
+
+
+def sharing(base: torch.Tensor) -> list[torch.Tensor]:
+    """Views of one storage, which share one at the receiver, too."""
+    return [base, base[3:7], base.t(), base.detach().view(-1)[::2]]
+
+
+class Program:
+    """Runs steps on what a receiver has, and knows which blocks have to be there and which may be."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.held: list[tuple[Plain, int]] = []  # with the byte that it shows
+        self.copies: list[tuple[torch.Tensor, int]] = []
+        self.lent: dict[tuple[int, ...], set[int]] = {}  # by the numbers of the block, the bytes that its views show
+        self.garbage: set[int] = set()  # what unreachable cycles hold until they are collected
+        self._next = 0
+
+    def step(self, action: str, number: int) -> None:
+        """One action; the number picks what it is done to."""
+        if action == "receive":
+            self.receive(number)
+        elif action == "collect":
+            gc.collect()
+            self.garbage.clear()
+        elif self.held:
+            getattr(self, action)(number % len(self.held), number // 7)
+
+    def receive(self, number: int) -> None:
+        if len(self.held) > 40:
+            return
+        tensors, wires = self.wire.send(MESSAGES[number % len(MESSAGES)](self.fresh_value), packed=number % 3 == 0)
+        values = [int(shown(tensor)[0]) for tensor in tensors]
+        different = list(dict.fromkeys(values))
+        for at, wire in enumerate(wires):
+            self.lent[tuple(wire)] = set(different if len(wires) == 1 else different[at : at + 1])
+        self.held += [(Plain(tensor), value) for tensor, value in zip(tensors, values, strict=True)]
+
+    def fresh_value(self) -> int:
+        """A byte that no block shows that is in use now."""
+        used = set().union(*self.lent.values())
+        while True:
+            self._next = self._next % (POISON - 1) + 1
+            if self._next not in used:
+                return self._next
+
+    def derive(self, at: int, number: int) -> None:
+        holder, value = self.held[at]
+        view = derived(holder.look(), number)
+        kinds = TENSOR_HOLDERS if isinstance(view, torch.Tensor) else HOLDERS
+        kind = kinds[number // 31 % len(kinds)]
+        if kind is InGraph and view.dtype not in (torch.float32, torch.float64):
+            kind = Plain
+        self.held.append((kind(view), value))
+
+    def drop(self, at: int, number: int) -> None:
+        """The views from there on die, so many of them."""
+        self.let_die(self.held[at : at + 1 + number % 4])
+        del self.held[at : at + 1 + number % 4]
+
+    def drop_elsewhere(self, at: int, number: int) -> None:
+        """The same, on another thread."""
+        dying = self.held[at : at + 1 + number % 4]
+        del self.held[at : at + 1 + number % 4]
+        self.let_die(dying)
+        thread = threading.Thread(target=dying.clear)
+        thread.start()
+        thread.join(10)
+        assert not dying
+
+    def let_die(self, dying: list[tuple[Plain, int]]) -> None:
+        for holder, value in dying:
+            if isinstance(holder, InCycle):
+                self.garbage.add(value)
+            holder.let_go()
+            if isinstance(holder, InGraph):
+                assert (shown(holder.gradient) == value).all()
+
+    def rebind(self, at: int, number: int) -> None:
+        """A tensor becomes one over another block; it may have been the last view of its own."""
+        holder, _ = self.held[at]
+        other, value = self.held[number % len(self.held)]
+        tensor, source = holder.look(), other.look()
+        # One with a base keeps that, whatever it shows itself.
+        plain = type(holder) is Plain and type(tensor) is torch.Tensor and not tensor._is_view()
+        if plain and type(source) is torch.Tensor and tensor.dtype == source.dtype:
+            if number % 2:
+                tensor.set_(source)
+            else:
+                tensor.data = source
+            self.held[at] = (holder, value)
+
+    def duplicate(self, at: int, number: int) -> None:
+        """A copy is no view: it stays when the block goes."""
+        holder, value = self.held[at]
+        view = holder.look()
+        if isinstance(view, torch.Tensor) and len(self.copies) < 10:
+            self.copies.append((COPIES[number % len(COPIES)](as_bytes(view)[:64]), value))
+
+    def check(self) -> None:
+        """What has to be lent is, and shows what was sent; all else is back."""
+        seen = {value for _, value in self.held}
+        for wire in self.wire.settle():
+            early = self.lent.pop(tuple(wire)) & seen
+            assert not early, f"the block of {early} was released while a view lives"
+        for holder, value in self.held:
+            assert (shown(holder.look()) == value).all(), f"{type(holder).__name__} of {value} shows something else"
+        for tensor, value in self.copies:
+            assert (shown(tensor) == value).all()
+        kept = seen | self.garbage
+        assert all(values & kept for values in self.lent.values()), "a block without views was not released"
+        assert self.wire.borrower.blocks == self.wire.lender.leases == len(self.lent) == self.wire.arena.blocks
+        assert self.wire.signals == self.wire.back == self.wire.sent - len(self.lent)
+
+    def finish(self) -> None:
+        """Everything dies."""
+        self.let_die(self.held)
+        self.held.clear()
+
+
+ACTIONS = ("receive", "derive", "derive", "derive", "drop", "drop_elsewhere", "rebind", "duplicate", "collect")
+STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 100_000)), min_size=10, max_size=60)
+
+
+@pytest.mark.time_limit(120)  # a failure is made small first
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(STEPS)
+def test_blocks_go_back_exactly_when_the_last_view_dies(steps: list[tuple[str, int]]) -> None:
+    """After each step: a block with any view is intact and lent; one without is back, once; cycles wait for gc."""
+    with wired() as wire:
+        program = Program(wire)
+        program.step("receive", len(steps))
+        try:
+            for action, number in steps:
+                program.step(action, number)
+                program.check()
+        finally:
+            program.finish()
+        gc.collect()
+        program.garbage.clear()
+        program.check()
+        wire.check_empty()
+
+
+KINDS = [
+    *(("tensor", name) for name in OF_TENSOR),
+    *(("array", name) for name in OF_ARRAY),
+    *(("memoryview", name) for name in OF_MEMORYVIEW),
+    *(("storage", name) for name in OF_STORAGE),
+]
+
+
+@pytest.mark.parametrize(("source", "name"), KINDS, ids=lambda part: str(part))
+def test_each_kind_of_view_keeps_the_block(source: str, name: str) -> None:
+    """Alone, with everything else gone, on each kind of holder; and lets go of it."""
+    tables: dict[str, tuple[Callable[[torch.Tensor], Any], dict[str, Callable[[Any], Any]]]] = {
+        "tensor": (lambda tensor: tensor, OF_TENSOR),
+        "array": (lambda tensor: tensor.view(torch.uint8).numpy(), OF_ARRAY),
+        "memoryview": (lambda tensor: as_bytes(tensor).numpy().data, OF_MEMORYVIEW),
+        "storage": (lambda tensor: tensor.untyped_storage(), OF_STORAGE),
+    }
+    make, table = tables[source]
+    with wired() as wire:
+        tensors, _ = wire.send([filled(7, (60, 60), torch.float32)])
+        view = table[name](make(tensors.pop()))
+        kinds = [kind for kind in TENSOR_HOLDERS if isinstance(view, torch.Tensor) or kind in HOLDERS]
+        for kind in kinds:
+            if kind is InGraph and view.dtype != torch.float32:
+                continue
+            holder = kind(view)
+            del view
+            gc.collect()
+            assert wire.settle() == [] and (shown(holder.look()) == 7).all()
+            view = holder.look()
+            holder.let_go()
+            del holder
+            gc.collect()
+            assert wire.settle() == [] and (shown(view) == 7).all()
+        del view
+        wire.check_empty()
+
+
+def test_backward_lets_go_although_the_graph_lives() -> None:
+    """Saved for a backward pass, a view is kept by the graph; after the pass only the result is left."""
+    with wired() as wire:
+        tensors, _ = wire.send([filled(3, (2000,), torch.float32)])
+        holder = InGraph(tensors.pop())
+        assert wire.settle() == [] and (shown(holder.look()) == 3).all()
+        holder.let_go()
+        assert len(wire.settle()) == 1 and (shown(holder.gradient) == 3).all()
+        wire.check_empty()
+
+
+# ---- recycling
+
+SIZES = (5 * KIB, 40 * KIB, 300 * KIB, 1500 * KIB)  # a slab's slots, and pages of their own
+COUNT = 4000
+
+
+class Traffic:
+    """Random messages, views, holders and deaths; what is dropped is looked at first."""
+
+    def __init__(self, wire: Wire, seed: int) -> None:
+        self.wire = wire
+        self.chance = random.Random(seed)
+        self.held: list[tuple[Plain, int]] = []
+        self.places: set[tuple[int, int]] = set()
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            value = self.chance.randrange(1, POISON)
+            size = self.chance.choices(SIZES, (8, 8, 3, 1))[0] - self.chance.randrange(900)
+            tensors, wires = self.wire.send([torch.full((size,), value, dtype=torch.uint8)])
+            self.places.update((wire[0], wire[1]) for wire in wires)
+            self.hold(tensors.pop(), value)
+            if len(self.held) > 12:
+                self.drop(self.chance.randrange(1, 12))
+        self.drop(len(self.held))
+
+    def hold(self, view: Any, value: int) -> None:
+        for _ in range(self.chance.randrange(4)):
+            view = derived(view, self.chance.randrange(1000))
+        kinds = (Plain, InClosure, InGenerator, InCycle)
+        self.held.append((self.chance.choice(kinds)(view), value))
+
+    def drop(self, count: int) -> None:
+        self.chance.shuffle(self.held)
+        for holder, value in self.held[:count]:
+            view = shown(holder.look())
+            assert (view == value).all(), f"{value} became {view[view != value][:4].tolist()}"
+        del self.held[:count]
+        self.wire.settle()
+
+
+def test_thousands_of_messages_over_few_blocks() -> None:
+    """Four sizes, all kinds of views, cycles: every place is used over and over, never while somebody looks at it."""
+    with wired(32 * MIB) as wire:
+        traffic = Traffic(wire, 1)
+        traffic.run(COUNT)
+        wire.check_empty()
+        assert wire.sent == wire.back == COUNT
+        assert len(traffic.places) < COUNT / 5, "hardly a block was used again"
+
+
+def test_threads_recycle_each_others_blocks() -> None:
+    """The same from three threads over one arena, with a fourth that drops what they hold and collects."""
+    problems: list[BaseException] = []
+
+    def run(wire: Wire, seed: int) -> None:
+        try:
+            Traffic(wire, seed).run(COUNT // 8)
+        except BaseException as problem:
+            problems.append(problem)
+
+    with wired(64 * MIB) as wire:
+        threads = [threading.Thread(target=run, args=(wire, seed)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 40
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            gc.collect()
+            wire.settle()
+            time.sleep(0.002)  # the collector keeps the interpreter for itself
+        assert not any(thread.is_alive() for thread in threads) and not problems, problems
+        wire.check_empty()
+        assert wire.sent == 3 * (COUNT // 8)
+
+
+def test_the_collector_may_run_in_the_middle_of_everything() -> None:
+    """Collections at every allocation: releases happen inside of lending, adopting, draining, and harm none of them."""
+    before = gc.get_threshold()
+    with wired(16 * MIB) as wire:
+        gc.set_threshold(1, 1, 1)
+        try:
+            for number in range(300):
+                value = 1 + number % 200
+                tensors, _ = wire.send([filled(value, (6000,), torch.uint8), filled(value, (4, 3000), torch.int16)])
+                for tensor in tensors:
+                    assert (shown(tensor) == value).all()
+                holders = [InCycle(tensor) for tensor in tensors]
+                del tensors, tensor, holders
+                wire.settle()
+        finally:
+            gc.set_threshold(*before)
+        wire.check_empty()
+        assert wire.back == 600
+
+
+# ---- forks, and the end of the interpreter
+
+
+def ends_well(body: Callable[[], None]) -> bool:
+    """Run it in a forked child, for ten seconds at most; whether it returned."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["as it is", "closed in the child"])
+def test_a_forked_child_releases_nothing(closed: bool) -> None:
+    """What dies in a child, on its threads or in its collector, is still its parent's, and is released there once."""
+    with wired() as wire:
+        tensors, _ = wire.send([filled(5, (3000,), torch.float32), filled(6, (9000,), torch.uint8)])
+        held: list[Plain] = [InClosure(tensors[0][5:]), InCycle(tensors[1]), InGraph(tensors[0])]
+
+        def in_child() -> None:
+            if closed:
+                wire.borrower.close_in_child()
+            assert (shown(tensors[0]) == 5).all()
+            holders = list(held)
+            held.clear()
+            thread = threading.Thread(target=tensors.clear)
+            thread.start()
+            thread.join(5)
+            for holder in holders:
+                holder.let_go()
+            del holders, holder
+            gc.collect()
+            assert tensors == [] and wire.signals == 0 and wire.borrower.drain() == []
+
+        assert ends_well(in_child)
+        assert wire.settle() == [] and wire.lender.leases == 2
+        assert (shown(tensors[0]) == 5).all() and (shown(tensors[1]) == 6).all()
+        tensors.clear()
+        held.clear()
+        del in_child
+        wire.check_empty()
+
+
+PROGRAM = """
+import gc, sys, threading, time
+from tests.channels.test_release import *
+wire = Wire()
+tensors, _ = wire.send([filled(5, (3000,), torch.float32), filled(6, (9000,), torch.uint8)])
+HOLD
+print(int(shown(tensors[0])[0]), flush=True)
+"""
+EXITS = {
+    "globals": "view = tensors[0][3:].numpy()",
+    "a cycle": "holder = InCycle(tensors[1]); del holder",
+    "a graph": "holder = InGraph(tensors[0])",
+    "a daemon thread": "holder = InThread(tensors[0]); holder.look()",
+    "a callback of the collector": "gc.callbacks.append(lambda phase, info: tensors)",
+    "another module": "sys.modules['torch'].kept = tensors[0]; torch.nn.kept = InClosure(tensors[1])",
+    "everything gone but views": "view = tensors[0].t(); memory = tensors[1].numpy().data; wire.close(); del wire",
+    "the arena alone": "wire.arena.close(); view = tensors[0][::2]",
+    "at exit": "import atexit; atexit.register(lambda kept: print(int(shown(kept)[0])), tensors[0])",
+}
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Zygote]:
+    """Programs are forked from it, and end as interpreters do."""
+    with zygote() as made:
+        yield made
+
+
+@pytest.mark.parametrize("holder", EXITS)
+def test_an_interpreter_ends_well_with_live_tensors(holder: str, interpreter: Zygote, tmp_path: Path) -> None:
+    """Whatever holds adopted tensors at the end of a program: it ends with 0 and without a word."""
+    code = PROGRAM.replace("HOLD", EXITS[holder])
+    with interpreter.run(code, [], tmp_path, {"PYTHONWARNINGS": "error"}) as program:
+        program.finish(30)
+        assert (program.code, program.err) == (0, "")
+        assert set(program.out.split()) == {"5"}
