@@ -1,4 +1,4 @@
-"""``python -m bench``: measure, print the table, write JSON and picture."""
+"""``python -m bench``: measure, print the table, write JSON and pictures."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ DEFAULT_OUT = Path(__file__).parent / "results" / "bench"
 def parser() -> argparse.ArgumentParser:
     """The options."""
     options = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    options.add_argument("--quick", action="store_true", help="fewer and shorter rounds, under 90 seconds in all")
+    options.add_argument("--quick", action="store_true", help="fewer and shorter rounds, under 100 seconds in all")
     options.add_argument("--only", metavar="NAME,...", help="take these measurements only")
     options.add_argument("--rounds", type=int, metavar="N", help="rounds of each pair")
-    options.add_argument("--out", type=Path, default=DEFAULT_OUT, help="files to write, without .json and .png")
+    options.add_argument(
+        "--out", type=Path, default=DEFAULT_OUT, help="files to write, without .json, .png and -sizes.png"
+    )
     options.add_argument("--list", action="store_true", help="list the measurements")
     options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     options.add_argument("--halting", action="store_true", help="let idle cores halt in all measurements")
@@ -52,18 +54,22 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.rounds is None:
         return plan
     rounds = max(1, options.rounds)
-    return replace(plan, rounds=rounds, cohort_rounds=min(rounds, plan.cohort_rounds))
+    fewer = {name: min(rounds, getattr(plan, name)) for name in ("cohort_rounds", "tcp_rounds")}
+    return replace(plan, rounds=rounds, large_rounds=rounds, first_rounds=rounds, **fewer)
 
 
 def _write(outcome: Outcome, out: Path) -> None:
     report.write_json(outcome, out.with_suffix(".json"))
     print(f"wrote {out.with_suffix('.json')}")
     try:
-        picture.draw(outcome, out.with_suffix(".png"))
+        drawn = [out.with_suffix(".png"), out.with_name(f"{out.stem}-sizes.png")]
+        picture.draw(outcome, drawn[0])
+        if not picture.draw_sizes(outcome, drawn[1]):
+            drawn.pop()
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
     else:
-        print(f"wrote {out.with_suffix('.png')}")
+        print("\n".join(f"wrote {each}" for each in drawn))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from . import functions
+from .bulk_clients import AGAIN_CALLS, payloads
 from .clients import WARM_UP_CALLS, arguments, check_echo
 from .stats import summary
+from .ticker import Ticker
+
+ALONE_SECONDS = 0.2
 
 
 async def latency(
@@ -45,3 +50,27 @@ async def _caller(call: Callable[..., Any], to: str, function: Callable[..., Any
         await call(to, function)
         calls += 1
     return calls
+
+
+async def loop_lag(
+    rpc: Any, size: int, seconds: float, least: int, to: str = "server", warm_up: int = AGAIN_CALLS
+) -> dict[str, float]:
+    """The largest lag of both ends' loops in milliseconds while tensors are sent, and of this one while none is.
+
+    warm_up: sends before that. `least` sends are watched at least.
+    """
+    call, (tensor,) = rpc.call, payloads(size)
+    for _ in range(warm_up):
+        await call(to, functions.sink, tensor)
+    ticker = Ticker()
+    await asyncio.sleep(ALONE_SECONDS)
+    alone = await ticker.stop()
+    await call(to, functions.start_ticker)
+    ticker = Ticker()
+    end = time.perf_counter() + seconds
+    sends = 0
+    while sends < least or time.perf_counter() < end:
+        await call(to, functions.sink, tensor)
+        sends += 1
+    caller, callee = await ticker.stop(), await call(to, functions.stop_ticker)
+    return {"caller": caller * 1e3, "callee": callee * 1e3, "alone": alone * 1e3, "samples": float(sends)}

@@ -23,7 +23,8 @@ from .stats import BenchError
 JOIN_SECONDS = 20.0
 START_SECONDS = 60.0
 COMMAND_SECONDS = 60.0
-_PRELOAD = ["torch", "torch.distributed.rpc", "uvloop", "aiorpc", "bench.rank", "bench.clients", "bench.awaited"]
+_PRELOAD = ["torch", "torch.distributed.rpc", "uvloop", "aiorpc", "bench.rank"]
+_PRELOAD += ["bench.clients", "bench.bulk_clients", "bench.awaited"]
 _PRELOAD += ["gymnasium.envs.classic_control", "aiorpc.examples._rl"]  # what the batch_rl example needs
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .ticker import Ticker
+
 
 def noop() -> None:
     """The Python function that does nothing, run by a handler thread."""
@@ -36,15 +38,29 @@ def sink(tensor: torch.Tensor) -> int:
     return tensor.numel()
 
 
+def sink_state_dict(state: dict[str, torch.Tensor]) -> int:
+    """Take the weights of a model and give a tiny answer."""
+    return len(state)
+
+
+def checksum(state: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The sum of each tensor; the same on either end, as the order of additions is."""
+    return {name: float(tensor.double().sum()) for name, tensor in state.items()}
+
+
 @dataclass
 class Server:
-    """What one server process remembers between calls. held: unset futures; release: ends ``wait_for_release``."""
+    """What one server process remembers between calls.
+
+    held: unset futures; release: ends ``wait_for_release``; ticker: what ``start_ticker`` started.
+    """
 
     held: list[torch.futures.Future[None]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     waiting: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
     burning: bool = False
+    ticker: Ticker | None = None
 
 
 @functools.cache
@@ -104,6 +120,18 @@ def release_held() -> None:
         futures, server().held = server().held, []
     for future in futures:
         future.set_result(None)
+
+
+async def start_ticker() -> None:
+    """Watch the loop that runs this."""
+    server().ticker = Ticker()
+
+
+async def stop_ticker() -> float:
+    """The largest lag in seconds since ``start_ticker``."""
+    ticker, server().ticker = server().ticker, None
+    assert ticker is not None
+    return await ticker.stop()
 
 
 def resident_bytes() -> int:

@@ -37,7 +37,8 @@ def facts(
 
 def _method(rounds: int, seconds: float) -> str:
     return (
-        f"{rounds} rounds after one that does not count, sides in turn, {seconds:g} s each, the waiting side's workers "
+        f"{rounds} rounds after one that does not count, sides in turn, {seconds:g} s each (large tensors: half of it, "
+        "but a few calls at least, and the answer dropped once the clock has stopped), the waiting side's workers "
         "stopped (SIGSTOP); defaults on both sides (16 handler threads); one OMP thread; gc.collect(), then "
         "gc.freeze(), in every worker of both sides once all had joined; awaited calls on uvloop"
     )

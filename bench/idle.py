@@ -9,8 +9,6 @@ from . import clients
 from .stage import PAIR, Figures, Key, Stage, column
 from .stats import Row
 
-IDLE_SECONDS = 1.0
-
 
 def idle(stage: Stage) -> list[Row]:
     """Server and client, connected and quiet."""
@@ -24,5 +22,5 @@ def _share(stage: Stage, key: Key) -> Figures:
     cohort = stage.pair(key)
     cohort.run("client", clients.touch, names=["server"])
     before, begin = cohort.processor_seconds(), time.monotonic()
-    time.sleep(max(IDLE_SECONDS, stage.plan.seconds))
+    time.sleep(stage.plan.idle)
     return {"share": (cohort.processor_seconds() - before) / (time.monotonic() - begin) / len(PAIR)}

@@ -10,8 +10,6 @@ from . import awaited, clients, functions
 from .stage import SWITCH_INTERVAL, Figures, Key, Stage, column
 from .stats import Row
 
-BESIDE_SECONDS = 1.0  # a call beside a computation may take 30 ms: a shorter box would hold too few
-
 
 def _case(stage: Stage, key: Key, function: Callable[..., Any], elements: int | None = None) -> Callable[[], Figures]:
     measure = awaited.latency if key == "aiorpc awaited" else clients.latency
@@ -77,25 +75,11 @@ def tensor_2x2(stage: Stage) -> list[Row]:
     return rows
 
 
-def tensor(name: str, elements: int, stage: Stage) -> list[Row]:
-    """A larger tensor, blocking: echoed, and sent with a tiny answer."""
-    cases: dict[str, Callable[[], Figures]] = {}
-    for label, function in (("echo", functions.echo), ("send", functions.sink)):
-        for key in ("aiorpc", "torch"):
-            cases[f"{label} {key}"] = _case(stage, key, function, elements)
-    results = stage.alternate(cases)
-    return [
-        _row(name, "p50", {key: results[f"{label} {key}"] for key in ("aiorpc", "torch")}, 2.0, note)
-        for label, note in (("echo", "echo"), ("send", "send, tiny reply"))
-    ]
-
-
 def beside_compute(stage: Stage) -> list[Row]:
     """Blocking no-ops while another handler thread of the server computes in pure Python without a pause."""
     keys: tuple[Key, ...] = ("aiorpc", "torch") if stage.null else ("aiorpc", "torch", "aiorpc switch")
-    seconds = max(BESIDE_SECONDS, stage.plan.seconds)
     cases: dict[str, Callable[[], Figures]] = {
-        key: partial(stage.client, key, clients.beside_compute, seconds=seconds) for key in keys
+        key: partial(stage.client, key, clients.beside_compute, seconds=stage.plan.beside) for key in keys
     }
     results = stage.alternate(cases)
     rows = [_row("beside_compute", quantity, results, None) for quantity in ("p50", "p99")]

@@ -1,4 +1,4 @@
-"""The picture of a run: ratios with their targets, and what more workers cost. Needs matplotlib."""
+"""The pictures of a run: ratios with their targets, what more workers cost, time against size. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -80,4 +80,63 @@ def _draw_curve(axes: Any, title: str, rows: Sequence[Row]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("workers")
+    axes.legend(fontsize=8)
+
+
+#: Measurements that are curves over the size of a tensor: line style, marker, and what the legend adds to the side.
+_SIZE_STYLES = {
+    "tensors": ("-", "o", ""),
+    "tcp_only": ("--", "o", ", TCP only"),
+    "first_transfer": (":", "x", ", first"),
+}
+
+
+def draw_sizes(outcome: Outcome, path: Path) -> bool:
+    """Write a PNG of time against size, both axes logarithmic; false where nothing was measured of that."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, list[Row]] = {}
+    for row in outcome.rows:
+        if row.payload is not None and row.measurement in _SIZE_STYLES:
+            panels.setdefault(row.quantity.split()[0], []).append(row)
+    if not panels:
+        return False
+    figure = pyplot.figure(figsize=(13, 6), layout="constrained")
+    places = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (title, rows) in zip(places, panels.items(), strict=True):
+        _draw_sizes(axes, title, rows)
+    figure.suptitle(f"{outcome.facts['sides']}\n{hardware.line(outcome.facts)}", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def _draw_sizes(axes: Any, title: str, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import EngFormatter, NullLocator
+
+    for name, (style, marker, said) in _SIZE_STYLES.items():
+        for label, colour in (("aiorpc", OURS), ("torch", THEIRS)):
+            chosen = [row for row in rows if row.measurement == name and getattr(row, label)]
+            if not chosen:
+                continue
+            sizes = [row.payload for row in chosen]
+            spreads = [Spread.of(getattr(row, label)) for row in chosen]
+            seconds = [spread.median / 1e6 for spread in spreads]
+            axes.plot(sizes, seconds, linestyle=style, marker=marker, color=colour, label=f"{label}{said}")
+            edges = [spread.minimum / 1e6 for spread in spreads], [spread.maximum / 1e6 for spread in spreads]
+            axes.fill_between(sizes, *edges, color=colour, alpha=0.15)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = {row.payload: row.note for row in rows}
+    axes.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
+    axes.tick_params(axis="y", labelleft=True)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.set_title(f"{title}: time of one call (line: median of rounds, shade: minimum to maximum)", fontsize=9)
+    axes.set_xlabel("size of the tensor")
     axes.legend(fontsize=8)

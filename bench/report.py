@@ -23,9 +23,15 @@ def cells(row: Row) -> tuple[str, ...]:
         _figure(row.aiorpc, row.unit),
         _figure(row.torch, row.unit),
         "" if row.ratio is None else f"{_spread(row.ratio)}x",
-        "" if row.target is None else f">= {row.target:g}x",
+        _aim(row),
         verdict,
     )
+
+
+def _aim(row: Row) -> str:
+    if row.limit is not None:
+        return f"<= {row.limit:g} {row.unit}"
+    return "" if row.target is None else f">= {row.target:g}x"
 
 
 def _figure(values: Sequence[float], unit: str) -> str:
@@ -63,12 +69,16 @@ def markdown_table(rows: Sequence[Row]) -> str:
 def closing_lines(outcome: Outcome) -> list[str]:
     """Targets reached and missed, failures, conditions."""
     judged = [row for row in outcome.rows if row.passed is not None]
-    missed = [f"{row.measurement} ({row.note})" if row.note else row.measurement for row in judged if not row.passed]
+    missed = [_name(row) for row in judged if not row.passed]
     lines = [f"{len(judged) - len(missed)} of {len(judged)} targets reached"]
     lines += [f"missed: {'; '.join(missed)}"] if missed else []
     lines += [f"FAILED {failure.measurement}: {failure.error}" for failure in outcome.failures]
     lines += [hardware.line(outcome.facts), outcome.facts["method"]]
     return [*lines, f"{outcome.facts['command']}   ({outcome.seconds:.0f} s)"]
+
+
+def _name(row: Row) -> str:
+    return f"{row.measurement} ({', '.join(filter(None, (row.quantity, row.note)))})"
 
 
 def show(outcome: Outcome) -> None:

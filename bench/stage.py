@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,6 +25,9 @@ class Plan:
     """How much to measure. rounds: of each pair. seconds: each side's share of a round. sizes: numbers of workers.
 
     pending_calls: how many at once. episodes, steps: of batch_rl. cohort_rounds: of what starts new workers every time.
+    transfers: of large tensors, at least so many in each round, however long they take. large_rounds: of the largest.
+    tcp_rounds: of TCP alone. first_rounds: of first transfers. beside: seconds of calls beside a computation.
+    idle: seconds of doing nothing.
     """
 
     rounds: int = 5
@@ -34,11 +37,19 @@ class Plan:
     episodes: int = 5
     steps: int = 500
     cohort_rounds: int = 3
+    transfers: int = 5
+    large_rounds: int = 5
+    tcp_rounds: int = 3
+    first_rounds: int = 9
+    beside: float = 1.0  # a call may take 30 ms there: a shorter box would hold too few
+    idle: float = 1.0
 
     @classmethod
     def quick(cls) -> Plan:
-        """A look in under 90 seconds."""
-        return cls(rounds=3, seconds=0.25, sizes=(2, 8), pending_calls=2_000, episodes=2, steps=200, cohort_rounds=1)
+        """A look in under 100 seconds."""
+        few = cls(rounds=3, cohort_rounds=1, large_rounds=2, tcp_rounds=1, first_rounds=3, transfers=3)
+        small = replace(few, sizes=(2, 8), pending_calls=2_000, episodes=2, steps=200)
+        return replace(small, seconds=0.2, beside=0.3, idle=0.4)
 
 
 @dataclass(frozen=True)
@@ -130,16 +141,21 @@ class Stage:
         figures: Figures = self.pair(key).run("client", function, **kwargs)
         return figures
 
-    def alternate(self, cases: Mapping[str, Callable[[], Figures]]) -> dict[str, list[Figures]]:
+    def alternate(
+        self, cases: Mapping[str, Callable[[], Figures]], rounds: int | None = None, first: int = 1
+    ) -> dict[str, list[Figures]]:
         """Every case once per round, in turn, so that what disturbs the machine disturbs all alike.
 
         The first round is left out: what it touches for the first time (pages, caches, threads) would count.
+        rounds: that count, if not the plan's. first: 0 where everything was touched before.
         """
-        return _in_turn(cases, self.plan.rounds + 1, first=1)
+        return _in_turn(cases, (rounds or self.plan.rounds) + first, first)
 
-    def alternate_anew(self, cases: Mapping[str, Callable[[], Figures]]) -> dict[str, list[Figures]]:
+    def alternate_anew(
+        self, cases: Mapping[str, Callable[[], Figures]], rounds: int | None = None
+    ) -> dict[str, list[Figures]]:
         """The same for cases that start their own workers each time: fewer rounds, and the first counts."""
-        return _in_turn(cases, self.plan.cohort_rounds, first=0)
+        return _in_turn(cases, rounds or self.plan.cohort_rounds, first=0)
 
     def reset(self) -> None:
         """Drop all pairs, whatever state they are in; the next measurement starts new ones."""

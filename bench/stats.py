@@ -54,7 +54,9 @@ class Row:
 
     measurement: the name ``--only`` takes. quantity, unit: what was measured. better: which direction is good.
     aiorpc, torch: values by round, empty where a side cannot do it. target: the ratio that must be reached.
+    limit: what the median of aiorpc's own figures must not exceed, in the row's unit.
     note: a condition the reader must know. size: the number of workers, where the row belongs to a curve over them.
+    payload: the bytes of a tensor, where the row belongs to a curve over them.
     """
 
     measurement: str
@@ -66,6 +68,8 @@ class Row:
     target: float | None = None
     note: str = ""
     size: int | None = None
+    payload: int | None = None
+    limit: float | None = None
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -82,10 +86,13 @@ class Row:
 
     @property
     def passed(self) -> bool | None:
-        """Whether the median ratio reaches the target; None without a target. Nothing to compare is a failure."""
-        if self.target is None:
-            return None
-        return self.ratio is not None and self.ratio.median >= self.target
+        """Whether the medians reach target and limit; None without either. Nothing to compare is a failure."""
+        verdicts: list[bool] = []
+        if self.target is not None:
+            verdicts.append(self.ratio is not None and self.ratio.median >= self.target)
+        if self.limit is not None:
+            verdicts.append(bool(self.aiorpc) and Spread.of(self.aiorpc).median <= self.limit)
+        return all(verdicts) if verdicts else None
 
     def to_json(self) -> dict[str, Any]:
         """The row and what follows from it, for readers of the file."""
@@ -101,7 +108,7 @@ class Row:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Row:
         """The row ``to_json`` wrote; derived entries are computed anew."""
-        own = {field.name: data[field.name] for field in fields(cls)}
+        own = {field.name: data[field.name] for field in fields(cls) if field.name in data}  # older files lack some
         return cls(**own | {"aiorpc": tuple(own["aiorpc"]), "torch": tuple(own["torch"])})
 
 

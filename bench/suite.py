@@ -6,9 +6,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from . import hardware, idle, latency, memory, scaling, throughput, training
+from . import bulk, hardware, idle, latency, memory, scaling, throughput, training
 from .stage import Plan, Stage, progress
 from .stats import Failure, Outcome, Row
 
@@ -28,8 +27,13 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("noop_halting", "both once more on cores that halt when idle, µs", latency.noop_halting),
     Measurement("inflight512", "calls/s with 512 under way", throughput.in_flight),
     Measurement("tensor_2x2", "a 2x2 tensor echoed, blocking and awaited, µs", latency.tensor_2x2),
-    Measurement("tensor_64KB", "64 KB echoed and sent, blocking, µs", partial(latency.tensor, "tensor_64KB", 1 << 14)),
-    Measurement("tensor_1MB", "1 MB echoed and sent, blocking, µs", partial(latency.tensor, "tensor_1MB", 1 << 18)),
+    Measurement("tensors", "4 KB to 256 MB sent and echoed, blocking, µs", bulk.tensors),
+    Measurement("first_transfer", "the first tensor of each size between new processes, µs", bulk.first_transfer),
+    Measurement("tcp_only", "tensors with nothing but TCP between the two, µs", bulk.tcp_only),
+    Measurement("concurrent", "four 64 MB sent at once, GB/s", bulk.concurrent),
+    Measurement("state_dict", "weights of a ResNet-50 sent, 1/s", bulk.state_dict),
+    Measurement("loop_lag", "lag of the event loops while 256 MB are sent, ms", bulk.loop_lag),
+    Measurement("burst", "memory of the arena around a burst", bulk.burst),
     Measurement("batch_rl", "steps/s of the batch_rl example with 5 observers", training.batch_rl),
     Measurement("beside_compute", "no-op beside a handler that computes in pure Python, µs", latency.beside_compute),
     Measurement("workers", "cost per call and start-up as workers grow", scaling.workers),

@@ -46,6 +46,12 @@ def test_a_side_without_figures_is_shown_as_such(outcome: Outcome) -> None:
     assert report.cells(outcome.rows[-1])[3:] == ("-", "", "", "")
 
 
+def test_a_limit_is_shown_in_its_unit(outcome: Outcome) -> None:
+    """What aiorpc's own figure must not exceed stands where ratios have their target."""
+    late = replace(outcome.rows[-1], measurement="loop_lag", unit="ms", aiorpc=(25.0,), limit=20.0)
+    assert report.cells(late)[4:] == ("", "<= 20 ms", "FAIL")
+
+
 def test_tables_have_a_line_for_every_row(outcome: Outcome) -> None:
     """Plain and markdown tables are complete, and columns line up."""
     plain = report.plain_table(outcome.rows).splitlines()
@@ -60,7 +66,7 @@ def test_closing_lines_name_what_was_missed_and_what_failed(outcome: Outcome) ->
     """After the table one reads the misses, the failures, the machine and the command."""
     lines = report.closing_lines(outcome)
     assert lines[0] == "1 of 2 targets reached"
-    assert lines[1] == "missed: inflight512 (script)"
+    assert lines[1] == "missed: inflight512 (calls/s, script)"
     assert "observer2 died" in lines[2]
     assert any("cores" in line and "torch" in line for line in lines)
     assert lines[-1].startswith("python -m bench --quick")
@@ -92,3 +98,40 @@ def test_picture_is_drawn(outcome: Outcome, tmp_path: Path, first: int, last: in
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+DRAW_SIZES = DRAW.replace("picture.draw", "print(picture.draw_sizes").rstrip() + ")\n"
+
+
+def draw_sizes(outcome: Outcome, folder: Path) -> tuple[str, Path]:
+    pytest.importorskip("matplotlib", exc_type=ImportError)
+    data, drawn = folder / "bench.json", folder / "sizes.png"
+    report.write_json(outcome, data)
+    command = [sys.executable, "-W", "error", "-c", DRAW_SIZES, str(data), str(drawn)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), drawn
+
+
+def test_picture_of_sizes_is_drawn(outcome: Outcome, tmp_path: Path) -> None:
+    """Time against size is a PNG of its own; a side or a direction without figures is left out."""
+    rows = [
+        Row(name, quantity, "µs", "lower", (100.0, 120.0), theirs, note=f"{size} bytes", payload=size)
+        for name, quantity, theirs in (
+            ("tensors", "send p50", (300.0, 310.0)),
+            ("tensors", "echo p50", (400.0, 410.0)),
+            ("tcp_only", "send p50", ()),
+            ("first_transfer", "send", (900.0, 910.0)),
+        )
+        for size in (4096, 65536)
+    ]
+    said, drawn = draw_sizes(replace(outcome, rows=tuple(rows)), tmp_path)
+    assert said == "True"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_sizes_there_is_no_picture_of_them(outcome: Outcome, tmp_path: Path) -> None:
+    """A run that measured no tensors writes no empty picture, and says so."""
+    said, drawn = draw_sizes(outcome, tmp_path)
+    assert said == "False"
+    assert not drawn.exists()
