@@ -11,6 +11,10 @@ from .errors import RpcUsageError
 
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_NUM_WORKER_THREADS = 16
+# Below this, in bytes, a copy into the frame costs less than a block of shared memory (measured: equal at 100 KB).
+SHARE_SIZE = 128 * 1024
+# Below this, in bytes, a buffer delays those behind it by less than a millisecond, and goes in its frame.
+BULK_SIZE = 256 * 1024
 
 
 def seconds(value: float | timedelta, name: str) -> float:
@@ -53,6 +57,8 @@ class RpcBackendOptions:
     stream_window: items of a stream that may be under way before its producer waits.
     shared_memory: bytes of memory that may be shared with workers of this host, for large tensors; a quarter of the
         machine's, at most 4 GiB, by default; 0 turns it off.
+    min_shared_bytes: shortest tensor that goes through shared memory by itself.
+    min_bulk_bytes: shortest tensor that, without shared memory, goes in pieces over a second connection.
     dedicated_loop: run the worker on a loop in a thread of its own, for programs whose steps block theirs.
     switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives; None leaves it alone.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
@@ -72,6 +78,8 @@ class RpcBackendOptions:
     max_tensor_bytes: int = 1 << 40
     stream_window: int = 16
     shared_memory: int = field(default_factory=_quarter_of_memory)
+    min_shared_bytes: int = SHARE_SIZE
+    min_bulk_bytes: int = BULK_SIZE
     dedicated_loop: bool = False
     switch_interval: float | None = None
     lag_warning: float = 1.0
@@ -93,6 +101,8 @@ class RpcBackendOptions:
             "max_frame_bytes",
             "max_tensor_bytes",
             "stream_window",
+            "min_shared_bytes",
+            "min_bulk_bytes",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -35,6 +35,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("loop_lag", "lag of the event loops while 256 MB are sent, ms", bulk.loop_lag),
     Measurement("burst", "memory of the arena around a burst", bulk.burst),
     Measurement("batch_rl", "steps/s of the batch_rl example with 5 observers", training.batch_rl),
+    Measurement("batch_ps", "images/s of the batch_ps example with ResNet-50 and 2 trainers", training.batch_ps),
     Measurement("beside_compute", "no-op beside a handler that computes in pure Python, µs", latency.beside_compute),
     Measurement("workers", "cost per call and start-up as workers grow", scaling.workers),
     Measurement("idle", "processor time of idle workers", idle.idle),

@@ -1,4 +1,4 @@
-"""The batch_rl example, the same program on either RPC: steps per second with 5 observers."""
+"""The batch_rl and batch_ps examples, the same programs on either RPC."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from .stage import Figures, Plan, Stage, column, progress
 from .stats import BenchError, Row
 
 WORLD_SIZE = 6
+PS_WORLD_SIZE, PS_STEPS = 3, 8
 RUN_SECONDS = 120.0
 _BACKENDS: dict[SideName, str] = {"aiorpc": "aiorpc.examples.batch_rl", "torch": "aiorpc.examples._torch"}
+_BACKENDS_PS: dict[SideName, str] = {"aiorpc": "aiorpc.examples.batch_ps", "torch": "aiorpc.examples._torch"}
 
 
 def batch_rl(stage: Stage) -> list[Row]:
@@ -28,18 +30,30 @@ def batch_rl(stage: Stage) -> list[Row]:
     return [Row("batch_rl", "steps/s", "1/s", "higher", rates["aiorpc"], rates["torch"], 3.0, note)]
 
 
-def _launched(settings: Any, names: list[str], tries: int) -> dict[str, Any] | None:
-    """What the agent returned. torch's shutdown now and then fails when the store's host exits first: tried again."""
-    from aiorpc.examples import _launch, _rl
+def batch_ps(stage: Stage) -> list[Row]:
+    """Whole trainings of ResNet-50 on tiny images: 100 MB of gradients and of parameters for each few images."""
+    stage.pause()
+    cases: dict[str, Callable[[], Figures]] = {
+        side: partial(_train_ps, stage.side(side)) for side in ("aiorpc", "torch")
+    }
+    results = stage.alternate_anew(cases)
+    rates = {side: column(results[side], "rate") for side in ("aiorpc", "torch")}
+    note = f"ResNet-50, {PS_WORLD_SIZE - 1} trainers, 2 images of 32x32 a step"
+    return [Row("batch_ps", "images/s", "1/s", "higher", rates["aiorpc"], rates["torch"], None, note)]
+
+
+def _launched(role: Callable[..., Any], settings: Any, names: list[str], tries: int) -> dict[str, Any] | None:
+    """What rank 0 returned. torch's shutdown now and then fails when the store's host exits first: tried again."""
+    from aiorpc.examples import _launch
 
     try:
-        result: dict[str, Any] | None = _launch.launch(_rl.blocking_role, settings, names, timeout=RUN_SECONDS)
+        result: dict[str, Any] | None = _launch.launch(role, settings, names, timeout=RUN_SECONDS)
         return result
     except _launch.WorkerFailed as failure:
         if tries <= 1:
             raise
-        progress(f"  torch's batch_rl failed, tried again: {str(failure).splitlines()[-1]}")
-        return _launched(settings, names, tries - 1)
+        progress(f"  torch failed, tried again: {str(failure).splitlines()[-1]}")
+        return _launched(role, settings, names, tries - 1)
 
 
 def _train(side: SideName, plan: Plan) -> Figures:
@@ -55,7 +69,27 @@ def _train(side: SideName, plan: Plan) -> Figures:
         backend_module=_BACKENDS[side],
     )
     names = [_rl.worker_name(rank) for rank in range(WORLD_SIZE)]
-    result = _launched(settings, names, tries=3 if side == "torch" else 1)
+    result = _launched(_rl.blocking_role, settings, names, tries=3 if side == "torch" else 1)
     if result is None:
         raise BenchError(f"{side}: the agent of batch_rl gave no result (is this run under torchrun?)")
     return {"rate": float(result["median_steps_per_s"])}
+
+
+def _train_ps(side: SideName) -> Figures:
+    from aiorpc.examples import _ps
+
+    fork_server()
+    settings = _ps.Settings(
+        world_size=PS_WORLD_SIZE,
+        num_steps=PS_STEPS,
+        batch_size=2,
+        image_size=32,
+        show=False,
+        timeout=RUN_SECONDS,
+        backend_module=_BACKENDS_PS[side],
+    )
+    names = [_ps.worker_name(rank) for rank in range(PS_WORLD_SIZE)]
+    result = _launched(_ps.role, settings, names, tries=3 if side == "torch" else 1)
+    if result is None:
+        raise BenchError(f"{side}: the server of batch_ps gave no result (is this run under torchrun?)")
+    return {"rate": float(result["samples_per_s"])}

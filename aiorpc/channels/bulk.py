@@ -24,12 +24,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..errors import ProtocolError, RpcCancelled
+from ..options import BULK_SIZE
 from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame
 from . import Arrived, Traffic, Wire
 from .inline import allocate
 
-# Below this, in bytes, a buffer delays those behind it by less than a millisecond, and goes in its frame.
-BULK_SIZE = 256 * 1024
 CHUNK_SIZE = 1024 * 1024
 # While there is no connection for chunks: to make one takes longer than to send so many bytes in a frame.
 HASTY_SIZE = 4 * 1024 * 1024

@@ -22,14 +22,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..errors import ProtocolError
+from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
 from . import Arrived, Traffic, Wire
 from .arena import ALIGN, Arena, Block, Bytes
 from .shm import Borrower, Lender
 
 OFFER, MAPPED, REFUSED, WARM, RELEASE = "offer", "mapped", "refused", "warm", "release"
-# Below this, in bytes, a copy into the frame costs less than a block (measured: about equal at 100 KB).
-SHARE_SIZE = 128 * 1024
 # Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
 PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
 # A buffer that has to be copied out is copied off the loop from this size on, in bytes.
@@ -82,11 +81,15 @@ def _process_namespace() -> str:
 
 
 class SharedMemory:
-    """One end. See the module. pid: of the process at the other end, as this process sees it."""
+    """One end. See the module.
+
+    pid: of the process at the other end, as this process sees it. least: bytes of the shortest buffer that goes this
+    way by itself.
+    """
 
     name = "shared memory"
 
-    def __init__(self, arena: Arena, pid: int, surroundings: Surroundings) -> None:
+    def __init__(self, arena: Arena, pid: int, surroundings: Surroundings, *, least: int = SHARE_SIZE) -> None:
         self.traffic = Traffic()
         self.arena = arena
         self.lender = Lender(arena)
@@ -94,6 +97,7 @@ class SharedMemory:
         self.borrower = Borrower(surroundings.on_release)
         self.released = self.borrower.released  # what `flush` would send
         self._pid = pid
+        self._least = least
         self._around = surroundings
         self._offered: set[int] = set()
         self._mapped: set[int] = set()
@@ -105,7 +109,7 @@ class SharedMemory:
     def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
         """Copy those worth a block. wire: the block, whether to copy it out; of a packed one also start and bytes."""
         wires: list[Wire | None] = [None] * len(buffers)
-        for group in _groups(buffers):
+        for group in _groups(buffers, self._least):
             members = [buffers[index] for index in group]
             lent = self._lend(members)
             if lent is None:
@@ -121,7 +125,7 @@ class SharedMemory:
 
     def send_one(self, buffer: Buffer) -> Wire | None:
         """What `send` does with a message of one buffer, in fewer steps."""
-        if len(buffer) < SHARE_SIZE:
+        if len(buffer) < self._least:
             return None
         lent = self._lend((buffer,))
         if lent is None:
@@ -203,7 +207,7 @@ class SharedMemory:
             del block
         return buffers
 
-    def receive_one(self, wire: Wire) -> Buffer | None:
+    def receive_one(self, wire: Wire) -> memoryview | None:
         """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""
         if len(wire) != 5 or wire[4]:
             return None
@@ -279,14 +283,14 @@ class SharedMemory:
         self.borrower.close()
 
 
-def _groups(buffers: Sequence[Buffer]) -> list[list[int]]:
+def _groups(buffers: Sequence[Buffer], least: int) -> list[list[int]]:
     """Which buffers go into a block, and which of them together."""
     if len(buffers) == 1:
-        return [[0]] if len(buffers[0]) >= SHARE_SIZE else []
+        return [[0]] if len(buffers[0]) >= least else []
     groups: list[list[int]] = []
     short: list[int] = []
     for index, buffer in enumerate(buffers):
-        if len(buffer) >= SHARE_SIZE:
+        if len(buffer) >= least:
             groups.append([index])
         elif len(buffer):
             short.append(index)
@@ -295,7 +299,7 @@ def _groups(buffers: Sequence[Buffer]) -> list[list[int]]:
     for index in short:
         pack.append(index)
         size += len(buffers[index])
-        if size > PACK_MOST - SHARE_SIZE:
+        if size > PACK_MOST - least:
             groups.append(pack)
             pack, size = [], 0
     if size >= PACK_LEAST:

@@ -66,7 +66,7 @@ class Frame(NamedTuple):
     kind: int
     call_id: int
     body: bytes
-    segments: Sequence[Buffer] = ()
+    segments: Sequence[bytearray | memoryview] = ()
 
     def __str__(self) -> str:
         name = Kind(self.kind).name if self.kind in Kind._value2member_map_ else str(self.kind)

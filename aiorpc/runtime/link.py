@@ -44,8 +44,6 @@ logger = logging.getLogger("aiorpc")
 
 HELLO, PIPE = "hello", "pipe"
 LINK, SHARED, BULK, INLINE = range(4)
-# The buffers of a message are worth no channel below this, in bytes; nor is one that comes alone.
-LEAST, LEAST_ALONE = shared.PACK_LEAST, shared.SHARE_SIZE
 # What is copied on a loop at most, in bytes; a thread copies the rest.
 LOOP_COPY = 1024 * 1024
 # What was released travels with the next message, or by itself after this many seconds.
@@ -110,9 +108,13 @@ class Link:
         self.held: dict[int, _Held] = {}
         self.released: Sequence[Any] = ()  # what `flush` would send
         self.shared: SharedMemory | None = None
-        self.bulk = Bulk(limit=worker.options.max_tensor_bytes, wake=self._wake_pump)
+        options = worker.options
+        self.bulk = Bulk(limit=options.max_tensor_bytes, wake=self._wake_pump, least=options.min_bulk_bytes)
         self.inline = Inline()
         self.pipe: Connection | None = None
+        # The buffers of a message are worth no channel below this, in bytes; nor is one that comes alone.
+        self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes)
+        self._least = min(shared.PACK_LEAST, self._least_alone)
         self._receiver = receiver
         self._opener = opener
         self._pipe_asked = False
@@ -146,7 +148,7 @@ class Link:
                 body = pack((kind, ((SHARED, *wire),), body))
                 return Parcel(encode_frame(PARCEL, call_id, body), call_id, ((SHARED, wire),))
             sharing = None
-        if sum(map(len, buffers)) < (LEAST if len(buffers) > 1 else LEAST_ALONE):
+        if sum(map(len, buffers)) < (self._least if len(buffers) > 1 else self._least_alone):
             if copy:
                 buffers = [bytes(buffer) for buffer in buffers]
             self.inline.count(buffers)
@@ -296,7 +298,9 @@ class Link:
         if reason is not None:
             self.worker.memory.cannot_share(self.record, reason)
             return
-        channel = self.shared = SharedMemory(self.worker.memory.arena, self.record.pid, _Surroundings(self))
+        channel = self.shared = SharedMemory(
+            self.worker.memory.arena, self.record.pid, _Surroundings(self), least=self.worker.options.min_shared_bytes
+        )
         self.released = channel.released
         self._channels[SHARED] = channel
         self.worker.memory.add(channel, self.record)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -41,7 +42,11 @@ class Memory:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         several = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else True
-        self.arena = Arena(worker.options.shared_memory, assist=worker.in_background if several else None)
+        self.arena = Arena(
+            worker.options.shared_memory,
+            poison=sys.flags.dev_mode,  # use after release shows
+            assist=worker.in_background if several else None,
+        )
         self._shared: dict[SharedMemory, WorkerRecord] = {}
         self._retired: list[tuple[WorkerRecord, Lender]] = []
         self._reasons: set[str] = set()

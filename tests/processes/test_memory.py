@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import aiorpc as rpc
-from aiorpc.channels.shared import SHARE_SIZE, SharedMemory
+from aiorpc.channels.shared import SharedMemory
+from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime import memory
 

@@ -18,8 +18,9 @@ import torch
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, SerializationError, Worker
 from aiorpc.channels import arena, shared
-from aiorpc.channels.shared import SHARE_SIZE, SharedMemory
+from aiorpc.channels.shared import SharedMemory
 from aiorpc.channels.shm import Borrower
+from aiorpc.options import SHARE_SIZE
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
 from tests.runtime.waiting import until
