@@ -98,4 +98,4 @@ class Channel(Protocol):
         """What the other end says. Raises ProtocolError for what it cannot have said."""
 
     def close(self) -> None:
-        """Nothing more is sent or received. Idempotent."""
+        """Nothing more arrives, and what is sent goes nowhere. Idempotent."""

@@ -63,6 +63,9 @@ class Block(NamedTuple):
     generation: int
 
 
+_new_tuple = tuple.__new__  # what Block(...) does, without its call into Python
+
+
 class Mapping:
     """A file mapped into memory, shared, readable and writable. It stays mapped as long as somebody refers to it."""
 
@@ -175,6 +178,7 @@ class Arena:
         self._segments: tuple[Segment, ...] = ()
         self._space = Space()
         self._cold = Extents()
+        self._spare: tuple[int, Place] | None = None  # what was freed last, and how long its block was
         self._live: dict[int, tuple[Block, Place]] = {}
         self._generation = 0
         self._closed = False
@@ -286,11 +290,11 @@ class Arena:
             place = entry[1]
             mapping = self._segments[place.segment].mapping
             if not self.poison:
-                self._give(place)
+                self._give(block.size, place)
         if self.poison:
             ctypes.memset(mapping.address + place.start, POISON, place.room)
             with self._lock:
-                self._give(place)
+                self._give(block.size, place)
 
     def trim(self, floor: int = SEGMENT_SIZE) -> int:
         """Give back memory that was not in use since the last call; returns how many bytes. For a thread, now and then.
@@ -324,28 +328,42 @@ class Arena:
         segments, self._segments = self._segments, ()
         self._closed = True
         self._live.clear()
-        self._space, self._cold = Space(), Extents()
+        self._space, self._cold, self._spare = Space(), Extents(), None
         self.used = 0
         for segment in segments:
             os.close(segment.fd)
 
     def _carve(self, size: int) -> Block | None:
-        place = self._space.take(size)
-        if place is None:
-            return None
-        self._mark(place)
+        place: Place | None
+        if self._spare is not None and self._spare[0] == size:  # blocks of one size come and go: no arithmetic
+            place = self._spare[1]
+            self._spare = None
+        else:
+            place = self._space.take(size)
+            if place is None and self._spare is not None:
+                self._give_spare()
+                place = self._space.take(size)
+            if place is None:
+                return None
+            self._mark(place)
         self.used += place.room
-        self._generation += 1
-        block = Block(place.segment, place.start, size, self._generation)
-        self._live[self._generation] = (block, place)
+        generation = self._generation = self._generation + 1
+        block = _new_tuple(Block, (place.segment, place.start, size, generation))
+        self._live[generation] = (block, place)
         return block
 
-    def _give(self, place: Place) -> None:
+    def _give(self, size: int, place: Place) -> None:
         if self._closed:
             return
         self._mark(place)
         self.used -= place.room
-        self._space.give(place)
+        self._give_spare()
+        self._spare = (size, place)
+
+    def _give_spare(self) -> None:
+        if self._spare is not None:
+            self._space.give(self._spare[1])
+            self._spare = None
 
     def _mark(self, place: Place) -> None:
         first, last = place.start // SLAB, (place.start + place.room - 1) // SLAB + 1
@@ -418,6 +436,7 @@ class Arena:
     def _take_idle(self) -> list[tuple[int, int, int]]:
         """Ranges (segment, start, size) unused since the last call, no longer free, in order of address."""
         idle: list[tuple[int, int, int]] = []
+        self._give_spare()
         self._space.drop_empty_slabs()
         for index, start, size in sorted(self._space.extents):
             segment = self._segments[index]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -85,6 +86,7 @@ class Bulk:
         self._turns: deque[_Outgoing] = deque()
         self._incoming: dict[int, _Incoming] = {}
         self._closed = False
+        self._lock = threading.Lock()  # over what is sent
 
     @property
     def sending(self) -> int:
@@ -101,54 +103,61 @@ class Bulk:
     def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
         """Queue the long ones. wire: number of the transfer, bytes."""
         wires: list[Wire | None] = [None] * len(buffers)
-        if self._closed:
-            return wires
         least = self._least if self.ready else max(self._least, HASTY_SIZE)
         for index, buffer in enumerate(buffers):
-            if len(buffer) < least:
-                if len(buffer) >= self._least:
-                    self._wake()
-            else:
-                transfer = _Outgoing(next(self._numbers), memoryview(buffer))
-                self._outgoing[transfer.number] = transfer
-                self._turns.append(transfer)
-                wires[index] = [transfer.number, len(buffer)]
-                self.traffic.count_sent(len(buffer))
+            if len(buffer) >= least:
+                wires[index] = self._queue(memoryview(buffer))
+            elif len(buffer) >= self._least:
+                self._wake()
         if self._turns:
             self._wake()
         return wires
 
+    def _queue(self, data: memoryview) -> Wire | None:
+        with self._lock:
+            if self._closed:
+                return None
+            transfer = _Outgoing(next(self._numbers), data)
+            self._outgoing[transfer.number] = transfer
+            self._turns.append(transfer)
+        self.traffic.count_sent(len(data))
+        return [transfer.number, len(data)]
+
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
         """Send no more of these; the other end is told, behind what was sent of them."""
-        for number, size in wires:
-            transfer = self._outgoing.pop(number, None)
-            if transfer is None:
-                if named:  # all of it is there, or on its way, and so is the message
-                    continue
-                transfer = _Outgoing(number, memoryview(b""))
-                transfer.at = size
-                self._turns.append(transfer)
-            transfer.given_up = True
-            transfer.named = named
+        with self._lock:
+            if self._closed:
+                return
+            for number, size in wires:
+                transfer = self._outgoing.pop(number, None)
+                if transfer is None:  # all of it is there, or on its way
+                    if named:  # and so is the message, which will take it
+                        continue
+                    transfer = _Outgoing(number, memoryview(b""))
+                    transfer.at = size
+                    self._turns.append(transfer)
+                transfer.given_up = True
+                transfer.named = named
         self._wake()
 
     def next_frame(self) -> list[Buffer] | None:
         """The next piece to write, of each transfer in turn; None when there is nothing to write. On the loop."""
-        while self._turns:
-            transfer = self._turns.popleft()
-            number, at = transfer.number, transfer.at
-            if transfer.given_up:
-                if at or transfer.named:
-                    return encode_frame(CHUNK, number, _PLACE.pack(_GIVEN_UP, transfer.named))
-                continue
-            size = len(transfer.data)
-            piece = transfer.data[at : at + self._chunk]
-            transfer.at += len(piece)
-            if transfer.at < size:
-                self._turns.append(transfer)
-            else:
-                self._outgoing.pop(number, None)
-            return encode_frame(CHUNK, number, _PLACE.pack(at, size), (piece,))
+        with self._lock:
+            while self._turns:
+                transfer = self._turns.popleft()
+                number, at = transfer.number, transfer.at
+                if transfer.given_up:
+                    if at or transfer.named:
+                        return encode_frame(CHUNK, number, _PLACE.pack(_GIVEN_UP, transfer.named))
+                    continue
+                size = len(transfer.data)
+                piece = transfer.data[at : at + self._chunk]
+                transfer.at += len(piece)
+                if transfer.at < size:
+                    self._turns.append(transfer)
+                else:
+                    del self._outgoing[number]
+                return encode_frame(CHUNK, number, _PLACE.pack(at, size), (piece,))
         return None
 
     # --- receiving, on the loop ---------------------------------------------------------------------------------------
@@ -175,7 +184,7 @@ class Bulk:
         return incoming.buffer
 
     def _begin(self, number: int, size: int) -> _Incoming:
-        if type(number) is not int or type(size) is not int or size <= 0:
+        if type(number) is not int or type(size) is not int or number <= 0 or size <= 0:
             raise ProtocolError(f"transfer {number!r:.20} of {size!r:.20} bytes")
         if size > self._limit:
             raise ProtocolError(f"a transfer announces {size} bytes; the limit is {self._limit} (max_tensor_bytes)")
@@ -187,7 +196,10 @@ class Bulk:
         return incoming
 
     def place(self, number: int, body: bytes, length: int) -> memoryview:
-        """Where the chunk belongs that is about to be read. Raises ProtocolError."""
+        """Where the chunk belongs that is about to be read. Raises ProtocolError.
+
+        Chunks are longer than what a decoder takes at once: of one transfer there is one between this and `on_frame`.
+        """
         offset, size = _unpack_place(body)
         incoming = self._incoming.get(number) or self._begin(number, size)
         if size != incoming.size or offset != incoming.filled or not 0 < length <= size - offset:
@@ -205,10 +217,13 @@ class Bulk:
                 raise ProtocolError(f"{frame}, a chunk without bytes")
             self._given_up(number, bool(named))
             return
-        incoming = self._incoming[number]
+        incoming = self._incoming.get(number)
+        if incoming is None:
+            raise ProtocolError(f"{frame} of a transfer that was given up")
         incoming.filled += len(frame.segments[0])
         if incoming.whole:
-            self.traffic.count_received(incoming.size)
+            if incoming.buffer is not None:
+                self.traffic.count_received(incoming.size)
             if incoming.arrived is not None:
                 self._end(number, incoming)
 
@@ -237,9 +252,10 @@ class Bulk:
 
     def close(self) -> None:
         """Forget all transfers."""
-        self._closed = True
-        self._outgoing.clear()
-        self._turns.clear()
+        with self._lock:
+            self._closed = True
+            self._outgoing.clear()
+            self._turns.clear()
         self._incoming.clear()
 
 

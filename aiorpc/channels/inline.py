@@ -29,9 +29,9 @@ class Inline:
 
     def count(self, buffers: Sequence[Buffer]) -> None:
         """These ride in a frame that says nothing about channels."""
-        traffic = self.traffic
-        traffic.sent += len(buffers)
-        traffic.bytes_sent += sum(map(len, buffers))
+        for buffer in buffers:
+            self.traffic.sent += 1
+            self.traffic.bytes_sent += len(buffer)
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
         """They go with their frame, or not at all."""

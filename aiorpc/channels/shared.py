@@ -109,6 +109,14 @@ class SharedMemory:
     def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
         """Copy those worth a block. wire: the block, whether to copy it out; of a packed one also start and bytes."""
         wires: list[Wire | None] = [None] * len(buffers)
+        try:
+            self._send(buffers, wires)
+        except BaseException:
+            self.withdraw([wire for wire in wires if wire is not None], named=False)
+            raise
+        return wires
+
+    def _send(self, buffers: Sequence[Buffer], wires: list[Wire | None]) -> None:
         for group in _groups(buffers, self._least):
             members = [buffers[index] for index in group]
             lent = self._lend(members)
@@ -121,7 +129,6 @@ class SharedMemory:
                 wires[index] = [*block, int(copy_out), *part]
                 start += -(-len(member) // ALIGN) * ALIGN
                 self.traffic.count_sent(len(member))
-        return wires
 
     def send_one(self, buffer: Buffer) -> Wire | None:
         """What `send` does with a message of one buffer, in fewer steps."""
@@ -130,15 +137,19 @@ class SharedMemory:
         lent = self._lend((buffer,))
         if lent is None:
             return None
-        self.traffic.count_sent(len(buffer))
+        traffic = self.traffic
+        traffic.sent += 1
+        traffic.bytes_sent += len(buffer)
         return [*lent[0], int(lent[1])]
 
     def _lend(self, buffers: Sequence[Buffer]) -> tuple[Block, bool] | None:
+        if self._closed:
+            return None
         if not self._mapped and not self._offer_all():
             self.traffic.refused["not mapped"] += 1
             return None
         lent = self.lender.lend(*buffers, usable=self._usable, grow=False)
-        if lent is None:
+        if lent is None and self.lender.last_refusal not in ("share", "not mapped", "retired", "closed"):
             self._is_cold(sum(map(len, buffers)))
         return lent
 
@@ -195,10 +206,13 @@ class SharedMemory:
         buffers: list[Buffer | None] = []
         packs: dict[int, memoryview] = {}
         for index, wire in enumerate(wires):
+            if type(wire) is not list:
+                raise ProtocolError(f"not a block: {wire!r:.100}")
             if len(wire) == 7:
                 buffers.append(self._part(wire, packs))
                 continue
-            block = self._adopt(wire[:5])
+            block = self._adopt(wire)
+            self.traffic.count_received(block.nbytes)
             if wire[4] and block.nbytes >= COPY_SIZE:
                 buffers.append(None)
                 self._around.in_background(self._copy_out, [block], partial(arrived, index))
@@ -211,29 +225,40 @@ class SharedMemory:
         """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""
         if len(wire) != 5 or wire[4]:
             return None
-        return self._adopt(wire).data
+        block = self._adopt(wire)
+        self.traffic.count_received(block.nbytes)
+        return block.data
 
     def _adopt(self, wire: Wire) -> Bytes:
         if len(wire) != 5:
             raise ProtocolError(f"not a block: {wire!r:.100}")
-        block = self.borrower.adopt(wire[:4])
-        self.traffic.count_received(block.nbytes)
-        return block
+        return self.borrower.adopt(wire[:4])
 
     def _part(self, wire: Wire, packs: dict[int, memoryview]) -> Buffer:
         """One of several in a block. Slices of a memoryview keep its array, and with it the block."""
         *whole, start, size = wire
+        if type(wire[3]) is not int:
+            raise ProtocolError(f"not a block: {wire!r:.100}")
         pack = packs.get(wire[3])
         if pack is None:
             block = self._adopt(whole)
             pack = packs[wire[3]] = (block.copy() if wire[4] else block).data
         if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= len(pack):
             raise ProtocolError(f"a part outside of its block: {wire!r:.100}")
+        self.traffic.count_received(size)
         return pack[start : start + size]
 
-    def _copy_out(self, block: list[Bytes], arrived: Callable[[Buffer], None]) -> None:
+    def _copy_out(self, block: list[Bytes], arrived: Callable[[Buffer | Exception], None]) -> None:
         """In a thread. The list: so that the block is released here, not when the thread finds its next job."""
-        self._around.on_loop(arrived, block.pop().copy().data)
+        try:
+            outcome: Buffer | Exception = block.pop().copy().data
+        except MemoryError as error:  # that message's trouble
+            outcome = error.with_traceback(None)
+        self._around.on_loop(self._copied_out, arrived, outcome)
+
+    def _copied_out(self, arrived: Callable[[Buffer | Exception], None], outcome: Buffer | Exception) -> None:
+        if not self._closed:
+            arrived(outcome)
 
     def flush(self, *, more: bool = False) -> None:
         """Send what was released, if anything was. more: a message follows at once. Any thread."""
@@ -249,10 +274,12 @@ class SharedMemory:
             tag, *rest = fields
             if tag == OFFER:
                 index, fd, size, nonce = rest
+                if type(nonce) is not bytes:
+                    raise TypeError("a nonce that is no bytes")
                 if not self._closed:
-                    self._around.in_background(self._map, int(index), int(fd), int(size), bytes(nonce))
+                    self._around.in_background(self._map, int(index), int(fd), int(size), nonce)
             elif tag == MAPPED:
-                self._mapped.add(int(rest[0]))
+                self._mapped.add(self._offer_of(rest[0]))
             elif tag == WARM:
                 index, start, size = map(int, rest)
                 if not self._closed:
@@ -264,8 +291,13 @@ class SharedMemory:
                 self.lender.released(rest[0])
             else:
                 raise ProtocolError(f"a message about memory that is none: {str(tag)[:40]}")
-        except (TypeError, ValueError, IndexError) as error:
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
             raise ProtocolError(f"a message about memory that is none: {error}") from None
+
+    def _offer_of(self, index: Any) -> int:
+        if type(index) is not int or index not in self._offered:
+            raise ValueError(f"segment {index!r:.20} was not offered")
+        return index
 
     def _map(self, index: int, fd: int, size: int, nonce: bytes) -> None:
         """In a thread: mapping makes the pages of the segment known to this process."""
@@ -297,11 +329,11 @@ def _groups(buffers: Sequence[Buffer], least: int) -> list[list[int]]:
     pack: list[int] = []
     size = 0
     for index in short:
-        pack.append(index)
-        size += len(buffers[index])
-        if size > PACK_MOST - least:
+        if pack and size + len(buffers[index]) > PACK_MOST:
             groups.append(pack)
             pack, size = [], 0
+        pack.append(index)
+        size += len(buffers[index])
     if size >= PACK_LEAST:
         groups.append(pack)
     return groups

@@ -47,6 +47,7 @@ class Lender:
     def __init__(self, arena: Arena, *, share: float = 0.25, soft: float = 0.5, most: float = 0.75) -> None:
         self.arena = arena
         self.refused: Counter[str] = Counter()
+        self.last_refusal = ""  # why `lend` gave None the last time
         self._share = int(share * arena.limit)
         self._soft = int(soft * arena.limit)
         self._most = int(most * arena.limit)
@@ -78,10 +79,10 @@ class Lender:
         size = len(buffers[0]) if len(buffers) == 1 else packed_size(buffers)
         with self._lock:
             if self._retired:
-                self.refused["retired"] += 1
+                self._refuse("retired")
                 return None
             if self._lent and self._lent + size > self._most:
-                self.refused["share"] += 1
+                self._refuse("share")
                 return None
             self._lent += size
         lent = False
@@ -89,22 +90,25 @@ class Lender:
         try:
             block = self.arena.allocate(size, grow=grow)
             if block is None:
-                self.refused[self.arena.last_refusal] += 1
+                self._refuse(self.arena.last_refusal)
             elif usable is not None and not usable(block.segment):
-                self.refused["not mapped"] += 1
+                self._refuse("not mapped")
             else:
-                self._copy(buffers, block)
+                if len(buffers) == 1:
+                    self.arena.write(block, buffers[0])
+                else:
+                    self._copy(buffers, block)
                 # Not before the copy is done: until then `reclaim` must not free the block under it.
                 with self._lock:
                     lent = not self._retired
                     if lent:
                         self._leases[block.generation] = block
                         return block, self._lent > self._share or self.arena.used > self._soft
-                self.refused["retired"] += 1
+                self._refuse("retired")
         except Exception:
             if not self.arena.closed:
                 raise
-            self.refused["closed"] += 1
+            self._refuse("closed")
         finally:
             if not lent:
                 self._give_up(size, block)
@@ -158,6 +162,10 @@ class Lender:
                 self._forget(block)
         for block in blocks:
             self.arena.free(block)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused[reason] += 1
+        self.last_refusal = reason
 
     def _find(self, wire: list[int]) -> Block:
         try:

@@ -30,7 +30,7 @@ HEAD = struct.Struct("<QIIBB")
 MAGIC = 0xA1
 # A receive buffer of this size takes a burst of small frames in one system call.
 READ_SIZE = 256 * 1024
-# Segments at least this long are received straight into memory of their own; below it one more copy is cheaper.
+# Segments of at least so many bytes are written from where they are; below it a copy into the frame is cheaper.
 DIRECT_SIZE = 32 * 1024
 MAX_SEGMENTS = 1 << 20
 
@@ -196,7 +196,7 @@ class FrameDecoder:
             if self.place is None or count != 1:
                 raise ProtocolError("a chunk where there can be none")
             places: list[bytearray | memoryview] = [self.place(call_id, body, longest)]
-        elif end - at >= sum(lengths) and longest < DIRECT_SIZE:
+        elif end - at >= sum(lengths):
             segments: list[bytearray | memoryview] = []
             for length in lengths:
                 segments.append(self._buffer[at : at + length])

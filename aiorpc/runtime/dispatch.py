@@ -488,9 +488,9 @@ class Service:
         except Exception as error:
             self.answer_error(context, error)
             return
-        if not buffers:
+        if not buffers or (not copy and self.link.rides(buffers)):
             if self._may_answer(context):
-                self._send_answer(encode_frame(REPLY, context.call_id, body))
+                self._send_answer(encode_frame(REPLY, context.call_id, body, buffers))
         elif not copy and self.link.too_long_for_loop(buffers):
             self.worker.in_background(self._answer_buffers, context, body, buffers)
         else:
@@ -564,8 +564,8 @@ class Service:
     def cancel(self, call_id: int) -> None:
         """The caller has given up on that call."""
         context = self._take(call_id)
+        self.link.give_up(call_id)  # the answer, or items, may be on their way
         if context is None:
-            self.link.give_up(call_id)  # the answer may be on its way
             return
         context.cancelled = True
         self.worker.counters.cancelled += 1

@@ -33,7 +33,7 @@ from ..channels.inline import Inline
 from ..channels.shared import SharedMemory
 from ..errors import ProtocolError
 from ..protocol.codec import pack, unpack
-from ..protocol.frames import PARCEL, Buffer, Frame, Kind, encode_frame
+from ..protocol.frames import CHUNK, PARCEL, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 
@@ -136,6 +136,13 @@ class Link:
             and sum(map(len, buffers)) > LOOP_COPY
         )
 
+    def rides(self, buffers: Sequence[Buffer]) -> bool:
+        """Whether they go with the frame of their message, as a lone short one does: `prepare` would only say so."""
+        if len(buffers) > 1 or len(buffers[0]) >= self._least_alone:
+            return False
+        self.inline.count(buffers)
+        return True
+
     def prepare(self, kind: int, call_id: int, body: bytes, buffers: Sequence[Buffer], *, copy: bool = False) -> Parcel:
         """Give the buffers of a message to their channels. What it returns has to be posted or withdrawn.
 
@@ -147,38 +154,42 @@ class Link:
             if wire is not None:  # as below; most large messages are of this kind
                 body = pack((kind, ((SHARED, *wire),), body))
                 return Parcel(encode_frame(PARCEL, call_id, body), call_id, ((SHARED, wire),))
-            sharing = None
+            sharing = None  # it was asked
         if sum(map(len, buffers)) < (self._least if len(buffers) > 1 else self._least_alone):
             if copy:
                 buffers = [bytes(buffer) for buffer in buffers]
             self.inline.count(buffers)
             return Parcel(encode_frame(kind, call_id, body, buffers), call_id, ())
-        riders: list[Buffer] = []
-        wires: list[Any] = [None] * len(buffers)
-        apart: list[tuple[int, Wire]] = []
-        for code, channel in sorted(self._channels.items()):
-            if code == SHARED and sharing is None:  # it was asked
-                continue
-            left = [index for index, wire in enumerate(wires) if wire is None]
-            if copy and code != SHARED:
-                buffers = [
-                    bytes(buffer) if index in left and type(buffer) is not bytes else buffer
-                    for index, buffer in enumerate(buffers)
-                ]
-            for index, wire in zip(left, channel.send([buffers[index] for index in left], riders), strict=True):
-                if wire is not None:
-                    wires[index] = [code, *wire]
-                    if code != INLINE:
-                        apart.append((code, wire))
+        wires, riders = self._distribute(buffers, copy, sharing is not None)
+        apart = _apart(wires)
         if apart:
             kind, body = PARCEL, pack([kind, wires, body])
         return Parcel(encode_frame(kind, call_id, body, riders), call_id, apart)
+
+    def _distribute(self, buffers: Sequence[Buffer], copy: bool, share: bool) -> tuple[list[Any], list[Buffer]]:
+        """Give each buffer to the first channel that takes it: ``[channel, *wire]`` for each, and the riders."""
+        wires: list[Any] = [None] * len(buffers)
+        riders: list[Buffer] = []
+        try:
+            for code, channel in sorted(self._channels.items()):
+                left = [index for index, wire in enumerate(wires) if wire is None]
+                if code == SHARED and not share:
+                    continue
+                given = [bytes(buffers[index]) if copy and code != SHARED else buffers[index] for index in left]
+                for index, wire in zip(left, channel.send(given, riders), strict=True):
+                    if wire is not None:
+                        wires[index] = [code, *wire]
+        except BaseException:
+            self._withdraw(_apart(wires), named=False)
+            raise
+        return wires, riders
 
     def post(self, parcel: Parcel, *, urgent: bool = False) -> None:
         """Send a message that was prepared."""
         for code, _ in parcel.wires:
             if code == BULK:
-                self._underway[parcel.call_id] = parcel.wires
+                # Several of a stream, of which each item is a message.
+                self._underway[parcel.call_id] = [*self._underway.get(parcel.call_id, ()), *parcel.wires]
                 break
         if self.released:
             self.flush(more=True)
@@ -208,7 +219,7 @@ class Link:
     def is_held(self, frame: Frame) -> bool:
         """Whether that frame has to wait for an earlier message of its call; if so, it does."""
         held = self.held.get(frame.call_id)
-        if held is None or not frame.call_id:
+        if held is None or not frame.call_id or frame.kind == CHUNK:  # a chunk's is the number of its transfer
             return False
         held.behind.append(frame)
         return True
@@ -434,6 +445,11 @@ class Link:
         if self.shared is not None:
             self.worker.memory.ended(self.shared)
         self.worker.count_traffic(self)
+
+
+def _apart(wires: list[Any]) -> list[tuple[int, Wire]]:
+    """Those that do not go with the frame."""
+    return [(wire[0], wire[1:]) for wire in wires if wire is not None and wire[0] != INLINE]
 
 
 class _Surroundings:

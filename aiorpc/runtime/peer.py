@@ -262,13 +262,14 @@ class Peer:
             future._streamed = True
         if deadline is not None:
             worker.deadlines.add(deadline)
-        if buffers:
+        link = self.link  # read once: the loop takes it away when the connection ends
+        if buffers and not (link is not None and link.rides(buffers)):
             self._send_buffers(_Message(call_id, body, buffers, out))
         else:
-            link = self.link  # read once: the loop takes it away when the connection ends
             if link is not None and link.released:
                 link.flush(more=True)
-            self.send(encode_frame(CALL, call_id, body), urgent=len(pending) <= 1 + self._system, call_id=call_id)
+            whole = encode_frame(CALL, call_id, body, buffers)
+            self.send(whole, urgent=len(pending) <= 1 + self._system, call_id=call_id)
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
         return future
@@ -456,6 +457,8 @@ class Peer:
         """The buffers of an answer or item cannot be had."""
         future = self._take(frame.call_id)
         self._discard(frame)
+        if self.streams.pop(frame.call_id, None) is not None:  # an item is missing: those behind it are not wanted
+            self._call_off(frame.call_id)
         if future is not None:
             failure = RpcError(f"the result of {future.describe()} did not arrive: {error}")
             future._settle(None, failure)

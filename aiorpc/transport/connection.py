@@ -167,6 +167,8 @@ class Connection:
             first = queue.popleft()
             if not queue and len(first) == 1:
                 buffers, size = first, len(first[0])
+            elif not queue and len(first) == 2:  # head and one segment
+                buffers, size = first, len(first[0]) + len(first[1])
             else:
                 buffers, size = self._gather(first)
             try:

@@ -478,7 +478,7 @@ def test_nothing_is_copied_into_a_segment_that_the_peer_cannot_use(monkeypatch: 
     with paired() as pair:
         write, written = pair.arena.write, list[int]()
 
-        def watched(block: Block, source: bytes, at: int) -> None:
+        def watched(block: Block, source: bytes, at: int = 0) -> None:
             written.append(block.segment)
             write(block, source, at)
 
@@ -571,7 +571,7 @@ def test_reclaiming_waits_for_a_copy_under_way(monkeypatch: pytest.MonkeyPatch) 
     with paired() as pair:
         write = pair.arena.write
 
-        def interrupted(block: Block, source: bytes, at: int) -> None:
+        def interrupted(block: Block, source: bytes, at: int = 0) -> None:
             pair.lender.reclaim()
             assert pair.arena.blocks == 1  # nobody else gets it now
             write(block, source, at)
@@ -586,7 +586,7 @@ def test_a_copy_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch, closed
     """An error of the copy is raised, unless the arena was closed meanwhile; nothing stays lent either way."""
     with paired() as pair:
 
-        def failing(block: Block, source: bytes, at: int) -> None:
+        def failing(block: Block, source: bytes, at: int = 0) -> None:
             if closed:
                 pair.arena.close()
             raise ValueError("broken")

@@ -1,0 +1,421 @@
+"""The bulk channel's own: turns, order, limits, and transfers that end in the middle."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import weakref
+from typing import Any
+
+import pytest
+
+from aiorpc.channels import bulk as module
+from aiorpc.channels.bulk import CHUNK_SIZE, HASTY_SIZE, Bulk
+from aiorpc.channels.inline import allocate
+from aiorpc.errors import ProtocolError, RpcCancelled
+from aiorpc.options import BULK_SIZE
+from aiorpc.protocol.frames import HEAD, Buffer, Frame, Kind
+from tests.channels.ends import borrowed, pattern
+
+CHUNK = 1000
+LIMIT = 1 << 20
+PLACE = struct.Struct("<QQ")
+GIB = 1 << 30
+
+
+def make(*, ready: bool = True, **options: Any) -> Bulk:
+    channel = Bulk(**{"limit": LIMIT, "wake": lambda: None, "least": 1, "chunk": CHUNK, **options})
+    channel.ready = ready
+    return channel
+
+
+class Piece:
+    """One frame that a sender gave, taken apart."""
+
+    def __init__(self, frame: list[Buffer]) -> None:
+        data = b"".join(frame)
+        self.number, body, count, kind, _ = HEAD.unpack_from(data)
+        assert kind == Kind.CHUNK and body == PLACE.size and count <= 1
+        at = HEAD.size + 8 * count
+        self.body = data[at : at + body]
+        self.data = data[at + body :]
+        self.offset, self.size = PLACE.unpack(self.body)
+
+    def give(self, receiver: Bulk) -> None:
+        """As a decoder does: its place, its bytes, then the frame."""
+        segments: list[memoryview] = []
+        if self.data:
+            place = receiver.place(self.number, self.body, len(self.data))
+            place[:] = self.data
+            segments = [place]
+        receiver.on_frame(Frame(Kind.CHUNK, self.number, self.body, segments))
+
+
+def next_piece(sender: Bulk) -> Piece | None:
+    frame = sender.next_frame()
+    return None if frame is None else Piece(frame)
+
+
+def pieces(sender: Bulk) -> list[Piece]:
+    """All that it has to write."""
+    found = []
+    while (piece := next_piece(sender)) is not None:
+        found.append(piece)
+    return found
+
+
+class Sink:
+    """What `arrived` was called with."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[tuple[int, Any]] = []
+
+    def __call__(self, index: int, outcome: Buffer | Exception) -> None:
+        self.outcomes.append((index, outcome))
+
+
+def send(sender: Bulk, *sizes: int) -> list[Any]:
+    return sender.send([borrowed(pattern(seed, size)) for seed, size in enumerate(sizes)], [])
+
+
+def chunk(receiver: Bulk, number: int, offset: int, size: int, length: int) -> memoryview:
+    return receiver.place(number, PLACE.pack(offset, size), length)
+
+
+# --- what is sent, and when -------------------------------------------------------------------------------------------
+
+
+def test_transfers_take_turns() -> None:
+    """A chunk each: a short one behind a long one is done after two turns, a late one waits for nobody's end."""
+    sender = make()
+    send(sender, 50 * CHUNK, 2 * CHUNK)
+    order = [next_piece(sender) for _ in range(4)]
+    send(sender, CHUNK, 3 * CHUNK)
+    order += pieces(sender)
+    numbers = [piece.number for piece in order if piece is not None]
+    assert numbers[:4] == [1, 2, 1, 2]
+    assert numbers[4:11] == [1, 3, 4, 1, 4, 1, 4] and set(numbers[11:]) == {1}
+    assert len(numbers) == 56 and sender.sending == 0
+
+
+def test_chunks_say_where_they_belong() -> None:
+    """In order, without gaps, all of one length but the last; every transfer under its own number, the size in each."""
+    sender = make()
+    wires = send(sender, 2 * CHUNK + 5, CHUNK)
+    assert wires == [[1, 2 * CHUNK + 5], [2, CHUNK]] and sender.sending == 2
+    found = [(piece.number, piece.offset, piece.size, len(piece.data)) for piece in pieces(sender)]
+    size = 2 * CHUNK + 5
+    assert found == [(1, 0, size, CHUNK), (2, 0, CHUNK, CHUNK), (1, CHUNK, size, CHUNK), (1, 2 * CHUNK, size, 5)]
+    assert sender.next_frame() is None
+    assert send(sender, 5) == [[3, 5]]
+
+
+def test_short_buffers_are_not_taken() -> None:
+    """From `least` bytes on; the defaults are the module's."""
+    sender = make(least=10)
+    assert send(sender, 9, 10, 0, 11) == [None, [1, 10], None, [2, 11]]
+    usual = Bulk(limit=GIB, wake=lambda: None)
+    usual.ready = True
+    assert usual.send([bytes(BULK_SIZE - 1), bytes(BULK_SIZE)], []) == [None, [1, BULK_SIZE]]
+    assert BULK_SIZE < CHUNK_SIZE < HASTY_SIZE
+
+
+def test_without_a_connection_only_long_ones_are_taken_and_it_is_asked_for() -> None:
+    """From HASTY_SIZE on; one that is only longer than `least` wakes who can make a connection; shorter ones do not."""
+    wakes: list[int] = []
+    sender = Bulk(limit=GIB, wake=lambda: wakes.append(1))
+    assert sender.send([bytes(BULK_SIZE - 1)], []) == [None] and wakes == []
+    assert sender.send([bytes(BULK_SIZE)], []) == [None] and wakes
+    wakes.clear()
+    assert sender.send([bytes(HASTY_SIZE - 1)], []) == [None] and wakes
+    wakes.clear()
+    assert sender.send([bytes(HASTY_SIZE)], []) == [[1, HASTY_SIZE]] and wakes
+    assert sender.sending == 1 and sender.traffic.sent == 1
+
+
+def test_what_was_written_is_let_go() -> None:
+    """A buffer lives until its last chunk was, and no longer."""
+    chunk = 64 * 1024  # long enough to be written from where it lies
+    sender = make(chunk=chunk)
+    data = borrowed(pattern(1, 2 * chunk))
+    kept = weakref.ref(data.obj)
+    sender.send([data], [])
+    del data
+    first = sender.next_frame()
+    assert kept() is not None
+    last = sender.next_frame()
+    del first
+    assert kept() is not None and sender.sending == 0
+    del last
+    assert kept() is None
+
+
+# --- what is received -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named_at", range(5))
+def test_the_message_may_come_at_any_point(named_at: int) -> None:
+    """Before, between and behind the chunks; the bytes are read into the buffer that the receiver gets."""
+    sender, receiver, sink = make(), make(), Sink()
+    wires = send(sender, 3 * CHUNK + 1)
+    found: list[Any] = []
+    places = []
+    for number, piece in enumerate([*pieces(sender), None]):
+        if number == named_at:
+            found = receiver.receive(wires, [], sink)
+        if piece is not None:
+            place = receiver.place(piece.number, piece.body, len(piece.data))
+            place[:] = piece.data
+            places.append(place)
+            receiver.on_frame(Frame(Kind.CHUNK, piece.number, piece.body, [place]))
+    if named_at == 4:
+        assert sink.outcomes == []
+        (value,) = found
+    else:
+        assert found == [None]
+        ((_, value),) = sink.outcomes
+    assert bytes(value) == pattern(0, 3 * CHUNK + 1) and not value.readonly
+    assert all(place.obj is value.obj for place in places)  # no copy on the way
+    assert receiver.receiving == 0
+    assert (receiver.traffic.received, receiver.traffic.bytes_received) == (1, 3 * CHUNK + 1)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "length"),
+    [
+        pytest.param(0, 2000, 500, id="again"),
+        pytest.param(400, 2000, 500, id="before"),
+        pytest.param(1000, 2000, 500, id="gap"),
+        pytest.param(500, 1999, 500, id="shorter"),
+        pytest.param(500, 2001, 500, id="longer"),
+        pytest.param(500, 2000, 1501, id="too much"),
+        pytest.param(500, 2000, 0, id="nothing"),
+    ],
+)
+def test_chunks_at_another_place_are_refused(offset: int, size: int, length: int) -> None:
+    """Twice, with a gap, of another size, beyond the end: no byte of it is taken, and the right one still is."""
+    receiver = make()
+    receiver.on_frame(Frame(Kind.CHUNK, 1, PLACE.pack(0, 2000), [chunk(receiver, 1, 0, 2000, 500)]))
+    with pytest.raises(ProtocolError):
+        chunk(receiver, 1, offset, size, length)
+    assert len(chunk(receiver, 1, 500, 2000, 1500)) == 1500
+
+
+@pytest.mark.parametrize("size", [0, LIMIT + 1, (1 << 64) - 1])
+def test_sizes_are_compared_with_the_limit_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Whether a chunk or the message says them."""
+    taken: list[int] = []
+    monkeypatch.setattr(module, "allocate", taken.append)
+    receiver = make()
+    with pytest.raises(ProtocolError):
+        chunk(receiver, 1, 0, size, 1)
+    with pytest.raises(ProtocolError):
+        receiver.receive([[1, size]], [], Sink())
+    assert taken == [] and receiver.receiving == 0
+
+
+def test_the_longest_one_is_taken() -> None:
+    """The limit itself is within it, and memory is taken once for it."""
+    receiver = make()
+    assert len(chunk(receiver, 1, 0, LIMIT, LIMIT)) == LIMIT
+    assert receiver.receive([[1, LIMIT]], [], Sink()) == [None] and receiver.receiving == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"x" * 15, b"x" * 17])
+def test_chunks_that_do_not_say_where_they_belong_are_refused(body: bytes) -> None:
+    """Before their bytes are read, or without any."""
+    receiver = make()
+    with pytest.raises(ProtocolError, match="where it belongs"):
+        receiver.place(1, body, 10)
+    with pytest.raises(ProtocolError, match="where it belongs"):
+        receiver.on_frame(Frame(Kind.CHUNK, 1, body))
+    with pytest.raises(ProtocolError, match="without bytes"):
+        receiver.on_frame(Frame(Kind.CHUNK, 1, PLACE.pack(0, 10)))
+    assert receiver.receiving == 0
+
+
+def test_chunks_that_were_given_no_place_are_refused() -> None:
+    """Given up while its bytes were read from another connection: an error of the protocol, not of this program."""
+    receiver = make()
+    place = chunk(receiver, 1, 0, 20, 10)
+    receiver.on_frame(Frame(Kind.CHUNK, 1, PLACE.pack((1 << 64) - 1, 0)))
+    with pytest.raises(ProtocolError):
+        receiver.on_frame(Frame(Kind.CHUNK, 1, PLACE.pack(0, 20), [place]))
+    assert receiver.receiving == 0
+
+
+def test_two_messages_for_one_transfer_are_refused() -> None:
+    """And one of another size than its chunks say; the first goes on."""
+    sender, receiver, sink = make(), make(), Sink()
+    (wire,) = send(sender, 2 * CHUNK)
+    assert receiver.receive([wire], [], sink) == [None]
+    with pytest.raises(ProtocolError, match="two messages"):
+        receiver.receive([wire], [], sink)
+    for piece in pieces(sender):
+        piece.give(receiver)
+    assert bytes(sink.outcomes[0][1]) == pattern(0, 2 * CHUNK) and receiver.receiving == 0
+    chunk(receiver, 7, 0, 100, 10)
+    with pytest.raises(ProtocolError, match="two sizes"):
+        receiver.receive([[7, 101]], [], sink)
+
+
+@pytest.mark.parametrize("named_at", range(4))
+def test_memory_that_is_not_to_be_had_fails_that_transfer_only(monkeypatch: pytest.MonkeyPatch, named_at: int) -> None:
+    """Its bytes are read and dropped, its message is told once all have come; the others arrive."""
+
+    def short(size: int) -> memoryview:
+        if size == 3 * CHUNK - 1:
+            raise MemoryError("no room for that one")
+        return allocate(size)
+
+    monkeypatch.setattr(module, "allocate", short)
+    sender, receiver, sink, well = make(), make(), Sink(), Sink()
+    bad, good = send(sender, 3 * CHUNK - 1, 2 * CHUNK)
+    receiver.receive([good], [], well)
+    for number, piece in enumerate([*pieces(sender), None]):
+        if number == named_at + 1:
+            assert receiver.receive([bad], [], sink) == [None]
+        if piece is not None:
+            piece.give(receiver)
+    ((index, error),) = sink.outcomes
+    assert index == 0 and isinstance(error, MemoryError)
+    assert bytes(well.outcomes[0][1]) == pattern(1, 2 * CHUNK)
+    assert receiver.receiving == 0
+    assert (receiver.traffic.received, receiver.traffic.bytes_received) == (1, 2 * CHUNK)  # the one that is here
+
+
+def test_sizes_beyond_32_bits_are_counted_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places, sizes and limits of more than 4 GiB, on both sides, without the memory."""
+
+    class Huge:
+        """As long as it says, with nothing in it."""
+
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __getitem__(self, part: slice) -> Any:
+            start, stop, _ = part.indices(self.size)
+            return Huge(stop - start)
+
+    monkeypatch.setattr(module, "allocate", Huge)
+    receiver, sink = make(limit=9 * GIB), Sink()
+    size, part = 9 * GIB, 3 * GIB
+    receiver.receive([[1, size]], [], sink)
+    for offset in (0, part, 2 * part):
+        assert sink.outcomes == []
+        place: Any = chunk(receiver, 1, offset, size, part)
+        assert len(place) == part
+        receiver.on_frame(Frame(Kind.CHUNK, 1, PLACE.pack(offset, size), [place]))
+    assert len(sink.outcomes[0][1]) == size and receiver.traffic.bytes_received == size
+    with pytest.raises(ProtocolError):
+        chunk(receiver, 2, 0, size + 1, part)
+
+
+def test_long_memory_is_cut_at_places_beyond_32_bits() -> None:
+    """A sender's: 4 GiB and a little of address space, of which one page is ever touched."""
+    size = 4 * GIB + 10
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    try:
+        sender = make(chunk=GIB, limit=size)
+        assert sender.send([memoryview(memory)], []) == [[1, size]]
+        places = []
+        while (frame := sender.next_frame()) is not None:
+            places.append((PLACE.unpack(bytes(frame[0])[-PLACE.size :])[0] if len(frame) > 1 else None, len(frame[-1])))
+            del frame
+        assert places[:4] == [(number * GIB, GIB) for number in range(4)]
+        assert len(places) == 5 and sender.sending == 0
+    finally:
+        memory.close()
+
+
+# --- given up ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named_at", [*range(6), None])
+@pytest.mark.parametrize("written", range(5))
+def test_transfers_given_up_anywhere_leave_nothing(written: int, named_at: int | None) -> None:
+    """After so many of its 4 chunks, its message coming at any point or never: an error or the bytes, once."""
+    sender, receiver, sink = make(), make(), Sink()
+    (wire,) = send(sender, 4 * CHUNK)
+    steps: list[Piece] = []
+    for _ in range(written):
+        piece = next_piece(sender)
+        assert piece is not None
+        steps.append(piece)
+    sender.withdraw([wire], named=named_at is not None)
+    steps += pieces(sender)
+    found: list[Any] = []
+    for number in range(6):
+        if number == named_at:
+            found = receiver.receive([wire], [], sink)
+        if number < len(steps):
+            steps[number].give(receiver)
+    assert len(steps) <= 5 and sender.sending == 0 and receiver.receiving == 0
+    if named_at is None:
+        assert found == [] and sink.outcomes == []
+        return
+    outcomes = [value for value in found if value is not None] + [value for _, value in sink.outcomes]
+    assert len(outcomes) == 1
+    if written == 4:
+        assert bytes(outcomes[0]) == pattern(0, 4 * CHUNK)
+    else:
+        assert isinstance(outcomes[0], RpcCancelled)
+
+
+def test_a_transfer_of_which_nothing_was_written_is_just_gone() -> None:
+    """When no message names it, no word about it either; its memory is let go at the next turn."""
+    sender = make()
+    data = borrowed(pattern(0, 5 * CHUNK))
+    kept = weakref.ref(data.obj)
+    wires: Any = sender.send([data], [])
+    del data
+    sender.withdraw(wires, named=False)
+    assert pieces(sender) == [] and kept() is None
+    sender.withdraw([], named=True)
+    assert pieces(sender) == []
+
+
+def test_giving_up_twice_is_giving_up_once() -> None:
+    """And giving up what was written whole, and named, is nothing."""
+    sender, receiver, sink = make(), make(), Sink()
+    one, two = send(sender, 4 * CHUNK, CHUNK)
+    receiver.receive([one, two], [], sink)
+    for piece in [next_piece(sender), next_piece(sender)]:
+        assert piece is not None
+        piece.give(receiver)
+    sender.withdraw([one, two], named=True)
+    sender.withdraw([one, two], named=True)
+    for piece in pieces(sender):
+        piece.give(receiver)
+    assert [index for index, _ in sink.outcomes] == [1, 0] and isinstance(sink.outcomes[1][1], RpcCancelled)
+    assert sender.sending == receiver.receiving == 0
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_closed_it_forgets_all() -> None:
+    """What it borrowed and what it began to receive; nothing is taken or given any more."""
+    channel, sink = make(), Sink()
+    data = borrowed(pattern(0, 5 * CHUNK))
+    kept = weakref.ref(data.obj)
+    channel.send([data], [])
+    del data
+    channel.receive([[3, 500]], [], sink)
+    chunk(channel, 4, 0, 500, 100)
+    assert (channel.sending, channel.receiving) == (1, 2)
+    channel.close()
+    channel.close()
+    assert (channel.sending, channel.receiving) == (0, 0) and kept() is None
+    assert channel.next_frame() is None and send(channel, 5 * CHUNK) == [None]
+    channel.withdraw([[1, 5 * CHUNK]], named=False)
+    assert channel.sending == 0 and sink.outcomes == []
+
+
+def test_messages_are_refused() -> None:
+    """All that it says goes with its chunks."""
+    with pytest.raises(ProtocolError, match="takes none"):
+        make().on_message([1, 2])

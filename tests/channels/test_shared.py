@@ -1,0 +1,593 @@
+"""The shared-memory channel's own: packing, what it refuses and why, offers and warm pages, copies out, and release."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+
+from aiorpc.channels import Wire, shared
+from aiorpc.channels.arena import ALIGN, HEADER, Arena, Block, Bytes
+from aiorpc.channels.shared import COPY_SIZE, OFFER, PACK_LEAST, PACK_MOST, WARM, SharedMemory
+from aiorpc.channels.shm import Borrower
+from aiorpc.errors import ProtocolError
+from aiorpc.options import SHARE_SIZE
+from tests.channels.ends import MIB, Message, SharedEnds, borrowed, pattern
+
+LIMIT = 8 * MIB
+SHARE = LIMIT // 4  # what one peer may hold before it copies out
+
+
+@pytest.fixture
+def ends() -> Iterator[SharedEnds]:
+    """Both ends warm, in arenas of `LIMIT`."""
+    pair = SharedEnds(limit=LIMIT, warm=6 * MIB)
+    yield pair
+    pair.dispose()
+
+
+@pytest.fixture
+def cold() -> Iterator[SharedEnds]:
+    """Nothing allocated, offered or mapped yet."""
+    pair = SharedEnds(limit=LIMIT, warm=0)
+    yield pair
+    pair.dispose()
+
+
+def send(ends: SharedEnds, *sizes: int) -> Message:
+    """A message of buffers of these sizes, posted."""
+    message = ends.send([borrowed(pattern(seed, size)) for seed, size in enumerate(sizes)])
+    ends.post(message)
+    return message
+
+
+def delivered(ends: SharedEnds, *sizes: int) -> Message:
+    message = send(ends, *sizes)
+    ends.settle()
+    message.check()
+    return message
+
+
+def taken(ends: SharedEnds, *sizes: int) -> list[bool]:
+    """Which of them were taken; the message is withdrawn."""
+    message = ends.send([bytes(size) for size in sizes])
+    ends.withdraw(message)
+    return [wire is not None for wire in message.wires]
+
+
+def blocks(message: Message) -> list[list[Any]]:
+    """The blocks of a message, in order, each once."""
+    found: list[list[Any]] = []
+    for wire in message.taken:
+        if wire[:4] not in found:
+            found.append(wire[:4])
+    return found
+
+
+def overhear(ends: SharedEnds, end: int) -> list[tuple[list[Any], bool]]:
+    """What that end says from now on, and whether more follows; it does not reach the other one."""
+    said: list[tuple[list[Any], bool]] = []
+
+    def post(fields: list[Any], *, more: bool = False) -> None:
+        said.append((fields, more))
+
+    ends.around[end].post = post  # type: ignore[method-assign]
+    return said
+
+
+def idle(ends: SharedEnds) -> bool:
+    return not any(ends.under_way().values())
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_buffer_is_worth_a_block_from_its_size_on(ends: SharedEnds) -> None:
+    """SHARE_SIZE, alone; `send_one` takes and refuses the same."""
+    assert taken(ends, SHARE_SIZE) == [True] and taken(ends, SHARE_SIZE - 1) == [False]
+    for size in (SHARE_SIZE - 1, SHARE_SIZE):
+        wire = ends.ends[0].send_one(bytes(size))
+        assert (wire is not None) == (size >= SHARE_SIZE)
+        if wire is not None:
+            ends.ends[0].withdraw([wire], named=False)
+    assert idle(ends)
+
+
+def test_short_buffers_are_worth_a_block_together(ends: SharedEnds) -> None:
+    """From PACK_LEAST bytes in all; empty ones are never taken."""
+    half = PACK_LEAST // 2
+    assert taken(ends, half, half) == [True, True]
+    assert taken(ends, half, half - 1) == [False, False]
+    assert taken(ends, half, 0, half) == [True, False, True]
+    assert taken(ends, PACK_LEAST, 0) == [True, False] and taken(ends, PACK_LEAST - 1, 0) == [False, False]
+    assert taken(ends, 0, 0) == [False, False] and taken(ends, 0) == [False]
+
+
+def test_long_ones_have_blocks_of_their_own(ends: SharedEnds) -> None:
+    """Beside short ones that share one, or are too few for one; all in their places."""
+    message = delivered(ends, SHARE_SIZE, 40_000, SHARE_SIZE - 1, SHARE_SIZE + 1, 10)
+    assert [wire is not None for wire in message.wires] == [True] * 5
+    assert len(blocks(message)) == 3 and [len(wire) for wire in message.taken] == [5, 7, 7, 5, 7]
+    few = delivered(ends, SHARE_SIZE, 1000, 2000)
+    assert [wire is not None for wire in few.wires] == [True, False, False] and len(blocks(few)) == 1
+
+
+@pytest.mark.parametrize("size", [SHARE_SIZE - 1, 100_000, 5000, 64, 1])
+def test_what_a_block_of_short_ones_holds_is_bounded(ends: SharedEnds, size: int) -> None:
+    """PACK_MOST bytes of buffers at most; each begins at a multiple of ALIGN, behind the one before."""
+    count = min(1000, 3 * PACK_MOST // size)
+    message = ends.send([bytes(size)] * count)
+    if size * count < PACK_LEAST:
+        assert message.taken == []
+        return
+    ends_of: dict[int, int] = {}
+    bytes_of: dict[int, int] = {}
+    for wire in message.taken:
+        *_, generation, _, start, length = wire if len(wire) == 7 else [*wire, 0, wire[2]]
+        assert length == size and start % ALIGN == 0 and start >= ends_of.get(generation, 0)
+        ends_of[generation] = start + length
+        bytes_of[generation] = bytes_of.get(generation, 0) + length
+        assert start + length <= wire[2]
+    assert max(bytes_of.values()) <= PACK_MOST
+    ends.post(message)
+    ends.settle()
+    message.outcomes.clear()
+    assert idle(ends)
+
+
+@pytest.mark.parametrize("least", [1000, 500_000, 4 * MIB])
+def test_the_shortest_that_goes_alone_is_an_option(least: int) -> None:
+    """`least`: others go together or not at all, and however long they are, a block holds PACK_MOST or one of them."""
+    ends = SharedEnds(limit=64 * MIB, warm=32 * MIB, least=least)
+    try:
+        assert taken(ends, least) == [True] and taken(ends, least - 1) == [False]
+        message = delivered(ends, *[10] * 20, *[90_000] * 20, 400_000)
+        assert {wire is not None for wire in message.wires[20:]} == {True}
+        assert len(blocks(message)) <= (22 if least < 90_000 else 5)
+    finally:
+        ends.dispose()
+
+
+def test_a_part_keeps_its_block_and_no_other(ends: SharedEnds) -> None:
+    """Of many, in several blocks: the one that is kept, and all of what it stands in, stay lent."""
+    message = delivered(ends, *[100_000] * 15, 300_000)
+    assert len(blocks(message)) == 3
+    kept = message.buffers()[5]
+    block = message.taken[5][:4]
+    message.outcomes.clear()
+    ends.settle()
+    assert ends.ends[0].lender.leases == 1 and ends.ends[0].lender.lent == block[2]
+    assert bytes(kept) == pattern(5, 100_000)
+    slice_of_it = kept[5:10]
+    del kept
+    ends.settle()
+    assert ends.ends[0].lender.leases == 1 and bytes(slice_of_it) == pattern(5, 100_000)[5:10]
+    del slice_of_it
+    assert idle(ends)
+
+
+def test_parts_of_one_block_do_not_see_each_other(ends: SharedEnds) -> None:
+    """Writing all of one changes no byte of its neighbours."""
+    message = delivered(ends, *[33_333] * 6)
+    middle = message.buffers()[2]
+    middle[:] = b"\xff" * len(middle)
+    for seed, buffer in enumerate(message.buffers()):
+        assert seed == 2 or bytes(buffer) == pattern(seed, 33_333)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_packed_messages_are_given_up_whole(ends: SharedEnds, named: bool) -> None:
+    """Unsent: their blocks are free at once. Sent: they come, and are free when they are dropped."""
+    message = ends.send([bytes(50_000)] * 30 + [bytes(SHARE_SIZE)])
+    assert ends.ends[0].lender.leases == len(blocks(message)) > 2
+    if named:
+        ends.post(message)
+    ends.withdraw(message)
+    assert (ends.ends[0].lender.leases == 0) == (not named)
+    ends.settle()
+    assert message.settled == named
+    message.outcomes.clear()
+    assert idle(ends)
+
+
+def test_a_copy_that_fails_leaves_nothing_lent(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a message: `send` that raises has borrowed nothing of it."""
+    write = Arena.write
+    copies: list[int] = []
+
+    def fail(self: Arena, block: Block, source: Any, at: int = 0) -> None:
+        copies.append(1)
+        if len(copies) == 2:
+            raise BufferError("not to be read")
+        write(self, block, source, at)
+
+    monkeypatch.setattr(Arena, "write", fail)
+    with pytest.raises(BufferError):
+        ends.send([bytes(SHARE_SIZE), bytes(SHARE_SIZE)])
+    assert len(copies) == 2 and idle(ends)
+    delivered(ends, SHARE_SIZE)
+
+
+# --- refused, and why -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_taken_before_there_is_memory(cold: SharedEnds) -> None:
+    """`cold`, and who makes it warm is told how much was missing; nothing is said to the other end."""
+    end = cold.ends[0]
+    assert cold.send([bytes(SHARE_SIZE)]).taken == []
+    assert end.send_one(bytes(SHARE_SIZE + 5)) is None
+    assert end.traffic.refused == {"cold": 2} and cold.around[0].cold == [SHARE_SIZE, SHARE_SIZE + 5]
+    assert cold.lanes() == [] and end.traffic.sent == 0
+
+
+def test_nothing_is_taken_before_the_other_end_has_mapped_it(cold: SharedEnds) -> None:
+    """The first one that could be sent offers all segments, once; when the answer is here, buffers go."""
+    end = cold.ends[0]
+    cold.arenas[0].grow(4 * MIB)
+    for _ in range(3):
+        assert end.send([bytes(SHARE_SIZE)], []) == [None]
+    assert end.traffic.refused == {"not mapped": 3} and cold.around[0].cold == []
+    assert cold.lanes() == ["messages 0"]
+    cold.step("messages 0")
+    assert cold.lanes() == ["thread 1"]  # one offer; mapping takes long
+    cold.step("thread 1")
+    assert end.send([bytes(SHARE_SIZE)], []) == [None]
+    cold.settle()
+    delivered(cold, SHARE_SIZE)
+    assert end.traffic.refused == {"not mapped": 4}
+
+
+def test_what_warms_up_later_is_offered_and_named() -> None:
+    """`grown` says nothing while nobody missed anything; then it offers what is not mapped, and names the rest."""
+    ends = SharedEnds(limit=64 * MIB, warm=0)
+    try:
+        end = ends.ends[0]
+        end.grown(ends.arenas[0].grow(MIB))
+        assert ends.lanes() == []
+        assert end.send([bytes(SHARE_SIZE)], []) == [None]
+        ends.settle()
+        end.grown(ends.arenas[0].grow(MIB))
+        assert ends.lanes() == []  # all that was sent had room
+        assert end.send([bytes(32 * MIB)], []) == [None]  # missing
+        ranges = ends.arenas[0].grow(MIB)
+        said = overhear(ends, 0)
+        end.grown(ranges)
+        assert [fields for fields, _ in said] == [[WARM, *extent] for extent in ranges] and ranges
+    finally:
+        ends.dispose()
+
+
+def test_the_first_growth_offers_its_segment_once(cold: SharedEnds) -> None:
+    """After a buffer found nothing at all: the offer carries what is needed to map, and is not repeated."""
+    end = cold.ends[0]
+    assert end.send([bytes(SHARE_SIZE)], []) == [None]
+    said = overhear(cold, 0)
+    end.grown(cold.arenas[0].grow(MIB))
+    end.grown(cold.arenas[0].grow(MIB))
+    assert end.send([bytes(SHARE_SIZE)], []) == [None]
+    (segment,) = cold.arenas[0].segments
+    assert [fields for fields, _ in said] == [[OFFER, 0, segment.fd, segment.size, segment.nonce]]
+
+
+def test_warm_pages_are_touched_in_the_other_process(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread; ranges that are none, or of a segment that is not mapped, are hints that come to nothing."""
+    touched: list[tuple[int, int, int]] = []
+    touch = Borrower.touch
+
+    def note(self: Borrower, index: int, start: int, size: int) -> None:
+        touched.append((index, start, size))
+        touch(self, index, start, size)
+
+    monkeypatch.setattr(Borrower, "touch", note)
+    for extent in ([0, HEADER, MIB], [7, 0, 5], [0, -5, 3], [0, 0, 1 << 50]):
+        ends.ends[1].on_message([WARM, *extent])
+    assert touched == []
+    ends.settle()
+    assert touched == [(0, HEADER, MIB), (7, 0, 5), (0, -5, 3), (0, 0, 1 << 50)]
+    delivered(ends, SHARE_SIZE)
+
+
+def test_a_peer_holds_its_part_at_most(ends: SharedEnds) -> None:
+    """Beyond a quarter of the arena it is asked to copy out; what it holds at all is bounded, and so is the rest."""
+    held = [ends.send([bytes(MIB)]) for _ in range(8)]
+    flags = [message.taken[0][4] for message in held if message.taken]
+    assert flags == [int((number + 1) * MIB > SHARE) for number in range(len(flags))]
+    assert 2 < len(flags) <= 6
+    reasons = set(ends.ends[0].traffic.refused)
+    assert reasons and reasons <= {"share", "cold"}
+    assert ends.ends[0].lender.lent == len(flags) * MIB
+    for message in held:
+        ends.withdraw(message)
+    assert idle(ends)
+
+
+def test_only_room_that_is_missing_is_asked_for(ends: SharedEnds) -> None:
+    """A peer that holds its part and more finds no room that any growth would give it: nobody is told to grow."""
+    held = [ends.send([bytes(MIB)]) for _ in range(5)]
+    assert all(message.taken for message in held)
+    assert ends.send([bytes(2 * MIB)]).taken == []
+    assert ends.ends[0].traffic.refused == {"share": 1}
+    assert ends.around[0].cold == []
+
+
+def test_more_than_the_arena_is_refused_by_its_limit(ends: SharedEnds) -> None:
+    """The reason says so, and smaller ones beside it are taken."""
+    message = ends.send([bytes(LIMIT), bytes(SHARE_SIZE)])
+    assert [wire is not None for wire in message.wires] == [False, True]
+    assert ends.ends[0].traffic.refused == {"limit": 1}
+
+
+# --- copied out -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [SHARE_SIZE, COPY_SIZE - 1, COPY_SIZE, COPY_SIZE + 1])
+def test_long_copies_are_made_in_a_thread(ends: SharedEnds, size: int) -> None:
+    """From COPY_SIZE on; shorter ones at once. Either way the block goes back although the bytes are kept."""
+    held = ends.send([bytes(SHARE)])
+    message = send(ends, size)
+    assert message.taken[0][4] == 1
+    ends.step("messages 0")
+    assert [len(outcome) for outcome in message.outcomes] == [0 if size >= COPY_SIZE else 1]
+    ends.settle()
+    message.check()
+    assert ends.ends[0].lender.leases == 1 and ends.ends[1].borrower.blocks == 0
+    (buffer,) = message.buffers()
+    assert not buffer.readonly
+    ends.withdraw(held)
+
+
+def test_packed_ones_are_copied_out_together(ends: SharedEnds) -> None:
+    """Their parts are of one copy, and the block goes back."""
+    held = ends.send([bytes(SHARE)])
+    message = delivered(ends, *[30_000] * 10)
+    assert {wire[4] for wire in message.taken} == {1} and ends.ends[0].lender.leases == 1
+    ends.withdraw(held)
+    assert idle(ends)
+
+
+class Stubborn(numpy.ndarray[Any, Any]):
+    """An array of which no copy is to be had."""
+
+    def copy(self, order: Any = "C") -> Any:
+        raise MemoryError("no room for a copy")
+
+
+def test_a_copy_that_cannot_be_made_is_told(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its message gets the error, once, and the block goes back; the next one arrives."""
+    adopt = Borrower.adopt
+
+    def stubborn(self: Borrower, wire: list[int], copy: bool = False) -> Bytes:
+        return adopt(self, wire, copy).view(Stubborn)
+
+    held = ends.send([bytes(SHARE)])
+    message = send(ends, COPY_SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Borrower, "adopt", stubborn)
+        ends.settle()
+    ((error,),) = message.outcomes
+    assert isinstance(error, MemoryError)
+    message.outcomes.clear()
+    del error
+    gc.collect()  # the error's traceback
+    delivered(ends, SHARE_SIZE)
+    ends.withdraw(held)
+    assert idle(ends)
+
+
+@pytest.mark.parametrize("steps", ["", "thread 1"])
+def test_a_copy_under_way_at_the_end_comes_to_nothing(ends: SharedEnds, steps: str) -> None:
+    """Closed before it is made, or before it is handed over: `arrived` is not called. (The harness looks.)"""
+    ends.send([bytes(SHARE)])
+    message = send(ends, COPY_SIZE)
+    ends.step("messages 0")
+    if steps:
+        ends.step(steps)
+    ends.close(1)
+    ends.settle()
+    assert message.outcomes == [[]]
+
+
+# --- offers and answers -----------------------------------------------------------------------------------------------
+
+
+def test_a_segment_that_cannot_be_mapped_is_refused(cold: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offering end is told why, once; nothing is taken, then or later."""
+
+    def fail(*args: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Borrower, "map", fail)
+    end = cold.ends[0]
+    cold.arenas[0].grow(MIB)
+    for _ in range(3):
+        assert end.send([bytes(SHARE_SIZE)], []) == [None]
+        cold.settle()
+    (reason,) = cold.around[0].refusals
+    assert "Permission denied" in reason
+    assert end.traffic.refused == {"not mapped": 3, "refused": 1}
+
+
+@pytest.mark.parametrize("wrong", ["nonce", "size", "fd"])
+def test_a_segment_that_is_another_one_is_refused(cold: SharedEnds, wrong: str) -> None:
+    """Of another nonce, size or file: the offer comes back refused."""
+    cold.arenas[0].grow(MIB)
+    (segment,) = cold.arenas[0].segments
+    read, write = os.pipe()
+    offer: dict[str, Any] = {"fd": segment.fd, "size": segment.size, "nonce": segment.nonce}
+    offer[wrong] = {"nonce": bytes(16), "size": segment.size // 2, "fd": read}[wrong]
+    cold.ends[1].on_message([OFFER, 0, *offer.values()])
+    cold.settle()
+    os.close(read)
+    os.close(write)
+    assert len(cold.around[0].refusals) == 1 and cold.ends[1].borrower.segments == frozenset()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        ["hello"],
+        [None],
+        ["offer"],
+        ["offer", 0, 3, 4096],
+        ["offer", 0, 3, 4096, b"", 1],
+        ["offer", 0, 3, 4096, 1 << 40],
+        ["offer", float("inf"), 3, 4096, bytes(16)],
+        ["mapped"],
+        ["mapped", 77],
+        ["mapped", None],
+        ["mapped", float("inf")],
+        ["refused"],
+        ["warm", 0, 1],
+        ["warm", 0, 1, float("inf")],
+        ["warm", 0, 1, "x"],
+        ["release"],
+        ["release", 5],
+        ["release", [[0, HEADER, 5, 77]]],
+        ["release", [None]],
+        ["release", [[]]],
+        ["release", [{}]],
+        ["release", [[0, 0, 0, []]]],
+    ],
+)
+def test_messages_that_cannot_be_are_refused(ends: SharedEnds, fields: list[Any]) -> None:
+    """Of an unknown kind, with too little, too much or the wrong data, about what was never offered or lent."""
+    with pytest.raises(ProtocolError):
+        ends.ends[0].on_message(fields)
+    delivered(ends, SHARE_SIZE)
+
+
+def test_a_block_is_released_once(ends: SharedEnds) -> None:
+    """Saying so again is refused, and harms no later block in its place."""
+    message = delivered(ends, SHARE_SIZE)
+    wire = message.taken[0][:4]
+    message.outcomes.clear()
+    ends.settle()
+    with pytest.raises(ProtocolError, match="not lent"):
+        ends.ends[0].on_message(["release", [wire]])
+    again = delivered(ends, SHARE_SIZE)
+    assert again.taken[0][:3] == wire[:3]  # the same place
+    with pytest.raises(ProtocolError, match="not lent"):
+        ends.ends[0].on_message(["release", [wire]])
+    again.check()
+
+
+@pytest.mark.parametrize("start", [-1, 300_000, 1 << 63, None, 0.0, "0"])
+def test_parts_outside_of_their_block_are_refused(ends: SharedEnds, start: Any) -> None:
+    """Whatever they say; the block is released again."""
+    message = ends.send([bytes(50_000)] * 4)
+    wire = [*message.taken[0][:5], start, 50_000]
+    with pytest.raises(ProtocolError):
+        ends.ends[1].receive([wire], [], lambda index, outcome: None)
+    ends.settle()
+    assert idle(ends)
+
+
+# --- release ----------------------------------------------------------------------------------------------------------
+
+
+def test_release_is_signalled_and_sent_by_flush(ends: SharedEnds) -> None:
+    """What died since the last time goes in one message; without any, nothing is said."""
+    message = delivered(ends, *[SHARE_SIZE] * 3)
+    end, around = ends.ends[1], ends.around[1]
+    end.flush()
+    assert ends.lanes() == [] and not end.released and around.released == 0
+    said = overhear(ends, 1)
+    message.outcomes.clear()
+    assert around.released == 3 and len(end.released) == 3
+    end.flush(more=True)
+    end.flush()
+    ((fields, more),) = said
+    assert more and fields[0] == "release" and sorted(fields[1]) == sorted(wire[:4] for wire in message.taken)
+    ends.say(1, fields)
+    assert idle(ends)
+
+
+def test_last_views_may_die_in_any_thread(ends: SharedEnds) -> None:
+    """Each block goes back once."""
+    messages = [delivered(ends, 300_000) for _ in range(6)]
+    threads = [threading.Thread(target=message.outcomes.clear) for message in messages]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends.around[1].released == 6 and idle(ends)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_closed_it_takes_and_says_nothing(cold: SharedEnds) -> None:
+    """Not even an offer; what the other end still says is heard without harm."""
+    end = cold.ends[0]
+    assert end.send([bytes(SHARE_SIZE)], []) == [None]
+    ranges = cold.arenas[0].grow(MIB)
+    end.close()
+    end.close()
+    assert end.send([bytes(SHARE_SIZE)], []) == [None] and end.send_one(bytes(SHARE_SIZE)) is None
+    end.grown(ranges)
+    (segment,) = cold.arenas[0].segments
+    end.on_message([OFFER, 0, segment.fd, segment.size, segment.nonce])
+    end.on_message([WARM, 0, 0, 5])
+    assert cold.lanes() == []
+
+
+def test_a_segment_mapped_while_closing_is_let_go(cold: SharedEnds) -> None:
+    """The thread that maps it comes late: no mapping is left, and nobody fails."""
+    cold.arenas[0].grow(MIB)
+    assert cold.send([bytes(SHARE_SIZE)]).taken == []
+    cold.step("messages 0")
+    cold.close(1)
+    cold.settle()
+    assert cold.ends[1].borrower.segments == frozenset()
+
+
+def test_what_was_lent_stays_so_after_close(ends: SharedEnds) -> None:
+    """Its receiver may still use it: only its word, or the proof that it is gone, gives it back."""
+    message = delivered(ends, SHARE_SIZE)
+    ends.close(0)
+    assert ends.ends[0].lender.lent == SHARE_SIZE
+    message.check()
+    message.outcomes.clear()
+    ends.ends[0].on_message(["release", [message.taken[0][:4]]])
+    assert ends.ends[0].lender.lent == 0
+
+
+# --- who may share ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (None, "does not share"),
+        ([], "does not share"),
+        ({"user": -1}, "another user"),
+        ({}, "another user"),
+        ({"user": os.getuid()}, "process namespace"),
+        ({"user": os.getuid(), "processes": "pid:[1]"}, "process namespace"),
+    ],
+)
+def test_processes_that_cannot_share_are_told_apart(theirs: Any, why: str) -> None:
+    """Without trying, by what they say of themselves; whoever says what this process says, may."""
+    reason = shared.obstacle(theirs)
+    assert reason is not None and why in reason
+    assert shared.obstacle(shared.descriptor()) is None
+
+
+def test_wires_of_one_and_many_are_the_same_wires() -> None:
+    """`receive_one` gives what `receive` does, for a block that stays where it is; None for all others."""
+    ends = SharedEnds(limit=LIMIT, warm=6 * MIB)
+    try:
+        end: SharedMemory = ends.ends[1]
+        wire: Wire | None = ends.ends[0].send_one(pattern(3, SHARE_SIZE))
+        assert wire is not None and end.receive_one([*wire[:4], 1]) is None and end.receive_one([*wire, 0, 1]) is None
+        buffer = end.receive_one(wire)
+        assert buffer is not None and bytes(buffer) == pattern(3, SHARE_SIZE)
+        assert (end.traffic.received, end.traffic.bytes_received) == (1, SHARE_SIZE)
+    finally:
+        ends.dispose()
