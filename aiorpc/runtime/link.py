@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -50,8 +51,10 @@ LOOP_COPY = 1024 * 1024
 RELEASE_PAUSE = 0.01
 # Seconds until a second connection is opened that nothing waits for yet.
 PIPE_PAUSE = 0.02
-# Seconds in which the end of the first connection says why the second one has ended.
+# Seconds in which the end of the first connection says why the second one has ended; and in which the second one brings
+# what was written before the first one ended. Looked at so often.
 PIPE_GRACE = 1.0
+DRAIN_PAUSE = 0.01
 # Frames that wait in the second connection, so that it never runs dry and a withdrawal takes effect soon.
 _AHEAD = 2
 
@@ -421,6 +424,19 @@ class Link:
             self.worker.loop.call_later(PIPE_GRACE, self.connection.abort, cause)
 
     # --- the end ------------------------------------------------------------------------------------------------------
+
+    def when_drained(self, then: Callable[[], None], limit: float = 0.0) -> None:
+        """Call it as soon as nothing is held that can still come, although the first connection has said its last.
+
+        What was written to the second one before that may come after it; `limit` bounds the wait.
+        """
+        now = time.monotonic()
+        limit = limit or now + PIPE_GRACE
+        over = self.pipe is None or self.pipe is self.connection or self.pipe.ended
+        if over or not self.held or self._closed or self.worker.closed or now >= limit:
+            then()
+        else:
+            self.worker.loop.call_later(DRAIN_PAUSE, self.when_drained, then, limit)
 
     @property
     def busy(self) -> bool:

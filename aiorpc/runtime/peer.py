@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -449,7 +450,7 @@ class Peer:
             elif kind == Kind.GOODBYE:
                 self.worker.group.on_goodbye(self.record)
                 # No answer can follow on this connection (the goodbye may have come earlier on another).
-                self.fail(PeerClosed(f"{self.describe()} has shut down"))
+                link.when_drained(partial(self.fail, PeerClosed(f"{self.describe()} has shut down")))
             else:
                 raise ProtocolError(f"{frame} is not for a caller")
 

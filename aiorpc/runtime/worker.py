@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
@@ -359,6 +360,12 @@ class Worker:
     def connection_closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
         """A connection that we had opened has ended."""
         self._count_bytes(connection)
+        if peer.link is not None:
+            peer.link.when_drained(partial(self._link_ended, peer, cause))
+        else:
+            self._link_ended(peer, cause)
+
+    def _link_ended(self, peer: Peer, cause: BaseException | None) -> None:
         if peer.link is not None:
             peer.link.close()
             peer.link = None

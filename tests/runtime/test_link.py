@@ -348,6 +348,25 @@ async def test_a_stream_left_does_not_send_what_waits(
     del stream
 
 
+# --- left -------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_on_its_way_outlives_the_goodbye(tcp: list[Worker]) -> None:
+    """What was written to the second connection before the first one ended still arrives."""
+    pipe = calling(tcp[0]).pipe
+    assert pipe is not None
+    tcp[0].loop.remove_reader(pipe._fd)
+    call = tcp[0].call("worker1", echo, large(0, MIDDLE))
+    await until(lambda: calling(tcp[0]).held)
+    await until(lambda: not serving(tcp[1]).busy)
+    link = calling(tcp[0])
+    await tcp[1].shutdown(graceful=False)
+    await until(lambda: link.connection.closed)
+    assert not call.done()
+    pipe.start()
+    assert torch.equal(await call, large(0, MIDDLE))
+
+
 # --- failed -----------------------------------------------------------------------------------------------------------
 
 
