@@ -25,7 +25,8 @@ from ..errors import ProtocolError
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
 from . import Arrived, Traffic, Wire
-from .arena import ALIGN, Arena, Block, Bytes
+from .arena import ALIGN, TOGETHER_SIZE, Arena, Block
+from .segments import Bytes
 from .shm import Borrower, Lender
 
 OFFER, MAPPED, REFUSED, WARM, RELEASE = "offer", "mapped", "refused", "warm", "release"
@@ -117,18 +118,26 @@ class SharedMemory:
         return wires
 
     def _send(self, buffers: Sequence[Buffer], wires: list[Wire | None]) -> None:
-        for group in _groups(buffers, self._least):
-            members = [buffers[index] for index in group]
-            lent = self._lend(members)
-            if lent is None:
-                continue
-            block, copy_out = lent
-            start = 0
-            for index, member in zip(group, members, strict=True):
-                part = [] if len(group) == 1 else [start, len(member)]
-                wires[index] = [*block, int(copy_out), *part]
-                start += -(-len(member) // ALIGN) * ALIGN
-                self.traffic.count_sent(len(member))
+        groups = _groups(buffers, self._least)
+        send = partial(self._send_group, buffers, wires)
+        if len(groups) > 1 and sum(map(len, buffers)) >= TOGETHER_SIZE:
+            self.arena.together(send, groups)
+        else:
+            for group in groups:
+                send(group)
+
+    def _send_group(self, buffers: Sequence[Buffer], wires: list[Wire | None], group: list[int]) -> None:
+        members = [buffers[index] for index in group]
+        lent = self._lend(members)
+        if lent is None:
+            return
+        block, copy_out = lent
+        start = 0
+        for index, member in zip(group, members, strict=True):
+            part = [] if len(group) == 1 else [start, len(member)]
+            wires[index] = [*block, int(copy_out), *part]
+            start += -(-len(member) // ALIGN) * ALIGN
+            self.traffic.count_sent(len(member))
 
     def send_one(self, buffer: Buffer) -> Wire | None:
         """What `send` does with a message of one buffer, in fewer steps."""

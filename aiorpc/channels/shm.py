@@ -27,7 +27,8 @@ import numpy
 
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
-from .arena import ALIGN, HEADER, MADV_POPULATE_READ, NONCE_SIZE, Arena, Block, Bytes, Mapping
+from .arena import ALIGN, Arena, Block
+from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping
 
 
 def packed_size(buffers: Sequence[Buffer]) -> int:

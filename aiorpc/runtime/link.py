@@ -121,7 +121,7 @@ class Link:
         self._receiver = receiver
         self._opener = opener
         self._pipe_asked = False
-        self._channels: dict[int, Channel] = {BULK: self.bulk, INLINE: self.inline}
+        self._channels: dict[int, Channel] = {BULK: self.bulk, INLINE: self.inline}  # in order of priority
         self._underway: dict[int, Sequence[tuple[int, Wire]]] = {}  # of calls that may still be given up
         self._pumping = False
         self._timed = False
@@ -174,7 +174,7 @@ class Link:
         wires: list[Any] = [None] * len(buffers)
         riders: list[Buffer] = []
         try:
-            for code, channel in sorted(self._channels.items()):
+            for code, channel in self._channels.items():
                 left = [index for index, wire in enumerate(wires) if wire is None]
                 if code == SHARED and not share:
                     continue
@@ -269,11 +269,14 @@ class Link:
             return
         del self.held[call_id]
         frame = Frame(held.kind, call_id, held.body, held.buffers)
-        if held.failure is not None:
-            self._receiver.on_failed(frame._replace(segments=()), held.failure)
-            self._receiver.on_frames(held.behind)
-        else:
-            self._receiver.on_frames([frame, *held.behind])
+        try:
+            if held.failure is not None:
+                self._receiver.on_failed(frame._replace(segments=()), held.failure)
+                self._receiver.on_frames(held.behind)
+            else:
+                self._receiver.on_frames([frame, *held.behind])
+        except ProtocolError as error:  # whoever brought the last buffer has nothing to do with it
+            self.connection.abort(error)
 
     def on_channel(self, frame: Frame) -> None:
         """A CHANNEL frame. Raises ProtocolError."""
@@ -316,7 +319,7 @@ class Link:
             self.worker.memory.arena, self.record.pid, _Surroundings(self), least=self.worker.options.min_shared_bytes
         )
         self.released = channel.released
-        self._channels[SHARED] = channel
+        self._channels = {SHARED: channel, **self._channels}  # another one: other threads may be looking through it
         self.worker.memory.add(channel, self.record)
 
     def _say(self, message: list[Any], *, more: bool = False) -> None:

@@ -20,17 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiorpc.channels.arena import (
-    ALIGN,
-    GROW_SIZE,
-    HEADER,
-    NONCE_SIZE,
-    POISON,
-    Arena,
-    Block,
-    Mapping,
-    create_segment,
-)
+from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, Arena, Block
+from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 2 * MIB), st.sampled_from(SLOTS), st.integers(1, 12 * MIB))

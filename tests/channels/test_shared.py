@@ -12,7 +12,8 @@ import numpy
 import pytest
 
 from aiorpc.channels import Wire, shared
-from aiorpc.channels.arena import ALIGN, HEADER, Arena, Block, Bytes
+from aiorpc.channels.arena import ALIGN, Arena, Block
+from aiorpc.channels.segments import HEADER, Bytes
 from aiorpc.channels.shared import COPY_SIZE, OFFER, PACK_LEAST, PACK_MOST, WARM, SharedMemory
 from aiorpc.channels.shm import Borrower
 from aiorpc.errors import ProtocolError

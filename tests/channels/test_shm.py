@@ -26,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.channels import layout
-from aiorpc.channels.arena import ALIGN, HEADER, NONCE_SIZE, POISON, Arena, Block, Bytes, Segment
+from aiorpc.channels.arena import ALIGN, POISON, Arena, Block
+from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError

@@ -1,0 +1,147 @@
+"""Segments: memory files that processes of one host map, and what the system has to be asked for them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy
+import numpy.typing
+
+from .space import MIB, PAGE, SLAB
+
+Bytes = numpy.typing.NDArray[numpy.uint8]
+
+HEADER = PAGE  # of a segment: the nonce, then nothing; blocks begin on a page
+NONCE_SIZE = 16
+
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
+_STEP = 4 * MIB  # of memory touched at a time
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_NOEXEC_SEAL = 8  # of memfd_create; kernels before 6.3 do not know it, and later ones may insist on it
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Mapping:
+    """A file mapped into memory, shared, readable and writable. It stays mapped as long as somebody refers to it."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
+        self.memory = mmap.mmap(fd, size)
+        self.size = size
+        # An export that stays: nobody can close the mmap under the address.
+        self.array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)
+        self.address: int = self.array.ctypes.data
+
+    def touch(
+        self, start: int, end: int, advice: int = MADV_POPULATE_WRITE, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Have these pages present, without changing what they hold. Only a hint: a refusal is ignored.
+
+        stop: asked now and then whether nobody wants them any more.
+        """
+        for at in range(start // PAGE * PAGE, end, _STEP):
+            if stop():
+                return
+            size = min(_STEP, end - at)
+            if _libc.madvise(self.address + at, size, advice) == 0:  # releases the GIL; that of mmap does not
+                continue
+            if ctypes.get_errno() != errno.EINVAL:
+                return
+            self.memory[at : at + size : PAGE]  # before Linux 5.14: reading a page of such a file makes it present
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One memory file of the arena. size: bytes. nonce: its first bytes, by which a peer knows it is the same memory.
+
+    reserved: all of its memory is held from the start, because getting it later could fail in the middle of a copy.
+    """
+
+    index: int
+    fd: int
+    size: int
+    nonce: bytes
+    mapping: Mapping = field(repr=False)
+    reserved: bool = False
+    states: bytearray = field(repr=False, default_factory=bytearray)
+
+    def resident(self) -> int:
+        """Bytes of memory that it takes up. Raises OSError once it is closed."""
+        return os.fstat(self.fd).st_blocks * 512
+
+
+def create_segment(index: int, size: int) -> Segment:
+    """A segment of `size` bytes, in a sealed memory file, or where that is refused in a file without a name.
+
+    That file stands in `AIORPC_SHM_DIR`, else in /dev/shm. Raises OSError when neither can be had.
+    """
+    try:
+        fd, reserved = _memory_file(size), _strict_overcommit()
+    except (OSError, AttributeError):  # no such call in this system, or refused by a filter of system calls
+        fd, reserved = _unnamed_file(size), True
+    try:
+        if reserved:
+            os.posix_fallocate(fd, 0, size)
+        nonce = os.urandom(NONCE_SIZE)
+        os.pwrite(fd, nonce, 0)
+        return Segment(index, fd, size, nonce, Mapping(fd, size), reserved, bytearray(-(-size // SLAB)))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _memory_file(size: int) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("aiorpc", flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create("aiorpc", flags)
+    try:
+        os.ftruncate(fd, size)
+        # Nobody can shorten it: that would kill whoever reads what was cut off.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unnamed_file(size: int) -> int:
+    folder = os.environ.get("AIORPC_SHM_DIR") or "/dev/shm"
+    if not hasattr(os, "O_TMPFILE"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), folder)
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        space = os.fstatvfs(fd)
+        if size > space.f_bavail * space.f_frsize // 2:  # other programs want some of it, too
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _strict_overcommit() -> bool:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return False
+
+
+def punch(fd: int, start: int, size: int) -> bool:
+    """Give the memory of a range back to the system; it reads as zeros then. False: not possible."""
+    fallocate = getattr(_libc, "fallocate", None)  # Linux only
+    numbers = (ctypes.c_int64(start), ctypes.c_int64(size))
+    return fallocate is not None and fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, *numbers) == 0
