@@ -111,6 +111,12 @@ def rebuild(table: list[Any], buffers: Sequence[Buffer]) -> list[torch.Tensor]:
         raise ProtocolError(f"a tensor that does not fit its bytes: {error}") from error
 
 
+def warm_up() -> None:
+    """Have torch and numpy set up what they need of each other: the first tensor of a program takes a millisecond."""
+    table, buffers = describe([torch.zeros(DIRECT_SIZE)])
+    describe_plain(*rebuild(table, [bytearray(buffer) for buffer in buffers]))
+
+
 def _flags(tensor: torch.Tensor, code: int) -> int:
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is Parameter:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
-from ..channels import Traffic
+from ..channels import Traffic, layout
 from ..channels.bulk import Bulk
 from ..channels.inline import Inline
 from ..channels.shared import SharedMemory
@@ -210,6 +210,7 @@ class Worker:
         return self
 
     async def _join(self) -> None:
+        layout.warm_up()
         directory = sockets.private_directory()
         sockets.remove_stale(directory)
         rendezvous = self.rendezvous = await self.in_thread(self._open_rendezvous)
