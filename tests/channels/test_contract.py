@@ -562,7 +562,9 @@ def work(ends: Ends, number: int, done: deque[Message], failures: list[BaseExcep
 def pump(ends: Ends, threads: list[threading.Thread], done: deque[Message]) -> list[Message]:
     """On the loop: post what the threads made, and deliver, until all have ended."""
     posted: list[Message] = []
-    while done or any(thread.is_alive() for thread in threads):
+    alive = True
+    while alive:
+        alive = any(thread.is_alive() for thread in threads)  # before the last look at what they have left
         while done:
             message = done.popleft()
             ends.post(message)
