@@ -42,6 +42,15 @@ def batch_ps(stage: Stage) -> list[Row]:
     return [Row("batch_ps", "images/s", "1/s", "higher", rates["aiorpc"], rates["torch"], None, note)]
 
 
+def _result(side: SideName, role: Callable[..., Any], settings: Any, names: list[str]) -> dict[str, Any]:
+    """What rank 0 returned, of new processes with one OMP thread and everything imported, as in all measurements."""
+    fork_server()
+    result = _launched(role, settings, names, tries=3 if side == "torch" else 1)
+    if result is None:
+        raise BenchError(f"{side}: rank 0 gave no result (is this run under torchrun?)")
+    return result
+
+
 def _launched(role: Callable[..., Any], settings: Any, names: list[str], tries: int) -> dict[str, Any] | None:
     """What rank 0 returned. torch's shutdown now and then fails when the store's host exits first: tried again."""
     from aiorpc.examples import _launch
@@ -59,7 +68,6 @@ def _launched(role: Callable[..., Any], settings: Any, names: list[str], tries: 
 def _train(side: SideName, plan: Plan) -> Figures:
     from aiorpc.examples import _rl
 
-    fork_server()  # with one OMP thread and everything imported, as for all other measurements
     settings = _rl.Settings(
         world_size=WORLD_SIZE,
         num_episode=plan.episodes + 1,
@@ -69,16 +77,12 @@ def _train(side: SideName, plan: Plan) -> Figures:
         backend_module=_BACKENDS[side],
     )
     names = [_rl.worker_name(rank) for rank in range(WORLD_SIZE)]
-    result = _launched(_rl.blocking_role, settings, names, tries=3 if side == "torch" else 1)
-    if result is None:
-        raise BenchError(f"{side}: the agent of batch_rl gave no result (is this run under torchrun?)")
-    return {"rate": float(result["median_steps_per_s"])}
+    return {"rate": float(_result(side, _rl.blocking_role, settings, names)["median_steps_per_s"])}
 
 
 def _train_ps(side: SideName) -> Figures:
     from aiorpc.examples import _ps
 
-    fork_server()
     settings = _ps.Settings(
         world_size=PS_WORLD_SIZE,
         num_steps=PS_STEPS,
@@ -89,7 +93,4 @@ def _train_ps(side: SideName) -> Figures:
         backend_module=_BACKENDS_PS[side],
     )
     names = [_ps.worker_name(rank) for rank in range(PS_WORLD_SIZE)]
-    result = _launched(_ps.role, settings, names, tries=3 if side == "torch" else 1)
-    if result is None:
-        raise BenchError(f"{side}: the server of batch_ps gave no result (is this run under torchrun?)")
-    return {"rate": float(result["samples_per_s"])}
+    return {"rate": float(_result(side, _ps.role, settings, names)["samples_per_s"])}

@@ -238,10 +238,10 @@ class SharedMemory:
         self.traffic.count_received(block.nbytes)
         return block.data
 
-    def _adopt(self, wire: Wire) -> Bytes:
+    def _adopt(self, wire: Wire, *, copy: bool = False) -> Bytes:
         if len(wire) != 5:
             raise ProtocolError(f"not a block: {wire!r:.100}")
-        return self.borrower.adopt(wire[:4])
+        return self.borrower.adopt(wire[:4], copy)
 
     def _part(self, wire: Wire, packs: dict[int, memoryview]) -> Buffer:
         """One of several in a block. Slices of a memoryview keep its array, and with it the block."""
@@ -250,8 +250,7 @@ class SharedMemory:
             raise ProtocolError(f"not a block: {wire!r:.100}")
         pack = packs.get(wire[3])
         if pack is None:
-            block = self._adopt(whole)
-            pack = packs[wire[3]] = (block.copy() if wire[4] else block).data
+            pack = packs[wire[3]] = self._adopt(whole, copy=bool(wire[4])).data
         if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= len(pack):
             raise ProtocolError(f"a part outside of its block: {wire!r:.100}")
         self.traffic.count_received(size)

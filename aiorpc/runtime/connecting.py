@@ -81,19 +81,7 @@ async def open_pipe(worker: Worker, link: Link) -> None:
         transport = "unix" if link.connection.local else "tcp"
         async with asyncio.timeout(PIPE_TIMEOUT):
             sock = await _reach(worker, link.record, (transport,))
-            opening = _Opening(
-                worker,
-                link.record,
-                sock,
-                Handshake(
-                    worker.record,
-                    worker.secret,
-                    opener=True,
-                    expect=(link.record.name, link.record.incarnation),
-                    link=link.number,
-                    pipe=True,
-                ),
-            )
+            opening = _Opening(worker, link.record, sock, link.number, pipe=True)
             opening.on_closed = link.pipe_closed
             await opening.run(link.attach)
     except (OSError, TimeoutError, RpcError) as error:
@@ -110,18 +98,7 @@ async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> C
             async with asyncio.timeout(CONNECT_TIMEOUT):
                 sock = await _reach(worker, record, worker.options.transports)
             number = next(worker.link_numbers)
-            opening = _Opening(
-                worker,
-                record,
-                sock,
-                Handshake(
-                    worker.record,
-                    worker.secret,
-                    opener=True,
-                    expect=(record.name, record.incarnation),
-                    link=number,
-                ),
-            )
+            opening = _Opening(worker, record, sock, number)
             opening.on_closed = partial(worker.connection_closed, peer, opening.connection)
             return await opening.run(partial(peer.attach, number))
         except PeerRefused:
@@ -152,10 +129,13 @@ async def _reach(worker: Worker, record: WorkerRecord, transports: Sequence[str]
 class _Opening:
     """Our side of a handshake that we began. on_closed: told of the end of the connection, once it is ready."""
 
-    def __init__(self, worker: Worker, record: WorkerRecord, sock: socket.socket, hello: Handshake) -> None:
+    def __init__(
+        self, worker: Worker, record: WorkerRecord, sock: socket.socket, link: int, *, pipe: bool = False
+    ) -> None:
         self.worker = worker
         self.connection = _connection(worker, sock, f"{worker.name} to {record.name}")
-        self.handshake = hello
+        expect = (record.name, record.incarnation)
+        self.handshake = Handshake(worker.record, worker.secret, opener=True, expect=expect, link=link, pipe=pipe)
         self.done: asyncio.Future[None] = worker.loop.create_future()
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self._attach: Callable[[Connection], None] | None = None

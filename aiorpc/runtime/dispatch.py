@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcUsageError, SerializationError, WorkerClosed
 from ..futures import AnyFuture, is_future, outcome, when_done
 from ..protocol.codec import pack, unpack
-from ..protocol.frames import CALL, ITEM, PARCEL, REPLY, Buffer, Frame, Kind, encode_frame
+from ..protocol.frames import CALL, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import functions, messages
@@ -31,7 +31,7 @@ from .batching import Batch, get_batcher
 from .current import CallContext, current_call, current_worker
 from .failures import encode_error
 from .functions import Mode, Target
-from .link import Link, Parcel
+from .link import OF_LINKS, Link, Parcel
 from .peer import LARGE_PICKLE
 from .statistics import PendingCall
 from .streams import serve_async_generator, serve_generator
@@ -77,10 +77,8 @@ class Service:
         link = self.link
         for frame in frames:
             kind = frame.kind
-            if link.held and link.is_held(frame):
-                continue
-            if kind == PARCEL:
-                message = link.open(frame)
+            if link.held or kind in OF_LINKS:
+                message = link.admit(frame)
                 if message is None:
                     continue
                 frame, kind = message, message.kind
@@ -94,10 +92,6 @@ class Service:
                     context.credits.add(int(unpack(frame.body)[0]))
             elif kind == Kind.REFERENCE:
                 self.worker.references.on_message(self.peer.id, tuple(unpack(frame.body)))
-            elif kind == Kind.CHANNEL:
-                link.on_channel(frame)
-            elif kind == Kind.CHUNK:
-                link.on_chunk(frame)
             elif kind == Kind.GOODBYE:
                 self.worker.group.on_goodbye(self.peer)
             else:

@@ -45,6 +45,8 @@ logger = logging.getLogger("aiorpc")
 
 HELLO, PIPE = "hello", "pipe"
 LINK, SHARED, BULK, INLINE = range(4)
+# Frames that `Link.admit` has to see.
+OF_LINKS = frozenset((int(Kind.CHANNEL), PARCEL, CHUNK))
 # What is copied on a loop at most, in bytes; a thread copies the rest.
 LOOP_COPY = 1024 * 1024
 # What was released travels with the next message, or by itself after this many seconds.
@@ -219,15 +221,23 @@ class Link:
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
-    def is_held(self, frame: Frame) -> bool:
-        """Whether that frame has to wait for an earlier message of its call; if so, it does."""
+    def admit(self, frame: Frame) -> Frame | None:
+        """The message that a frame brings. None: the frame was the link's own, or waits and is handed over later."""
+        if frame.kind == CHUNK:  # its call id is the number of a transfer
+            self._on_chunk(frame)
+            return None
         held = self.held.get(frame.call_id)
-        if held is None or not frame.call_id or frame.kind == CHUNK:  # a chunk's is the number of its transfer
-            return False
-        held.behind.append(frame)
-        return True
+        if held is not None:  # an earlier message of that call
+            held.behind.append(frame)
+            return None
+        if frame.kind == PARCEL:
+            return self._open(frame)
+        if frame.kind == Kind.CHANNEL:
+            self._on_channel(frame)
+            return None
+        return frame
 
-    def open(self, frame: Frame) -> Frame | None:
+    def _open(self, frame: Frame) -> Frame | None:
         """The message in a PARCEL, or None if it has to wait: it is handed over later. Raises ProtocolError."""
         try:
             kind, wires, body = unpack(frame.body)
@@ -278,7 +288,7 @@ class Link:
         except ProtocolError as error:  # whoever brought the last buffer has nothing to do with it
             self.connection.abort(error)
 
-    def on_channel(self, frame: Frame) -> None:
+    def _on_channel(self, frame: Frame) -> None:
         """A CHANNEL frame. Raises ProtocolError."""
         code, *fields = unpack(frame.body) or [None]
         if code == LINK:
@@ -410,13 +420,13 @@ class Link:
     def _on_pipe_frames(self, pipe: Connection, frames: list[Frame]) -> None:
         for frame in frames:
             if frame.kind == Kind.CHUNK:
-                self.on_chunk(frame)
+                self._on_chunk(frame)
             elif frame.kind == Kind.CHANNEL and not self._opener and self.pipe is None:
                 self._use_pipe(pipe)
             else:
                 raise ProtocolError(f"{frame} does not belong on a connection for chunks")
 
-    def on_chunk(self, frame: Frame) -> None:
+    def _on_chunk(self, frame: Frame) -> None:
         """A CHUNK frame, on either connection. Raises ProtocolError."""
         if not self._closed:
             self.bulk.on_frame(frame)

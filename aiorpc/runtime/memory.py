@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..channels.arena import Arena
@@ -133,11 +132,6 @@ class Memory:
         self._trim_later()
 
     # --- looking, from any thread -------------------------------------------------------------------------------------
-
-    @property
-    def refused(self) -> Counter[str]:
-        """How often a large buffer went another way all the same, by reason."""
-        return self._worker.traffic()[SharedMemory.name].refused
 
     @property
     def lent(self) -> int:

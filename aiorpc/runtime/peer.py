@@ -35,14 +35,14 @@ import torch
 from ..errors import Overloaded, PeerClosed, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
 from ..futures import PENDING, Executor, Future, describe_site
 from ..protocol.codec import unpack
-from ..protocol.frames import CALL, ERROR, ITEM, PARCEL, REPLY, Buffer, Frame, Kind, encode_frame
+from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import messages
 from .current import current_call
 from .failures import decode_error, without_frames
 from .functions import describe, find_name
-from .link import Link
+from .link import OF_LINKS, Link
 from .statistics import PendingCall
 
 if TYPE_CHECKING:
@@ -427,10 +427,8 @@ class Peer:
         assert link is not None, "its link was made when the connection was"
         for frame in frames:
             kind = frame.kind
-            if link.held and link.is_held(frame):
-                continue
-            if kind == PARCEL:
-                message = link.open(frame)
+            if link.held or kind in OF_LINKS:
+                message = link.admit(frame)
                 if message is None:
                     continue
                 frame, kind = message, message.kind
@@ -443,10 +441,6 @@ class Peer:
                     stream.on_item(fields, frame.segments)
                 else:
                     self._discard(frame)
-            elif kind == Kind.CHANNEL:
-                link.on_channel(frame)
-            elif kind == Kind.CHUNK:
-                link.on_chunk(frame)
             elif kind == Kind.GOODBYE:
                 self.worker.group.on_goodbye(self.record)
                 # No answer can follow on this connection (the goodbye may have come earlier on another).

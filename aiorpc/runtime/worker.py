@@ -405,6 +405,8 @@ class Worker:
         """A link has ended; what it has moved still counts."""
         for name, traffic in link.traffic().items():
             self._past_traffic.setdefault(name, Traffic()).add(traffic)
+        if link.pipe is not None and link.pipe is not link.connection:
+            self._count_bytes(link.pipe)
 
     def _count_bytes(self, connection: Connection) -> None:
         self.counters.bytes_sent += connection.bytes_sent

@@ -367,6 +367,15 @@ async def test_an_answer_on_its_way_outlives_the_goodbye(tcp: list[Worker]) -> N
     assert torch.equal(await call, large(0, MIDDLE))
 
 
+async def test_bytes_of_a_second_connection_that_has_ended_still_count(tcp: list[Worker]) -> None:
+    """What the statistics say was sent never becomes less."""
+    assert torch.equal(await tcp[0].call("worker1", echo, large(0, MIDDLE)), large(0, MIDDLE))
+    link, before = calling(tcp[0]), tcp[0].statistics().bytes_sent
+    await tcp[1].shutdown(graceful=False)
+    await until(lambda: link not in tcp[0].links())
+    assert tcp[0].statistics().bytes_sent >= before > large(0, MIDDLE).nbytes
+
+
 # --- failed -----------------------------------------------------------------------------------------------------------
 
 
