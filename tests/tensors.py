@@ -118,7 +118,7 @@ def gaps() -> Tensor:
 
 
 def with_note(tensor: Tensor) -> Tensor:
-    tensor.note = ["text", 1]  # type: ignore[attr-defined]
+    tensor.note = ["text", 1]  # type: ignore[attr-defined]  # tensors take any attribute
     return tensor
 
 
@@ -139,7 +139,7 @@ def tagged(tensor: Tensor) -> Tensor:
 def slotted() -> Tensor:
     made = numbers().as_subclass(Slotted)
     made.slot = "in a slot"
-    made.other = "not in a slot"  # type: ignore[attr-defined]
+    made.other = "not in a slot"  # type: ignore[attr-defined]  # no slot for it
     return made
 
 

@@ -157,7 +157,7 @@ def test_set_exception_takes_exceptions_only() -> None:
     future = pending()
     for wrong in ("text", KeyboardInterrupt(), ValueError):
         with pytest.raises(AssertionError, match="not an Exception"):
-            future.set_exception(wrong)  # type: ignore[arg-type]
+            future.set_exception(wrong)  # type: ignore[arg-type]  # misuse
     assert not future.done()
 
 
@@ -206,10 +206,10 @@ def test_one_of_two_racing_settlers_wins(first: str, second: str) -> None:
         for _ in range(20):
             future = pending()
             seen: list[tuple[str, object]] = []
-            future.add_done_callback(lambda done, seen=seen: seen.append(see(done)))  # type: ignore[misc]
+            future.add_done_callback(lambda done, seen=seen: seen.append(see(done)))  # type: ignore[misc]  # bound now
             results = all_at_once(
-                lambda future=future: SETTLERS[first](future),  # type: ignore[misc]
-                lambda future=future: SETTLERS[second](future),  # type: ignore[misc]
+                lambda future=future: SETTLERS[first](future),  # type: ignore[misc]  # bound now
+                lambda future=future: SETTLERS[second](future),  # type: ignore[misc]  # bound now
             )
             lost = [result is False or isinstance(result, RpcUsageError) for result in results]
             assert sorted(lost) == [False, True]
@@ -587,7 +587,7 @@ async def test_cancelled_waiter_leaves_a_call_with_callbacks() -> None:
         future = pending()
         interest(future)
         task = asyncio.ensure_future(future)
-        await until(lambda future=future: waiters(future) == 2)  # type: ignore[misc]
+        await until(lambda future=future: waiters(future) == 2)  # type: ignore[misc]  # bound now
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -610,7 +610,7 @@ async def test_cancelling_racing_with_an_answer() -> None:
     for _ in range(50):
         future = pending()
         task = asyncio.ensure_future(future)
-        await until(lambda future=future: waiters(future) == 1)  # type: ignore[misc]
+        await until(lambda future=future: waiters(future) == 1)  # type: ignore[misc]  # bound now
         settling = asyncio.ensure_future(asyncio.to_thread(future._settle, 1))
         await asyncio.sleep(0)
         task.cancel()
@@ -653,7 +653,7 @@ def test_answer_for_a_loop_that_is_gone(loop_factory: LoopFactory) -> None:
     future.add_done_callback(lambda done: ran.append(done.value()))
     future.set_result(4)
     assert ran == [4]
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own
     coroutine.close()
 
 
@@ -801,7 +801,7 @@ def torch_future(value: Any = None, error: Exception | None = None) -> torch.fut
 def test_torch_sees_ours() -> None:
     """torch.futures.wait_all and collect_all work on ours, complete before and after they are asked."""
     futures = [settled(1), pending(), pending()]
-    collected = torch.futures.collect_all(futures)  # type: ignore[arg-type]
+    collected = torch.futures.collect_all(futures)  # type: ignore[arg-type]  # its stubs want its own class
     with running(torch.futures.wait_all, futures) as result:
         futures[2].set_result(torch.ones(2))
         assert not collected.done()
@@ -860,7 +860,7 @@ def test_collect_all_keeps_identity_and_refuses_others() -> None:
     assert all(mine is theirs for mine, theirs in zip(collect_all(futures).wait(LONG), futures, strict=True))
     assert collect_all([]).wait(LONG) == []
     with pytest.raises(TypeError, match="not int"):
-        collect_all([1])  # type: ignore[list-item]
+        collect_all([1])  # type: ignore[list-item]  # misuse
 
 
 def test_collect_all_completes_once_when_many_threads_settle() -> None:

@@ -118,7 +118,7 @@ def test_shared_memory_is_a_number_of_bytes(value: Any) -> None:
 def test_init_method_is_a_url() -> None:
     """What is no text is refused."""
     with pytest.raises(RpcUsageError, match="init_method must be a URL"):
-        RpcBackendOptions(init_method=5)  # type: ignore[arg-type]
+        RpcBackendOptions(init_method=5)  # type: ignore[arg-type]  # misuse
 
 
 def test_copy_is_independent() -> None:

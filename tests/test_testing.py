@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
 from aiorpc import RpcBackendOptions

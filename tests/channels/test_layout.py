@@ -259,7 +259,7 @@ def test_tensor_with_attributes_is_not_plain() -> None:
     """They go by pickle, which a table entry does not replace."""
     tensor = torch.ones(2)
     assert describe_plain(tensor) is not None
-    tensor.note = "text"  # type: ignore[attr-defined]
+    tensor.note = "text"  # type: ignore[attr-defined]  # tensors take any attribute
     assert describe_plain(tensor) is None
 
 

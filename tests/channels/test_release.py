@@ -153,7 +153,7 @@ class InClosure(Plain):
     """By a variable of a function."""
 
     def __init__(self, view: Any) -> None:
-        self.look = lambda: view  # type: ignore[method-assign]
+        self.look = lambda: view  # type: ignore[method-assign]  # replaced for this test
 
 
 class InGenerator(Plain):
@@ -253,7 +253,7 @@ OF_TENSOR: dict[str, Callable[[torch.Tensor], Any]] = {
     "as_strided": lambda view: view.as_strided((1, 1), (7, 1)),
     "numpy": lambda view: as_bytes(view).numpy(),
     "memoryview": lambda view: as_bytes(view).numpy().data,
-    "dlpack": lambda view: torch.from_dlpack(view.detach()),  # type: ignore[attr-defined]
+    "dlpack": lambda view: torch.from_dlpack(view.detach()),  # type: ignore[attr-defined]  # not in torch's stubs
     "shallow copy": lambda view: copy.copy(view.detach()),
 }
 OF_ARRAY: dict[str, Callable[[Any], Any]] = {

@@ -209,7 +209,7 @@ CONSUMERS: dict[str, Callable[[Bytes], Any]] = {
     "from_numpy(block)": torch.from_numpy,
     "torch.frombuffer": lambda block: torch.frombuffer(block, dtype=torch.bfloat16),
     "torch.as_tensor": torch.as_tensor,
-    "dlpack": lambda block: torch.from_dlpack(block),  # type: ignore[attr-defined]
+    "dlpack": lambda block: torch.from_dlpack(block),  # type: ignore[attr-defined]  # not in torch's stubs
     "view of a tensor": lambda block: ndarray(block)[1:, ::2].t(),
     "reshaped": lambda block: ndarray(block).view(-1).view(torch.int64)[3:],
     "detached": lambda block: ndarray(block).requires_grad_().detach(),
@@ -286,7 +286,7 @@ FROM_TENSOR: tuple[Callable[[Any], Any], ...] = (
     lambda view: view[::3],
     lambda view: view.detach(),
     lambda view: view.numpy(),
-    lambda view: torch.from_dlpack(view),  # type: ignore[attr-defined]
+    lambda view: torch.from_dlpack(view),  # type: ignore[attr-defined]  # not in torch's stubs
     lambda view: view.view(1, -1).t().squeeze(1),
     lambda view: torch.empty(0, dtype=view.dtype).set_(view.untyped_storage())[view.storage_offset() :],
 )
@@ -379,7 +379,7 @@ def test_threads_lend_adopt_and_drop_at_the_same_time() -> None:
                     if not bool((tensor == expected).all()):
                         problems.append(f"{expected} became {tensor[:4].tolist()}")
                 del held[::2]
-                tensor = None  # type: ignore[assignment]
+                tensor = None  # type: ignore[assignment]  # the last reference
 
     with paired(32 * MIB) as pair:
         threads = [threading.Thread(target=work, args=(pair, seed)) for seed in range(4)]

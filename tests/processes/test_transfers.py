@@ -240,7 +240,7 @@ async def kill_during(child: Child, role: int, chance: random.Random, share: flo
     results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), BOUND)
     wrong = [result for result in results if not isinstance(result, torch.Tensor | rpc.PeerLost) and result is not True]
     assert not wrong, wrong
-    pairs = zip(results, (call.seed for call in calls), strict=True)  # type: ignore[attr-defined]
+    pairs = zip(results, (call.seed for call in calls), strict=True)  # type: ignore[attr-defined]  # ours
     kept = [(result, seed) for result, seed in pairs if isinstance(result, torch.Tensor)]
     return kept, sum(isinstance(result, rpc.PeerLost) for result in results)
 
@@ -324,7 +324,7 @@ async def test_a_peer_stopped_in_the_middle_of_a_transfer() -> None:
                     assert intact(await rpc.call("w2", checked, made(seed, 2 * MIB), seed), seed)
             results = await asyncio.wait_for(asyncio.gather(*calls), BOUND)
             for call, result in zip(calls, results, strict=True):
-                assert result is True or intact(result, call.seed)  # type: ignore[attr-defined]
+                assert result is True or intact(result, call.seed)  # type: ignore[attr-defined]  # put there by us
             assert await rpc.call("w1", broken) == [] and all(intact(tensor, seed) for tensor, seed in mine)
             del results, result, calls, call, mine
             assert await rpc.call("w1", let_go) == 5
@@ -584,7 +584,7 @@ async def test_a_burst_of_large_transfers_from_threads_and_coroutines() -> None:
             assert all(await asyncio.wait_for(asyncio.gather(*more), BOUND * 2))
         for future in futures:
             result = await asyncio.wait_for(future, BOUND * 2)
-            assert result is True or intact(result, future.seed)  # type: ignore[attr-defined]
+            assert result is True or intact(result, future.seed)  # type: ignore[attr-defined]  # put there by this test
         assert await asyncio.wait_for(asyncio.gather(*small), BOUND) == [n + 1 for n in range(100) for _ in range(2)]
         del futures, future, result
         await until_all_back(worker, "w1")

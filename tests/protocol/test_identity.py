@@ -32,7 +32,7 @@ def test_worker_info_is_a_value() -> None:
     assert info != WorkerInfo("a", 2)
     assert pickle.loads(pickle.dumps(info)) == copy.deepcopy(info) == info
     with pytest.raises(FrozenInstanceError):
-        info.name = "b"  # type: ignore[misc]
+        info.name = "b"  # type: ignore[misc]  # frozen
 
 
 @pytest.mark.parametrize("name", ["worker0", "a", "A-b_c:0", "x" * 127])

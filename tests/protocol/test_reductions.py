@@ -123,11 +123,11 @@ def test_attributes_may_lead_back_to_the_tensor() -> None:
     """Attributes are set on the tensor after it was made, so that a cycle is one again, and goes with its tensor."""
     for make in (numbers, lambda: nn.Parameter(numbers()), lambda: numbers().as_subclass(Tagged)):
         sent = make()
-        sent.self = [sent]  # type: ignore[attr-defined]
+        sent.self = [sent]  # type: ignore[attr-defined]  # tensors take any attribute
         (arrived,), _ = travel(sent)
         assert arrived.self[0] is arrived
         gone = weakref.ref(arrived)
-        del sent.self, arrived  # type: ignore[attr-defined]
+        del sent.self, arrived  # type: ignore[attr-defined]  # tensors take any attribute
         gc.collect()
         assert gone() is None
 

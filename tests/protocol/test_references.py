@@ -897,7 +897,7 @@ IMPOSSIBLE: dict[str, tuple[int, tuple[int, ...]]] = {
     "answer nobody asked for": (A, (Tag.ADDED, A, 0, A, 1)),
     "never from a stranger": (B, (Tag.NEVER, A, 0)),
     "question about another's value": (B, (Tag.ASK, A, 0)),
-    "abandoned by a stranger": (B, (Tag.ABANDON, A, 0, A, 1, False, "no")),  # type: ignore[dict-item]
+    "abandoned by a stranger": (B, (Tag.ABANDON, A, 0, A, 1, False, "no")),  # type: ignore[dict-item]  # any Tag
     "message from itself": (OWNER, (Tag.DEL, A, 0, A, 1)),
 }
 
@@ -1179,7 +1179,7 @@ TestReferences.settings = settings(
 class FreesOnFirstDel(ReferenceTable):
     """Takes one deletion for all."""
 
-    def _uncount(self, owned, fork):  # type: ignore[no-untyped-def]
+    def _uncount(self, owned, fork):  # type: ignore[no-untyped-def]  # as what it replaces
         for other in owned.forks:
             self._granted.pop(other, None)
         owned.forks.clear()
@@ -1189,7 +1189,7 @@ class FreesOnFirstDel(ReferenceTable):
 class PinsNothing(ReferenceTable):
     """Lets a parent go while its child travels."""
 
-    def _keep_for(self, held, child, to):  # type: ignore[no-untyped-def]
+    def _keep_for(self, held, child, to):  # type: ignore[no-untyped-def]  # as what it replaces
         if held.owner == self.worker_id:
             super()._keep_for(held, child, to)
 
@@ -1197,7 +1197,7 @@ class PinsNothing(ReferenceTable):
 class CountsNothingAtEncode(ReferenceTable):
     """The owner forgets to count what it passes on itself."""
 
-    def _keep_for(self, held, child, to):  # type: ignore[no-untyped-def]
+    def _keep_for(self, held, child, to):  # type: ignore[no-untyped-def]  # as what it replaces
         if held.owner != self.worker_id:
             super()._keep_for(held, child, to)
 
@@ -1205,7 +1205,7 @@ class CountsNothingAtEncode(ReferenceTable):
 class GuessesGone(ReferenceTable):
     """Takes an early ADD for one of a freed value."""
 
-    def _on_add(self, sender, rref, fork):  # type: ignore[no-untyped-def]
+    def _on_add(self, sender, rref, fork):  # type: ignore[no-untyped-def]  # as what it replaces
         if rref in self._owned:
             super()._on_add(sender, rref, fork)
         else:
@@ -1215,7 +1215,7 @@ class GuessesGone(ReferenceTable):
 class NeverAsks(ReferenceTable):
     """Takes an ADD for a freed value for an early one."""
 
-    def _send(self, to, tag, *fields):  # type: ignore[no-untyped-def]
+    def _send(self, to, tag, *fields):  # type: ignore[no-untyped-def]  # as what it replaces
         if tag is not Tag.ASK:
             super()._send(to, tag, *fields)
 
@@ -1223,28 +1223,28 @@ class NeverAsks(ReferenceTable):
 class KeepsForksOfTheDead(ReferenceTable):
     """Does not drop what a lost worker held."""
 
-    def _value_departs(self, owned, worker_id, how):  # type: ignore[no-untyped-def]
+    def _value_departs(self, owned, worker_id, how):  # type: ignore[no-untyped-def]  # as what it replaces
         return
 
 
 class ForgetsUnsent(ReferenceTable):
     """Keeps what was counted for a frame that never left."""
 
-    def unsend(self, child):  # type: ignore[no-untyped-def]
+    def unsend(self, child):  # type: ignore[no-untyped-def]  # as what it replaces
         return self._finish()
 
 
 class NeverReleasesParents(ReferenceTable):
     """Sends no CHILD_OK."""
 
-    def _release_parent(self, held):  # type: ignore[no-untyped-def]
+    def _release_parent(self, held):  # type: ignore[no-untyped-def]  # as what it replaces
         held.parent = None
 
 
 class DeletesBeforeConfirmation(ReferenceTable):
     """Forgets a dropped fork without waiting for the owner's answer."""
 
-    def drop(self, rref, fork):  # type: ignore[no-untyped-def]
+    def drop(self, rref, fork):  # type: ignore[no-untyped-def]  # as what it replaces
         held = self._forks.get(fork)
         if held is not None and not held.pins:
             del self._forks[fork]
@@ -1255,14 +1255,14 @@ class DeletesBeforeConfirmation(ReferenceTable):
 class KeepsNoTombstone(ReferenceTable):
     """Forgets a creation that was given up although its CREATE may still come."""
 
-    def _on_abandon(self, sender, rref, fork, coming, reason):  # type: ignore[no-untyped-def]
+    def _on_abandon(self, sender, rref, fork, coming, reason):  # type: ignore[no-untyped-def]  # as what it replaces
         super()._on_abandon(sender, rref, fork, False, reason)
 
 
 class ForgetsAbandoned(ReferenceTable):
     """Does not tell the owner that a creation was given up."""
 
-    def _send(self, to, tag, *fields):  # type: ignore[no-untyped-def]
+    def _send(self, to, tag, *fields):  # type: ignore[no-untyped-def]  # as what it replaces
         if tag is not Tag.ABANDON:
             super()._send(to, tag, *fields)
 

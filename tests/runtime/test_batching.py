@@ -579,7 +579,7 @@ class Model:
 class SubModel(Model):
     """Inherits the methods, not the queues."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # not hashable
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -729,7 +729,7 @@ def test_generators_are_refused() -> None:
     with pytest.raises(RpcUsageError, match="plain is a generator"):
         batched(max_size=2)(plain)
     with pytest.raises(RpcUsageError, match="decorates a function"):
-        batched(max_size=2)(7)  # type: ignore[type-var]
+        batched(max_size=2)(7)  # type: ignore[type-var]  # misuse
 
 
 # All together.

@@ -74,7 +74,7 @@ class Scale:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Scale) and other.by == self.by
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # not hashable
 
 
 class Half(Scale):
@@ -112,8 +112,8 @@ async def test_a_worker_is_named_by_name_rank_or_info(trio: list[Worker], form: 
     """All three ways to name a worker reach the same one, oneself included."""
     for other in trio:
         to = {"name": other.name, "rank": other.id, "info": other.info}[form]
-        assert await trio[0].call(to, where) == other.name  # type: ignore[arg-type]
-        assert await trio[0].peer(to).call(where_async) == other.name  # type: ignore[arg-type]
+        assert await trio[0].call(to, where) == other.name  # type: ignore[arg-type]  # all forms of `to`
+        assert await trio[0].peer(to).call(where_async) == other.name  # type: ignore[arg-type]  # all forms of `to`
 
 
 async def test_get_worker_info_gives_what_calls_take(trio: list[Worker]) -> None:
@@ -254,7 +254,7 @@ async def test_a_function_that_cannot_travel_is_named(pair: list[Worker]) -> Non
 async def test_what_cannot_be_called_is_refused(pair: list[Worker]) -> None:
     """Calling 7 is an error of the caller."""
     with pytest.raises(RpcUsageError, match="not callable"):
-        await pair[0].call("worker1", 7)  # type: ignore[arg-type]
+        await pair[0].call("worker1", 7)  # type: ignore[arg-type]  # misuse
 
 
 async def test_a_function_the_callee_lacks_is_named(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
 from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerInfo, WorkerJoined, WorkerLeft

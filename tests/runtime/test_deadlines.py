@@ -95,7 +95,7 @@ def calls(loop: FakeLoop) -> Calls:
 
 @pytest.fixture
 def watch(loop: FakeLoop, calls: Calls) -> Deadlines:
-    return Deadlines(loop, calls.scan)  # type: ignore[arg-type]
+    return Deadlines(loop, calls.scan)  # type: ignore[arg-type]  # a loop with a clock of its own
 
 
 def call(watch: Deadlines, calls: Calls, number: int, deadline: float) -> None:

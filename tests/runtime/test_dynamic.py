@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
 from aiorpc import PeerClosed, RendezvousError, RpcTimeout, UnknownWorker, Worker

@@ -223,7 +223,7 @@ def test_pickle_that_cannot_be_loaded_here_gives_a_remote_error() -> None:
 def test_every_error_is_small_on_the_wire() -> None:
     """No exception, whatever it drags along, makes a frame that the other side would refuse."""
     huge = ValueError("y" * 5_000_000)
-    huge.blob = b"z" * 5_000_000  # type: ignore[attr-defined]
+    huge.blob = b"z" * 5_000_000  # type: ignore[attr-defined]  # errors take any attribute
     chained = ValueError("end")
     for number in range(500):
         link = ValueError(f"{number} {'w' * 1000}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
 from aiorpc import PeerClosed, RpcBackendOptions, RpcError, ShutdownReport, Worker, WorkerClosed, WorkerLeft

@@ -439,7 +439,7 @@ async def test_arguments_of_calls_that_do_not_run_are_released(workers: list[Wor
     for call in (
         workers[0].call("worker1", generator, rref),
         workers[0].call("worker1", read, rref, Explodes()),
-        workers[0].call("worker1", 5, rref),  # type: ignore[arg-type]
+        workers[0].call("worker1", 5, rref),  # type: ignore[arg-type]  # misuse
         workers[0].call("worker1", read_async, rref, Explodes()),
     ):
         with pytest.raises((RpcError, TypeError, ZeroDivisionError)):

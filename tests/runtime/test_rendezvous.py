@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from aiorpc.errors import RendezvousError, RpcUsageError
 from aiorpc.protocol.identity import WorkerRecord

@@ -64,7 +64,7 @@ async def test_a_record_does_not_change(pair: list[Worker]) -> None:
     await pair[0].call("worker1", len, "abc")
     assert before.calls_made == 0 and pair[0].statistics().calls_made == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
-        before.calls_made = 5  # type: ignore[misc]
+        before.calls_made = 5  # type: ignore[misc]  # frozen
 
 
 async def test_bytes_and_connections(pair: list[Worker]) -> None:

@@ -214,7 +214,7 @@ async def test_small_frames_of_one_turn_leave_together(half: tuple[End, socket.s
             writes.append(len(data))
             return int(self.sock.send(data, flags))
 
-    end.connection._sock = Counting(end.connection._sock)  # type: ignore[assignment]
+    end.connection._sock = Counting(end.connection._sock)  # type: ignore[assignment]  # a stand-in
     for number in range(BATCH_FRAMES - 1):
         end.send(number, b"x")
     assert writes == []
@@ -293,7 +293,7 @@ async def test_close_waits_for_a_thread_that_is_writing(half: tuple[End, socket.
             return int(self.sock.send(data, flags))
 
     real = end.connection._sock
-    end.connection._sock = Slow(real)  # type: ignore[assignment]
+    end.connection._sock = Slow(real)  # type: ignore[assignment]  # a stand-in
     body = b"x" * 1_000_000
     thread = threading.Thread(target=end.send, args=(1, body), kwargs={"urgent": True})
     thread.start()
