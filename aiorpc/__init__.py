@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import functions
 from .api import call, current, get_worker_info, init, peer, remote, stream
 from .errors import (
+    DeviceMapError,
     NotInitialized,
     Overloaded,
     PeerClosed,
@@ -42,6 +43,7 @@ TensorPipeRpcBackendOptions = RpcBackendOptions
 
 __all__ = [
     "BackendType",
+    "DeviceMapError",
     "Future",
     "NotInitialized",
     "Overloaded",

@@ -9,6 +9,7 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     │   ├── UnknownWorker            no worker of that name
     │   └── NotInitialized           no current worker, or more than one and no context
     ├── RendezvousError          the workers could not agree on who they are
+    │   └── DeviceMapError (ValueError)  devices or device maps that do not exist or do not fit
     ├── Overloaded               a queue is at its limit; nothing was run
     ├── RpcTimeout (TimeoutError)    the deadline passed; the callee may or may not have run
     ├── RpcCancelled             somebody cancelled the call
@@ -53,6 +54,10 @@ class NotInitialized(RpcUsageError):
 
 class RendezvousError(RpcError):
     """The workers could not agree on names, ids or world size, or could not reach the store."""
+
+
+class DeviceMapError(RendezvousError, ValueError):
+    """A device or a device map that cannot be: found when it is set, or by all members of the group when they join."""
 
 
 class Overloaded(RpcError):

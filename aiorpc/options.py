@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from typing import Any, cast
 
+from .devices import Device, DeviceClaims, DeviceMap, extend_device_map, to_device_maps, to_devices
 from .errors import RpcUsageError
 
 DEFAULT_RPC_TIMEOUT = 60.0
@@ -15,6 +18,8 @@ DEFAULT_NUM_WORKER_THREADS = 16
 SHARE_SIZE = 128 * 1024
 # Below this, in bytes, a buffer delays those behind it by less than a millisecond, and goes in its frame.
 BULK_SIZE = 256 * 1024
+# A buffer on a device holds at least two pieces of 2 MiB: while one is filled the other is on its way.
+MIN_DEVICE_BUFFER = 4 << 20
 
 
 def seconds(value: float | timedelta, name: str) -> float:
@@ -38,6 +43,11 @@ def _check_host(value: object, name: str) -> None:
     except UnicodeError as error:
         raise RpcUsageError(f"{name} must be a host name or an address, not {value!r}: {error}") from None
     raise RpcUsageError(f"{name} must be a host name or an address, not {value!r}")
+
+
+def _as_set(maps: dict[str, DeviceMap]) -> dict[str, dict[Device, Device]]:
+    """The type of the field, which allows what users write; what stands in it are torch's devices."""
+    return cast("dict[str, dict[Device, Device]]", maps)
 
 
 @dataclass
@@ -64,6 +74,13 @@ class RpcBackendOptions:
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
     loss_grace: seconds a graceful shutdown still serves after a member of the group was lost.
     transports: kinds of connection that may be used, best first.
+    device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
+        results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
+        stay on the cpu if it is left out. One-to-one.
+    devices: the CUDA devices that this worker uses; if empty, those that its own maps and those of others name.
+    device_channel: how tensors travel between devices of two processes: ``ipc`` (memory of the device that both
+        processes see), ``staging`` (through the host), or ``auto``: ipc where it works.
+    device_buffer: bytes of device memory, for each peer and device, that tensors pass through with ipc; at least 4 MiB.
     """
 
     num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
@@ -85,12 +102,16 @@ class RpcBackendOptions:
     lag_warning: float = 1.0
     loss_grace: float = 5.0
     transports: tuple[str, ...] = field(default=("unix", "tcp"))
+    device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
+    devices: list[Device] = field(default_factory=list)
+    device_channel: str = "auto"
+    device_buffer: int = 64 << 20
 
     def __post_init__(self) -> None:
         self.validate()
 
     def validate(self) -> None:
-        """Raise RpcUsageError naming the first option that makes no sense."""
+        """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for device maps."""
         self.rpc_timeout = seconds(self.rpc_timeout, "rpc_timeout")
         self.loss_grace = seconds(self.loss_grace, "loss_grace")
         self.lag_warning = seconds(self.lag_warning, "lag_warning")
@@ -122,6 +143,34 @@ class RpcBackendOptions:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")
         if not isinstance(self.init_method, str):
             raise RpcUsageError(f"init_method must be a URL, not {self.init_method!r}")
+        self._validate_devices()
+
+    def _validate_devices(self) -> None:
+        # torch's options take None for both.
+        self.device_maps = _as_set(to_device_maps({} if self.device_maps is None else self.device_maps))
+        self.devices = [*to_devices([] if self.devices is None else self.devices)]
+        if self.device_channel not in ("auto", "ipc", "staging"):
+            raise RpcUsageError(f"device_channel must be auto, ipc or staging, not {self.device_channel!r}")
+        size = self.device_buffer
+        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_DEVICE_BUFFER:
+            raise RpcUsageError(f"device_buffer must be a number of bytes >= {MIN_DEVICE_BUFFER}, not {size!r}")
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Device]) -> None:
+        """Add to the map for worker `to`: tensors on each device (a key) go to the device there that is its value.
+
+        May be called again and again. DeviceMapError, a ValueError, unless the whole stays one-to-one; then nothing
+        has changed.
+        """
+        extended = extend_device_map(self.device_maps.get(to, {}), device_map)
+        self.device_maps.update(_as_set(to_device_maps({to: extended})))
+
+    def set_devices(self, devices: Iterable[Device]) -> None:
+        """Say which CUDA devices this worker uses. DeviceMapError, a ValueError, if one is none."""
+        self.devices = [*to_devices(devices)]
+
+    def device_claims(self, count: int, kind: str = "cuda") -> DeviceClaims:
+        """What a worker that has so many devices of that kind says of them when it joins."""
+        return DeviceClaims(count, tuple(to_devices(self.devices)), to_device_maps(self.device_maps), kind)
 
     def copy(self) -> RpcBackendOptions:
         """A copy that later changes to this object do not reach."""

@@ -19,6 +19,7 @@ KINDS: dict[type[errors.RpcError], type[Exception] | tuple[type[Exception], ...]
     errors.UnknownWorker: (errors.RpcUsageError, LookupError),
     errors.NotInitialized: errors.RpcUsageError,
     errors.RendezvousError: errors.RpcError,
+    errors.DeviceMapError: (errors.RendezvousError, ValueError),
     errors.Overloaded: errors.RpcError,
     errors.RpcTimeout: (errors.RpcError, TimeoutError),
     errors.RpcCancelled: errors.RpcError,

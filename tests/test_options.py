@@ -8,10 +8,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc.errors import RpcUsageError
+from aiorpc.devices import DeviceClaims
+from aiorpc.errors import DeviceMapError, RpcUsageError
 from aiorpc.options import RpcBackendOptions, seconds
 
 COUNTS = [
@@ -22,6 +24,8 @@ COUNTS = [
     "max_tensor_bytes",
     "stream_window",
 ]
+CUDA = [torch.device("cuda", index) for index in range(4)]
+CPU = torch.device("cpu")
 DURATIONS = ["rpc_timeout", "loss_grace", "lag_warning"]
 
 
@@ -137,3 +141,110 @@ def test_changed_options_are_checked_again_when_used() -> None:
     for check in (options.validate, options.copy):
         with pytest.raises(RpcUsageError, match="stream_window"):
             check()
+
+
+# ---- devices
+
+
+def test_device_maps_are_those_of_torch() -> None:
+    """Numbers, texts and torch's devices are all the same device; the cpu may be on either side."""
+    options = RpcBackendOptions(
+        device_maps={"a": {0: "cuda:1", "cpu": torch.device("cuda:2")}, "b": {"1": "cpu"}},
+        devices=[1, "cuda:0", "cuda:2"],
+    )
+    assert options.device_maps == {"a": {CUDA[0]: CUDA[1], CPU: CUDA[2]}, "b": {CUDA[1]: CPU}}
+    assert options.devices == [CUDA[1], CUDA[0], CUDA[2]]
+    nothing: dict[str, Any] = {"device_maps": None, "devices": None}
+    assert RpcBackendOptions(**nothing) == RpcBackendOptions()
+
+
+def test_a_device_map_is_set_bit_by_bit() -> None:
+    """Each call adds to what is there, also to what was given at first; others are not touched."""
+    options = RpcBackendOptions(device_maps={"a": {0: 1}})
+    options.set_device_map("a", {1: 0, 0: 1})
+    options.set_device_map("b", {"cpu": "cpu"})
+    assert options.device_maps == {"a": {CUDA[0]: CUDA[1], CUDA[1]: CUDA[0]}, "b": {CPU: CPU}}
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({2: 3, 0: 2}, "`set_device_map` only supports 1-to-1 mapping, trying to map cuda:0 to cuda:2 and cuda:1"),
+        ({2: 3, 1: 1}, "`set_device_map` only supports 1-to-1 mapping, trying to map cuda:1 and cuda:0 to cuda:1"),
+        ({2: 3, 3: 3}, "`device_map` only supports 1-to-1 mapping, trying to map cuda:3 and cuda:2 to cuda:3"),
+        ({2: 3, -1: 0}, "Device index must not be negative, but got -1"),
+        ({2: 3, 0: "gpu"}, "'gpu' is no device"),
+        ("cuda", "a device map must be a dictionary, not 'cuda'"),
+    ],
+)
+def test_a_device_map_that_contradicts_itself_changes_nothing(more: Any, text: str) -> None:
+    """A ValueError as in torch; none of the new entries is there."""
+    options = RpcBackendOptions(device_maps={"a": {0: 1}})
+    with pytest.raises(ValueError, match=f"^{text}"):
+        options.set_device_map("a", more)
+    assert options.device_maps == {"a": {CUDA[0]: CUDA[1]}}
+    with pytest.raises(DeviceMapError, match="by their names, not to ''"):
+        options.set_device_map("", {0: 0})
+    assert set(options.device_maps) == {"a"}
+
+
+def test_device_maps_are_checked_when_options_are_made() -> None:
+    """ValueErrors of torch, from the arguments and from a map that was changed in place."""
+    with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
+        RpcBackendOptions(device_maps={"a": {0: 1, 1: 1}})
+    options = RpcBackendOptions(device_maps={"a": {0: 1}})
+    options.device_maps["a"][1] = 1
+    for check in (options.validate, options.copy):
+        with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
+            check()
+
+
+def test_devices_are_cuda_devices() -> None:
+    """A ValueError of torch, from the argument and from `set_devices`, which replaces what was there."""
+    text = "`set_devices` expect a list of CUDA devices, but got device type cpu"
+    with pytest.raises(ValueError, match=text):
+        RpcBackendOptions(devices=["cpu"])
+    options = RpcBackendOptions(devices=[0])
+    with pytest.raises(ValueError, match=text):
+        options.set_devices([1, "cpu"])
+    assert options.devices == [CUDA[0]]
+    options.set_devices([2, "1"])
+    assert options.devices == [CUDA[2], CUDA[1]]
+
+
+def test_a_copy_has_device_maps_of_its_own() -> None:
+    """Neither the original nor what it was made from is shared, at any depth."""
+    given: dict[str, Any] = {"device_maps": {"a": {0: 1}}, "devices": [0]}
+    options = RpcBackendOptions(**given)
+    copy = options.copy()
+    assert copy == options
+    options.set_device_map("a", {1: 0})
+    options.set_device_map("b", {1: 0})
+    options.device_maps["a"][2] = 2
+    options.devices.append(3)
+    given["device_maps"]["a"][3] = 3
+    assert (copy.device_maps, copy.devices) == ({"a": {CUDA[0]: CUDA[1]}}, [CUDA[0]])
+
+
+def test_claims_are_those_of_the_options() -> None:
+    """What was set, in torch's devices, with the number and kind of devices that there are."""
+    options = RpcBackendOptions(device_maps={"a": {0: "cpu"}}, devices=[1])
+    assert options.device_claims(2) == DeviceClaims(2, (CUDA[1],), {"a": {CUDA[0]: CPU}}, "cuda")
+    assert options.device_claims(0, "xpu").kind == "xpu"
+
+
+@pytest.mark.parametrize("value", ["cuda", "", None, 1])
+def test_device_channel_is_known(value: Any) -> None:
+    """Three ways, and no other."""
+    with pytest.raises(RpcUsageError, match="device_channel must be auto, ipc or staging"):
+        RpcBackendOptions(device_channel=value)
+    for good in ("auto", "ipc", "staging"):
+        assert RpcBackendOptions(device_channel=good).device_channel == good
+
+
+@pytest.mark.parametrize("value", [0, (4 << 20) - 1, 1e8, True, None, "64 MiB"])
+def test_device_buffer_holds_two_pieces(value: Any) -> None:
+    """At least 4 MiB."""
+    with pytest.raises(RpcUsageError, match="device_buffer must be a number of bytes >= 4194304"):
+        RpcBackendOptions(device_buffer=value)
+    assert RpcBackendOptions(device_buffer=4 << 20).device_buffer == 4 << 20

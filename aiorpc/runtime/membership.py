@@ -21,10 +21,11 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from ..errors import ProtocolError, RendezvousError
+from ..devices import DeviceClaims, check_device_maps
+from ..errors import DeviceMapError, ProtocolError, RendezvousError
 from ..protocol.identity import WorkerRecord
 from .host import host_identity, is_gone, provably_dead
 from .stores import Board, Patience
@@ -41,25 +42,28 @@ _VOID = "void"
 class Member:
     """A record as it stands in the store.
 
-    own_secret: the worker brought AIORPC_SECRET. trusted: it holds the group's secret.
+    own_secret: the worker brought AIORPC_SECRET. trusted: it holds the group's secret. claims: what it says of its
+    devices: only needed to join, so not in the record, which goes over each connection.
     """
 
     record: WorkerRecord
     own_secret: bool = False
     trusted: bool = False
+    claims: DeviceClaims = field(default_factory=DeviceClaims)
 
     def to_json(self) -> list[object]:
         """The form `from_json` reads."""
-        return [self.record.to_wire(), self.own_secret, self.trusted]
+        return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json()]
 
     @classmethod
     def from_json(cls, value: object) -> Member:
         """The member; RendezvousError if something else stands there."""
-        if not isinstance(value, list) or len(value) != 3:
+        if not isinstance(value, list) or len(value) != 4:
             raise RendezvousError("the rendezvous store holds something that is no worker")
         try:
-            return cls(WorkerRecord.from_wire(value[0]), value[1] is True, value[2] is True)
-        except ProtocolError as error:
+            record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[3])
+            return cls(record, value[1] is True, value[2] is True, claims)
+        except (ProtocolError, DeviceMapError) as error:
             raise RendezvousError(f"the rendezvous store holds something that is no worker: {error}") from None
 
 
@@ -111,14 +115,14 @@ class FixedWorld:
         self._here = host_identity()
         self._members: list[Member] = []
 
-    def join(self, record: WorkerRecord, patience: Patience) -> list[Member]:
+    def join(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
         """Take this rank's place and wait for the others; all members, by rank.
 
         RendezvousError, on every rank that is there: a second holder of a rank, two members of one name, different
-        world sizes, or a member that waited long enough and gave up.
+        world sizes, or a member that waited long enough and gave up. DeviceMapError, on all: claims that do not fit.
         """
         while True:
-            late = self._take_slot(record, patience)
+            late = self._take_slot(record, claims, patience)
             verdict = self._await_verdict(record, patience)
             if verdict.kind == _VOID or (late and self._is_stale(verdict, patience)):
                 self._end()
@@ -148,10 +152,10 @@ class FixedWorld:
         if patience.left() <= 0:
             raise RendezvousError(f"rank {self.rank} found no generation to join within {patience.seconds:g} s")
 
-    def _take_slot(self, record: WorkerRecord, patience: Patience) -> bool:
+    def _take_slot(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> bool:
         """Hold this rank's slot in the current generation. True if that generation had its verdict already."""
         self.generation = int(self.board.swap("generation", "", "1"))
-        entry = json.dumps(Member(record, self._own_secret).to_json())
+        entry = json.dumps(Member(record, self._own_secret, claims=claims).to_json())
         while True:
             self._check_previous(record)
             late = self.board.has(self._key("verdict"))
@@ -240,18 +244,23 @@ class FixedWorld:
         self._members = self._read([self._key(f"slot/{rank}") for rank in range(self.world_size)])
         try:
             check_unique_names([member.record for member in self._members])
-        except RendezvousError as error:
-            self._fail(str(error), self.world_size)
+            check_device_maps({member.record.name: member.claims for member in self._members})
+        except RendezvousError:
+            self._give_up(self.world_size)
+            raise
         self.board.count(self._key("done"))
         return self._members
 
     def _fail(self, text: str, ranks: int) -> None:
-        """Give the slot up and raise; the store's host first lets so many ranks hear of it."""
+        self._give_up(ranks)
+        raise RendezvousError(text)
+
+    def _give_up(self, ranks: int) -> None:
+        """Let go of the slot; the store's host lets so many ranks hear of the reason before it goes."""
         self._end()
         self.board.count(self._key("done"))
         if self._hosts_store:
             self.wait_until_known(ranks, 1.0)
-        raise RendezvousError(text)
 
     def _end(self) -> None:
         held = self.board.get(self._key(f"slot/{self.rank}"))
@@ -275,8 +284,11 @@ class FreeWorld:
         self._own_secret = own_secret
         self._here = host_identity()
 
-    def join(self, make_record: MakeRecord, patience: Patience) -> list[Member]:
-        """Enter the list under a free id; the members there are now. RendezvousError if the name or rank is taken."""
+    def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
+        """Enter the list under a free id; the members there are now.
+
+        RendezvousError if the name or rank is taken. DeviceMapError if the claims do not fit with those of the others.
+        """
         record = make_record(self._free_id() if self.rank is None else self.rank)
 
         def enter(members: list[Member], used: set[int]) -> list[Member]:
@@ -291,7 +303,9 @@ class FreeWorld:
                     raise RendezvousError(f"name {record.name!r} is not unique: {other.describe()} has it")
                 if other.id == record.id:
                     raise RendezvousError(f"rank {record.id} is taken by {other.describe()}, so {record.name} cannot")
-            return [*alive, Member(record, self._own_secret, self._own_secret)]
+            members = [*alive, Member(record, self._own_secret, self._own_secret, claims)]
+            check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
+            return members
 
         return self._change(enter, patience)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
+from ..devices import DeviceClaims
 from ..errors import RendezvousError
 from ..protocol.identity import WorkerRecord
 from ..transport.sockets import SECRET_SUFFIX
@@ -62,6 +63,7 @@ class Rendezvous:
 
     rank, world_size: as given or found in the environment; world_size is None for a group that is joined freely.
     hosts_store: this process serves the store, so the group cannot be joined once it has gone.
+    claims: what the members said of their devices, by name, as found at `join`.
     """
 
     def __init__(self, place: Place, store: Store, hosts_store: bool, patience: Patience) -> None:
@@ -73,6 +75,7 @@ class Rendezvous:
         self._board = Board(store, str(place))
         self._own_secret = _environment_secret()
         self._world = self._make_world()
+        self.claims: dict[str, DeviceClaims] = {}
         self._held: _HeldSecret | None = None
         self._warned = False
 
@@ -120,13 +123,17 @@ class Rendezvous:
         """IP address of the interface that reaches the rendezvous; 127.0.0.1 if that is on this host alone."""
         return local_address(self._place)
 
-    def join(self, make_record: Callable[[int], WorkerRecord]) -> list[WorkerRecord]:
+    def join(
+        self, make_record: Callable[[int], WorkerRecord], claims: DeviceClaims | None = None
+    ) -> list[WorkerRecord]:
         """Register the record made for this worker's id; the members' records: all by rank, or those there now.
 
-        make_record is called with the id (the rank, or a free number in a dynamic group). RendezvousError, on all
-        ranks where all are concerned: a name or rank that is not unique, different world sizes, missing ranks.
+        make_record is called with the id (the rank, or a free number in a dynamic group). claims: what this worker says
+        of its devices. RendezvousError, on all ranks where all are concerned: a name or rank that is not unique,
+        different world sizes, missing ranks; DeviceMapError: claims that do not fit together.
         """
         record: WorkerRecord | None = None
+        mine = claims or DeviceClaims()
 
         def make(number: int) -> WorkerRecord:
             nonlocal record
@@ -137,9 +144,10 @@ class Rendezvous:
             try:
                 self._check_open()
                 if isinstance(self._world, FreeWorld):
-                    members = self._world.join(make, self._patience)
+                    members = self._world.join(make, mine, self._patience)
                 else:
-                    members = self._world.join(record or make(self._world.rank), self._patience)
+                    members = self._world.join(record or make(self._world.rank), mine, self._patience)
+                self.claims = {member.record.name: member.claims for member in members}
                 return [member.record for member in members]
             except StoreGone:
                 if not self._is_client() or self._patience.left() <= 0:

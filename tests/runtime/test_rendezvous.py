@@ -23,8 +23,10 @@ from typing import TypeVar
 import pytest
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from aiorpc.errors import RendezvousError, RpcUsageError
+from aiorpc.devices import DeviceClaims, to_device_map, to_devices
+from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.membership import Member
 from aiorpc.runtime.rendezvous import Rendezvous, host_identity
 from tests.processes.workers import process_state
 from tests.processes.zygote import Zygote, zygote
@@ -109,9 +111,10 @@ class Group:
         timeout: float = PATIENCE,
         host: str = "",
         pid: int = 0,
+        claims: DeviceClaims | None = None,
     ) -> list[WorkerRecord]:
         opened = self.open(rank, size, timeout)
-        return opened.join(lambda number: make_record(name or f"worker{number}", number, host=host, pid=pid))
+        return opened.join(lambda number: make_record(name or f"worker{number}", number, host=host, pid=pid), claims)
 
     def join_all(self, size: int, timeout: float = PATIENCE) -> list[list[WorkerRecord] | Exception]:
         return together(*(lambda rank=rank: self.join(rank, size, timeout=timeout) for rank in range(size)))
@@ -635,6 +638,103 @@ def test_a_lost_peer_can_be_taken_off_the_list_by_others(here: Group) -> None:
     assert lost is not None
     here.opened[1].leave(lost)
     assert [record.name for record in here.join(None, None, "far")] == ["near", "far"]
+
+
+# ---- devices
+
+
+def mapped(count: int, to: str, mapping: dict[int, int]) -> DeviceClaims:
+    """What a worker with so many devices and one map says of them."""
+    return DeviceClaims(count, (), {to: to_device_map(mapping)})
+
+
+def join_with(group: Group, claims: Sequence[DeviceClaims]) -> list[list[WorkerRecord] | Exception]:
+    """Join as a world of fixed size whose ranks say this of their devices."""
+    size = len(claims)
+    return together(*(lambda rank=rank: group.join(rank, size, claims=claims[rank]) for rank in range(size)))
+
+
+def test_all_ranks_learn_what_all_say_of_their_devices(group: Group) -> None:
+    """By name; who says nothing has none."""
+    claims = [mapped(2, "worker1", {0: 1}), DeviceClaims(2, (*to_devices([1]),)), DeviceClaims()]
+    results = join_with(group, claims)
+    assert all(isinstance(result, list) for result in results), results
+    assert [opened.claims for opened in group.opened] == [{f"worker{rank}": claims[rank] for rank in range(3)}] * 3
+    group.leave_all()
+    group.join(0, 1)
+    assert group.opened[0].claims == {"worker0": DeviceClaims()}
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (mapped(1, "nobody", {0: 0}), "Node worker1 has invalid target node names in its device maps"),
+        (
+            mapped(1, "worker2", {1: 0}),
+            "Node worker1 has source devices with invalid indices in its device map for worker2",
+        ),
+        (
+            mapped(1, "worker0", {0: 7}),
+            "Node worker1 has target devices with invalid indices in its device map for worker0",
+        ),
+    ],
+)
+def test_a_bad_device_map_of_one_is_an_error_on_every_rank(group: Group, bad: DeviceClaims, text: str) -> None:
+    """All raise the same ValueError, long before the time is up; the next generation is not disturbed."""
+    good = DeviceClaims(2)
+    started = time.monotonic()
+    results = join_with(group, [good, bad, good])
+    assert time.monotonic() - started < PATIENCE / 2
+    assert [type(result) for result in results] == [DeviceMapError] * 3
+    assert {str(result).split("\n")[0] for result in results} == {text}
+    assert len({str(result) for result in results}) == 1 and isinstance(results[0], ValueError)
+    assert all(not opened.claims for opened in group.opened)
+    group.close()
+    assert all(isinstance(result, list) for result in join_with(group, [good, good, good]))
+
+
+def test_names_come_before_device_maps(here: Group) -> None:
+    """Two workers of one name: whose map it is could not be said."""
+    bad = mapped(0, "nobody", {0: 0})
+    results = together(*(lambda rank=rank: here.join(rank, 2, "same", claims=bad) for rank in range(2)))
+    for text in texts(results):
+        assert "name 'same' is not unique" in text
+
+
+def test_a_newcomer_with_a_bad_device_map_is_refused_alone(group: Group) -> None:
+    """Its own map, or that of a member for it: the members are not disturbed, and the name stays free."""
+    group.join(None, None, "a", claims=mapped(1, "late", {0: 1}))
+    with pytest.raises(
+        DeviceMapError, match=r"^Node b has target devices with invalid indices in its device map for a\n"
+    ):
+        group.join(None, None, "b", claims=mapped(1, "a", {0: 1}))
+    with pytest.raises(DeviceMapError, match=r"^Node b has devices with invalid indices\n"):
+        group.join(None, None, "b", claims=DeviceClaims(1, (*to_devices([1]),)))
+    with pytest.raises(
+        DeviceMapError, match=r"^Node a has target devices with invalid indices in its device map for late\n"
+    ):
+        group.join(None, None, "late", claims=DeviceClaims(1))
+    assert [record.name for record in group.opened[0].members()] == ["a"]
+    assert [record.name for record in group.join(None, None, "late", claims=DeviceClaims(2))] == ["a", "late"]
+    assert group.opened[-1].claims == {"a": mapped(1, "late", {0: 1}), "late": DeviceClaims(2)}
+
+
+def test_a_map_may_lead_to_one_that_joins_a_free_group_later(here: Group) -> None:
+    """There is no telling who will come."""
+    far = mapped(1, "later", {0: 3})
+    here.join(None, None, "a", claims=far)
+    here.join(None, None, "later", claims=DeviceClaims(4))
+    assert [list(opened.claims) for opened in here.opened] == [["a"], ["a", "later"]]
+
+
+def test_a_member_in_the_store_is_read_strictly() -> None:
+    """With claims of its own, and nothing more or less."""
+    member = Member(make_record("a", 0), True, False, mapped(2, "b", {0: 1}))
+    whole = member.to_json()
+    assert Member.from_json(whole) == member
+    for wrong in (whole[:3], [*whole, 0], [*whole[:3], None], [*whole[:3], [0, "cuda", [], []]], None):
+        with pytest.raises(RendezvousError, match="holds something that is no worker"):
+            Member.from_json(wrong)
 
 
 # ---- the secret

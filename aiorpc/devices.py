@@ -1,0 +1,263 @@
+"""Devices and device maps: how they are written, what a worker says of its own, and whether all of them fit together.
+
+The rules are those of torch.distributed.rpc, and so are the first lines of what is raised; a `DeviceMapError` is a
+``ValueError``, as there. Pure data: nothing here needs a device, and all of it may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .errors import DeviceMapError
+
+Device = int | str | torch.device
+DeviceMap = dict[torch.device, torch.device]
+
+CPU = torch.device("cpu")
+
+# torch keeps an index in eight bits with a sign, and wraps what is larger around without a word.
+_MOST_DEVICES = 128
+_LONGEST_LIST = 1024
+_MOST_TARGETS = 1 << 16
+_LONGEST_NAME = 128
+
+
+def to_device(device: Device) -> torch.device:
+    """The device that is meant; DeviceMapError if there can be none.
+
+    A number, also as text, is that of a CUDA device. Every device but the cpu has an index: without one it is the first
+    (torch takes the current one at some later time). The cpu never has one: torch holds ``cpu:0`` for another device.
+    """
+    kind, index = _parts(device)
+    try:
+        made = torch.device(kind)
+    except RuntimeError:
+        raise _no_device(device) from None
+    return CPU if made.type == "cpu" else torch.device(made.type, index)
+
+
+def _parts(device: object) -> tuple[str, int]:
+    """Kind and index, which torch does not check: it takes ``cuda:300`` for ``cuda:44``."""
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise _no_device(device)
+    text = str(device)
+    if isinstance(device, int) or (text.isascii() and text.removeprefix("-").isdecimal()):
+        text = f"cuda:{text}"
+    kind, colon, number = text.partition(":")
+    if number.startswith("-"):
+        raise DeviceMapError(f"Device index must not be negative, but got {_short(device)}")
+    if not colon:
+        return kind, 0
+    if not (number.isascii() and number.isdecimal() and len(number) <= 3) or str(int(number)) != number:
+        raise _no_device(device)
+    if int(number) >= _MOST_DEVICES:
+        raise DeviceMapError(f"{_short(device)} is no device: the highest index is {_MOST_DEVICES - 1}")
+    return kind, int(number)
+
+
+def _no_device(device: object) -> DeviceMapError:
+    return DeviceMapError(f"{_short(device)} is no device; a device is like 0, 'cuda:0', 'cpu', torch.device('cuda:0')")
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80]
+
+
+def to_devices(devices: Iterable[Device]) -> list[torch.device]:
+    """The devices that are meant; DeviceMapError if one is not a CUDA device. Init refuses one that is there twice."""
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise DeviceMapError(f"devices must be a list of devices, not {_short(devices)}")
+    made = [to_device(device) for device in devices]
+    for device in made:
+        if device.type != "cuda":
+            raise DeviceMapError(
+                f"`set_devices` expect a list of CUDA devices, but got device type {device.type}. "
+                "Nothing needs to be said of others"
+            )
+    return made
+
+
+def to_device_map(mapping: Mapping[Any, Device]) -> DeviceMap:
+    """The map that is meant, from here to there; DeviceMapError unless it is one-to-one. Either side may be the cpu."""
+    return _joined({}, mapping, "device_map")
+
+
+def to_device_maps(maps: Mapping[str, Mapping[Any, Device]]) -> dict[str, DeviceMap]:
+    """The maps that are meant, by the names of the workers they lead to; DeviceMapError as above."""
+    return {_checked_name(name): to_device_map(mapping) for name, mapping in _entries(maps, "device_maps").items()}
+
+
+def extend_device_map(known: Mapping[Any, Device], more: Mapping[Any, Device]) -> DeviceMap:
+    """Both maps as one; DeviceMapError if that would not be one-to-one."""
+    return _joined(to_device_map(known), to_device_map(more), "set_device_map")
+
+
+def _joined(known: DeviceMap, more: Mapping[Any, Device], what: str) -> DeviceMap:
+    joined = dict(known)
+    for key, value in _entries(more, "a device map").items():
+        source, target = to_device(key), to_device(value)
+        problem = f"`{what}` only supports 1-to-1 mapping, trying to map {source}"
+        if joined.get(source, target) != target:
+            raise DeviceMapError(f"{problem} to {target} and {joined[source]}")
+        others = [other for other, to in joined.items() if to == target and other != source]
+        if others:
+            raise DeviceMapError(f"{problem} and {others[0]} to {target}")
+        joined[source] = target
+    return joined
+
+
+def _entries(mapping: object, what: str) -> Mapping[Any, Any]:
+    if isinstance(mapping, Mapping):
+        return mapping
+    raise DeviceMapError(f"{what} must be a dictionary, not {_short(mapping)}")
+
+
+def _checked_name(name: object) -> str:
+    if isinstance(name, str) and 0 < len(name) < _LONGEST_NAME:
+        return name
+    raise DeviceMapError(f"device maps lead to workers by their names, not to {_short(name)}")
+
+
+@dataclass(frozen=True)
+class DeviceClaims:
+    """What a worker says of its devices when it joins.
+
+    count: how many devices of its kind of accelerator it has. devices: those it is to use, if it says so. maps: from
+    its devices to those of the worker named. kind: as in ``torch.device.type``. DeviceMapError if that makes no sense
+    by itself; whether it fits is for `check_device_maps` to say.
+    """
+
+    count: int = 0
+    devices: tuple[torch.device, ...] = ()
+    maps: Mapping[str, DeviceMap] = field(default_factory=dict, hash=False)
+    kind: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or not 0 <= self.count <= _MOST_DEVICES:
+            raise DeviceMapError(f"the number of devices is one from 0 to {_MOST_DEVICES}, not {_short(self.count)}")
+        if self.kind == CPU.type or to_device(self.kind).type != self.kind:
+            raise DeviceMapError(f"{_short(self.kind)} is no kind of accelerator")
+        if len(self.maps) > _MOST_TARGETS or max(map(len, [self.devices, *self.maps.values()])) > _LONGEST_LIST:
+            raise DeviceMapError(f"device maps for more than {_MOST_TARGETS} workers, or of more than {_LONGEST_LIST}")
+        for name in self.maps:
+            _checked_name(name)
+
+    def has(self, device: torch.device) -> bool:
+        """Whether the worker has that device. Each has a cpu."""
+        return device == CPU or (device.type == self.kind and 0 <= (device.index or 0) < self.count)
+
+    def to_json(self) -> list[object]:
+        """The form `from_json` reads."""
+        maps = {name: {str(a): str(b) for a, b in mapping.items()} for name, mapping in self.maps.items()}
+        return [self.count, self.kind, [str(device) for device in self.devices], maps]
+
+    @classmethod
+    def from_json(cls, value: object) -> DeviceClaims:
+        """The claims that `to_json` made; DeviceMapError for anything else."""
+        match value:
+            case [int(count), str(kind), list(devices), dict(maps)]:
+                read = _DeviceReader()
+                return cls(count, tuple(map(read, devices)), {to: read.map(each) for to, each in maps.items()}, kind)
+        raise DeviceMapError(f"{_short(value)} says nothing of devices")
+
+
+class _DeviceReader:
+    """Reads devices out of texts, each text once: in the maps of one worker the same few come again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, torch.device] = {}
+
+    def __call__(self, text: object) -> torch.device:
+        """The device of a text that is just as ours would be: so no two keys of a map can mean the same."""
+        if not isinstance(text, str):
+            raise _no_device(text)
+        if text not in self._known:
+            self._known[text] = to_device(text)
+            if str(self._known[text]) != text:
+                raise _no_device(text)
+        return self._known[text]
+
+    def map(self, value: object) -> DeviceMap:
+        return {self(source): self(target) for source, target in _entries(value, "a device map").items()}
+
+
+def check_device_maps(claims: Mapping[str, DeviceClaims], fixed: bool = True) -> None:
+    """DeviceMapError, naming the worker, if what the members of a group claim does not fit together.
+
+    claims: by name. fixed: these are all members there will be, so a map may lead to no other. In the same order for
+    all, so that all members of a group raise the same.
+    """
+    for name, own in claims.items():
+        _check_devices(name, own)
+    for name, own in claims.items():
+        strangers = [target for target in own.maps if target not in claims]
+        if fixed and strangers:
+            raise DeviceMapError(
+                f"Node {name} has invalid target node names in its device maps\n"
+                f"There is no {_listed(strangers)}; there are {_listed(claims)}"
+            )
+        for target, mapping in own.maps.items():
+            _check_map(name, target, mapping, claims)
+
+
+def _check_devices(name: str, own: DeviceClaims) -> None:
+    twice = _repeated(own.devices)
+    if twice:
+        raise DeviceMapError(f"Node {name} has duplicated devices\nMore than once: {_listed(twice)}")
+    missing = [device for device in own.devices if not own.has(device)]
+    if missing:
+        raise DeviceMapError(f"Node {name} has devices with invalid indices\n{_lacks(name, own, missing)}")
+
+
+def _check_map(name: str, target: str, mapping: DeviceMap, claims: Mapping[str, DeviceClaims]) -> None:
+    where = f"in its device map for {target}"
+    twice = _repeated(mapping.values())
+    if twice:
+        raise DeviceMapError(f"Node {name} has duplicated target devices {where}\nMore than once: {_listed(twice)}")
+    for side, holder, devices in (("source", name, mapping.keys()), ("target", target, mapping.values())):
+        found = claims.get(holder)
+        if found is None:
+            continue  # it may join later, and will be asked then
+        # torch refuses a map with the cpu in it where devices are set, which cannot contain it.
+        unexpected = [device for device in devices if found.devices and device not in (CPU, *found.devices)]
+        if unexpected:
+            raise DeviceMapError(
+                f"Node {name} has unexpected {side} devices {where}\n"
+                f"Not among the devices set for {holder}, {_listed(found.devices)}: {_listed(unexpected)}"
+            )
+        missing = [device for device in devices if not found.has(device)]
+        if missing:
+            raise DeviceMapError(
+                f"Node {name} has {side} devices with invalid indices {where}\n{_lacks(holder, found, missing)}"
+            )
+
+
+def _repeated(devices: Collection[torch.device]) -> list[torch.device]:
+    listed = list(devices)
+    return [device for device in dict.fromkeys(listed) if listed.count(device) > 1]
+
+
+def _lacks(name: str, own: DeviceClaims, missing: Sequence[torch.device]) -> str:
+    return f"{name} has no {_listed(missing)}; its {own.kind} devices are {own.count} in number"
+
+
+def _listed(items: Collection[object]) -> str:
+    first = [str(item) for item in items][:8]
+    return ", ".join(first) + (f" and {len(items) - len(first)} more" if len(items) > len(first) else "")
+
+
+def devices_used(name: str, claims: Mapping[str, DeviceClaims]) -> list[torch.device]:
+    """The devices that worker uses for its calls, without the cpu, sorted.
+
+    Those that it set, or else those its own maps start from and the maps of others (or its own) for it lead to.
+    """
+    own = claims[name]
+    used = set(own.devices)
+    if not used:
+        used.update(*own.maps.values())
+        used.update(*(other.maps[name].values() for other in claims.values() if name in other.maps))
+    return sorted(used - {CPU}, key=lambda device: (device.type, device.index))
