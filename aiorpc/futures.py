@@ -61,6 +61,13 @@ class Executor(Protocol):
     def submit(self, fn: Callable[..., None], *args: object) -> None: ...
 
 
+class Arrival(Protocol):
+    """Tensors of a value that are still being made on some streams."""
+
+    def join(self) -> None:
+        """Make the current streams of this thread wait for them."""
+
+
 # Set in the threads of a handler pool; a wait there does not use up the pool.
 block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
 
@@ -109,7 +116,9 @@ class Future(torch.futures.Future[T], Generic[T]):
     All methods may be called from any thread. ``await`` works on any running loop. Cancelling a task that awaits the
     Future cancels the call only if nobody else waits for it. After it the callee may have run in part or not at all.
 
-    devices: as torch's; the devices that tensors of the result may live on.
+    devices: as torch's; the devices that tensors of the result may live on. It remembers what their current streams had
+    been given when it was completed, and makes the current streams of whoever takes the value (`wait`, `value`,
+    ``await``, a callback that does) wait for that. Nothing on the host waits for a device. Futures of calls do so, too.
     """
 
     # Defaults on the class: an instance carries only what differs, which keeps making one cheap.
@@ -123,9 +132,13 @@ class Future(torch.futures.Future[T], Generic[T]):
     _executor: Executor | None = None
     _what: str = "a Future"
     _site: CallSite | None = None
+    _arrival: Arrival | None = None  # where the tensors of the value come from; set before it settles
+    _devices: list[torch.device] = []  # noqa: RUF012  # never changed
 
-    def __init__(self, *, devices: list[int | str | torch.device] | None = None) -> None:
-        _CFuture.__init__(self, [torch.device(d) for d in devices] if devices else [])
+    def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
+        if devices:
+            self._devices = [torch.device(device) for device in devices]
+        _CFuture.__init__(self, self._devices)
         self._unclaimed = [True]
 
     # --- settling -----------------------------------------------------------------------------------------------------
@@ -225,6 +238,10 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _outcome(self) -> T:
         if self._error is None:
+            if self._arrival is not None:
+                self._arrival.join()
+            elif self._devices:
+                _CFuture.wait(self)  # torch's half knows on which streams it was completed
             return cast(T, self._value)
         self._look()
         try:
@@ -322,7 +339,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error."""
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
-        child: Future[S] = Future()
+        child: Future[S] = Future(devices=self._devices)
         child._what = f"then({getattr(callback, '__qualname__', callback)!s}) of {self._subject()}"
         child._loop, child._executor = self._loop, self._executor
 

@@ -28,6 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..protocol.frames import Buffer
+from .accelerator import DeviceBuffer
+
+# Bytes on the host or on a device.
+AnyBuffer = Buffer | DeviceBuffer
 
 # What the other end needs in order to receive one buffer: plain data, a part of the message.
 Wire = list[Any]

@@ -10,12 +10,14 @@ Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table it
 than the copy.
 
 table: per tensor ``[buffer, byte offset, dtype code, shape, strides or None, flags]``; in place of a buffer's number
--1 for a tensor without bytes, and -2 for one whose bytes stand in place of the offset.
+-1 for a tensor without bytes, and -2 for one whose bytes stand in place of the offset. A tensor that is for a device of
+the receiver has a seventh item, the name of that device; its bytes are a `DeviceBuffer`, or come from the host.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,9 @@ import torch
 
 from ..errors import ProtocolError, SerializationError
 from ..protocol.frames import DIRECT_SIZE, Buffer
+from .accelerator import Accelerator, DeviceBuffer, device_index
+from .landing import Landing
+from .routes import Route
 
 REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE = 1, 2, 4, 8
 NO_BYTES, EMBEDDED = -1, -2
@@ -49,19 +54,17 @@ Parameter = torch.nn.Parameter
 _CPU = torch.device("cpu")
 
 
-def describe(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[Buffer]]:
-    """The table for some dense CPU tensors, and the buffers with their bytes; those borrow the tensors' memory.
+def describe(
+    tensors: Sequence[torch.Tensor], route: Route | None = None
+) -> tuple[list[Any], list[Buffer | DeviceBuffer]]:
+    """The table for some dense tensors, and the buffers with their bytes; those borrow the tensors' memory.
 
-    Raises SerializationError for a tensor that has no bytes although it has elements.
+    route: for tensors on devices; those it takes may be among them. Raises SerializationError for a tensor that has no
+    bytes although it has elements.
     """
-    buffers: list[Buffer] = []
+    buffers: list[Any] = []
     try:
-        if len(tensors) == 1:
-            return [_describe_alone(tensors[0], tensors[0].untyped_storage(), buffers)], buffers
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        if len({storage._cdata for storage in storages}) == len(storages):
-            return [_describe_alone(*each, buffers) for each in zip(tensors, storages, strict=True)], buffers
-        return _describe_groups(tensors, storages, buffers), buffers
+        return _describe_routed(tensors, route, buffers) if route else _describe_all(tensors, _HOST, buffers), buffers
     except SerializationError:
         raise
     except RuntimeError as error:  # inside of a transform (vmap) they look dense, and torch says that they are not
@@ -102,11 +105,20 @@ def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], Sequence[Buffer]] |
     return [0, 0, code, array.shape, None, 0], (array.data.cast("B"),)
 
 
-def rebuild(table: list[Any], buffers: Sequence[Buffer]) -> list[torch.Tensor]:
-    """Tensors over the received buffers, without copying. Raises ProtocolError for a table that does not fit."""
+def rebuild(table: list[Any], buffers: Sequence[Any], landing: Landing | None = None) -> list[torch.Tensor]:
+    """Tensors over the received buffers, without copying, but for what goes from the host to a device: on the current
+    streams. Raises ProtocolError for a table that does not fit, torch.OutOfMemoryError if that device is full.
+
+    buffers: bytes, and `DeviceBuffer` for what has arrived on a device. landing: takes note of those.
+    """
     try:
         storages: dict[int, torch.UntypedStorage] = {}
-        return [_take(entry, buffers, storages) for entry in table]
+        return [
+            _take(entry, buffers, storages) if len(entry) == 6 else _take_on_device(entry, buffers, storages, landing)
+            for entry in table
+        ]
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, TypeError, IndexError, OverflowError, BufferError, RuntimeError) as error:
         raise ProtocolError(f"a tensor that does not fit its bytes: {error}") from error
 
@@ -114,13 +126,92 @@ def rebuild(table: list[Any], buffers: Sequence[Buffer]) -> list[torch.Tensor]:
 def warm_up() -> None:
     """Have torch and numpy set up what they need of each other: the first tensor of a program takes a millisecond."""
     table, buffers = describe([torch.zeros(DIRECT_SIZE)])
-    describe_plain(*rebuild(table, [bytearray(buffer) for buffer in buffers]))
+    describe_plain(*rebuild(table, [bytearray(bytes(buffer)) for buffer in buffers]))  # type: ignore[arg-type]  # host memory
+
+
+class _Host:
+    """Makes buffers of storages in the host's memory."""
+
+    embedded = EMBEDDED_SIZE
+
+    def bytes_at(self, storage: torch.UntypedStorage, address: int, size: int) -> Any:
+        """A buffer that keeps the storage alive, or a copy."""
+        return _bytes_at(storage, address, size)
+
+
+_HOST = _Host()
+
+
+class _OnDevice:
+    """Makes buffers of storages on one device."""
+
+    embedded = 0
+
+    def __init__(self, index: int, target: str) -> None:
+        self._index = index
+        self._target = target
+
+    def bytes_at(self, storage: torch.UntypedStorage, address: int, size: int) -> Any:
+        """A buffer that keeps the storage alive."""
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return DeviceBuffer(flat.set_(storage, address - storage.data_ptr(), (size,), (1,)), self._index, self._target)
+
+
+_Where = _Host | _OnDevice
+
+
+def _describe_all(tensors: Sequence[torch.Tensor], where: _Where, buffers: list[Any]) -> list[Any]:
+    """Entries for tensors that lie there."""
+    if len(tensors) == 1:
+        return [_describe_alone(tensors[0], tensors[0].untyped_storage(), where, buffers)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    if len({storage._cdata for storage in storages}) == len(storages):
+        return [_describe_alone(*each, where, buffers) for each in zip(tensors, storages, strict=True)]
+    return _describe_groups(tensors, storages, where, buffers)
+
+
+def _describe_routed(tensors: Sequence[torch.Tensor], route: Route, buffers: list[Any]) -> list[Any]:
+    """Entries for tensors in the host's memory and on devices; those that are for a device end with its name."""
+    places: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(index)
+    table: list[Any] = [None] * len(tensors)
+    for device, indices in places.items():
+        there = [tensors[index] for index in indices]
+        if device.type == "cpu":
+            entries, target = _describe_all(there, _HOST, buffers), route.host_target
+        else:
+            target = route.target(there[0])
+            entries = _describe_on_device(there, route, _OnDevice(device.index, target), buffers)
+        for index, entry in zip(indices, entries, strict=True):
+            table[index] = [*entry, target] if target not in ("", "cpu") else entry
+    return table
+
+
+def _describe_on_device(
+    tensors: Sequence[torch.Tensor], route: Route, where: _OnDevice, buffers: list[Any]
+) -> list[Any]:
+    accelerator = route.accelerator
+    assert accelerator is not None, "nothing else takes tensors on devices"
+    carriers = [accelerator.carrier(tensor) for tensor in tensors]
+    holders = Counter(carrier.untyped_storage()._cdata for carrier in carriers)
+    for index, tensor in enumerate(tensors):
+        # By the tensor, for which that is work on the current stream.
+        if holders[carriers[index].untyped_storage()._cdata] == 1 and _is_scattered(tensor):
+            carriers[index] = accelerator.carrier(tensor.detach().contiguous())
+    entries = _describe_all(carriers, where, buffers)
+    for tensor, entry in zip(tensors, entries, strict=True):
+        entry[5] |= _gradient_flags(tensor)
+    return entries
+
+
+def _gradient_flags(tensor: torch.Tensor) -> int:
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    return flags | PARAMETER if type(tensor) is Parameter else flags
 
 
 def _flags(tensor: torch.Tensor, code: int) -> int:
-    flags = REQUIRES_GRAD if tensor.requires_grad else 0
-    if type(tensor) is Parameter:
-        flags |= PARAMETER
+    flags = _gradient_flags(tensor)
     if code in _COMPLEX and tensor.is_conj():
         flags |= CONJUGATE
     if tensor.is_neg():
@@ -128,7 +219,17 @@ def _flags(tensor: torch.Tensor, code: int) -> int:
     return flags
 
 
-def _describe_alone(tensor: torch.Tensor, storage: torch.UntypedStorage, buffers: list[Buffer]) -> list[Any]:
+def _is_scattered(tensor: torch.Tensor) -> bool:
+    """Whether what it spans is so much more than its elements that they had better be gathered."""
+    if not tensor.nbytes or tensor.is_contiguous():
+        return False
+    first, last = _span(tensor)
+    return last - first > 2 * tensor.nbytes
+
+
+def _describe_alone(
+    tensor: torch.Tensor, storage: torch.UntypedStorage, where: _Where, buffers: list[Any]
+) -> list[Any]:
     code = _CODES[tensor.dtype]
     flags = _flags(tensor, code)
     size = tensor.nbytes
@@ -137,20 +238,19 @@ def _describe_alone(tensor: torch.Tensor, storage: torch.UntypedStorage, buffers
     if not storage.nbytes():
         raise _freed(tensor)
     if not tensor.is_contiguous():
-        first, last = _span(tensor)
-        if last - first <= 2 * size:
-            return _describe_together([tensor], storage, buffers)[0]
+        if not _is_scattered(tensor):
+            return _describe_together([tensor], storage, where, buffers)[0]
         tensor = tensor.detach().contiguous()  # with the values that pending bits stand for
         storage = tensor.untyped_storage()
         flags &= REQUIRES_GRAD | PARAMETER
-    if size <= EMBEDDED_SIZE:
+    if size <= where.embedded:
         return [EMBEDDED, ctypes.string_at(tensor.data_ptr(), size), code, tensor.shape, None, flags]
-    buffers.append(_bytes_at(storage, tensor.data_ptr(), size))
+    buffers.append(where.bytes_at(storage, tensor.data_ptr(), size))
     return [len(buffers) - 1, 0, code, tensor.shape, None, flags]
 
 
 def _describe_groups(
-    tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], buffers: list[Buffer]
+    tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], where: _Where, buffers: list[Any]
 ) -> list[Any]:
     """The table for tensors of which some share a storage."""
     table: list[Any] = [None] * len(tensors)
@@ -159,20 +259,20 @@ def _describe_groups(
         if tensor.nbytes:
             groups.setdefault(storage._cdata, []).append(index)
         else:
-            table[index] = _describe_alone(tensor, storage, buffers)
+            table[index] = _describe_alone(tensor, storage, where, buffers)
     for indices in groups.values():
         first, storage = indices[0], storages[indices[0]]
         if len(indices) == 1:
-            table[first] = _describe_alone(tensors[first], storage, buffers)
+            table[first] = _describe_alone(tensors[first], storage, where, buffers)
             continue
-        entries = _describe_together([tensors[index] for index in indices], storage, buffers)
+        entries = _describe_together([tensors[index] for index in indices], storage, where, buffers)
         for index, entry in zip(indices, entries, strict=True):
             table[index] = entry
     return table
 
 
 def _describe_together(
-    tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage, buffers: list[Buffer]
+    tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage, where: _Where, buffers: list[Any]
 ) -> list[list[Any]]:
     """Entries for tensors with bytes in one storage: one buffer, the span that they cover."""
     if not storage.nbytes():
@@ -181,7 +281,7 @@ def _describe_together(
     first = min(span[0] for span in spans) // _ALIGN * _ALIGN
     last = max(span[1] for span in spans)
     number = len(buffers)
-    buffers.append(_bytes_at(storage, storage.data_ptr() + first, last - first))
+    buffers.append(where.bytes_at(storage, storage.data_ptr() + first, last - first))
     entries = []
     for tensor, span in zip(tensors, spans, strict=True):
         code = _CODES[tensor.dtype]
@@ -236,6 +336,43 @@ def _take(entry: list[Any], buffers: Sequence[Buffer], storages: dict[int, torch
         view = _empty((0,), (1,), dtype) if dtype is torch.complex32 else torch.empty(0, dtype=dtype, device=_CPU)
         tensor = view.set_(storage, offset // dtype.itemsize, shape, strides)
     return _flagged(tensor, flags) if flags else tensor
+
+
+def _take_on_device(
+    entry: list[Any], buffers: Sequence[Any], storages: dict[int, torch.UntypedStorage], landing: Landing | None
+) -> torch.Tensor:
+    *plain, flags, target = entry
+    buffer, offset, code, shape, strides = plain
+    index = device_index(target)
+    if landing is None or not 0 <= index < landing.accelerator.count():
+        raise ValueError(f"there is no {target} here")
+    received = buffers[buffer] if buffer >= 0 else None
+    dtype = DTYPES[code]
+    if isinstance(received, DeviceBuffer) and dtype is not None:
+        if received.index != index:
+            raise ValueError(f"{received.target} in place of {target}")
+        carrier = received.carrier
+        if strides is None:
+            made = carrier.view(dtype).view(shape)
+        else:
+            made = torch.empty(0, dtype=dtype, device=carrier.device)
+            start = int(carrier.storage_offset()) + offset
+            made.set_(carrier.untyped_storage(), start // dtype.itemsize, shape, strides)
+    else:
+        made = _to_device(_take([*plain, 0], buffers, storages), index, landing.accelerator)
+    landing.carriers.append((index, made))
+    tensor = landing.accelerator.tensor(made, index)
+    return _flagged(tensor, flags) if flags else tensor
+
+
+def _to_device(tensor: torch.Tensor, index: int, accelerator: Accelerator) -> torch.Tensor:
+    """A carrier with what a tensor on the host holds."""
+    carrier = accelerator.empty(tensor.nbytes, index)
+    if not tensor.nbytes:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=carrier.device)
+    source = tensor.contiguous().reshape(-1).view(torch.uint8)
+    accelerator.move(carrier, source, accelerator.current(index))
+    return carrier.view(tensor.dtype).view(tensor.shape)
 
 
 def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 batch_rl: reinforcement learning, one agent that chooses the actions of many observers in batches.
 batch_ps: data-parallel training through a parameter server that updates in batches.
+cuda_rpc: a model in two shards, its activations sent by way of the CPU and from GPU to GPU.
 
 They need the packages of ``pip install aiorpc[examples]``.
 """

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 import msgpack
@@ -47,17 +47,29 @@ Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 
+class Route(Protocol):
+    """Says which tensors that lie on devices may go to a worker."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether it can go as it is; False if it has to be taken apart. Raises SerializationError if it cannot go."""
+
+    def leads(self, device: torch.device) -> bool:
+        """Whether what lies there can go."""
+
+
 class Outgoing:
     """What is collected while one message is encoded.
 
     target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so
-    that what it defines can go by name. on_unsent: what to undo if the frame never leaves.
+    that what it defines can go by name. route: for tensors on devices; None: there is none. on_unsent: what to undo if
+    the frame never leaves.
     """
 
-    __slots__ = ("buffers", "on_unsent", "references", "same_main", "target", "tensors")
+    __slots__ = ("buffers", "on_unsent", "references", "route", "same_main", "target", "tensors")
 
-    def __init__(self, target: Any = None, *, same_main: bool = False) -> None:
+    def __init__(self, target: Any = None, *, same_main: bool = False, route: Route | None = None) -> None:
         self.target = target
+        self.route = route
         self.same_main = same_main
         self.tensors: list[Tensor] = []
         self.buffers: list[Buffer] = []
@@ -109,8 +121,13 @@ def unpack(body: Buffer) -> list[Any]:
     return fields
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is described by dtype, shape and strides over bytes on a CPU; see `reductions` for others."""
+def is_dense(tensor: Tensor, route: Route | None = None) -> bool:
+    """Whether a tensor is described by dtype, shape and strides over bytes, on a CPU or a device that the route takes.
+
+    See `reductions` for others.
+    """
+    if route is not None and not tensor.is_cpu:
+        return route.takes(tensor)
     return (
         (type(tensor) is Tensor or type(tensor) is Parameter)
         and tensor.is_cpu
@@ -139,7 +156,7 @@ def encode_values(values: list[Any], out: Outgoing) -> list[Any]:
         if plain is values:
             plain = list(values)
         plain[position] = None
-        if kind is Tensor and is_dense(value) and not value.__dict__:
+        if kind is Tensor and _goes_alone(value, position, out.route):
             tensors_at.append(position)
             out.tensors.append(value)
         else:
@@ -148,6 +165,13 @@ def encode_values(values: list[Any], out: Outgoing) -> list[Any]:
         pickled = _pickle_all(values, opaque_at, out)
         return [plain, tensors_at, opaque_at, pickled, len(out.buffers)]
     return [plain, tensors_at] if tensors_at else [plain]
+
+
+def _goes_alone(tensor: Tensor, position: int, route: Route | None) -> bool:
+    try:
+        return is_dense(tensor, route) and not tensor.__dict__
+    except SerializationError as error:
+        raise SerializationError(f"is {error}", position) from None
 
 
 def decode_values(fields: list[Any], message: Incoming, buffers: Sequence[Buffer]) -> list[Any]:
@@ -258,8 +282,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if not is_dense(value):
-                return reductions.reduce_tensor(value)
+            if not is_dense(value, self._out.route):
+                return reductions.reduce_tensor(value, self._out.route)
             tensors = self._out.tensors
             tensors.append(value)
             made = load_tensor, (len(tensors) - 1,)
@@ -267,7 +291,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return (*made, attributes, None, None, reductions.restore_state) if attributes else made
         reduce = reductions.OTHERS.get(type(value))
         if reduce is not None:
-            return reduce(value)
+            return reduce(value, self._out.route)
         if isinstance(value, (type, FunctionType)) and value.__module__ in MAIN_NAMES and self._out.same_main:
             found = find_main(value.__qualname__)
             if found is value:

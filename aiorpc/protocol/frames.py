@@ -20,7 +20,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
 
@@ -66,7 +66,7 @@ class Frame(NamedTuple):
     kind: int
     call_id: int
     body: bytes
-    segments: Sequence[bytearray | memoryview] = ()
+    segments: Sequence[Any] = ()
 
     def __str__(self) -> str:
         name = Kind(self.kind).name if self.kind in Kind._value2member_map_ else str(self.kind)

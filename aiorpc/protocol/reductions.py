@@ -15,6 +15,9 @@ subclasses, meta tensors and Parameters of these kinds are left to torch; the te
 travel. Hooks, graphs and ``grad`` stay behind, as with ``torch.save``; tensors that require gradients arrive as leaves
 that require them.
 
+Devices: what lies on one travels if the route of the message leads from it (`codec.Route`; None: there is no route).
+The parts say where they arrived, and what is made of them is made there.
+
 The functions ``load_*`` are named in pickles.
 """
 
@@ -42,11 +45,9 @@ _STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: tor
 _SPARSE_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 _KNOWN_LAYOUTS = (torch.strided, torch.sparse_coo, *_SPARSE_BY_ROW, *_SPARSE_BY_COLUMN, torch.jagged)
-# Said each time: the program may have set another default device for the thread that decodes.
-_CPU = torch.device("cpu")
 
 
-def reduce_tensor(tensor: Tensor) -> Any:
+def reduce_tensor(tensor: Tensor, route: Any = None) -> Any:
     """How a tensor that is not dense is pickled, as ``__reduce_ex__`` would say it; NotImplemented: as torch does.
 
     Raises SerializationError for one that cannot travel.
@@ -55,17 +56,17 @@ def reduce_tensor(tensor: Tensor) -> Any:
     if kind is UninitializedParameter or kind is UninitializedBuffer:
         return _reduce_uninitialized(tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        _refuse(tensor)
+        _refuse(tensor, route)
         if kind is Tensor:
             return _reduce_plain(tensor)
         return NotImplemented if kind is Parameter or _pickles_itself(kind) else _reduce_subclass(tensor)
 
 
-def _refuse(tensor: Tensor) -> None:
+def _refuse(tensor: Tensor, route: Any) -> None:
     problem = ""
     if _is_fake(tensor):
         problem = "is a FakeTensor: it has no values that could be sent"
-    elif tensor.device.type not in ("cpu", "meta"):
+    elif tensor.device.type not in ("cpu", "meta") and not (route is not None and route.leads(tensor.device)):
         problem = f"on {tensor.device} has no way to the other worker; send tensor.cpu()"
     elif tensor.layout not in _KNOWN_LAYOUTS:
         problem = f"has the layout {tensor.layout}, which cannot be sent; send tensor.to_dense()"
@@ -161,11 +162,11 @@ def load_quantised(dtype: torch.dtype, size: torch.Size, stored: Tensor, *scale:
     packed = dtype not in _STORED
     if len(scale) == 2:
         made = torch._empty_affine_quantized(
-            size if packed else (0,), scale=scale[0], zero_point=scale[1], dtype=dtype, device=_CPU
+            size if packed else (0,), scale=scale[0], zero_point=scale[1], dtype=dtype, device=stored.device
         )
     else:
         made = torch._empty_per_channel_affine_quantized(
-            size, scales=scale[0], zero_points=scale[1], axis=scale[2], dtype=dtype, device=_CPU
+            size, scales=scale[0], zero_points=scale[1], axis=scale[2], dtype=dtype, device=stored.device
         )
     if packed:  # torch counts a byte for each element, and would find the storage too short
         made.untyped_storage().copy_(stored.untyped_storage())
@@ -230,7 +231,7 @@ def _reduce_uninitialized(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _over_storage(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=_CPU).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _over_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,15 +239,15 @@ def _over_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     storage = tensor.untyped_storage()
     if not storage.nbytes() and tensor.numel():  # set_ would give it new memory
         raise SerializationError(f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} whose memory was freed")
-    plain = torch.empty(0, dtype=dtype, device=_CPU)
+    plain = torch.empty(0, dtype=dtype, device=tensor.device)
     plain.set_(storage, int(tensor.storage_offset()), tensor.size(), tensor.stride())
     if tensor.is_conj():
         plain = plain.conj()
     return torch._neg_view(plain) if tensor.is_neg() else plain
 
 
-def _reduce_storage(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    if storage.device.type != "cpu":
+def _reduce_storage(storage: torch.UntypedStorage, route: Any) -> tuple[Any, ...]:
+    if storage.device.type != "cpu" and not (route is not None and route.leads(storage.device)):
         raise SerializationError(
             f"a storage of {storage.nbytes()} bytes on {storage.device} has no way to the other worker"
         )
@@ -258,7 +259,7 @@ def load_storage(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def _reduce_typed_storage(storage: torch.TypedStorage) -> tuple[Any, ...]:
+def _reduce_typed_storage(storage: torch.TypedStorage, route: Any) -> tuple[Any, ...]:
     return load_typed_storage, (storage._untyped_storage, storage.dtype)
 
 
@@ -267,7 +268,7 @@ def load_typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> tor
     return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
-def _reduce_array(array: numpy.ndarray[Any, Any]) -> Any:
+def _reduce_array(array: numpy.ndarray[Any, Any], route: Any) -> Any:
     """One that has gaps would be written into the pickle: numpy lends only memory that is all its own."""
     if array.nbytes <= _SMALL or array.flags.forc or array.dtype.hasobject:
         return NotImplemented
@@ -280,7 +281,7 @@ def _reduce_array(array: numpy.ndarray[Any, Any]) -> Any:
 
 
 # Exact types that are not tensors.
-OTHERS: dict[type, Callable[[Any], Any]] = {
+OTHERS: dict[type, Callable[[Any, Any], Any]] = {
     torch.UntypedStorage: _reduce_storage,
     torch.TypedStorage: _reduce_typed_storage,
     numpy.ndarray: _reduce_array,

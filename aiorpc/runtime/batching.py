@@ -32,12 +32,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Entry(NamedTuple):
-    """One caller: what it passed, who is told, and by what it is known to ``discard``."""
+    """One caller: what it passed, who is told, by what it is known to ``discard``, and what to call before a look at
+    what it passed, in the thread that looks."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     done: Done
     token: object
+    join: Callable[[], None] | None
 
 
 class Batch:
@@ -102,6 +104,9 @@ class Batch:
             _tell(entry.done, None, error)
 
     def _call(self, entries: Sequence[_Entry]) -> Any:
+        for entry in entries:
+            if entry.join is not None:
+                entry.join()
         columns = [list(column) for column in zip(*(entry.args for entry in entries), strict=True)]
         named = {key: [entry.kwargs[key] for entry in entries] for key in entries[0].kwargs}
         return self._target(*columns, **named)
@@ -175,6 +180,7 @@ class Batcher:
         done: Done,
         arm: Arm | None = None,
         token: object = None,
+        join: Callable[[], None] | None = None,
     ) -> Batch | None:
         """A caller arrives. Returns the batch, ready to run, if this arrival filled it.
 
@@ -182,9 +188,10 @@ class Batcher:
         arm: ``arm(seconds, take)`` must call ``take()`` after so many seconds, in any thread, and run the batch it
         returns, if any. It is called at most once per ``max_wait``, not once per batch; without it use ``due``.
         token: what ``discard`` will know this caller by: an object, a number or a text; ``done`` if None.
+        join: called before the function, in the thread that runs the batch.
         """
         try:
-            entry = _Entry(*self._normalise(args, kwargs), done, done if token is None else token)
+            entry = _Entry(*self._normalise(args, kwargs), done, done if token is None else token, join)
             size = self._size()
             target = self._target()
         except Exception as error:

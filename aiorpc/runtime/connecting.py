@@ -325,7 +325,7 @@ class _Accepting:
             self._serving = lambda cause: self.worker.service_closed(service, cause)
 
     def _become_pipe(self, record: WorkerRecord) -> None:
-        link = self.worker.find_link(record, self.handshake.link)
+        link = self.worker.find_link(record, self.handshake.link, opener=False)
         if link is None:  # its first connection has ended meanwhile
             self.connection.abort()
             return

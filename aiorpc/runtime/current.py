@@ -27,6 +27,7 @@ class CallContext:
     """One call that is being served. Readable from the handler's thread or task; written by the loop."""
 
     __slots__ = (
+        "arrival",
         "call_id",
         "caller",
         "cancelled",
@@ -34,6 +35,7 @@ class CallContext:
         "credits",
         "deadline",
         "function",
+        "landing",
         "on_cancel",
         "replied",
         "started",
@@ -55,6 +57,8 @@ class CallContext:
         self.cancelled = False
         self.replied = False
         self.system = False
+        self.landing: Any = None  # where those of its arguments arrive that lie on devices
+        self.arrival: Any = None  # of the value that the handler is a method of: the handler's streams wait for it
         self.creates: Any = None  # ids of the reference whose value the result becomes
         self.on_cancel: Any = None  # called on the loop when the caller gives up
         self.credits: Any = None  # a stream's: how many items may be sent

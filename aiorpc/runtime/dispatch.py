@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..channels import AnyBuffer
+from ..channels.landing import Steps
 from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcUsageError, SerializationError, WorkerClosed
 from ..futures import AnyFuture, is_future, outcome, when_done
 from ..protocol.codec import pack, unpack
@@ -31,7 +33,7 @@ from .batching import Batch, get_batcher
 from .current import CallContext, current_call, current_worker
 from .failures import encode_error
 from .functions import Mode, Target
-from .link import OF_LINKS, Link, Parcel
+from .link import OF_LINKS, Link, Parcel, landing_of
 from .peer import LARGE_PICKLE
 from .statistics import PendingCall
 from .streams import serve_async_generator, serve_generator
@@ -110,6 +112,7 @@ class Service:
         deadline = None if remaining is None else time.monotonic() + remaining
         root = trace if trace is not None else (self.peer.id << 48) | frame.call_id
         context = CallContext(self.worker, self._info, frame.call_id, "?", deadline, root)
+        context.landing = landing_of(frame)
         if type(extra) is list:
             self.worker.references.on_create(extra, self.peer.id, context)
         users = len(self.calls) - self._system
@@ -191,7 +194,7 @@ class Service:
     def _unpack_function(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         """In the pool: the function came by value, as the first argument."""
         try:
-            values = messages.decode(fields[5:], segments, self._load_references)
+            values = self._decode(context, fields, segments)
             function = values.pop(0)
             if not callable(function):
                 raise RpcUsageError(f"{type(function).__qualname__} is not callable")
@@ -220,6 +223,7 @@ class Service:
         if error is not None:
             self._refuse(context, fields, error)
             return
+        context.arrival = getattr(future, "_arrival", None)
         attribute = functions.find_method(type(value), name)
         if attribute is not None:
             self._call_method(value, name, attribute, context, fields, segments)
@@ -275,8 +279,17 @@ class Service:
             return
         self._run[target.mode._value_](target, context, fields, segments)
 
-    def _arguments(self, fields: list[Any], segments: Sequence[Buffer]) -> tuple[list[Any], dict[str, Any]]:
-        values = messages.decode(fields[5:], segments, self._load_references)
+    def _decode(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> list[Any]:
+        landing = context.landing or self.worker.accelerators.landing()
+        if landing is None:
+            return messages.decode(fields[5:], segments, self._load_references)
+        with landing.entered():
+            return messages.decode(fields[5:], segments, self._load_references, landing)
+
+    def _arguments(
+        self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        values = self._decode(context, fields, segments)
         # Whoever still holds the message must not keep what only its arguments hold: see `_run_thread`.
         if type(segments) is list:
             segments.clear()
@@ -293,7 +306,13 @@ class Service:
     def _start_thread(
         self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]
     ) -> None:
-        self.worker.pool.submit(self._run_thread, target, context, fields, segments)
+        run = self._run_thread if context.landing is None else self._run_landed
+        self.worker.pool.submit(run, target, context, fields, segments)
+
+    def _run_landed(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        """In the pool: on the streams on which the arguments arrive."""
+        with context.landing.entered():
+            self._run_thread(target, context, fields, segments)
 
     def _run_thread(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         """In the pool: a handler that may block."""
@@ -303,7 +322,9 @@ class Service:
             return
         token = current_call.set(context)
         try:
-            args, kwargs = self._arguments(fields, segments)
+            args, kwargs = self._arguments(context, fields, segments)
+            if context.arrival is not None:
+                context.arrival.join()
             if target.mode is Mode.BATCHED:
                 self._join_batch(target, context, args, kwargs)
                 return
@@ -357,7 +378,8 @@ class Service:
             self.worker.call_on_loop(self.worker.loop.call_later, seconds, fire)
 
         context.on_cancel = partial(batcher.discard, context)
-        batch = batcher.add(tuple(args), kwargs, done, arm, context)
+        arrived = context.landing.arrival() if context.landing is not None else None
+        batch = batcher.add(tuple(args), kwargs, done, arm, context, join=arrived and arrived.join)
         if context.cancelled:
             batcher.discard(context)
         self._run_batch(batch)
@@ -384,7 +406,7 @@ class Service:
             self.worker.background.submit(self._decode_for_task, target, context, fields, segments)
             return
         try:
-            args, kwargs = self._arguments(fields, segments)
+            args, kwargs = self._arguments(context, fields, segments)
         except BaseException as error:
             self.answer_error(context, error)
             return
@@ -394,7 +416,7 @@ class Service:
         self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]
     ) -> None:
         try:
-            args, kwargs = self._arguments(fields, segments)
+            args, kwargs = self._arguments(context, fields, segments)
         except BaseException as error:
             self.answer_error(context, error)
             return
@@ -426,7 +448,8 @@ class Service:
             current_call.reset(token)
 
     def _serve_coroutine(self, context: CallContext, handler: Any) -> None:
-        coroutine = self._run_coroutine(context, handler)
+        on_device = context.landing is not None or context.arrival is not None
+        coroutine = self._run_steps(context, handler) if on_device else self._run_coroutine(context, handler)
         task = self.worker.tasks.serve(coroutine)
         if not task.done():
             context.on_cancel = partial(self._cancel_task, task, coroutine, handler)
@@ -438,6 +461,15 @@ class Service:
             if hasattr(handler, "close"):
                 handler.close()
         task.cancel()
+
+    async def _run_steps(self, context: CallContext, handler: Any) -> None:
+        """On the streams on which the arguments arrive."""
+        landing = context.landing or self.worker.accelerators.land()
+        assert landing is not None, "nothing arrives on a device without one"
+        if context.arrival is not None:
+            with landing.entered():
+                context.arrival.join()
+        await Steps(self._run_coroutine(context, handler), landing)
 
     async def _run_coroutine(self, context: CallContext, coroutine: Any) -> None:
         try:
@@ -474,7 +506,7 @@ class Service:
             self.worker.references.settle_created(context, result)
             result = None
         try:
-            body, buffers, _ = messages.encode([], [result], self._target)
+            body, buffers, _ = messages.encode([], [result], self._target, self.link.route_back)
             del result, _
         except SerializationError as error:
             self.answer_error(context, SerializationError(f"the result of {context.function} {error}"))
@@ -486,17 +518,18 @@ class Service:
             if self._may_answer(context):
                 self._send_answer(encode_frame(REPLY, context.call_id, body, buffers))
         elif not copy and self.link.too_long_for_loop(buffers):
-            self.worker.in_background(self._answer_buffers, context, body, buffers)
+            settled = self.worker.accelerators.settled(buffers)
+            self.worker.in_background(self._answer_buffers, context, body, settled)
         else:
             parcel = self._prepare(context, body, buffers, copy)
             del buffers
             self._post(context, parcel)
 
-    def _answer_buffers(self, context: CallContext, body: bytes, buffers: Sequence[Buffer]) -> None:
+    def _answer_buffers(self, context: CallContext, body: bytes, buffers: Sequence[AnyBuffer]) -> None:
         """In a thread: copying the buffers takes long."""
         self._post(context, self._prepare(context, body, buffers, False))
 
-    def _prepare(self, context: CallContext, body: bytes, buffers: Sequence[Buffer], copy: bool) -> Parcel | None:
+    def _prepare(self, context: CallContext, body: bytes, buffers: Sequence[AnyBuffer], copy: bool) -> Parcel | None:
         try:
             return self.link.prepare(REPLY, context.call_id, body, buffers, copy=copy)
         except Exception as error:
@@ -545,7 +578,7 @@ class Service:
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""
         try:
-            body, buffers, _ = messages.encode([], [item], self._target)
+            body, buffers, _ = messages.encode([], [item], self._target, self.link.route_back)
         except SerializationError as error:
             raise SerializationError(f"an item of {context.function} {error}") from error.__cause__
         if buffers:

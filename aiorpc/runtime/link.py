@@ -21,6 +21,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -28,15 +29,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..channels import Channel, Traffic, Wire, shared
+from ..channels import AnyBuffer, Channel, Traffic, Wire, shared
+from ..channels.accelerator import DeviceBuffer, Event, Tensor
 from ..channels.bulk import Bulk
+from ..channels.device import Devices
+from ..channels.device.outbox import Inbox, Outbox
 from ..channels.inline import Inline
+from ..channels.landing import Landing
+from ..channels.routes import Route, returning
 from ..channels.shared import SharedMemory
 from ..errors import ProtocolError
 from ..protocol.codec import pack, unpack
 from ..protocol.frames import CHUNK, PARCEL, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
+from .accelerators import Handover
+from .current import registry
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -44,7 +52,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiorpc")
 
 HELLO, PIPE = "hello", "pipe"
-LINK, SHARED, BULK, INLINE = range(4)
+LINK, SHARED, BULK, INLINE, DEVICE = range(5)
+# Added to the numbers of messages that bring pieces of tensors on devices: not those of calls.
+_PIECES = 1 << 63
 # Frames that `Link.admit` has to see.
 OF_LINKS = frozenset((int(Kind.CHANNEL), PARCEL, CHUNK))
 # What is copied on a loop at most, in bytes; a thread copies the rest.
@@ -79,10 +89,26 @@ class Parcel(NamedTuple):
     wires: Sequence[tuple[int, Wire]]
 
 
+class Message(Frame):
+    """A message that was put together. landing: where those of its buffers arrive that lie on devices."""
+
+    landing: Landing | None = None
+
+    def landed(self, landing: Landing | None) -> Message:
+        """Say where; returns itself."""
+        self.landing = landing
+        return self
+
+
+def landing_of(frame: Frame) -> Landing | None:
+    """Where those of its buffers arrive that lie on devices; None: it has none."""
+    return frame.landing if isinstance(frame, Message) else None
+
+
 class _Held:
     """A message that waits for buffers, and what came behind it."""
 
-    __slots__ = ("behind", "body", "buffers", "failure", "kind", "missing")
+    __slots__ = ("behind", "body", "buffers", "failure", "kind", "landing", "missing")
 
     def __init__(self, kind: int, body: bytes, count: int) -> None:
         self.kind = kind
@@ -90,6 +116,7 @@ class _Held:
         self.buffers: list[Any] = [None] * count
         self.missing = 0
         self.failure: Exception | None = None
+        self.landing: Landing | None = None
         self.behind: list[Frame] = []
 
 
@@ -117,13 +144,26 @@ class Link:
         self.bulk = Bulk(limit=options.max_tensor_bytes, wake=self._wake_pump, least=options.min_bulk_bytes)
         self.inline = Inline()
         self.pipe: Connection | None = None
+        self.route_back: Route | None = None  # for tensors on devices, from the acceptor to the opener
+        self.handover = Handover()
+        devices, wanted = worker.accelerators, options.device_channel
+        self.devices = Devices(
+            devices.accelerator,
+            _DeviceSurroundings(self),
+            way=devices.way(record),
+            forced=wanted == "ipc",
+            box_size=options.device_buffer,
+            limit=options.max_tensor_bytes,
+        )
+        self._pieces = itertools.count(_PIECES)
         # The buffers of a message are worth no channel below this, in bytes; nor is one that comes alone.
         self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes)
         self._least = min(shared.PACK_LEAST, self._least_alone)
         self._receiver = receiver
-        self._opener = opener
+        self.opener = opener
         self._pipe_asked = False
-        self._channels: dict[int, Channel] = {BULK: self.bulk, INLINE: self.inline}  # in order of priority
+        # In order of priority; `devices` beside them takes what lies on a device, and nothing else.
+        self._channels: dict[int, Channel] = {BULK: self.bulk, INLINE: self.inline}
         self._underway: dict[int, Sequence[tuple[int, Wire]]] = {}  # of calls that may still be given up
         self._pumping = False
         self._timed = False
@@ -133,43 +173,64 @@ class Link:
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
 
-    def too_long_for_loop(self, buffers: Sequence[Buffer]) -> bool:
+    def too_long_for_loop(self, buffers: Sequence[AnyBuffer]) -> bool:
         """Whether `prepare` would block the loop that runs in this thread, and another thread should call it."""
         return (
             threading.get_ident() == self.worker.thread
             and self.shared is not None
-            and sum(map(len, buffers)) > LOOP_COPY
+            and sum(len(buffer) for buffer in buffers if type(buffer) is not DeviceBuffer) > LOOP_COPY
         )
 
-    def rides(self, buffers: Sequence[Buffer]) -> bool:
+    def rides(self, buffers: Sequence[Any]) -> bool:
         """Whether they go with the frame of their message, as a lone short one does: `prepare` would only say so."""
-        if len(buffers) > 1 or len(buffers[0]) >= self._least_alone:
+        if len(buffers) > 1 or len(buffers[0]) >= self._least_alone or type(buffers[0]) is DeviceBuffer:
             return False
         self.inline.count(buffers)
         return True
 
-    def prepare(self, kind: int, call_id: int, body: bytes, buffers: Sequence[Buffer], *, copy: bool = False) -> Parcel:
+    def prepare(
+        self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], *, copy: bool = False
+    ) -> Parcel:
         """Give the buffers of a message to their channels. What it returns has to be posted or withdrawn.
 
-        copy: the buffers may change as soon as this returns. Else they are borrowed until they are written.
+        copy: the buffers may change as soon as this returns. Else they are borrowed until they are written; those on
+        devices never are.
         """
+        if any(type(buffer) is DeviceBuffer for buffer in buffers):
+            return self._prepare_with_devices(kind, call_id, body, buffers, copy)
+        host: Sequence[Any] = buffers
         sharing = self.shared
-        if sharing is not None and len(buffers) == 1:
-            wire = sharing.send_one(buffers[0])
+        if sharing is not None and len(host) == 1:
+            wire = sharing.send_one(host[0])
             if wire is not None:  # as below; most large messages are of this kind
                 body = pack((kind, ((SHARED, *wire),), body))
                 return Parcel(encode_frame(PARCEL, call_id, body), call_id, ((SHARED, wire),))
             sharing = None  # it was asked
-        if sum(map(len, buffers)) < (self._least if len(buffers) > 1 else self._least_alone):
+        if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):
             if copy:
-                buffers = [bytes(buffer) for buffer in buffers]
-            self.inline.count(buffers)
-            return Parcel(encode_frame(kind, call_id, body, buffers), call_id, ())
-        wires, riders = self._distribute(buffers, copy, sharing is not None)
+                host = [bytes(buffer) for buffer in host]
+            self.inline.count(host)
+            return Parcel(encode_frame(kind, call_id, body, host), call_id, ())
+        wires, riders = self._distribute(host, copy, sharing is not None)
         apart = _apart(wires)
         if apart:
             kind, body = PARCEL, pack([kind, wires, body])
         return Parcel(encode_frame(kind, call_id, body, riders), call_id, apart)
+
+    def _prepare_with_devices(
+        self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], copy: bool
+    ) -> Parcel:
+        away = [buffer for buffer in buffers if isinstance(buffer, DeviceBuffer)]
+        host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
+        sent = [[DEVICE, *wire] for wire in self.devices.send(away, []) if wire is not None]
+        try:
+            wires, riders = self._distribute(host, copy, self.shared is not None)
+        except BaseException:
+            self._withdraw(_apart(sent), named=False)
+            raise
+        here, there = iter(wires), iter(sent)
+        wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
+        return Parcel(encode_frame(PARCEL, call_id, pack([kind, wires, body]), riders), call_id, _apart(wires))
 
     def _distribute(self, buffers: Sequence[Buffer], copy: bool, share: bool) -> tuple[list[Any], list[Buffer]]:
         """Give each buffer to the first channel that takes it: ``[channel, *wire]`` for each, and the riders."""
@@ -191,14 +252,18 @@ class Link:
 
     def post(self, parcel: Parcel, *, urgent: bool = False) -> None:
         """Send a message that was prepared."""
-        for code, _ in parcel.wires:
-            if code == BULK:
+        away: list[Wire] = []
+        for code, wire in parcel.wires:
+            if code == DEVICE:
+                away.append(wire)
+            elif code == BULK and parcel.call_id < _PIECES:
                 # Several of a stream, of which each item is a message.
-                self._underway[parcel.call_id] = [*self._underway.get(parcel.call_id, ()), *parcel.wires]
-                break
+                self._underway[parcel.call_id] = [*self._underway.get(parcel.call_id, ()), (code, wire)]
         if self.released:
             self.flush(more=True)
         self.connection.send(parcel.frame, urgent=urgent)
+        if away:
+            self.devices.posted(away, parcel.call_id)
 
     def withdraw(self, parcel: Parcel) -> None:
         """That message will not be posted."""
@@ -207,12 +272,17 @@ class Link:
     def give_up(self, call_id: int) -> None:
         """Nobody wants any more what was posted for that call."""
         self._withdraw(self._underway.pop(call_id, ()), named=True)
+        if self.devices.busy:
+            self.devices.give_up(call_id)
 
     def _withdraw(self, wires: Sequence[tuple[int, Wire]], *, named: bool) -> None:
         for code, channel in self._channels.items():
             given_up = [wire for wire_code, wire in wires if wire_code == code]
             if given_up:
                 channel.withdraw(given_up, named=named)
+        away = [wire for code, wire in wires if code == DEVICE]
+        if away:
+            self.devices.withdraw(away, named=named)
 
     def flush(self, *, more: bool = False) -> None:
         """Say what was released, if anything was. more: another frame follows at once."""
@@ -231,7 +301,10 @@ class Link:
             held.behind.append(frame)
             return None
         if frame.kind == PARCEL:
-            return self._open(frame)
+            message = self._open(frame)
+            if message is None or message.kind != Kind.CHANNEL:
+                return message
+            frame = message
         if frame.kind == Kind.CHANNEL:
             self._on_channel(frame)
             return None
@@ -246,11 +319,17 @@ class Link:
                 if buffer is not None:
                     return Frame(kind, frame.call_id, body, [buffer])
             held = _Held(int(kind), bytes(body), len(wires))
-            self._receive(frame, wires, held)
+            if any(wire[0] == DEVICE for wire in wires):
+                held.landing = self.worker.accelerators.land()
+            if held.landing is None:
+                self._receive(frame, wires, held)
+            else:
+                with held.landing.entered():
+                    self._receive(frame, wires, held)
         except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
             raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
         if held.missing == 0 and held.failure is None:
-            return Frame(held.kind, frame.call_id, held.body, held.buffers)
+            return Message(held.kind, frame.call_id, held.body, held.buffers).landed(held.landing)
         self.held[frame.call_id] = held
         self._hand_over(frame.call_id, held)
         return None
@@ -260,7 +339,8 @@ class Link:
             places = [place for place, wire in enumerate(wires) if wire[0] == code]
             arrived = partial(self._arrived, frame.call_id, held, places)
             held.missing += len(places)
-            buffers = self._channels[code].receive([wires[place][1:] for place in places], frame.segments, arrived)
+            channel: Any = self.devices if code == DEVICE else self._channels[code]
+            buffers = channel.receive([wires[place][1:] for place in places], frame.segments, arrived)
             for place, buffer in zip(places, buffers, strict=True):
                 if buffer is not None:
                     held.buffers[place] = buffer
@@ -278,9 +358,11 @@ class Link:
         if held.missing or self._closed or self.held.get(call_id) is not held:
             return
         del self.held[call_id]
-        frame = Frame(held.kind, call_id, held.body, held.buffers)
+        frame: Frame = Message(held.kind, call_id, held.body, held.buffers).landed(held.landing)
         try:
-            if held.failure is not None:
+            if held.kind == Kind.CHANNEL:
+                self._on_channel(frame, held.failure)
+            elif held.failure is not None:
                 self._receiver.on_failed(frame._replace(segments=()), held.failure)
                 self._receiver.on_frames(held.behind)
             else:
@@ -288,11 +370,16 @@ class Link:
         except ProtocolError as error:  # whoever brought the last buffer has nothing to do with it
             self.connection.abort(error)
 
-    def _on_channel(self, frame: Frame) -> None:
-        """A CHANNEL frame. Raises ProtocolError."""
+    def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
+        """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
         code, *fields = unpack(frame.body) or [None]
         if code == LINK:
             self._on_message(fields)
+        elif code == DEVICE:
+            if frame.call_id < _PIECES:
+                self.devices.on_message(fields)
+            else:
+                self.devices.on_piece(fields, failure or frame.segments[0])
         elif code == SHARED and self.shared is None:
             return  # it was on its way when we found that we cannot
         elif type(code) is int and code in self._channels:
@@ -306,6 +393,7 @@ class Link:
         mine = {}
         if self.connection.local and self.worker.options.shared_memory:
             mine[SharedMemory.name] = shared.descriptor()
+        mine[Devices.name] = self.worker.accelerators.descriptor(self.record.name, opener=self.opener)
         self._say([LINK, HELLO, mine])
 
     def _on_message(self, fields: list[Any]) -> None:
@@ -319,6 +407,7 @@ class Link:
 
     def _choose(self, theirs: dict[str, Any]) -> None:
         """Both ends come to the same choice; whether memory really is shared, a first segment proves (shared.py)."""
+        self._choose_for_devices(theirs.get(Devices.name))
         if not self.connection.local or not self.worker.options.shared_memory or self.shared is not None:
             return
         reason = shared.obstacle(theirs.get(SharedMemory.name))
@@ -331,6 +420,21 @@ class Link:
         self.released = channel.released
         self._channels = {SHARED: channel, **self._channels}  # another one: other threads may be looking through it
         self.worker.memory.add(channel, self.record)
+
+    def _choose_for_devices(self, theirs: Any) -> None:
+        if type(theirs) is not dict:
+            raise ProtocolError(f"a worker that says of its devices {theirs!r:.40}")
+        devices = self.worker.accelerators
+        if not self.opener:
+            self.route_back = returning(devices.accelerator, devices.their_map(theirs), self.record.name) or None
+        self.devices.choose(*devices.choose(self.record, theirs))
+
+    def other_end(self) -> Link | None:
+        """The other end of this link, if that is in this process."""
+        for worker in registry.workers():
+            if worker.record.incarnation == self.record.incarnation:
+                return worker.find_link(self.worker.record, self.number, opener=not self.opener)
+        return None
 
     def _say(self, message: list[Any], *, more: bool = False) -> None:
         self.connection.send(encode_frame(Kind.CHANNEL, 0, pack(message)), more=more)
@@ -376,13 +480,13 @@ class Link:
         if self._pipe_asked or self._closed:
             return
         self._pipe_asked = True
-        if self._opener:
+        if self.opener:
             self.worker.open_pipe(self)
         else:
             self._say([LINK, PIPE, ""])
 
     def _on_pipe_message(self, reason: str) -> None:
-        if self._opener:
+        if self.opener:
             self._need_pipe()
         elif self.pipe is None:
             self.no_pipe(reason)
@@ -392,7 +496,7 @@ class Link:
         if self._closed:
             return
         logger.info("no second connection to %s: %s; large tensors go over the first", self.record.describe(), reason)
-        if self._opener:
+        if self.opener:
             self._say([LINK, PIPE, reason])
         self._use_pipe(self.connection)
 
@@ -407,7 +511,7 @@ class Link:
             return
         pipe.decoder.place = self.bulk.place
         pipe.on_frames = partial(self._on_pipe_frames, pipe)
-        if self._opener:
+        if self.opener:
             pipe.send(encode_frame(Kind.CHANNEL, 0, pack([LINK, PIPE])))
             self._use_pipe(pipe)
 
@@ -421,7 +525,7 @@ class Link:
         for frame in frames:
             if frame.kind == Kind.CHUNK:
                 self._on_chunk(frame)
-            elif frame.kind == Kind.CHANNEL and not self._opener and self.pipe is None:
+            elif frame.kind == Kind.CHANNEL and not self.opener and self.pipe is None:
                 self._use_pipe(pipe)
             else:
                 raise ProtocolError(f"{frame} does not belong on a connection for chunks")
@@ -454,11 +558,11 @@ class Link:
     @property
     def busy(self) -> bool:
         """Whether buffers are under way that a peer waits for."""
-        return self.bulk.sending > 0
+        return self.bulk.sending > 0 or self.devices.busy
 
     def traffic(self) -> dict[str, Traffic]:
         """What has gone by which channel, by its name."""
-        return {channel.name: channel.traffic for channel in list(self._channels.values())}
+        return {channel.name: channel.traffic for channel in list(self._channels.values())} | self.devices.ways
 
     def close(self) -> None:
         """The connection has ended, or we leave. Idempotent."""
@@ -469,6 +573,8 @@ class Link:
         self._underway.clear()
         for channel in list(self._channels.values()):
             channel.close()
+        self.devices.close()
+        self.handover.clear()
         if self.pipe is not None and self.pipe is not self.connection:
             self.pipe.close()
         if self.shared is not None:
@@ -496,3 +602,41 @@ class _Surroundings:
 
     def post(self, fields: list[Any], *, more: bool = False) -> None:
         self._link._say([SHARED, *fields], more=more)
+
+
+class _DeviceSurroundings:
+    """A link, as its device channel sees it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.in_background = link.worker.accelerators.in_background
+        self.on_loop = link.worker.call_on_loop
+
+    def post(self, fields: list[Any]) -> None:
+        self._link._say([DEVICE, *fields])
+
+    def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
+        link = self._link
+        link.post(link.prepare(Kind.CHANNEL, next(link._pieces), pack([DEVICE, *fields]), [buffer]))
+
+    def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+        self.on_loop(self._link.worker.loop.call_later, seconds, function, *args)
+
+    def on_release(self) -> None:
+        self.on_loop(self._link.devices.flush)
+
+    def on_chosen(self, way: str, reason: str) -> None:
+        self._link.worker.accelerators.on_chosen(self._link.record, way, reason)
+
+    def hand_over(self, carrier: Tensor, event: Event) -> int:
+        return self._link.handover.leave(carrier, event)
+
+    def take_over(self, number: int) -> tuple[Tensor, Event] | None:
+        other = self._link.other_end()
+        return None if other is None else other.handover.take(number)
+
+    def take_back(self, number: int) -> None:
+        self._link.handover.take(number)
+
+    def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
+        self._link.worker.accelerators.ended(self._link.record, outboxes, inboxes)

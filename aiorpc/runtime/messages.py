@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..channels import layout
+from ..channels import AnyBuffer, layout
+from ..channels.landing import Landing
+from ..channels.routes import Route
 from ..errors import ProtocolError, SerializationError
 from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, is_simple, pack
 from ..protocol.frames import MAX_SEGMENTS, Buffer
@@ -33,21 +35,25 @@ class Target(Protocol):
     def max_segment(self) -> int: ...
 
 
-def encode(prefix: list[Any], values: list[Any], target: Target) -> tuple[bytes, Sequence[Buffer], Outgoing | None]:
+def encode(
+    prefix: list[Any], values: list[Any], target: Target, route: Route | None = None
+) -> tuple[bytes, Sequence[Any], Outgoing | None]:
     """Body and buffers of a message, and what to `unsend` if it does not leave after all (None: nothing).
 
-    Raises SerializationError, with nothing left behind. The buffers borrow the tensors.
+    route: for tensors on devices, whose buffers are `DeviceBuffer`; None: there can be none. Raises SerializationError,
+    with nothing left behind. The buffers borrow the tensors.
     """
-    quick = _encode_quickly(prefix, values, target)
-    if quick is not None:
-        return quick
-    out = Outgoing(target, same_main=target.same_main)
+    if route is None or not route.host_target:
+        quick = _encode_quickly(prefix, values, target)
+        if quick is not None:
+            return quick
+    out = Outgoing(target, same_main=target.same_main, route=route)
     try:
         fields = encode_values(values, out)
         table = None
-        buffers: list[Buffer] = []
+        buffers: list[AnyBuffer] = []
         if out.tensors:
-            table, buffers = layout.describe(out.tensors)
+            table, buffers = layout.describe(out.tensors, route)
         buffers = _checked([*buffers, *out.buffers], target.max_segment)
         if table or out.references:
             fields += [None] * (5 - len(fields))
@@ -124,7 +130,7 @@ def _pack(prefix: list[Any], fields: list[Any], limit: int) -> bytes:
     return body
 
 
-def _checked(segments: list[Buffer], limit: int) -> list[Buffer]:
+def _checked(segments: list[AnyBuffer], limit: int) -> list[AnyBuffer]:
     # As for the body: the receiver would close the connection.
     if len(segments) > MAX_SEGMENTS:
         raise SerializationError(f"has {len(segments)} tensors and arrays; the limit is {MAX_SEGMENTS}")
@@ -146,8 +152,11 @@ def _is_one(items: object) -> bool:
     return type(items) is list and len(items) == 1
 
 
-def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader) -> list[Any]:
-    """The values of a message, from its fields behind the prefix. segments: its buffers.
+def decode(
+    fields: list[Any], segments: Sequence[Any], load: ReferenceLoader, landing: Landing | None = None
+) -> list[Any]:
+    """The values of a message, from its fields behind the prefix. segments: its buffers. landing: for tensors on
+    devices; its streams must be current. None: there can be none.
 
     Raises whatever unpickling raises, and ProtocolError for a message that is none.
     """
@@ -158,7 +167,7 @@ def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader)
         values: list[Any] = fields[0]
         return values
     if count == 6 and not fields[2] and not fields[4] and _is_one(fields[1]) and _is_one(fields[5]):
-        (tensor,) = layout.rebuild(fields[5], segments)  # the most common of all: one tensor and plain values
+        (tensor,) = layout.rebuild(fields[5], segments, landing)  # the most common of all: one tensor and plain values
         values = fields[0]
         try:
             values[fields[1][0]] = tensor
@@ -172,5 +181,5 @@ def decode(fields: list[Any], segments: Sequence[Buffer], load: ReferenceLoader)
         if type(fields[4]) is not int or not 0 < fields[4] <= len(segments):
             raise ProtocolError(f"a message of {len(segments)} segments that says {str(fields[4])[:80]} are buffers")
         buffers = segments[len(segments) - fields[4] :]
-    tensors = layout.rebuild(fields[5], segments) if count > 5 and fields[5] else ()
+    tensors = layout.rebuild(fields[5], segments, landing) if count > 5 and fields[5] else ()
     return decode_values(fields, Incoming(tensors, references), buffers)

@@ -32,6 +32,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from ..channels import AnyBuffer
+from ..channels.landing import Landing
 from ..errors import Overloaded, PeerClosed, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
 from ..futures import PENDING, Executor, Future, describe_site
 from ..protocol.codec import unpack
@@ -42,7 +44,7 @@ from . import messages
 from .current import current_call
 from .failures import decode_error, without_frames
 from .functions import describe, find_name
-from .link import OF_LINKS, Link
+from .link import OF_LINKS, Link, landing_of
 from .statistics import PendingCall
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class _Message(NamedTuple):
 
     call_id: int
     body: bytes
-    buffers: Sequence[Buffer]
+    buffers: Sequence[AnyBuffer]
     out: Outgoing | None
 
 
@@ -148,7 +150,7 @@ class Peer:
 
     def __init__(self, worker: Worker, name: str, record: WorkerRecord | None) -> None:
         self.worker = worker
-        self.name = name
+        self.rename(name)
         self.record = record
         self.state = State.IDLE
         self.max_body = worker.options.max_frame_bytes
@@ -167,6 +169,11 @@ class Peer:
         # By function: those that have a name live as long as their module does.
         self._functions: dict[Any, _FunctionEntry] = {}
         self._numbers = itertools.count()
+
+    def rename(self, name: str) -> None:
+        """Its name is known now; and with it the device map that leads to it."""
+        self.name = name
+        self.route = self.worker.accelerators.route_to(name)  # for tensors on devices; None: they need no look
 
     @property
     def same_main(self) -> bool:
@@ -250,7 +257,7 @@ class Peer:
                 values.insert(0, function)
         try:
             prefix = [wire_function, remaining, trace, names, extra]
-            body, buffers, out = messages.encode(prefix, values, self)
+            body, buffers, out = messages.encode(prefix, values, self, self.route)
         except SerializationError as error:
             where = _name_argument(error.position, wire_function is None, len(args), names, future)
             raise SerializationError(f"{where} {error}") from error.__cause__
@@ -279,15 +286,22 @@ class Peer:
         """Send a call that has buffers: from here, or from a thread if that takes too long here. Any thread."""
         link = self.link
         if self.connection is None or link is None:
+            message = self._settled(message)
             if self._hold_back(message.call_id, message):
                 return
             link = self.link
             if link is None:  # gone again, and the call with it
                 return
         if link.too_long_for_loop(message.buffers):
-            self.worker.in_background(self._post, link, message)
+            self.worker.in_background(self._post, link, self._settled(message))
         else:
             self._post(link, message)
+
+    def _settled(self, message: _Message) -> _Message:
+        """The same, to be sent later or by another thread."""
+        if self.route is None:
+            return message
+        return message._replace(buffers=self.worker.accelerators.settled(message.buffers))
 
     def _post(self, link: Link, message: _Message) -> None:
         call_id = message.call_id
@@ -438,7 +452,7 @@ class Peer:
                 stream = self.streams.get(frame.call_id)
                 if stream is not None:
                     fields = unpack(frame.body)
-                    stream.on_item(fields, frame.segments)
+                    stream.on_item(fields, frame.segments, landing_of(frame))
                 else:
                     self._discard(frame)
             elif kind == Kind.GOODBYE:
@@ -483,16 +497,24 @@ class Peer:
         try:
             fields = unpack(frame.body)
             if len(fields) > 3 and fields[3] and len(fields[3]) > LARGE_PICKLE:
-                self.worker.background.submit(self._settle_value, future, fields, frame.segments)
+                self.worker.background.submit(self._settle_value, future, fields, frame.segments, landing_of(frame))
                 return
         except Exception as error:
             future._settle(None, without_frames(error))
             return
-        self._settle_value(future, fields, frame.segments)
+        self._settle_value(future, fields, frame.segments, landing_of(frame))
 
-    def _settle_value(self, future: CallFuture, fields: list[Any], segments: Sequence[Buffer]) -> None:
+    def _settle_value(
+        self, future: CallFuture, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None
+    ) -> None:
         try:
-            value = messages.decode(fields, segments, self.load_references)[0]
+            landing = landing or self.worker.accelerators.landing()
+            if landing is None:
+                value = messages.decode(fields, segments, self.load_references)[0]
+            else:
+                with landing.entered():
+                    value = messages.decode(fields, segments, self.load_references, landing)[0]
+                    future._arrival = landing.arrival()
         except BaseException as error:  # even SystemExit is that call's alone
             failure = RpcError(
                 f"the result of {future.describe()} cannot be read here: {type(error).__name__}: {error}"

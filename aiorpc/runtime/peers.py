@@ -75,7 +75,7 @@ class Peers:
                 unknown = waiting is not None and waiting.record is None
                 peer = waiting if waiting is not None and unknown else Peer(self._worker, record.name, record)
             peer.record = peer.record or record
-            peer.name = record.name
+            peer.rename(record.name)
             self._peers[record.id] = peer
             named = self._peers.get(record.name)
             if named is None or named.gone is not None or named.record is None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..channels.landing import Landing
 from ..errors import RpcError, RpcTimeout, RpcUsageError
 from ..futures import Future, block_observer
 from ..protocol.codec import pack
@@ -24,6 +25,9 @@ from .current import CallContext
 if TYPE_CHECKING:
     from .dispatch import Service
     from .peer import CallFuture, Peer
+
+
+_Item = tuple[list[Any], Sequence[Buffer], Landing | None]
 
 
 class Stream(AsyncIterator[Any]):
@@ -37,7 +41,7 @@ class Stream(AsyncIterator[Any]):
         self._peer = peer
         self._window = window
         self._timeout = timeout
-        self._items: deque[tuple[list[Any], Sequence[Buffer]]] = deque()
+        self._items: deque[_Item] = deque()
         self._taken = 0
         self._end: CallFuture | None = None
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
@@ -55,9 +59,9 @@ class Stream(AsyncIterator[Any]):
 
         end._add_callback(wake)
 
-    def on_item(self, fields: list[Any], segments: Sequence[Buffer]) -> None:
+    def on_item(self, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None = None) -> None:
         """An item arrived; on the worker's loop."""
-        self._items.append((fields, segments))
+        self._items.append((fields, segments, landing))
         self._wake()
 
     def _wake(self) -> None:
@@ -80,15 +84,26 @@ class Stream(AsyncIterator[Any]):
             await self._wait()
         if not self._items:
             return self._conclude()
-        fields, segments = self._items.popleft()
+        item = self._items.popleft()
         self._taken += 1
         if self._taken >= max(1, self._window // 2):
             self._grant()
         try:
-            return messages.decode(fields, segments, self._peer.load_references)[0]
+            return self._decode(*item)
         except BaseException as error:
             await self.aclose()
             raise RpcError(f"an item of {self._describe()} cannot be read here: {error}") from error
+
+    def _decode(self, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None) -> Any:
+        landing = landing or self._peer.worker.accelerators.landing()
+        if landing is None:
+            return messages.decode(fields, segments, self._peer.load_references)[0]
+        with landing.entered():
+            value = messages.decode(fields, segments, self._peer.load_references, landing)[0]
+            arrival = landing.arrival()
+        if arrival is not None:
+            arrival.join()
+        return value
 
     def _grant(self) -> None:
         assert self._end is not None
@@ -156,12 +171,12 @@ class Stream(AsyncIterator[Any]):
                 self._peer.worker.call_on_loop(_abandon, self._peer, self._items, end)
 
 
-def _abandon(peer: Peer, items: deque[tuple[list[Any], Sequence[Buffer]]], end: CallFuture) -> None:
+def _abandon(peer: Peer, items: deque[_Item], end: CallFuture) -> None:
     """Stop the producer; references in items that nobody took have to be taken all the same."""
     end.cancel()
     end._look()
     while items:
-        fields, _ = items.popleft()
+        fields, *_ = items.popleft()
         if len(fields) > 6 and fields[6]:
             peer.load_references(fields[6])
 

@@ -33,9 +33,12 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 from ..channels import Traffic, layout
+from ..channels.accelerator import Accelerator
 from ..channels.bulk import Bulk
+from ..channels.device import DIRECT, IPC, STAGING
 from ..channels.inline import Inline
 from ..channels.shared import SharedMemory
+from ..channels.torch_accelerator import find_accelerator
 from ..errors import (
     RendezvousError,
     RpcUsageError,
@@ -47,6 +50,7 @@ from ..options import RpcBackendOptions, seconds
 from ..protocol.identity import WorkerInfo, WorkerRecord, check_name
 from ..transport import sockets
 from ..transport.connection import Connection
+from .accelerators import Accelerators
 from .connecting import Acceptor, connect, open_pipe
 from .current import current_worker, registry
 from .deadlines import Deadlines
@@ -75,6 +79,7 @@ T = TypeVar("T")
 _POOL_GRACE = 1.0
 _TASKS_GRACE = 1.0
 _CONNECTION_GRACE = 1.0
+_DEVICES_GRACE = 1.0
 
 
 class State(Enum):
@@ -102,13 +107,16 @@ class Worker:
         init_method: str | None = None,
         options: RpcBackendOptions | None = None,
         store: Store | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
+        """accelerator: the devices that tensors may lie on; CUDA's, where there are any, if None."""
         self.name = check_name(name)
         self.options = (options or RpcBackendOptions()).copy()
         self.options.validate()
         self.init_method = init_method or self.options.init_method
         self.state = State.NEW
         self.counters = Counters()
+        self.accelerators = Accelerators(self, accelerator or find_accelerator())
         self.peers = Peers(self)
         self.news = Events()
         self.services: set[Service] = set()
@@ -234,11 +242,13 @@ class Worker:
                 tcp_port=port,
             )
 
-        records = await self.in_thread(lambda: rendezvous.join(make_record))
+        claims = self.accelerators.claims
+        records = await self.in_thread(lambda: rendezvous.join(make_record, claims))
         self.record = next(record for record in records if record.incarnation == incarnation)
         self.secret = await self.in_thread(lambda: rendezvous.agree_secret(self.record, records, directory))
         self.references = References(self)
         self.memory = Memory(self)
+        await self.accelerators.start({self.name: claims, **rendezvous.claims})
         self.group = Group(self, records)
         for record in records:
             self.peers.add(record)
@@ -379,11 +389,11 @@ class Worker:
         """Begin to open the second connection of a link."""
         self.tasks.spawn(open_pipe(self, link))
 
-    def find_link(self, record: WorkerRecord, number: int) -> Link | None:
-        """The link of that number which that worker has opened to us."""
-        for service in self.services:
-            if service.link.number == number and service.peer.incarnation == record.incarnation:
-                return service.link
+    def find_link(self, record: WorkerRecord, number: int, *, opener: bool) -> Link | None:
+        """Our end of the link of that number with that worker. opener: whether we have opened it. Any thread."""
+        for link in self.links():
+            if link.number == number and link.opener == opener and link.record.incarnation == record.incarnation:
+                return link
         return None
 
     def links(self) -> list[Link]:
@@ -393,7 +403,7 @@ class Worker:
 
     def traffic(self) -> dict[str, Traffic]:
         """What went by which channel, by its name. Any thread."""
-        total = {name: Traffic() for name in (SharedMemory.name, Bulk.name, Inline.name)}
+        total = {name: Traffic() for name in (SharedMemory.name, Bulk.name, Inline.name, DIRECT, IPC, STAGING)}
         for name, traffic in list(self._past_traffic.items()):
             total[name].add(traffic)
         for link in self.links():
@@ -537,6 +547,7 @@ class Worker:
             sys.setswitchinterval(self._old_switch_interval)
         self.news.end()
         self._acceptor.close()
+        await self.accelerators.let_go(_DEVICES_GRACE)
         for service in list(self.services):
             service.say_goodbye()
         for peer in self.peers.all():
@@ -558,6 +569,7 @@ class Worker:
             if left:
                 logger.warning("worker %s shut down while %d handler threads were still running", self.name, left)
         await self._end_connections()
+        await self.accelerators.close(_DEVICES_GRACE)
         if self.rendezvous is not None:
             await self.in_thread(self._close_rendezvous)
 
@@ -588,6 +600,7 @@ class Worker:
         if hasattr(self, "group"):
             self.group.close_in_child()
             self.memory.close_in_child()
+            self.accelerators.close_in_child()
 
     def close_at_exit(self) -> None:
         """The interpreter exits with this worker alive: say goodbye if that is quickly done. No thread is started."""

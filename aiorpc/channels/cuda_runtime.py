@@ -1,0 +1,289 @@
+"""CUDA's runtime library by ctypes: memory and events that two processes share, as an `Interprocess`.
+
+torch has all of its own CUDA through the same library, so addresses, streams and errors are in common. It is the one
+that torch has loaded; another copy is never opened. Memory comes from cudaMalloc and not from torch's pools: what those
+give cannot always be exported (expandable segments, cudaMallocAsync), and is given back when torch sees fit.
+
+Three things that the library leaves to its user
+1. It works on the thread's current device, and makes a context (500 MB) on it if there is none: each call here is made
+   on the device that it is about, and the thread's own put back as torch does it.
+2. A handle names a whole allocation of the driver, and the driver puts small ones together: sizes are multiples of
+   2 MiB.
+3. It remembers an error until somebody asks, and torch would ask later and take it for its own: it is forgotten here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .accelerator import Event, Stream
+
+HANDLE_SIZE = 64
+GRANULE = 2 << 20  # in bytes
+
+MEMCPY_DEFAULT = 4  # the addresses say what they are
+LAZY_ENABLE_PEER_ACCESS = 1
+ATTRIBUTE_COMPUTE_MODE = 20
+ATTRIBUTE_UNIFIED_ADDRESSING = 41
+ATTRIBUTE_IPC_EVENT_SUPPORT = 125
+COMPUTE_MODES = {1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}  # 0: the default one
+OUT_OF_MEMORY = 2
+
+_Guard = Callable[[int], AbstractContextManager[object]]
+
+
+class MemoryHandle(ctypes.Structure):
+    """``cudaIpcMemHandle_t``: passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_SIZE),)
+
+
+_int, _address = ctypes.c_int, ctypes.c_void_p
+_int_out, _address_out = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
+
+# name -> the types of its arguments; each returns a cudaError_t. Without them ctypes would cut addresses to 32 bits.
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cudaGetDeviceCount": (_int_out,),
+    "cudaMalloc": (_address_out, ctypes.c_size_t),
+    "cudaFree": (_address,),
+    "cudaIpcGetMemHandle": (ctypes.POINTER(MemoryHandle), _address),
+    "cudaIpcOpenMemHandle": (_address_out, MemoryHandle, ctypes.c_uint),
+    "cudaIpcCloseMemHandle": (_address,),
+    "cudaMemcpyAsync": (_address, _address, ctypes.c_size_t, _int, _address),
+    "cudaDeviceCanAccessPeer": (_int_out, _int, _int),
+    "cudaDeviceGetAttribute": (_int_out, _int, _int),
+    "cudaGetLastError": (),
+}
+TEXTS = ("cudaGetErrorString", "cudaGetErrorName")
+
+
+def mapped_libraries(maps: Iterable[str]) -> list[str]:
+    """The runtime libraries among the lines of a ``/proc/<pid>/maps``, each once."""
+    found = (re.search(r"(/\S.*/libcudart[^/]*\.so[^/ ]*)$", line.rstrip("\n")) for line in maps)
+    return list(dict.fromkeys(match[1] for match in found if match))
+
+
+def bundled_libraries(packages: Path, major: str) -> list[str]:
+    """Those that torch's wheels bring along, in the folder of installed packages: where torch itself looks."""
+    folders = (f"nvidia/cu{major}/lib", "nvidia/cuda_runtime/lib", "torch/lib")
+    return [
+        str(packages / folder / name)
+        for folder in folders
+        for name in sorted(glob.glob(f"libcudart*.so.{major}*", root_dir=packages / folder))
+    ]
+
+
+def choose_library(mapped: list[str], bundled: list[str], major: str) -> str | None:
+    """The one that torch works with: mapped, and of torch's version of CUDA; else the one it brings along.
+
+    A process may have several mapped, of other packages. None if none of those fits: torch's is somewhere out of sight.
+    """
+    fitting = [path for path in mapped if f".so.{major}" in path] if mapped else bundled
+    return next((path for path in fitting if path in bundled), fitting[0] if fitting else None)
+
+
+def find_library() -> str | None:
+    """The path of the runtime library that this process's torch uses; None without CUDA, or if it is not to be seen."""
+    if torch.version.cuda is None:
+        return None
+    major = torch.version.cuda.partition(".")[0]
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            mapped = mapped_libraries(maps)
+    except OSError:
+        mapped = []
+    return choose_library(mapped, bundled_libraries(Path(torch.__file__).parents[1], major), major)
+
+
+def find_runtime() -> CudaRuntime | None:
+    """The runtime of this process, if it can be found and has all that is needed."""
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        return CudaRuntime(ctypes.CDLL(path))
+    except (OSError, AttributeError):  # not to be loaded; without one of the functions
+        return None
+
+
+class CudaRuntime:
+    """See `Interprocess`. device: the guard that makes a device current for a while."""
+
+    def __init__(self, library: ctypes.CDLL, *, device: _Guard = torch.cuda.device) -> None:
+        self._functions: dict[str, Callable[..., int]] = {}
+        for name, arguments in SIGNATURES.items():
+            function = library[name]  # an object of our own: others may have declared other types
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            self._functions[name] = function
+        self._texts: list[Callable[[int], bytes]] = []
+        for name in TEXTS:
+            function = library[name]
+            function.argtypes, function.restype = (ctypes.c_int,), ctypes.c_char_p
+            self._texts.append(function)
+        self._device = device
+        self._uuids: dict[int, str] = {}
+
+    # Devices.
+
+    def count(self) -> int:
+        """How many devices this process sees."""
+        count = ctypes.c_int()
+        self._call("cudaGetDeviceCount", None, count)
+        return count.value
+
+    def uuid(self, index: int) -> str:
+        """The device's own name, whatever number a process knows it by. Of a MIG instance it may be the whole GPU's."""
+        if index not in self._uuids:
+            self._uuids[index] = str(torch.cuda.get_device_properties(index).uuid)
+        return self._uuids[index]
+
+    def obstacle(self, index: int) -> str:
+        """Why memory and events of that device cannot be shared between processes; empty if nothing says so.
+
+        Empty is no promise: containers with process namespaces of their own are among what only a trial shows.
+        """
+        name = torch.cuda.get_device_name(index)
+        if " MIG " in f"{name} ":  # the driver's names for instances: "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+            return f"{name} is a MIG instance"
+        mode = self._attribute(ATTRIBUTE_COMPUTE_MODE, index)
+        if mode:
+            return f"the compute mode of {name} is {COMPUTE_MODES.get(mode, mode)}"
+        if not self._attribute(ATTRIBUTE_IPC_EVENT_SUPPORT, index):
+            return f"{name} has no interprocess events"
+        if not self._attribute(ATTRIBUTE_UNIFIED_ADDRESSING, index):
+            return f"{name} has no unified addressing"
+        return ""
+
+    def reaches(self, index: int, uuid: str) -> bool:
+        """Whether device `index` can read the memory of the device with that uuid.
+
+        Of a device that this process does not see the library cannot be asked, so the answer is no: opening its memory
+        might work, but whether a copy then does is seen only when it faults.
+        """
+        if uuid == self.uuid(index):
+            return True
+        peers = (other for other in range(self.count()) if other != index and self.uuid(other) == uuid)
+        return any(self._can_access(index, other) for other in peers)
+
+    def _can_access(self, index: int, other: int) -> bool:
+        answer = ctypes.c_int()
+        self._call("cudaDeviceCanAccessPeer", index, answer, index, other)
+        return bool(answer.value)
+
+    def _attribute(self, number: int, index: int) -> int:
+        value = ctypes.c_int()
+        self._call("cudaDeviceGetAttribute", index, value, number, index)
+        return value.value
+
+    # Memory.
+
+    def allocate(self, index: int, size: int) -> int:
+        """Memory that can be exported, rounded up to 2 MiB; not out of torch's pools, which are emptied if need be."""
+        size = max(1, -(-size // GRANULE)) * GRANULE
+        address = ctypes.c_void_p()
+        with self._device(index):
+            code = self._try("cudaMalloc", address, size)
+            if code == OUT_OF_MEMORY:
+                torch.cuda.empty_cache()
+                code = self._try("cudaMalloc", address, size)
+            self._check("cudaMalloc", index, code)
+        return self._value(address)
+
+    def free(self, index: int, address: int) -> None:
+        """Give it back. Nobody may have it open any more. Waits for all that the device has to do."""
+        with self._device(index):
+            self._call("cudaFree", index, address)
+
+    def export(self, index: int, address: int) -> bytes:
+        """What another process opens it by: 64 bytes."""
+        handle = MemoryHandle()
+        with self._device(index):
+            self._call("cudaIpcGetMemHandle", index, handle, address)
+        return bytes(handle)
+
+    def open(self, index: int, handle: bytes) -> int:
+        """The address, for device `index`, of memory of another process. Once for each handle and process."""
+        address = ctypes.c_void_p()
+        with self._device(index):
+            self._call("cudaIpcOpenMemHandle", index, address, _memory_handle(handle), LAZY_ENABLE_PEER_ACCESS)
+        return self._value(address)
+
+    def close(self, index: int, address: int) -> None:
+        """Let go of what `open` gave. Waits for all that the device has to do."""
+        with self._device(index):
+            self._call("cudaIpcCloseMemHandle", index, address)
+
+    def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
+        """Enqueue a copy between addresses that the stream's device reaches."""
+        # The default stream is the same number 0 on each device: only the current device tells which one is meant.
+        with self._device(stream.device_index):
+            self._call("cudaMemcpyAsync", stream.device_index, target, source, size, MEMCPY_DEFAULT, stream.cuda_stream)
+
+    # Events. torch's own class has all that is needed of them.
+
+    def event(self, index: int) -> Event:
+        """An event that can be exported. It lives as long as somebody may wait for it."""
+        event = torch.cuda.Event(enable_timing=False, interprocess=True)
+        with self._device(index):  # it is made on the current device, now and not when it is first recorded
+            event.ipc_handle()
+        return event
+
+    def export_event(self, event: Event) -> bytes:
+        """What another process opens it by: 64 bytes."""
+        return bytes(event.ipc_handle())
+
+    def open_event(self, index: int, handle: bytes) -> Event:
+        """An event of another process, for device `index`; may block while the device is busy."""
+        _check_size(handle)
+        return torch.cuda.Event.from_ipc_handle(torch.device("cuda", index), bytes(handle))
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """What the stream has been given so far is what those who wait from now on wait for."""
+        event.record(stream)
+
+    def wait(self, event: Event, stream: Stream) -> None:
+        """What the stream is given from now on comes after what the event recorded last."""
+        event.wait(stream)
+
+    def query(self, event: Event) -> bool:
+        """Whether that is done."""
+        return bool(event.query())
+
+    # Calls.
+
+    def _try(self, name: str, *arguments: Any) -> int:
+        """The error's number, 0 for none. Objects of ctypes are passed as pointers where a pointer is declared."""
+        code = self._functions[name](*arguments)
+        if code:
+            self._functions["cudaGetLastError"]()  # forgets it
+        return code
+
+    def _call(self, name: str, index: int | None, /, *arguments: Any) -> None:
+        self._check(name, index, self._try(name, *arguments))
+
+    def _check(self, name: str, index: int | None, code: int) -> None:
+        if code:
+            text, error = (function(code).decode(errors="replace") for function in self._texts)
+            place = "" if index is None else f" on cuda:{index}"
+            raise RuntimeError(f"{name}{place}: {text} ({error}, {code})")
+
+    def _value(self, address: ctypes.c_void_p) -> int:
+        return address.value or 0
+
+
+def _check_size(handle: bytes) -> None:
+    if len(handle) != HANDLE_SIZE:
+        raise RuntimeError(f"a handle of CUDA has {HANDLE_SIZE} bytes, not {len(handle)}")
+
+
+def _memory_handle(handle: bytes) -> MemoryHandle:
+    _check_size(handle)
+    return MemoryHandle.from_buffer_copy(handle)

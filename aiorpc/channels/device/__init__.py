@@ -1,0 +1,221 @@
+"""The device channel: tensors that lie on a device, from one worker's device to another's, or to its host's memory.
+
+It has three ways, and takes all device buffers:
+
+    way      between                        how
+    direct   workers of one process         copied on the sender's stream, handed over with an event
+    ipc      processes that can share       through an outbox on the sender's device (outbox.py)
+             device memory
+    staging  all others                     through pinned memory of the host, piece by piece, by the host's channels
+
+`send` copies on the current streams of the thread that calls, so what it sends is what the tensor holds at that point
+of the stream: the sender may write to it right after. What does not fit into the outbox at once is cloned on the device
+and follows when there is room. `receive` enqueues its copies on the current streams, and has received a buffer when
+the last copy is enqueued.
+
+What the ends tell each other. A transfer is one buffer on its way; a box is the outbox of one of the sender's devices.
+
+    (wire)  transfer, target, bytes, chunks     chunk: box, slot, start, bytes; or the number it was handed over by
+    offer   box, uuid, target, handle, [event handles], [slots], nonce
+                                                open this; the first slot begins with the nonce
+    opened  box                                 done, and the nonce was there
+    refused box, reason                         it cannot be opened
+    chunks  transfer, [chunks]                  more of it
+    piece   transfer, start (and a buffer)      more of it, by way of the host
+    got     transfer                            one piece has been used; send another one
+    slots   [[box, slot]]                       these are yours again
+    stop    transfer, reason                    the sender: nothing more comes
+    stop    transfer, ""                        the reader: nothing more is wanted; answered with a reason
+    closed  [boxes]                             we have let go of them
+
+Invariants
+1. A slot's event is recorded before the slot is named, and by the reader before the slot is given back.
+2. Nothing here waits for a device, except in threads (`Surroundings.in_background`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...errors import ProtocolError
+from ...protocol.frames import Buffer
+from .. import Arrived, Traffic, Wire
+from ..accelerator import Accelerator, DeviceBuffer
+from .receiver import Receiver
+from .sender import Sender
+from .surroundings import (
+    CHUNKS,
+    CLOSED,
+    DIRECT,
+    GOT,
+    IPC,
+    OFFER,
+    OPENED,
+    PIECE,
+    REFUSED,
+    SLOTS,
+    STAGING,
+    STOP,
+    Surroundings,
+)
+
+__all__ = ["DIRECT", "IPC", "STAGING", "Devices", "Surroundings"]
+
+
+class Devices:
+    """One end. See the package. `send`, `withdraw`, `posted` and `flush` from any thread, the rest on the loop.
+
+    accelerator: None where there are no devices; then only what is for the host can be received. way: "direct", "ipc"
+    or "staging"; empty: `choose` will say. forced: no other one will do. box_size: bytes of an outbox. limit: bytes of
+    the longest buffer that is received.
+    """
+
+    name = "device"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        surroundings: Surroundings,
+        *,
+        way: str,
+        forced: bool = False,
+        box_size: int,
+        limit: int,
+    ) -> None:
+        self.traffic = Traffic()
+        self.ways = {DIRECT: Traffic(), IPC: Traffic(), STAGING: Traffic()}
+        self._sender = Sender(accelerator, surroundings, self.ways, way=way, forced=forced, box_size=box_size)
+        self._receiver = Receiver(accelerator, surroundings, self.ways, limit=limit)
+        self._around = surroundings
+        self._closed = False
+        self._let_go = False
+        self.released = self._receiver.released  # what `flush` would send
+        sender, receiver = self._sender, self._receiver
+        self._messages: dict[str, tuple[int, Callable[..., None]]] = {  # how many fields follow, who takes them
+            CHUNKS: (2, receiver.on_chunks),
+            SLOTS: (1, sender.on_slots),
+            GOT: (1, sender.on_got),
+            OPENED: (1, sender.on_opened),
+            REFUSED: (2, sender.on_refused),
+            CLOSED: (1, self._on_closed),
+            STOP: (2, self._on_stop),
+            OFFER: (7, self._on_offer),
+        }
+
+    def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer]) -> list[Wire | None]:
+        """Copy them, or begin to. Raises torch.OutOfMemoryError if there is no room on the device for a clone."""
+        wires: list[Wire | None] = []
+        try:
+            for buffer in buffers:
+                wires.append(self._sender.send(buffer))
+                self.traffic.count_sent(len(buffer))
+        except BaseException:
+            self.withdraw([wire for wire in wires if wire is not None], named=False)
+            raise
+        return wires
+
+    def posted(self, wires: Sequence[Wire], call: int) -> None:
+        """The message that names these is on its way: what is still to come of them may follow. call: what it is of."""
+        self._sender.posted(wires, call)
+
+    def give_up(self, call: int) -> None:
+        """Nobody wants what was posted for that call: nothing more comes of it. Any thread."""
+        self._sender.give_up(call)
+
+    def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
+        """What a message took that was not sent is free again; of one that was sent `give_up` says more."""
+        if not named:
+            self._sender.withdraw(wires)
+
+    def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Any]:
+        """Take memory for them on the current streams, and enqueue the copies of what has been sent so far."""
+        for wire in wires:
+            self.traffic.count_received(int(wire[2]))
+        return self._receiver.receive(wires, arrived)
+
+    def flush(self) -> None:
+        """Say which slots may be used again, if any. Any thread."""
+        self._receiver.flush()
+
+    def on_message(self, fields: list[Any]) -> None:
+        """From the other end. Raises ProtocolError."""
+        if self._closed:
+            return
+        try:
+            tag, *rest = fields
+            count, take = self._messages[tag]
+            if len(rest) != count:
+                raise ValueError(f"{len(rest)} fields")
+            take(*rest)
+        except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+            raise ProtocolError(f"a message about device memory that is none: {fields!r:.100}: {error}") from None
+
+    def on_piece(self, fields: list[Any], buffer: Buffer | Exception) -> None:
+        """A piece from the other end, or why it cannot be had. Raises ProtocolError."""
+        if self._closed:
+            return
+        try:
+            tag, number, start = fields
+            if tag != PIECE or type(number) is not int:
+                raise ValueError(f"{tag!r:.40} with a buffer")
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"a piece of a tensor that is none: {error}") from None
+        if isinstance(buffer, Exception):
+            self._receiver.on_lost(number, buffer)
+        else:
+            self._receiver.on_piece(number, start, buffer)
+
+    def _on_stop(self, number: int, reason: str) -> None:
+        if reason:
+            self._receiver.on_stop(number, str(reason))
+        else:
+            self._sender.on_unwanted(number)
+
+    def _on_offer(self, number: int, *offer: Any) -> None:
+        self._around.in_background(self._receiver.open, number, *offer)
+
+    def _on_closed(self, numbers: list[Any]) -> None:
+        self._sender.on_closed(numbers)
+        self._around.in_background(self.let_go)
+
+    def let_go(self) -> None:
+        """One of the two workers leaves: close what was opened here, and say so. In a thread."""
+        if self._let_go:
+            return
+        self._let_go = True
+        inboxes = self._receiver.take_inboxes()
+        for inbox in inboxes.values():
+            inbox.close()
+        self._around.post([CLOSED, list(inboxes)])
+
+    def choose(self, way: str, reason: str) -> None:
+        """It is settled which way is taken; see `Sender.choose`."""
+        self._sender.choose(way, reason)
+
+    @property
+    def opened(self) -> int:
+        """How many outboxes of the other end are open here."""
+        return self._receiver.opened
+
+    @property
+    def boxes(self) -> int:
+        """How many outboxes the other end may have open."""
+        return self._sender.boxes
+
+    @property
+    def busy(self) -> bool:
+        """Whether something of a transfer is still to be sent."""
+        return self._sender.transfers > 0
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """How many transfers are not all sent, and not all here."""
+        return {"sending": self._sender.transfers, "receiving": self._receiver.transfers}
+
+    def close(self) -> None:
+        """The connection has ended. What was received stays valid; outboxes are freed when nobody can use them."""
+        if self._closed:
+            return
+        self._closed = True
+        self._around.ended(self._sender.close(), self._receiver.close())

@@ -1,0 +1,167 @@
+"""Device memory that one end of a link sends through: an `Outbox`, and the other end's view of it, an `Inbox`.
+
+The memory is cut into slots, each with one event for ever. Whoever uses a slot, on either side, enqueues on its stream
+
+    wait for the slot's event, copy, record the slot's event
+
+so that the records of an event form a chain: each comes after the one before. Then a wait for the latest record is a
+wait for all of them, and a slot may be lent again as soon as the reader has *enqueued* its copy. Nobody on the host
+waits for the device. (TensorPipe's channel of that name works so: tensorpipe/channel/cuda_ipc.)
+
+Who owns a slot
+
+    from              to                   owner
+    `take`            `release` came back  the sender's `put`, then the message that names it, then the reader
+    `release`         `take`               nobody; the reader's copy may still be under way, the chain orders it
+    the link ends     the process is gone  the reader: its copies may be under way, so the memory is kept
+
+Handles are opened once for each link: opening takes milliseconds, and may block while the device is busy.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+from operator import itemgetter
+
+from ..accelerator import Event, Interprocess, Stream, Tensor
+
+KIB, MIB = 1 << 10, 1 << 20
+# CUDA carves shorter allocations out of larger ones, all of which an exported handle would give away.
+GRANULE = 2 * MIB
+# Small slots keep short tensors from waiting for long ones: (bytes of one, how many, share of the whole that they may
+# take). What is left is cut into `_LARGE` slots.
+_SMALL = ((64 * KIB, 32, 8), (1 * MIB, 16, 4))
+_LARGE = 3
+# Starts of slots: copies between aligned addresses are the fastest.
+_ALIGN = 64 * KIB
+
+
+def cut(size: int) -> list[tuple[int, int]]:
+    """(start, bytes) of the slots of an outbox of so many bytes, the shortest first."""
+    slots: list[tuple[int, int]] = []
+    start = 0
+    for room, most, share in _SMALL:
+        for _ in range(min(most, size // share // room)):
+            slots.append((start, room))
+            start += room
+    room = (size - start) // _LARGE // _ALIGN * _ALIGN
+    slots += [(start + number * room, room) for number in range(_LARGE)]
+    return sorted(slots, key=itemgetter(1))
+
+
+class Outbox:
+    """The sender's end. Made and freed off the loop; `take` and `give` from any thread."""
+
+    def __init__(self, driver: Interprocess, index: int, size: int) -> None:
+        """Allocate it on device `index`. Raises what the driver raises, with nothing left behind."""
+        self._driver = driver
+        self.index = index
+        self.size = -(-size // GRANULE) * GRANULE
+        self.slots = cut(self.size)
+        self._address = driver.allocate(index, self.size)
+        try:
+            self.handle = driver.export(index, self._address)
+            self._events: list[Event] = [driver.event(index) for _ in self.slots]
+            self.event_handles = [driver.export_event(event) for event in self._events]
+        except BaseException:
+            driver.free(index, self._address)
+            raise
+        self._rooms = [room for _, room in self.slots]
+        self._free = [list[int]() for _ in self.slots]  # by the first slot of a size: those that are free
+        self._lock = threading.Lock()
+        for slot in range(len(self.slots)):
+            self._free[self._first(slot)].append(slot)
+        self._firsts = sorted({self._first(slot) for slot in range(len(self.slots))})
+        self.lent = 0
+        self._freed = False
+
+    def _first(self, slot: int) -> int:
+        return bisect_left(self._rooms, self._rooms[slot])
+
+    def take(self, size: int) -> int | None:
+        """A free slot that holds so many bytes, or as many of them as slots hold at all; None if there is none."""
+        least = self._firsts[-1] if size > self._rooms[-1] else bisect_left(self._rooms, size)
+        with self._lock:
+            for first in self._firsts:
+                if first >= least and self._free[first]:
+                    self.lent += 1
+                    return self._free[first].pop()
+        return None
+
+    def give(self, slot: int) -> None:
+        """The slot may be lent again. Raises ValueError for one that is not lent."""
+        if not 0 <= slot < len(self.slots):
+            raise ValueError(f"slot {slot} of {len(self.slots)}")
+        with self._lock:
+            free = self._free[self._first(slot)]
+            if slot in free:
+                raise ValueError(f"slot {slot} is not lent")
+            free.append(slot)
+            self.lent -= 1
+
+    def put(self, slot: int, source: Tensor, start: int, stream: Stream) -> int:
+        """Enqueue a copy of the bytes of `source` from `start` on into the slot; how many. When this returns, the
+        event is recorded: now the slot may be named to the reader."""
+        place, room = self.slots[slot]
+        size = min(room, source.numel() - start)
+        driver, event = self._driver, self._events[slot]
+        driver.wait(event, stream)
+        driver.copy(self._address + place, source.data_ptr() + start, size, stream)
+        driver.record(event, stream)
+        return size
+
+    def free(self) -> None:
+        """Nobody has it open any more. Idempotent."""
+        if not self._freed:
+            self._freed = True
+            self._events.clear()
+            self._driver.free(self.index, self._address)
+
+
+class Inbox:
+    """The reader's end, opened for one of its devices. Made and closed off the loop."""
+
+    def __init__(
+        self,
+        driver: Interprocess,
+        index: int,
+        handle: bytes,
+        event_handles: Sequence[bytes],
+        slots: Sequence[tuple[int, int]],
+    ) -> None:
+        """Open it for device `index`. Raises what the driver raises, with nothing left open."""
+        self._driver = driver
+        self.index = index
+        self.slots = slots
+        self._address = driver.open(index, handle)
+        try:
+            self._events: list[Event] = [driver.open_event(index, handle) for handle in event_handles]
+        except BaseException:
+            driver.close(index, self._address)
+            raise
+        self._closed = False
+
+    def get(self, slot: int, target: int, size: int, stream: Stream) -> None:
+        """Enqueue a copy of the slot's first bytes to an address. When this returns, the slot may be given back."""
+        place, room = self.slots[slot]
+        if not 0 < size <= room:
+            raise ValueError(f"{size} bytes of a slot of {room}")
+        driver, event = self._driver, self._events[slot]
+        driver.wait(event, stream)
+        driver.copy(target, self._address + place, size, stream)
+        driver.record(event, stream)
+
+    def release_waiters(self, stream: Stream) -> None:
+        """The sender's process has died, maybe before its device had done what it recorded: record all events anew,
+        so that no stream of ours waits for it for ever."""
+        for event in self._events:
+            self._driver.record(event, stream)
+
+    def close(self) -> None:
+        """Let go of it. May block until copies out of it are done. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._driver.close(self.index, self._address)
+            self._events.clear()

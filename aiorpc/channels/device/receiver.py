@@ -1,0 +1,351 @@
+"""The receiving side of the device channel: transfers that are not all here, and opened boxes. See the package."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ...errors import ProtocolError, RpcError
+from ...protocol.frames import Buffer
+from .. import Arrived, Traffic, Wire
+from ..accelerator import Accelerator, DeviceBuffer, Stream, Tensor, device_index
+from ..inline import allocate
+from .outbox import Inbox
+from .surroundings import (
+    DIRECT,
+    GOT,
+    IPC,
+    NONCE_SLOT,
+    OPENED,
+    REFUSED,
+    SLOTS,
+    STAGING,
+    STOP,
+    Surroundings,
+    failed,
+)
+
+
+@dataclass(eq=False)
+class _Receiving:
+    """A transfer that is not all here. memory: the carrier it goes to, or bytes on the host."""
+
+    number: int
+    memory: Tensor | memoryview
+    target: str
+    index: int  # of the device; -1: the host
+    stream: Stream
+    left: int
+    total: int
+    arrived: Callable[[Any], None] | None = None
+
+    def buffer(self) -> DeviceBuffer | memoryview:
+        """What was received."""
+        return (
+            self.memory if isinstance(self.memory, memoryview) else DeviceBuffer(self.memory, self.index, self.target)
+        )
+
+
+@dataclass
+class _Early:
+    """What came for a transfer before the message that names it."""
+
+    chunks: list[Any] = field(default_factory=list)
+    pieces: list[tuple[int, Buffer]] = field(default_factory=list)
+    reason: str = ""
+
+
+class Receiver:
+    """On the loop, except where it says otherwise. limit: bytes of the longest buffer that is received."""
+
+    def __init__(
+        self, accelerator: Accelerator | None, surroundings: Surroundings, ways: dict[str, Traffic], *, limit: int
+    ) -> None:
+        self.ways = ways
+        self.released: deque[tuple[int, int]] = deque()  # slots that `flush` gives back
+        self._driver = accelerator
+        self._around = surroundings
+        self._limit = limit
+        self._inboxes: dict[int, Inbox] = {}
+        self._receiving: dict[int, _Receiving] = {}
+        self._early: dict[int, _Early] = {}
+        self._unwanted: set[int] = set()  # until their sender has said that nothing more comes
+        self._closed = False
+        self._left = False  # the inboxes are closed, as we leave
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        if self._driver is None:
+            raise RpcError("this worker has no devices")
+        return self._driver
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def receive(self, wires: Sequence[Wire], arrived: Arrived) -> list[Any]:
+        """Take memory for them on the current streams, and enqueue the copies of what has been sent so far.
+
+        Raises ProtocolError for wires that are none.
+        """
+        received: list[Any] = []
+        for place, wire in enumerate(wires):
+            try:
+                number, target, total, chunks = wire
+                index = device_index(target)
+                if type(total) is not int or not 0 < total <= self._limit:
+                    raise ValueError(f"{total!r:.20} bytes")
+            except (TypeError, ValueError) as error:
+                raise ProtocolError(f"not a transfer: {wire!r:.100}: {error}") from None
+            try:
+                received.append(self._receive(number, target, index, total, chunks, partial(arrived, place)))
+            except ProtocolError:
+                raise
+            except Exception as error:  # of the device: that message's trouble
+                self._do_without(number)
+                self._around.on_loop(arrived, place, failed(error))
+                received.append(None)
+        return received
+
+    def _receive(
+        self, number: int, target: str, index: int, total: int, chunks: Any, arrived: Callable[[Any], None]
+    ) -> Any:
+        if type(chunks) is int:
+            return self._take_over(chunks, target, index, total)
+        early = self._early.pop(number, _Early())
+        receiving = self._prepare(number, target, index, total, [*chunks, *early.chunks])
+        if early.reason:
+            self._release_all(chunks)
+            raise RpcError(early.reason)
+        receiving.arrived = arrived
+        self._use_chunks(receiving, [*chunks, *early.chunks])
+        if receiving.left == 0:
+            return receiving.buffer()
+        self._receiving[number] = receiving
+        for start, buffer in early.pieces:
+            self.on_piece(number, start, buffer)
+        return None
+
+    def _prepare(self, number: int, target: str, index: int, total: int, chunks: Sequence[Any]) -> _Receiving:
+        driver = self._accelerator
+        try:
+            if index < 0:
+                return _Receiving(number, allocate(total), target, index, None, total, total)
+            if index >= driver.count():
+                raise RpcError(f"there is no {target} here")
+            return _Receiving(number, driver.empty(total, index), target, index, driver.current(index), total, total)
+        except Exception:
+            self._release_all(chunks)
+            raise
+
+    def _take_over(self, number: int, target: str, index: int, total: int) -> DeviceBuffer:
+        handed = self._around.take_over(number)
+        if handed is None:
+            raise RpcError("its sender has taken it back")
+        carrier, event = handed
+        if carrier.numel() != total:
+            raise ProtocolError(f"{total} bytes announced, {carrier.numel()} handed over")
+        driver = self._accelerator
+        stream = driver.current(index)
+        driver.wait(event, stream)
+        driver.keep(carrier, stream)
+        self.ways[DIRECT].count_received(total)
+        return DeviceBuffer(carrier, index, target)
+
+    def _use_chunks(self, receiving: _Receiving, chunks: Sequence[Any]) -> None:
+        """Enqueue the copies out of these slots, and give the slots back. Raises ProtocolError for chunks that cannot
+        be, and what the driver raises."""
+        left = deque(chunks)
+        try:
+            while left:
+                box, slot, start, size = left[0]
+                if self._left:
+                    raise RpcError("this worker is leaving")
+                inbox, memory = self._inboxes[box], receiving.memory
+                if not 0 <= start < start + size <= receiving.total:
+                    raise ValueError(f"bytes {start} to {start + size} of {receiving.total}")
+                if isinstance(memory, memoryview) or inbox.index != receiving.index:
+                    raise ValueError(f"a box for device {inbox.index}")
+                inbox.get(slot, memory.data_ptr() + start, size, receiving.stream)
+                left.popleft()
+                self._release(box, slot)
+                receiving.left -= size
+                self.ways[IPC].count_received(size)
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise ProtocolError(f"chunks that cannot be: {chunks!r:.100}: {error}") from None
+        except Exception:
+            self._release_all(left)
+            raise
+
+    def _release_all(self, chunks: Sequence[Any]) -> None:
+        for box, slot, *_ in chunks:
+            self._release(box, slot)
+
+    def _release(self, box: int, slot: int) -> None:
+        first = not self.released
+        self.released.append((box, slot))
+        if first:
+            self._around.on_release()
+
+    def flush(self) -> None:
+        """Say which slots may be used again, if any. Any thread."""
+        slots = []
+        while self.released:
+            try:
+                slots.append(self.released.popleft())
+            except IndexError:
+                break
+        if slots:
+            self._around.post([SLOTS, slots])
+
+    def _do_without(self, number: int) -> None:
+        """That transfer is not wanted any more: its sender is told, and what still comes of it is dropped."""
+        self._unwanted.add(number)
+        self._around.post([STOP, number, ""])
+
+    def on_chunks(self, number: int, chunks: list[Any]) -> None:
+        receiving = self._receiving.get(number)
+        if number in self._unwanted:
+            self._release_all(chunks)
+        elif receiving is None:  # its message waits behind another one of the same call
+            self._early.setdefault(number, _Early()).chunks.extend(chunks)
+        else:
+            try:
+                self._use_chunks(receiving, chunks)
+            except ProtocolError:
+                raise
+            except Exception as error:
+                self._do_without(number)
+                self._settle(receiving, failed(error))
+                return
+            if receiving.left == 0:
+                self._settle(receiving, None)
+
+    def on_piece(self, number: int, start: Any, buffer: Buffer) -> None:
+        receiving = self._receiving.get(number)
+        if number in self._unwanted:
+            return
+        if receiving is None:
+            self._early.setdefault(number, _Early()).pieces.append((start, buffer))
+            return
+        if type(start) is not int or not 0 <= start < start + len(buffer) <= receiving.total:
+            raise ProtocolError(f"a piece of {len(buffer)} bytes at {start!r:.20} of {receiving.total}")
+        self._around.in_background(self._place, receiving, start, buffer)
+
+    def _place(self, receiving: _Receiving, start: int, buffer: Buffer) -> None:
+        """In a thread: bring a piece from the host to where it belongs."""
+        size = len(buffer)
+        failure: Exception | None = None
+        try:
+            if isinstance(receiving.memory, memoryview):
+                receiving.memory[start : start + size] = buffer
+            else:
+                host = self._accelerator.pinned(size)
+                host.numpy().data[:] = buffer
+                self._accelerator.move(receiving.memory[start : start + size], host, receiving.stream)
+        except Exception as error:
+            failure = failed(error)
+        self._around.on_loop(self._placed, receiving, size, failure)
+
+    def _placed(self, receiving: _Receiving, size: int, failure: Exception | None) -> None:
+        if self._closed:
+            return
+        receiving.left -= size
+        self.ways[STAGING].count_received(size)
+        if failure is not None and receiving.arrived is not None:
+            self._do_without(receiving.number)
+            self._settle(receiving, failure)
+        elif receiving.left == 0:
+            self._settle(receiving, None)
+        else:
+            self._around.post([GOT, receiving.number])
+
+    def _settle(self, receiving: _Receiving, failure: Exception | None) -> None:
+        self._receiving.pop(receiving.number, None)
+        arrived, receiving.arrived = receiving.arrived, None
+        if arrived is not None:
+            arrived(receiving.buffer() if failure is None else failure)
+
+    def on_lost(self, number: int, error: Exception) -> None:
+        """A piece of that transfer cannot be had."""
+        receiving = self._receiving.get(number)
+        if receiving is not None:
+            self._do_without(number)
+            self._settle(receiving, error)
+
+    def on_stop(self, number: int, reason: str) -> None:
+        """Its sender says that nothing more comes."""
+        receiving = self._receiving.get(number)
+        if number in self._unwanted:
+            self._unwanted.discard(number)
+        elif receiving is not None:
+            self._settle(receiving, RpcError(f"a tensor for {receiving.target} did not arrive: {reason}"))
+        else:
+            self._early.setdefault(number, _Early()).reason = reason
+
+    # --- boxes --------------------------------------------------------------------------------------------------------
+
+    def open(
+        self, number: int, uuid: Any, target: Any, handle: Any, event_handles: Any, slots: Any, nonce: Any
+    ) -> None:
+        """In a thread: open an outbox of the other end and look whether it is what it says."""
+        driver = self._accelerator
+        try:
+            if driver.interprocess is None:
+                raise RpcError(f"{driver.kind} devices of this worker share no memory with other processes")
+            reason = driver.interprocess.obstacle(target)
+            if reason or not driver.interprocess.reaches(target, uuid):
+                raise RpcError(reason or f"{driver.kind}:{target} cannot read the memory of {uuid}")
+            inbox = Inbox(driver.interprocess, target, handle, event_handles, [(start, size) for start, size in slots])
+            try:
+                self._prove(inbox, nonce)
+            except BaseException:
+                inbox.close()
+                raise
+        except Exception as error:
+            self._around.post([REFUSED, number, f"{type(error).__name__}: {error}"])
+            return
+        self._around.on_loop(self._use, number, inbox)
+
+    def _prove(self, inbox: Inbox, nonce: bytes) -> None:
+        driver = self._accelerator
+        stream = driver.fresh(inbox.index)
+        with driver.entered([stream]):
+            proof = driver.empty(len(nonce), inbox.index)
+            inbox.get(NONCE_SLOT, proof.data_ptr(), len(nonce), stream)
+            host = driver.pinned(len(nonce))
+            driver.move(host, proof, stream)
+            driver.synchronize(driver.mark(stream))
+        if host.numpy().tobytes() != nonce:
+            raise RpcError("what was opened is other memory than what was offered")
+
+    def _use(self, number: int, inbox: Inbox) -> None:
+        if self._closed:
+            self._around.ended((), (inbox,))
+            return
+        self._inboxes[number] = inbox
+        self._around.post([OPENED, number])
+
+    def take_inboxes(self) -> dict[int, Inbox]:
+        """What has to be closed, off the loop; nothing is received through it any more. Any thread."""
+        self._left = True
+        inboxes, self._inboxes = self._inboxes, {}
+        return inboxes
+
+    @property
+    def opened(self) -> int:
+        """How many outboxes of the other end are open here."""
+        return len(self._inboxes)
+
+    @property
+    def transfers(self) -> int:
+        """How many are not all here."""
+        return len(self._receiving)
+
+    def close(self) -> list[Inbox]:
+        """Nothing more arrives. The inboxes, which are to be closed off the loop."""
+        self._closed = True
+        self._receiving.clear()
+        self._early.clear()
+        return list(self.take_inboxes().values())

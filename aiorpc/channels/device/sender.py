@@ -1,0 +1,466 @@
+"""The sending side of the device channel: transfers, and the boxes that they wait for. See the package.
+
+States of a box: MAKING (in a thread), OFFERED, then OPEN or REFUSED. Until it is OPEN transfers wait for it, cloned; of
+a REFUSED one they go by staging, or fail where the options ask for ipc alone.
+
+Invariant: transfers that wait for a box get its slots in the order in which they were sent, and before any later one. A
+message may have to wait for an earlier one of its call, and must not hold what that one needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import RpcError
+from .. import Traffic, Wire
+from ..accelerator import Accelerator, DeviceBuffer, Event, Stream, Tensor, device_index
+from .outbox import Outbox
+from .surroundings import CHUNKS, DIRECT, IPC, NONCE_SLOT, OFFER, PIECE, STAGING, STOP, Surroundings
+
+# Bytes of a piece, and how many of one transfer may be under way: enough to keep both copies and the socket busy.
+PIECE_SIZE = 4 * 1024 * 1024
+WINDOW = 4
+# Bytes that prove that memory is shared.
+NONCE_SIZE = 32
+# Seconds until an offer that is not answered counts as refused.
+OFFER_PATIENCE = 30.0
+
+
+class _Box:
+    """The sender's side of an outbox for one device there."""
+
+    def __init__(self, number: int, index: int, target: int) -> None:
+        self.number = number
+        self.index = index
+        self.target = target
+        self.outbox: Outbox | None = None
+        self.open = False
+        self.refused = ""
+        self.waiting: deque[_Sending] = deque()
+
+
+@dataclass(eq=False)
+class _Sending:
+    """What is still to come of a transfer. source: its bytes from `first` on, cloned; `ready` when that is done."""
+
+    number: int
+    index: int
+    source: Tensor
+    first: int
+    total: int
+    ready: Event
+    box: _Box | None
+    sent: int  # of all its bytes
+    target: int  # device of the receiver, -1: its host
+    call: int = 0  # the number of that, once the message that names it is posted
+    stopped: bool = False
+    fetched: int = 0  # pieces; written by the thread that sends them
+    used: int = 0  # pieces that the other end is done with; written on the loop
+    running: bool = False  # a thread sends pieces
+    stream: Stream = None
+
+    def part(self, size: int) -> Tensor:
+        """The next bytes of it."""
+        start = self.sent - self.first
+        return self.source[start : start + size]
+
+
+class Sender:
+    """`send`, `withdraw` and `posted` from any thread, the rest on the loop.
+
+    ways: what went which way. way: "direct", "ipc" or "staging"; empty: `choose` will say, and transfers wait for that.
+    forced: no other one will do. box_size: bytes of an outbox.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None,
+        surroundings: Surroundings,
+        ways: dict[str, Traffic],
+        *,
+        way: str,
+        forced: bool,
+        box_size: int,
+    ) -> None:
+        self.way = way
+        self.ways = ways
+        self._driver = accelerator
+        self._around = surroundings
+        self._forced = forced
+        self._box_size = box_size
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._boxes: dict[tuple[int, int], _Box] = {}  # by both devices
+        self._sending: dict[int, _Sending] = {}
+        self._why = ""  # the way is not ipc
+        self._closed = False
+
+    @property
+    def _accelerator(self) -> Accelerator:
+        if self._driver is None:
+            raise RpcError("this worker has no devices")
+        return self._driver
+
+    # --- sending, from any thread -------------------------------------------------------------------------------------
+
+    def send(self, buffer: DeviceBuffer) -> Wire:
+        """Copy it, or begin to. Raises what the device raises; nothing was sent then."""
+        number = next(self._numbers)
+        index = device_index(buffer.target)
+        driver = self._accelerator
+        if buffer.ready is not None:
+            driver.wait(buffer.ready, driver.current(buffer.index))
+        if index >= 0 and self.way == DIRECT:
+            return [number, buffer.target, len(buffer), self._hand_over(buffer, index)]
+        box = self._box(buffer.index, index) if index >= 0 and self.way == IPC else None
+        stream = driver.current(buffer.index)
+        driver.keep(buffer.carrier, stream)  # it may be another stream's, and be dropped right after this
+        chunks: list[list[int]] = []
+        sent = 0
+        if box is not None and box.open and not box.waiting:
+            sent = self._fill(box, buffer.carrier, 0, len(buffer), stream, chunks)
+        if sent < len(buffer):
+            try:
+                self._clone(number, buffer, sent, box, index)
+            except BaseException:
+                self._give_back(chunks)
+                raise
+        return [number, buffer.target, len(buffer), chunks]
+
+    def _hand_over(self, buffer: DeviceBuffer, index: int) -> int:
+        driver = self._accelerator
+        copy = driver.empty(len(buffer), index)
+        stream = driver.current(buffer.index)
+        if index != buffer.index:  # the memory is its stream's: what that has been given comes before this copy
+            driver.wait(driver.mark(driver.current(index)), stream)
+            driver.keep(copy, stream)
+        driver.move(copy, buffer.carrier, stream)
+        self.ways[DIRECT].count_sent(len(buffer))
+        return self._around.hand_over(copy, driver.mark(stream))
+
+    def _fill(
+        self, box: _Box, source: Tensor, start: int, size: int, stream: Stream, chunks: list[list[int]], first: int = 0
+    ) -> int:
+        """Copy what fits into free slots; how far it came. start, size: of the transfer; `source` begins at `first`."""
+        outbox = box.outbox
+        assert outbox is not None, "an open box has one"
+        while start < size:
+            slot = outbox.take(size - start)
+            if slot is None:
+                break
+            try:
+                copied = outbox.put(slot, source, start - first, stream)
+            except BaseException:
+                outbox.give(slot)
+                for _, taken, *_ in chunks:
+                    outbox.give(taken)
+                raise
+            chunks.append([box.number, slot, start, copied])
+            self.ways[IPC].count_sent(copied)
+            start += copied
+        return start
+
+    def _clone(self, number: int, buffer: DeviceBuffer, sent: int, box: _Box | None, target: int) -> None:
+        """Keep the rest of a buffer as it is at this point of the current stream."""
+        driver = self._accelerator
+        source = driver.empty(len(buffer) - sent, buffer.index)
+        stream = driver.current(buffer.index)
+        driver.move(source, buffer.carrier[sent:], stream)
+        ready = driver.mark(stream)
+        sending = _Sending(number, buffer.index, source, sent, len(buffer), ready, box, sent, target)
+        self._sending[number] = sending
+        if box is not None:
+            with self._lock:
+                box.waiting.append(sending)
+
+    def posted(self, wires: Sequence[Wire], call: int) -> None:
+        """The message that names these is on its way: what is still to come of them may follow. call: what it is of."""
+        for number, *_ in wires:
+            sending = self._sending.get(number)
+            if sending is not None:
+                sending.call = call
+                self._around.on_loop(self._go_on, sending)
+
+    def give_up(self, call: int) -> None:
+        """Nobody wants what was posted for that call: nothing more comes of it."""
+        for sending in list(self._sending.values()):
+            if sending.call == call:
+                self._stop(sending, "its sender has given it up")
+
+    def _stop(self, sending: _Sending, reason: str) -> None:
+        sending.stopped = True
+        self._around.on_loop(self._end_sending, sending, reason)
+
+    def withdraw(self, wires: Sequence[Wire]) -> None:
+        """The message that names these was not sent."""
+        for number, _, _, chunks in wires:
+            sending = self._sending.get(number)
+            if sending is not None:
+                self._stop(sending, "")
+            if type(chunks) is int:
+                self._around.take_back(chunks)
+            else:
+                self._give_back(chunks)
+
+    def _give_back(self, chunks: Sequence[Sequence[int]]) -> None:
+        boxes = {box.number: box.outbox for box in list(self._boxes.values())}
+        for box, slot, *_ in chunks:
+            outbox = boxes[box]
+            if outbox is not None:  # else the other end has closed it meanwhile
+                outbox.give(slot)
+
+    # --- boxes: the sender's side -------------------------------------------------------------------------------------
+
+    def _box(self, index: int, target: int) -> _Box | None:
+        """The box for that pair of devices; None if transfers have to go by staging."""
+        box = self._boxes.get((index, target))
+        if box is None:
+            with self._lock:
+                box = self._boxes.get((index, target))
+                if box is None:
+                    box = self._boxes[index, target] = _Box(len(self._boxes), index, target)
+                    self._around.in_background(self._make, box)
+        if box.refused and not self._forced:
+            return None
+        return box
+
+    def _make(self, box: _Box) -> None:
+        """In a thread: allocate and offer it."""
+        driver = self._accelerator
+        assert driver.interprocess is not None, "no ipc without it"
+        try:
+            outbox = box.outbox = Outbox(driver.interprocess, box.index, self._box_size)
+            nonce = os.urandom(NONCE_SIZE)
+            stream = driver.fresh(box.index)
+            with driver.entered([stream]):
+                proof = driver.empty(NONCE_SIZE, box.index)
+                host = driver.pinned(NONCE_SIZE)
+                host.numpy()[:] = bytearray(nonce)
+                driver.move(proof, host, stream)
+                outbox.put(NONCE_SLOT, proof, 0, stream)
+            uuid = driver.interprocess.uuid(box.index)
+        except Exception as error:
+            self._around.on_loop(self._refuse, box, f"device memory cannot be offered: {error}")
+            self._free(box)
+            return
+        offer = [OFFER, box.number, uuid, box.target, outbox.handle, outbox.event_handles, outbox.slots, nonce]
+        self._around.post(offer)
+        self._around.later(OFFER_PATIENCE, self._refuse, box, f"no answer to an offer in {OFFER_PATIENCE:g} s")
+
+    def _refuse(self, box: _Box, reason: str) -> None:
+        if box.open or box.refused or self._closed:
+            return
+        box.refused = reason
+        if not self._forced:
+            self._around.on_chosen(STAGING, reason)
+        with self._lock:
+            waiting, box.waiting = box.waiting, deque()
+        for sending in waiting:
+            sending.box = None
+            self._go_on(sending)
+
+    def _find_box(self, number: Any) -> _Box:
+        for box in list(self._boxes.values()):
+            if box.number == number:
+                return box
+        raise ValueError(f"box {number!r:.20} was not offered")
+
+    def choose(self, way: str, reason: str) -> None:
+        """ipc or staging, and why it is not ipc. On the loop; nothing happens if the way was settled before."""
+        if self.way:
+            return
+        self._why = reason
+        self.way = way
+        if way != IPC:
+            self._around.on_chosen(way, reason)
+        for sending in list(self._sending.values()):
+            if sending.box is None and way == IPC and sending.target >= 0:
+                self._line_up(sending)
+            self._go_on(sending)
+
+    def _line_up(self, sending: _Sending) -> None:
+        box = self._box(sending.index, sending.target)
+        if box is not None:
+            with self._lock:
+                sending.box = box
+                box.waiting.append(sending)
+
+    # --- sending what is left, on the loop ----------------------------------------------------------------------------
+
+    def _go_on(self, sending: _Sending) -> None:
+        if self._closed or sending.stopped or not sending.call or not self.way:
+            return
+        box = sending.box
+        if box is not None and box.refused:  # it came to wait just as that was found out
+            self._leave(box, sending)
+            box = sending.box = None
+        if box is not None:
+            self._pump(box)
+        elif self._forced and sending.target >= 0:
+            reason = self._why or next((box.refused for box in self._boxes.values() if box.refused), "it has no outbox")
+            self._end_sending(sending, f"device_channel='ipc', and that cannot be had: {reason}")
+        elif not sending.running:
+            sending.running = True
+            self._around.in_background(self._send_pieces, sending)
+
+    def _pump(self, box: _Box) -> None:
+        """Fill the free slots of a box with what waits for it."""
+        while box.open and box.waiting and not self._closed:
+            sending = box.waiting[0]
+            if not sending.stopped:
+                if not sending.call:
+                    return
+                try:
+                    self._send_chunks(box, sending)
+                except Exception as error:
+                    self._end_sending(sending, f"its sender cannot copy it: {error}")
+                    return  # that has gone on here
+                if sending.sent < sending.total:
+                    return
+            self._leave(box, sending)
+            self._sending.pop(sending.number, None)
+
+    def _leave(self, box: _Box, sending: _Sending) -> None:
+        with self._lock:
+            if sending in box.waiting:
+                box.waiting.remove(sending)
+
+    def _send_chunks(self, box: _Box, sending: _Sending) -> None:
+        self._begin(sending)
+        chunks: list[list[int]] = []
+        sending.sent = self._fill(
+            box, sending.source, sending.sent, sending.total, sending.stream, chunks, sending.first
+        )
+        if chunks:
+            self._around.post([CHUNKS, sending.number, chunks])
+
+    def _begin(self, sending: _Sending) -> None:
+        """A stream of its own, so that the sender's goes on meanwhile."""
+        if sending.stream is None:
+            driver = self._accelerator
+            sending.stream = driver.fresh(sending.index)
+            driver.wait(sending.ready, sending.stream)
+            driver.keep(sending.source, sending.stream)
+
+    def _end_sending(self, sending: _Sending, reason: str) -> None:
+        """Nothing more comes of it. reason: for the other end, if it waits for more."""
+        sending.stopped = True
+        known = self._sending.pop(sending.number, None) is not None
+        if sending.box is not None:
+            self._leave(sending.box, sending)
+            self._pump(sending.box)
+        if known and reason and not self._closed:
+            self._around.post([STOP, sending.number, reason])
+
+    def _send_pieces(self, sending: _Sending) -> None:
+        """In a thread: bring pieces to the host and send them, as long as the other end takes them.
+
+        The copy of one piece to the host runs while the one before it is sent.
+        """
+        try:
+            self._begin(sending)
+            ahead: deque[tuple[int, Tensor, Event]] = deque()
+            while not sending.stopped and not self._closed:
+                while len(ahead) < 2 and sending.sent < sending.total and sending.fetched - sending.used < WINDOW:
+                    ahead.append(self._fetch(sending))
+                if not ahead:
+                    break
+                start, host, event = ahead.popleft()
+                self._accelerator.synchronize(event)
+                self.ways[STAGING].count_sent(host.numel())
+                self._around.post_buffer([PIECE, sending.number, start], host.numpy().data)
+                del host
+        except Exception as error:
+            self._around.on_loop(self._end_sending, sending, f"its sender cannot copy it to the host: {error}")
+        self._around.on_loop(self._pause, sending)
+
+    def _fetch(self, sending: _Sending) -> tuple[int, Tensor, Event]:
+        driver, start = self._accelerator, sending.sent
+        size = min(PIECE_SIZE, sending.total - start)
+        host = driver.pinned(size)
+        driver.move(host, sending.part(size), sending.stream)
+        sending.sent += size
+        sending.fetched += 1
+        return start, host, driver.mark(sending.stream)
+
+    def _pause(self, sending: _Sending) -> None:
+        """The thread has come to the end of what it may send now."""
+        sending.running = False
+        if sending.sent >= sending.total:
+            self._sending.pop(sending.number, None)
+        elif sending.fetched - sending.used < WINDOW:
+            self._go_on(sending)
+
+    # --- the other end's word, on the loop ----------------------------------------------------------------------------
+
+    def on_opened(self, number: int) -> None:
+        """It has opened that box, and found the nonce. Raises ValueError for a box that was not offered."""
+        box = self._find_box(number)
+        if box.refused:  # it came too late
+            return
+        box.open = True
+        self._around.on_chosen(IPC, "")
+        self._pump(box)
+
+    def on_refused(self, number: int, reason: str) -> None:
+        """It cannot."""
+        box = self._find_box(number)
+        self._refuse(box, f"the other end cannot open it: {reason}")
+        self._free(box)
+
+    def on_slots(self, slots: list[Any]) -> None:
+        """These are ours again. Raises ValueError for what was not lent."""
+        self._give_back(slots)
+        for box in {self._find_box(number) for number, _ in slots}:
+            self._pump(box)
+
+    def on_got(self, number: int) -> None:
+        """A piece of that transfer was used."""
+        sending = self._sending.get(number)
+        if sending is not None:
+            sending.used += 1
+            self._go_on(sending)
+
+    def on_unwanted(self, number: int) -> None:
+        """Nothing more of that transfer is wanted."""
+        sending = self._sending.pop(number, None)
+        if sending is not None:
+            self._end_sending(sending, "")
+        self._around.post([STOP, number, "it was not wanted"])
+
+    def on_closed(self, numbers: list[Any]) -> None:
+        """It leaves, and has let go of these boxes."""
+        for number in numbers:
+            box = self._find_box(number)
+            box.open, box.refused = False, "the other worker has closed it"
+            self._free(box)
+
+    def _free(self, box: _Box) -> None:
+        """Nobody else has it open."""
+        outbox, box.outbox = box.outbox, None
+        if outbox is not None:
+            self._around.in_background(outbox.free)
+
+    @property
+    def boxes(self) -> int:
+        """How many outboxes the other end may have open."""
+        return sum(box.outbox is not None for box in list(self._boxes.values()))
+
+    @property
+    def transfers(self) -> int:
+        """How many are not all sent."""
+        return len(self._sending)
+
+    def close(self) -> list[Outbox]:
+        """Nothing more is sent. The outboxes, which the other process may still use."""
+        self._closed = True
+        self._sending.clear()
+        outboxes = [box.outbox for box in self._boxes.values() if box.outbox is not None]
+        self._boxes.clear()
+        return outboxes

@@ -1,0 +1,59 @@
+"""What the two sides of the device channel have in common: their messages, and what they need around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ...errors import RpcError
+from ...protocol.frames import Buffer
+from ..accelerator import Event, Tensor
+from .outbox import Inbox, Outbox
+
+OFFER, OPENED, REFUSED, CHUNKS, PIECE = "offer", "opened", "refused", "chunks", "piece"
+GOT, SLOTS, STOP, CLOSED = "got", "slots", "stop", "closed"
+DIRECT, IPC, STAGING = "direct", "ipc", "staging"
+# The slot of an outbox that its nonce is in.
+NONCE_SLOT = 0
+
+
+class Surroundings(Protocol):
+    """What the channel needs around it. All from any thread."""
+
+    def post(self, fields: list[Any]) -> None:
+        """Send a message to the other end."""
+
+    def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
+        """Send a message with a buffer, which is borrowed until it is written."""
+
+    def in_background(self, fn: Callable[..., None], *args: Any) -> None:
+        """Run something in a thread that may wait for a device."""
+
+    def on_loop(self, function: Callable[..., object], *args: Any) -> None:
+        """Run something on the loop."""
+
+    def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
+        """Run something on the loop, later."""
+
+    def on_release(self) -> None:
+        """`flush` has something to send."""
+
+    def on_chosen(self, way: str, reason: str) -> None:
+        """That way is used for device memory; reason: why not a better one."""
+
+    def hand_over(self, carrier: Tensor, event: Event) -> int:
+        """Leave it for the worker at the other end, which is in this process; the number it is found by."""
+
+    def take_over(self, number: int) -> tuple[Tensor, Event] | None:
+        """What the other end has left under that number; None if it has taken it back."""
+
+    def take_back(self, number: int) -> None:
+        """Nobody will take that over. Whatever is left there goes with the link."""
+
+    def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
+        """The link has ended; the other process may still use the outboxes."""
+
+
+def failed(error: Exception) -> RpcError:
+    """What the device, or its driver, has to say, as that of the transfer."""
+    return error if isinstance(error, RpcError) else RpcError(f"the device refused: {type(error).__name__}: {error}")

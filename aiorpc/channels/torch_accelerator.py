@@ -1,0 +1,184 @@
+"""The devices that torch has, as an `Accelerator`: CUDA, and kinds whose module has streams and events as CUDA's has.
+
+Nothing here starts a device: that is done by the first memory, stream or event that somebody asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from .accelerator import Accelerator, Event, Interprocess, Stream
+from .cuda_runtime import find_runtime
+
+Tensor = torch.Tensor
+# In bytes. Up to here what lies in ordinary memory of the host goes through pinned memory on its way to a device.
+PINNED_DETOUR = 4 << 20
+
+
+def find_accelerator() -> Accelerator | None:
+    """CUDA if torch can use it here, with its runtime library if that can be found; None without a device.
+
+    Makes no context on a device.
+    """
+    if not torch.cuda.is_available():
+        return None
+    return TorchAccelerator("cuda", interprocess=find_runtime())
+
+
+class TorchAccelerator:
+    """Devices of one kind. See `Accelerator`.
+
+    module: torch's module for them, if it is not to be looked up.
+    """
+
+    def __init__(
+        self, kind: str = "cuda", *, interprocess: Interprocess | None = None, module: ModuleType | Any = None
+    ) -> None:
+        self._kind = kind
+        self._interprocess = interprocess
+        self._module = torch.get_device_module(kind) if module is None else module
+        # Only CUDA has to be asked to sleep, in place of turning on a core, while it synchronises.
+        self._event_options = {"blocking": True} if kind == "cuda" else {}
+
+    @property
+    def kind(self) -> str:
+        """As in ``torch.device.type``."""
+        return self._kind
+
+    @property
+    def interprocess(self) -> Interprocess | None:
+        """None if these devices have no such thing."""
+        return self._interprocess
+
+    def count(self) -> int:
+        """How many there are; numbered from 0."""
+        return int(self._module.device_count())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is a strided tensor of torch's own types that lies on one of these."""
+        return (
+            (type(tensor) is Tensor or type(tensor) is Parameter)
+            and tensor.device.type == self._kind
+            and tensor.layout is torch.strided
+            and not tensor.is_quantized
+            and not tensor.is_nested
+        )
+
+    def carrier(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def tensor(self, carrier: Tensor, index: int) -> Tensor:
+        """The carrier itself."""
+        return carrier
+
+    def empty(self, size: int, index: int) -> Tensor:
+        """A flat uint8 tensor of so many bytes; memory of the current stream. Raises torch.OutOfMemoryError."""
+        return self._empty(size, device=torch.device(self._kind, index))
+
+    def pinned(self, size: int) -> Tensor:
+        """A flat uint8 tensor on the host, page-locked. Making a new one can take milliseconds; torch reuses them."""
+        return self._empty(size, pin_memory=True)
+
+    def _empty(self, size: int, **options: Any) -> Tensor:
+        # What is made in inference mode can only be written there, and the caller's thread may be in it.
+        with torch.inference_mode(False):
+            return torch.empty(size, dtype=torch.uint8, **options)
+
+    def move(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy on the stream, of the same size; the memory is not reused before.
+
+        torch's allocator of pinned memory sees to that by itself, the device's by `keep`. Ordinary memory has no such
+        allocator: a source of up to `PINNED_DETOUR` bytes is copied first, and else this waits for the stream.
+        """
+        if not source.numel():
+            return
+        with self.entered((stream,)):
+            if self._ordinary(source) and source.numel() <= PINNED_DETOUR:
+                source = self.pinned(source.numel()).copy_(source)
+            target.copy_(source, non_blocking=not self._ordinary(source) and not self._ordinary(target))
+        for side in (target, source):
+            if side.device.type != "cpu":
+                self.keep(side, stream)
+
+    def _ordinary(self, tensor: Tensor) -> bool:
+        """Whether it is memory of the host that a device cannot be left alone with."""
+        return tensor.device.type == "cpu" and not tensor.is_pinned()
+
+    def current(self, index: int) -> Stream:
+        """The current stream of this thread on that device."""
+        return self._module.current_stream(index)
+
+    def fresh(self, index: int) -> Stream:
+        """A stream other than the default one, in turn out of torch's pool of 32."""
+        return self._module.Stream(device=index)
+
+    def entered(self, streams: Sequence[Stream]) -> AbstractContextManager[object]:
+        """Within it these are the current streams of this thread, each on its device; the current device stays.
+
+        It may be entered again, also within itself, by one thread at a time.
+        """
+        return _Entered(self._module, streams)
+
+    def keep(self, carrier: Tensor, stream: Stream) -> None:
+        """The memory is in use on that stream, too, until what the stream has by the time it is freed."""
+        carrier.record_stream(stream)
+
+    def mark(self, stream: Stream) -> Event:
+        """An event of this process that has recorded the stream."""
+        event = self._module.Event(**self._event_options)
+        event.record(stream)
+        return event
+
+    def wait(self, event: Event, stream: Stream) -> None:
+        """What the stream is given from now on comes after what the event has recorded."""
+        event.wait(stream)
+
+    def synchronize(self, event: Event) -> None:
+        """Block this thread, asleep and without the interpreter lock, until it is done."""
+        event.synchronize()
+
+
+class _Entered:
+    """Streams that are current for a while.
+
+    Not `torch.cuda.StreamContext`: it is for one stream, and goes back to the device that was current by a way that
+    starts a device which nobody has used so far (500 MB of it).
+    """
+
+    __slots__ = ("_before", "_module", "_streams")
+
+    def __init__(self, module: ModuleType | Any, streams: Sequence[Stream]) -> None:
+        self._module = module
+        self._streams = tuple(streams)
+        self._before: list[list[Stream]] = []
+
+    def __enter__(self) -> None:
+        before: list[Stream] = []
+        self._before.append(before)
+        try:
+            for stream in self._streams:
+                current = self._module.current_stream(stream.device_index)
+                self._set(stream)
+                before.append(current)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        for stream in reversed(self._before.pop()):
+            self._set(stream)
+
+    def _set(self, stream: Stream) -> None:
+        """To set a stream makes its device current; the guard puts back the one that was."""
+        if stream.device_index == self._module.current_device():
+            self._module.set_stream(stream)
+            return
+        with self._module.device(stream.device_index):
+            self._module.set_stream(stream)

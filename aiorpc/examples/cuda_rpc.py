@@ -1,0 +1,264 @@
+"""A model in two shards, each in a process: its activations sent by way of the CPU, and from device to device.
+
+    python -m aiorpc.examples.cuda_rpc                      # ten rounds of 1,000 rows, two layers of 1,000 x 1,000
+    python -m aiorpc.examples.cuda_rpc --device-channel staging
+    python -m aiorpc.examples.cuda_rpc --picture cuda_rpc.png
+    torchrun --standalone --nproc-per-node 2 -m aiorpc.examples.cuda_rpc
+
+This is the model of PyTorch's recipe "Direct Device-to-Device Communication with TensorPipe CUDA RPC"
+(https://docs.pytorch.org/tutorials/recipes/cuda_rpc.html). Without a device map a program takes each tensor to the CPU,
+sends it, and takes it to the device at the other end, there and back. With one it just sends it. Either way a round
+begins and ends on the first shard's device.
+
+With two GPUs or more each shard has its own; with one GPU both are on it, in two processes; without any both are on the
+CPU and only the first way is run. It is the forward pass alone: the backward pass comes with distributed autograd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import aiorpc as rpc
+
+from ._launch import Place, WorkerFailed, launch
+
+__all__ = ["Settings", "Shard", "main", "role", "run"]
+
+NAMES = ("worker0", "worker1")
+WARM_UP = 3
+CHANNELS = ("auto", "ipc", "staging")
+#: What each way is called.
+TITLES = {"cpu": "CPU RPC", "cuda": "CUDA RPC"}
+#: Seconds that the recipe gives for ten rounds, forward and backward, on two GPUs.
+PUBLISHED = {"cpu": 2.3145179748535156, "cuda": 0.06867480278015137}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be chosen for a run. batch: rows of the input. size: of each layer, which is square."""
+
+    rounds: int = 10
+    batch: int = 1000
+    size: int = 1000
+    device_channel: str = "auto"
+    seed: int = 0
+    timeout: float = 600.0
+
+
+class Shard(torch.nn.Module):
+    """One linear layer on a device. staged: its result is taken to the CPU, to be sent from there."""
+
+    def __init__(self, number: int, settings: Settings, device: str, staged: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed + number)  # the same layer in whatever process it is made
+            self.linear = torch.nn.Linear(settings.size, settings.size).to(device)
+        self.device = device
+        self.staged = staged
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.to(self.device))
+        return y.cpu() if self.staged else y
+
+
+@dataclass(frozen=True)
+class Split:
+    """The whole model as the process of the first shard sees it."""
+
+    first: Shard
+    second: rpc.RRef[Shard]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second.rpc_sync().forward(self.first(x))
+        return result.to(x.device)
+
+
+def placement(gpus: int) -> tuple[str, str]:
+    """The devices of the two shards on a machine with so many GPUs."""
+    if gpus == 0:
+        return "cpu", "cpu"
+    return "cuda:0", "cuda:1" if gpus > 1 else "cuda:0"
+
+
+def split(settings: Settings, devices: tuple[str, str], way: str) -> Split:
+    """Make one shard here and the other at its worker."""
+    staged = way == "cpu"
+    second = rpc.remote(NAMES[1], Shard, args=(1, settings, devices[1], staged))
+    return Split(Shard(0, settings, devices[0], staged), second)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; a CPU has when it returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def check(way: str, result: Tensor, expected: Tensor) -> None:
+    """A way that changes the result has no speed: RuntimeError."""
+    if result.device != expected.device or not torch.allclose(result, expected, rtol=1e-4, atol=1e-4):
+        raise RuntimeError(f"{TITLES[way]}: the two shards gave another result than the model in one process")
+
+
+def seconds_of(model: Split, x: Tensor, rounds: int) -> float:
+    """How long so many rounds take, the device's work included."""
+    synchronize(x.device)
+    started = time.perf_counter()
+    for _ in range(rounds):
+        model.forward(x)
+    synchronize(x.device)
+    return time.perf_counter() - started
+
+
+def drive(settings: Settings, devices: tuple[str, str]) -> dict[str, Any]:
+    """Warm up and check all ways, then time them."""
+    torch.manual_seed(settings.seed)
+    x = torch.randn(settings.batch, settings.size).to(devices[0])
+    ways = ("cpu",) if devices[0] == "cpu" else ("cpu", "cuda")
+    whole = [Shard(number, settings, devices[0], staged=False) for number in (0, 1)]
+    models = {way: split(settings, devices, way) for way in ways}
+    for way, model in models.items():
+        for _ in range(WARM_UP):
+            check(way, model.forward(x), whole[1](whole[0](x)))
+    return {
+        "program": "cuda_rpc",
+        **asdict(settings),
+        "devices": list(devices),
+        "hardware": [torch.cuda.get_device_name(each) if each != "cpu" else "the CPU" for each in devices],
+        "seconds": {way: seconds_of(model, x, settings.rounds) for way, model in models.items()},
+    }
+
+
+def role(place: Place, settings: Settings) -> dict[str, Any] | None:
+    """One process of the run: rank 0 has the first shard and drives, rank 1 has the second."""
+    devices = placement(torch.cuda.device_count())
+    options = rpc.RpcBackendOptions(device_channel=settings.device_channel)
+    if place.rank == 0 and devices[0] != "cpu":
+        options.set_device_map(NAMES[1], {devices[0]: devices[1]})
+    rpc.init_rpc(NAMES[place.rank], rank=place.rank, world_size=place.world_size, rpc_backend_options=options)
+    result = drive(settings, devices) if place.rank == 0 else None
+    rpc.shutdown()
+    return result
+
+
+def run(settings: Settings) -> dict[str, Any] | None:
+    """Run all ways once and return the result as plain data (under torchrun: on rank 0, None elsewhere).
+
+    Raises: WorkerFailed when a worker died, raised (as when a result was wrong) or was not done in
+    ``settings.timeout`` seconds.
+    """
+    result: dict[str, Any] | None = launch(role, settings, NAMES, timeout=settings.timeout)
+    return result
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """What a run has to tell."""
+    seconds: dict[str, float] = result["seconds"]
+    said = [
+        f"two shards of {result['size']:,} x {result['size']:,}, {result['batch']:,} rows, "
+        f"{result['rounds']} round{'s' if result['rounds'] > 1 else ''} of the forward pass"
+    ]
+    if "cuda" in seconds:
+        places = zip(NAMES, result["devices"], result["hardware"], strict=True)
+        said.append(", ".join(f"{name} on {device} ({hardware})" for name, device, hardware in places))
+    else:
+        said.append("no CUDA device: both shards are on the CPU, and there is nothing to compare with")
+    said += [f"{TITLES[way]}: {taken:.4f} s" for way, taken in seconds.items()]
+    if "cuda" in seconds:
+        published = f"{PUBLISHED['cpu']:.4f} s / {PUBLISHED['cuda']:.4f} s = {_ratio(PUBLISHED):.0f}"
+        said.append(f"ratio: {_ratio(seconds):.1f} (the recipe, forward and backward, on two GPUs: {published})")
+    return said
+
+
+def _ratio(seconds: dict[str, float]) -> float:
+    return seconds["cpu"] / seconds["cuda"]
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw a bar for each way into a PNG file at ``path``. result: as ``run`` returns it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    seconds = {TITLES[way]: taken for way, taken in result["seconds"].items()}
+    figure = Figure(figsize=(7.0, 1.4 + 0.5 * len(seconds)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bars = axes.barh(
+        list(seconds), [1e3 * taken for taken in seconds.values()], color=["#c9602c", "#1f6fb4"], height=0.6
+    )
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"milliseconds for {result['rounds']} rounds")
+    hardware = " and ".join(dict.fromkeys(result["hardware"]))
+    axes.set_title(f"cuda_rpc: two shards of {result['size']:,} x {result['size']:,} on {hardware}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    default = Settings()
+    made = argparse.ArgumentParser(
+        prog="python -m aiorpc.examples.cuda_rpc",
+        description="A model in two shards: activations by way of the CPU against device to device.",
+    )
+    made.add_argument("--rounds", type=int, default=default.rounds, help="how often the input goes through the model")
+    made.add_argument("--batch", type=int, default=default.batch, help="rows of the input")
+    made.add_argument("--size", type=int, default=default.size, help="columns of the input, and size of both layers")
+    made.add_argument("--device-channel", choices=CHANNELS, default=default.device_channel)
+    made.add_argument("--seed", type=int, default=default.seed)
+    made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
+    made.add_argument("--picture", metavar="FILE", help="draw the seconds into this PNG file")
+    return made
+
+
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    return Settings(
+        rounds=arguments.rounds,
+        batch=arguments.batch,
+        size=arguments.size,
+        device_channel=arguments.device_channel,
+        seed=arguments.seed,
+        timeout=arguments.timeout,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit code."""
+    commands = parser()
+    arguments = commands.parse_args(argv)
+    for name in ("rounds", "batch", "size"):
+        if getattr(arguments, name) < 1:
+            commands.error(f"--{name} must be at least 1")
+    try:
+        result = run(settings_from(arguments))
+    except WorkerFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    if result is not None:
+        print("\n".join(lines(result)))
+        if arguments.picture:
+            draw(result, Path(arguments.picture))
+            print(f"wrote {arguments.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    # By its real name, not __main__: classes and functions travel to the other workers by name.
+    from aiorpc.examples import cuda_rpc
+
+    sys.exit(cuda_rpc.main())
