@@ -1,0 +1,1 @@
+"""Devices that do not exist, for tests of what needs them: see `cuda`."""
