@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from . import picture, report, suite
+from . import gpu, picture, report, suite
 from .stage import Plan
 from .stats import Outcome
 
@@ -28,16 +28,22 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     options.add_argument("--halting", action="store_true", help="let idle cores halt in all measurements")
     options.add_argument("--null", action="store_true", help="torch against itself, to see the noise")
+    options.add_argument("--gpu", action="store_true", help="tensors on a GPU instead, into results/<its name>")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 when a measurement failed (or, with ``--check``, a target was missed), 2 for misuse."""
+    """Run the command; 1 when a measurement failed (or, with ``--check``, a target was missed), 2 for misuse.
+
+    With ``--gpu`` also 2 where there is no GPU.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
     if options.list:
         print("\n".join(f"{each.name:16} {each.summary}" for each in suite.MEASUREMENTS))
         return 0
+    if options.gpu:
+        return _gpu(options, given)
     try:
         chosen = suite.choose(options.only.split(",") if options.only else None)
     except ValueError as error:
@@ -47,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _write(outcome, options.out)
     missed = options.check and any(row.passed is False for row in outcome.rows)
     return 1 if outcome.failures or missed else 0
+
+
+def _gpu(options: argparse.Namespace, given: Sequence[str]) -> int:
+    if options.only or options.null or options.check:
+        parser().error("--gpu has one measurement without targets: no --only, --null or --check")
+    out = None if options.out == DEFAULT_OUT else options.out
+    return gpu.main(_plan(options), given, out, halting=options.halting)
 
 
 def _plan(options: argparse.Namespace) -> Plan:
