@@ -87,16 +87,22 @@ def to_device_map(mapping: Mapping[Any, Device]) -> DeviceMap:
 
 
 def to_device_maps(maps: Mapping[str, Mapping[Any, Device]]) -> dict[str, DeviceMap]:
-    """The maps that are meant, by the names of the workers they lead to; DeviceMapError as above."""
-    return {_checked_name(name): to_device_map(mapping) for name, mapping in _entries(maps, "device_maps").items()}
+    """The maps that are meant, by the names of the workers they lead to. Whether each is one-to-one, init finds out."""
+    return {
+        _checked_name(name): _joined({}, mapping, "device_map", one_to_one=False)
+        for name, mapping in _entries(maps, "device_maps").items()
+    }
 
 
 def extend_device_map(known: Mapping[Any, Device], more: Mapping[Any, Device]) -> DeviceMap:
-    """Both maps as one; DeviceMapError if that would not be one-to-one."""
-    return _joined(to_device_map(known), to_device_map(more), "set_device_map")
+    """Both maps as one; DeviceMapError if they contradict each other.
+
+    Two sources for one target, one in either map, are found at init, as by torch.
+    """
+    return _joined(_joined({}, known, "", one_to_one=False), to_device_map(more), "set_device_map", one_to_one=False)
 
 
-def _joined(known: DeviceMap, more: Mapping[Any, Device], what: str) -> DeviceMap:
+def _joined(known: DeviceMap, more: Mapping[Any, Device], what: str, *, one_to_one: bool = True) -> DeviceMap:
     joined = dict(known)
     for key, value in _entries(more, "a device map").items():
         source, target = to_device(key), to_device(value)
@@ -104,7 +110,7 @@ def _joined(known: DeviceMap, more: Mapping[Any, Device], what: str) -> DeviceMa
         if joined.get(source, target) != target:
             raise DeviceMapError(f"{problem} to {target} and {joined[source]}")
         others = [other for other, to in joined.items() if to == target and other != source]
-        if others:
+        if others and one_to_one:
             raise DeviceMapError(f"{problem} and {others[0]} to {target}")
         joined[source] = target
     return joined

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
-from .devices import Device, DeviceClaims, DeviceMap, extend_device_map, to_device_maps, to_devices
+from .devices import Device, DeviceClaims, DeviceMap, extend_device_map, to_device_map, to_device_maps, to_devices
 from .errors import RpcUsageError
 
 DEFAULT_RPC_TIMEOUT = 60.0
@@ -108,6 +109,8 @@ class RpcBackendOptions:
     device_buffer: int = 64 << 20
 
     def __post_init__(self) -> None:
+        for device_map in (self.device_maps or {}).values():
+            to_device_map(device_map)  # as torch: one that is given as a whole is one-to-one
         self.validate()
 
     def validate(self) -> None:
@@ -158,8 +161,8 @@ class RpcBackendOptions:
     def set_device_map(self, to: str, device_map: Mapping[Any, Device]) -> None:
         """Add to the map for worker `to`: tensors on each device (a key) go to the device there that is its value.
 
-        May be called again and again. DeviceMapError, a ValueError, unless the whole stays one-to-one; then nothing
-        has changed.
+        May be called again and again. DeviceMapError, a ValueError, for a map that is not one-to-one or contradicts
+        what was said before; nothing has changed then. Init refuses a whole that is not one-to-one.
         """
         extended = extend_device_map(self.device_maps.get(to, {}), device_map)
         self.device_maps.update(_as_set(to_device_maps({to: extended})))
@@ -173,5 +176,9 @@ class RpcBackendOptions:
         return DeviceClaims(count, tuple(to_devices(self.devices)), to_device_maps(self.device_maps), kind)
 
     def copy(self) -> RpcBackendOptions:
-        """A copy that later changes to this object do not reach."""
-        return type(self)(**{f.name: getattr(self, f.name) for f in fields(self)})
+        """A copy that later changes to this object do not reach, and that is valid: it raises what `validate` does."""
+        made = copy.copy(self)
+        made.device_maps = {name: dict(device_map) for name, device_map in (self.device_maps or {}).items()}
+        made.devices = list(self.devices or ())
+        made.validate()
+        return made

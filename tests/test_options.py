@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc.devices import DeviceClaims
+from aiorpc.devices import DeviceClaims, check_device_maps
 from aiorpc.errors import DeviceMapError, RpcUsageError
 from aiorpc.options import RpcBackendOptions, seconds
 
@@ -170,7 +170,6 @@ def test_a_device_map_is_set_bit_by_bit() -> None:
     ("more", "text"),
     [
         ({2: 3, 0: 2}, "`set_device_map` only supports 1-to-1 mapping, trying to map cuda:0 to cuda:2 and cuda:1"),
-        ({2: 3, 1: 1}, "`set_device_map` only supports 1-to-1 mapping, trying to map cuda:1 and cuda:0 to cuda:1"),
         ({2: 3, 3: 3}, "`device_map` only supports 1-to-1 mapping, trying to map cuda:3 and cuda:2 to cuda:3"),
         ({2: 3, -1: 0}, "Device index must not be negative, but got -1"),
         ({2: 3, 0: "gpu"}, "'gpu' is no device"),
@@ -189,14 +188,23 @@ def test_a_device_map_that_contradicts_itself_changes_nothing(more: Any, text: s
 
 
 def test_device_maps_are_checked_when_options_are_made() -> None:
-    """ValueErrors of torch, from the arguments and from a map that was changed in place."""
+    """ValueErrors of torch; of a map that was changed in place, where it is seen without the others."""
     with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
         RpcBackendOptions(device_maps={"a": {0: 1, 1: 1}})
     options = RpcBackendOptions(device_maps={"a": {0: 1}})
-    options.device_maps["a"][1] = 1
-    for check in (options.validate, options.copy):
-        with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
-            check()
+    options.device_maps["a"]["gpu"] = 1
+    with pytest.raises(ValueError, match="'gpu' is no device"):
+        options.copy().validate()
+
+
+def test_two_sources_for_one_target_are_found_at_init_as_by_torch() -> None:
+    """What `set_device_map` adds may lead to a target that is taken: the group refuses it, on all its members."""
+    options = RpcBackendOptions(device_maps={"a": {0: 1}})
+    options.set_device_map("a", {1: 1})
+    options.copy().validate()
+    claims = {"a": DeviceClaims(2), "b": options.device_claims(2)}
+    with pytest.raises(ValueError, match="Node b has duplicated target devices in its device map for a"):
+        check_device_maps(claims)
 
 
 def test_devices_are_cuda_devices() -> None:

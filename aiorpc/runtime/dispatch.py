@@ -33,7 +33,7 @@ from .batching import Batch, get_batcher
 from .current import CallContext, current_call, current_worker
 from .failures import encode_error
 from .functions import Mode, Target
-from .link import OF_LINKS, Link, Parcel, landing_of
+from .link import OF_LINKS, Link, Message, Parcel
 from .peer import LARGE_PICKLE
 from .statistics import PendingCall
 from .streams import serve_async_generator, serve_generator
@@ -63,6 +63,7 @@ class Service:
         self.link = Link(worker, connection, peer, self, number=link, opener=False)
         self._functions: dict[int, Target] = {}
         self._target = worker.peers.of(peer)
+        self._devices = worker.accelerators.accelerator is not None
         self._run: dict[str, Run] = {  # by the value: hashing a member of an Enum is a call into Python
             Mode.THREAD.value: self._start_thread,
             Mode.DEFERRED.value: self._start_thread,
@@ -112,7 +113,8 @@ class Service:
         deadline = None if remaining is None else time.monotonic() + remaining
         root = trace if trace is not None else (self.peer.id << 48) | frame.call_id
         context = CallContext(self.worker, self._info, frame.call_id, "?", deadline, root)
-        context.landing = landing_of(frame)
+        if type(frame) is Message:
+            context.landing = frame.landing
         if type(extra) is list:
             self.worker.references.on_create(extra, self.peer.id, context)
         users = len(self.calls) - self._system
@@ -280,8 +282,8 @@ class Service:
         self._run[target.mode._value_](target, context, fields, segments)
 
     def _decode(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> list[Any]:
-        landing = context.landing or self.worker.accelerators.landing()
-        if landing is None:
+        landing = context.landing or (self._devices and self.worker.accelerators.landing())
+        if not landing:
             return messages.decode(fields[5:], segments, self._load_references)
         with landing.entered():
             return messages.decode(fields[5:], segments, self._load_references, landing)
@@ -558,8 +560,9 @@ class Service:
         return context
 
     def _send_answer(self, frame: Sequence[Buffer]) -> None:
-        if self.link.released:
-            self.link.flush(more=True)
+        link = self.link
+        if link.released or link.slots:
+            link.flush(more=True)
         # With no other call under way nothing will join it: no reason to wait for the loop.
         self.connection.send(frame, urgent=len(self.calls) <= self._system)
 

@@ -100,11 +100,6 @@ class Message(Frame):
         return self
 
 
-def landing_of(frame: Frame) -> Landing | None:
-    """Where those of its buffers arrive that lie on devices; None: it has none."""
-    return frame.landing if isinstance(frame, Message) else None
-
-
 class _Held:
     """A message that waits for buffers, and what came behind it."""
 
@@ -155,6 +150,7 @@ class Link:
             box_size=options.device_buffer,
             limit=options.max_tensor_bytes,
         )
+        self.slots = self.devices.released  # the same, of the device channel
         self._pieces = itertools.count(_PIECES)
         # The buffers of a message are worth no channel below this, in bytes; nor is one that comes alone.
         self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes)
@@ -259,7 +255,7 @@ class Link:
             elif code == BULK and parcel.call_id < _PIECES:
                 # Several of a stream, of which each item is a message.
                 self._underway[parcel.call_id] = [*self._underway.get(parcel.call_id, ()), (code, wire)]
-        if self.released:
+        if self.released or self.slots:
             self.flush(more=True)
         self.connection.send(parcel.frame, urgent=urgent)
         if away:
@@ -288,6 +284,8 @@ class Link:
         """Say what was released, if anything was. more: another frame follows at once."""
         if self.released and self.shared is not None:
             self.shared.flush(more=more)
+        if self.slots:
+            self.devices.flush(more=more)
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -611,9 +609,10 @@ class _DeviceSurroundings:
         self._link = link
         self.in_background = link.worker.accelerators.in_background
         self.on_loop = link.worker.call_on_loop
+        self.on_release = link.flush_later
 
-    def post(self, fields: list[Any]) -> None:
-        self._link._say([DEVICE, *fields])
+    def post(self, fields: list[Any], *, more: bool = False) -> None:
+        self._link._say([DEVICE, *fields], more=more)
 
     def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
         link = self._link
@@ -621,9 +620,6 @@ class _DeviceSurroundings:
 
     def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
         self.on_loop(self._link.worker.loop.call_later, seconds, function, *args)
-
-    def on_release(self) -> None:
-        self.on_loop(self._link.devices.flush)
 
     def on_chosen(self, way: str, reason: str) -> None:
         self._link.worker.accelerators.on_chosen(self._link.record, way, reason)

@@ -44,7 +44,7 @@ from . import messages
 from .current import current_call
 from .failures import decode_error, without_frames
 from .functions import describe, find_name
-from .link import OF_LINKS, Link, landing_of
+from .link import OF_LINKS, Link, Message
 from .statistics import PendingCall
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class Peer:
 
     def __init__(self, worker: Worker, name: str, record: WorkerRecord | None) -> None:
         self.worker = worker
+        self.devices = worker.accelerators.accelerator is not None  # whether tensors may arrive on some
         self.rename(name)
         self.record = record
         self.state = State.IDLE
@@ -274,7 +275,7 @@ class Peer:
         if buffers and not (link is not None and link.rides(buffers)):
             self._send_buffers(_Message(call_id, body, buffers, out))
         else:
-            if link is not None and link.released:
+            if link is not None and (link.released or link.slots):
                 link.flush(more=True)
             whole = encode_frame(CALL, call_id, body, buffers)
             self.send(whole, urgent=len(pending) <= 1 + self._system, call_id=call_id)
@@ -452,7 +453,7 @@ class Peer:
                 stream = self.streams.get(frame.call_id)
                 if stream is not None:
                     fields = unpack(frame.body)
-                    stream.on_item(fields, frame.segments, landing_of(frame))
+                    stream.on_item(fields, frame.segments, frame.landing if type(frame) is Message else None)
                 else:
                     self._discard(frame)
             elif kind == Kind.GOODBYE:
@@ -494,21 +495,22 @@ class Peer:
         if frame.kind == ERROR:
             self._settle_error(future, frame)
             return
+        landing = frame.landing if type(frame) is Message else None
         try:
             fields = unpack(frame.body)
             if len(fields) > 3 and fields[3] and len(fields[3]) > LARGE_PICKLE:
-                self.worker.background.submit(self._settle_value, future, fields, frame.segments, landing_of(frame))
+                self.worker.background.submit(self._settle_value, future, fields, frame.segments, landing)
                 return
         except Exception as error:
             future._settle(None, without_frames(error))
             return
-        self._settle_value(future, fields, frame.segments, landing_of(frame))
+        self._settle_value(future, fields, frame.segments, landing)
 
     def _settle_value(
         self, future: CallFuture, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None
     ) -> None:
         try:
-            landing = landing or self.worker.accelerators.landing()
+            landing = landing or (self.devices and self.worker.accelerators.landing()) or None
             if landing is None:
                 value = messages.decode(fields, segments, self.load_references)[0]
             else:

@@ -95,7 +95,7 @@ class Stream(AsyncIterator[Any]):
             raise RpcError(f"an item of {self._describe()} cannot be read here: {error}") from error
 
     def _decode(self, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None) -> Any:
-        landing = landing or self._peer.worker.accelerators.landing()
+        landing = landing or (self._peer.devices and self._peer.worker.accelerators.landing()) or None
         if landing is None:
             return messages.decode(fields, segments, self._peer.load_references)[0]
         with landing.entered():

@@ -134,9 +134,9 @@ class Devices:
             self.traffic.count_received(int(wire[2]))
         return self._receiver.receive(wires, arrived)
 
-    def flush(self) -> None:
-        """Say which slots may be used again, if any. Any thread."""
-        self._receiver.flush()
+    def flush(self, *, more: bool = False) -> None:
+        """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
+        self._receiver.flush(more=more)
 
     def on_message(self, fields: list[Any]) -> None:
         """From the other end. Raises ProtocolError."""

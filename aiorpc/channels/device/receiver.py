@@ -123,6 +123,7 @@ class Receiver:
         if receiving.left == 0:
             return receiving.buffer()
         self._receiving[number] = receiving
+        self.flush()  # what is still to come waits for slots
         for start, buffer in early.pieces:
             self.on_piece(number, start, buffer)
         return None
@@ -188,8 +189,8 @@ class Receiver:
         if first:
             self._around.on_release()
 
-    def flush(self) -> None:
-        """Say which slots may be used again, if any. Any thread."""
+    def flush(self, *, more: bool = False) -> None:
+        """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
         slots = []
         while self.released:
             try:
@@ -197,7 +198,7 @@ class Receiver:
             except IndexError:
                 break
         if slots:
-            self._around.post([SLOTS, slots])
+            self._around.post([SLOTS, slots], more=more)
 
     def _do_without(self, number: int) -> None:
         """That transfer is not wanted any more: its sender is told, and what still comes of it is dropped."""
@@ -219,6 +220,7 @@ class Receiver:
                 self._do_without(number)
                 self._settle(receiving, failed(error))
                 return
+            self.flush()
             if receiving.left == 0:
                 self._settle(receiving, None)
 

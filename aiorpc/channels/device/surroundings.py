@@ -20,8 +20,8 @@ NONCE_SLOT = 0
 class Surroundings(Protocol):
     """What the channel needs around it. All from any thread."""
 
-    def post(self, fields: list[Any]) -> None:
-        """Send a message to the other end."""
+    def post(self, fields: list[Any], *, more: bool = False) -> None:
+        """Send a message to the other end. more: another one follows at once."""
 
     def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
         """Send a message with a buffer, which is borrowed until it is written."""
