@@ -7,6 +7,8 @@ A message is a body and some buffers. Each buffer goes by the first channel that
     bulk           every worker          chunks on a connection of their own       the last chunk was written
     inline         every worker          behind the body, in the same frame        the frame was written
 
+Buffers that lie on a device have a channel of their own (`device`), with this interface but for what it calls them.
+
 A channel knows nothing of calls, tensors or sockets. It has two ends, one in either worker, which tell each other what
 they must by messages of their own (`on_message`).
 
