@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import functions
+from . import autograd, functions
 from .api import call, current, get_worker_info, init, peer, remote, stream
 from .errors import (
     DeviceMapError,
@@ -75,6 +75,7 @@ __all__ = [
     "WorkerLost",
     "WouldBlockLoop",
     "async_execution",
+    "autograd",
     "batched",
     "call",
     "caller",

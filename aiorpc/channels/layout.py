@@ -31,6 +31,7 @@ from .landing import Landing
 from .routes import Route
 
 REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE = 1, 2, 4, 8
+OF_A_LEAF = REQUIRES_GRAD | PARAMETER
 NO_BYTES, EMBEDDED = -1, -2
 EMBEDDED_SIZE = 4096
 
@@ -242,7 +243,7 @@ def _describe_alone(
             return _describe_together([tensor], storage, where, buffers)[0]
         tensor = tensor.detach().contiguous()  # with the values that pending bits stand for
         storage = tensor.untyped_storage()
-        flags &= REQUIRES_GRAD | PARAMETER
+        flags &= OF_A_LEAF
     if size <= where.embedded:
         return [EMBEDDED, ctypes.string_at(tensor.data_ptr(), size), code, tensor.shape, None, flags]
     buffers.append(where.bytes_at(storage, tensor.data_ptr(), size))

@@ -9,6 +9,7 @@ A message carries a list of values (the arguments of a call, the one result of a
     buffers     how many segments of the frame are out-of-band buffers of that pickle; they come last
     table       the channel's description of the tensors (None: there are none)
     references  wire forms of the remote references inside; a message that cannot be unpickled still has to take them
+    gradients   inside of an autograd context: its id, the number of the message, and which tensors require gradients
 
 Trailing fields that would be empty are left out. Tensors always leave the body: also those inside pickled objects,
 where ``(load_tensor, index)`` stands for them; one with Python attributes is pickled for their sake. Tensors of other

@@ -28,6 +28,7 @@ class CallContext:
 
     __slots__ = (
         "arrival",
+        "autograd",
         "call_id",
         "caller",
         "cancelled",
@@ -59,6 +60,7 @@ class CallContext:
         self.system = False
         self.landing: Any = None  # where those of its arguments arrive that lie on devices
         self.arrival: Any = None  # of the value that the handler is a method of: the handler's streams wait for it
+        self.autograd: int | None = None  # the id of the autograd context that the call was made in
         self.creates: Any = None  # ids of the reference whose value the result becomes
         self.on_cancel: Any = None  # called on the loop when the caller gives up
         self.credits: Any = None  # a stream's: how many items may be sent

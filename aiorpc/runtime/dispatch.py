@@ -33,6 +33,7 @@ from .batching import Batch, get_batcher
 from .current import CallContext, current_call, current_worker
 from .failures import encode_error
 from .functions import Mode, Target
+from .gradients import Tape
 from .link import OF_LINKS, Link, Message, Parcel
 from .peer import LARGE_PICKLE
 from .statistics import PendingCall
@@ -110,9 +111,14 @@ class Service:
             wire_function, remaining, trace, _, extra = fields[:5]
         except ValueError:
             raise ProtocolError(f"{frame} has too few fields") from None
+        autograd = None
+        if type(trace) is list:
+            trace, autograd = trace
+            autograd = self.worker.gradients.called(autograd, self._target)
         deadline = None if remaining is None else time.monotonic() + remaining
         root = trace if trace is not None else (self.peer.id << 48) | frame.call_id
         context = CallContext(self.worker, self._info, frame.call_id, "?", deadline, root)
+        context.autograd = autograd
         if type(frame) is Message:
             context.landing = frame.landing
         if type(extra) is list:
@@ -284,9 +290,9 @@ class Service:
     def _decode(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> list[Any]:
         landing = context.landing or (self._devices and self.worker.accelerators.landing())
         if not landing:
-            return messages.decode(fields[5:], segments, self._load_references)
+            return messages.decode(fields[5:], segments, self._load_references, self._target.track)
         with landing.entered():
-            return messages.decode(fields[5:], segments, self._load_references, landing)
+            return messages.decode(fields[5:], segments, self._load_references, self._target.track, landing)
 
     def _arguments(
         self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]
@@ -508,7 +514,7 @@ class Service:
             self.worker.references.settle_created(context, result)
             result = None
         try:
-            body, buffers, _ = messages.encode([], [result], self._target, self.link.route_back)
+            body, buffers, _ = messages.encode([], [result], self._target, self.link.route_back, self._tape(context))
             del result, _
         except SerializationError as error:
             self.answer_error(context, SerializationError(f"the result of {context.function} {error}"))
@@ -526,6 +532,9 @@ class Service:
             parcel = self._prepare(context, body, buffers, copy)
             del buffers
             self._post(context, parcel)
+
+    def _tape(self, context: CallContext) -> Tape | None:
+        return self.worker.gradients.calls(context.autograd, self._target) if context.autograd else None
 
     def _answer_buffers(self, context: CallContext, body: bytes, buffers: Sequence[AnyBuffer]) -> None:
         """In a thread: copying the buffers takes long."""
@@ -581,7 +590,7 @@ class Service:
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""
         try:
-            body, buffers, _ = messages.encode([], [item], self._target, self.link.route_back)
+            body, buffers, _ = messages.encode([], [item], self._target, self.link.route_back, self._tape(context))
         except SerializationError as error:
             raise SerializationError(f"an item of {context.function} {error}") from error.__cause__
         if buffers:

@@ -188,6 +188,7 @@ class Group:
             if service.peer.incarnation == record.incarnation:
                 service.connection.abort()
         self.worker.references.on_gone(record.id, record.id in self.lost)
+        self.worker.gradients.on_gone(record.id)
 
     async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:
         with contextlib.suppress(RendezvousError):

@@ -22,6 +22,19 @@ class ReferenceLoader(Protocol):
     def __call__(self, wires: list[Any]) -> Sequence[Any]: ...
 
 
+class Recorder(Protocol):
+    """Remembers the tensors of a message that require gradients (gradients.py)."""
+
+    def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Any]) -> list[Any] | None:
+        """What the message says of them; None: nothing. on_unsent: gets what undoes it."""
+
+
+class GradientLoader(Protocol):
+    """Gives the tensors of a message the place in their graph that the message says of them."""
+
+    def __call__(self, said: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
+
+
 class Target(Protocol):
     """The worker that a message goes to, as its encoding needs to know it."""
 
@@ -36,12 +49,16 @@ class Target(Protocol):
 
 
 def encode(
-    prefix: list[Any], values: list[Any], target: Target, route: Route | None = None
+    prefix: list[Any],
+    values: list[Any],
+    target: Target,
+    route: Route | None = None,
+    tape: Recorder | None = None,
 ) -> tuple[bytes, Sequence[Any], Outgoing | None]:
     """Body and buffers of a message, and what to `unsend` if it does not leave after all (None: nothing).
 
     route: for tensors on devices, whose buffers are `DeviceBuffer`; None: there can be none. Raises SerializationError,
-    with nothing left behind. The buffers borrow the tensors.
+    with nothing left behind. The buffers borrow the tensors. tape: of the autograd context that it is made in.
     """
     if route is None or not route.host_target:
         quick = _encode_quickly(prefix, values, target)
@@ -55,10 +72,13 @@ def encode(
         if out.tensors:
             table, buffers = layout.describe(out.tensors, route)
         buffers = _checked([*buffers, *out.buffers], target.max_segment)
+        said = tape.record(out.tensors, out.on_unsent) if tape is not None and out.tensors else None
         if table or out.references:
             fields += [None] * (5 - len(fields))
             fields[4] = len(out.buffers)
-            fields += [table, out.references]
+            fields += [table, out.references, said]
+            for place in said[2] if said else ():
+                table[place][5] &= ~layout.OF_A_LEAF  # type: ignore[index]  # what was recorded is in the table
             while not fields[-1]:
                 fields.pop()
         return _pack(prefix, fields, target.max_body), buffers, out
@@ -153,10 +173,14 @@ def _is_one(items: object) -> bool:
 
 
 def decode(
-    fields: list[Any], segments: Sequence[Any], load: ReferenceLoader, landing: Landing | None = None
+    fields: list[Any],
+    segments: Sequence[Any],
+    load: ReferenceLoader,
+    track: GradientLoader | None = None,
+    landing: Landing | None = None,
 ) -> list[Any]:
     """The values of a message, from its fields behind the prefix. segments: its buffers. landing: for tensors on
-    devices; its streams must be current. None: there can be none.
+    devices; its streams must be current. None: there can be none. track: for what it says of gradients.
 
     Raises whatever unpickling raises, and ProtocolError for a message that is none.
     """
@@ -181,5 +205,7 @@ def decode(
         if type(fields[4]) is not int or not 0 < fields[4] <= len(segments):
             raise ProtocolError(f"a message of {len(segments)} segments that says {str(fields[4])[:80]} are buffers")
         buffers = segments[len(segments) - fields[4] :]
-    tensors = layout.rebuild(fields[5], segments, landing) if count > 5 and fields[5] else ()
+    tensors: Sequence[torch.Tensor] = layout.rebuild(fields[5], segments, landing) if count > 5 and fields[5] else ()
+    if count > 7 and fields[7] and track is not None:
+        tensors = track(fields[7], tensors)
     return decode_values(fields, Incoming(tensors, references), buffers)

@@ -44,6 +44,7 @@ from . import messages
 from .current import current_call
 from .failures import decode_error, without_frames
 from .functions import describe, find_name
+from .gradients import Tape, current_autograd
 from .link import OF_LINKS, Link, Message
 from .statistics import PendingCall
 
@@ -230,6 +231,15 @@ class Peer:
             trace = context.trace
             if context.deadline is not None and (deadline is None or context.deadline < deadline):
                 deadline = context.deadline
+        tape: Tape | None = None
+        said: Any = trace
+        autograd = current_autograd.get()
+        if autograd is None and context is not None:
+            autograd = context.autograd
+        if autograd and not system:
+            tape = worker.gradients.calls(autograd, self)
+            if tape is not None:
+                said = [trace, autograd]
         remaining = None if deadline is None else deadline - now
         future._deadline = deadline
 
@@ -257,8 +267,8 @@ class Peer:
                 wire_function = None
                 values.insert(0, function)
         try:
-            prefix = [wire_function, remaining, trace, names, extra]
-            body, buffers, out = messages.encode(prefix, values, self, self.route)
+            prefix = [wire_function, remaining, said, names, extra]
+            body, buffers, out = messages.encode(prefix, values, self, self.route, tape)
         except SerializationError as error:
             where = _name_argument(error.position, wire_function is None, len(args), names, future)
             raise SerializationError(f"{where} {error}") from error.__cause__
@@ -512,10 +522,10 @@ class Peer:
         try:
             landing = landing or (self.devices and self.worker.accelerators.landing()) or None
             if landing is None:
-                value = messages.decode(fields, segments, self.load_references)[0]
+                value = messages.decode(fields, segments, self.load_references, self.track)[0]
             else:
                 with landing.entered():
-                    value = messages.decode(fields, segments, self.load_references, landing)[0]
+                    value = messages.decode(fields, segments, self.load_references, self.track, landing)[0]
                     future._arrival = landing.arrival()
         except BaseException as error:  # even SystemExit is that call's alone
             failure = RpcError(
@@ -548,6 +558,10 @@ class Peer:
         """Handles of the references in a message from this peer."""
         assert self.record is not None, "an answer came over a connection, so the peer is known"
         return self.worker.references.load(wires, self.record.id)
+
+    def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors of a message from this peer, with the place in their graph that it says of them."""
+        return self.worker.gradients.receive(self, said, tensors)
 
     # --- connection, on the loop --------------------------------------------------------------------------------------
 

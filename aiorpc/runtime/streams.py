@@ -97,9 +97,9 @@ class Stream(AsyncIterator[Any]):
     def _decode(self, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None) -> Any:
         landing = landing or (self._peer.devices and self._peer.worker.accelerators.landing()) or None
         if landing is None:
-            return messages.decode(fields, segments, self._peer.load_references)[0]
+            return messages.decode(fields, segments, self._peer.load_references, self._peer.track)[0]
         with landing.entered():
-            value = messages.decode(fields, segments, self._peer.load_references, landing)[0]
+            value = messages.decode(fields, segments, self._peer.load_references, self._peer.track, landing)[0]
             arrival = landing.arrival()
         if arrival is not None:
             arrival.join()

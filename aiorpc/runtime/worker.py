@@ -56,6 +56,7 @@ from .current import current_worker, registry
 from .deadlines import Deadlines
 from .dispatch import Service
 from .events import Event, Events
+from .gradients import Gradients
 from .group import Group, ShutdownReport, failure
 from .handle import PeerHandle
 from .host import host_identity, main_identity
@@ -118,6 +119,7 @@ class Worker:
         self.counters = Counters()
         self.accelerators = Accelerators(self, accelerator or find_accelerator())
         self.peers = Peers(self)
+        self.gradients = Gradients(self)
         self.news = Events()
         self.services: set[Service] = set()
         # All there are, in their handshake or later: a forked child has to let go of them.
@@ -558,6 +560,7 @@ class Worker:
             self.deadlines.close()
         if hasattr(self, "references"):
             self.references.close()
+            self.gradients.close()
             self.memory.close()
         if self.monitor is not None:
             self.monitor.stop()

@@ -1,0 +1,78 @@
+"""Where the gradients of a node go to: the leaves and the received tensors that a worker's part of a graph ends in.
+
+These are the targets of a backward pass. Each has a bit, and each node the bits of all targets that it leads to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from ..runtime.gradients import ReceivedTensor
+
+Tensor = torch.Tensor
+# A leaf, or what stands for the past of a tensor that was received.
+Target = Tensor | ReceivedTensor
+_Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
+
+
+class Reach:
+    """Of one context at one worker. Graphs only grow, so what was found once stays true. Any thread."""
+
+    def __init__(self, received: Mapping[Node, ReceivedTensor]) -> None:
+        """received: the nodes that stand for the past of received tensors; it may grow."""
+        self.targets: list[Target] = []  # by bit
+        self._received = received
+        self._masks: dict[Node, int] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
+        self._lock = threading.Lock()
+
+    def of(self, node: Node) -> int:
+        """The bits of the targets that a node leads to. Looks at each node of the graph once, ever."""
+        with self._lock:
+            return self._masks[node] if node in self._masks else self._walk(node)
+
+    def _walk(self, root: Node) -> int:
+        masks, stack = self._masks, [root]  # no recursion: graphs are as deep as programs run long
+        while stack:
+            node = stack[-1]
+            if node in masks:
+                stack.pop()
+                continue
+            target = self._target(node)
+            if target is not None:
+                masks[node] = 1 << len(self.targets)
+                self.targets.append(target)
+                continue
+            following = [child for child, _ in node.next_functions if child is not None]
+            unseen = [child for child in following if child not in masks]
+            if unseen:
+                stack.extend(unseen)
+            else:
+                mask = 0
+                for child in following:
+                    mask |= masks[child]
+                masks[node] = mask
+        return masks[root]
+
+    def _target(self, node: Node) -> Target | None:
+        if isinstance(node, _Leaf):
+            leaf: Tensor = node.variable
+            return leaf
+        return self._received.get(node)
+
+    def targets_of(self, mask: int) -> list[Target]:
+        """The targets of some bits."""
+        found = []
+        while mask:
+            bit = mask & -mask
+            found.append(self.targets[bit.bit_length() - 1])
+            mask ^= bit
+        return found
+
+    def received_of(self, mask: int) -> list[ReceivedTensor]:
+        """Those of the targets that came from another worker."""
+        return [target for target in self.targets_of(mask) if isinstance(target, ReceivedTensor)]
