@@ -27,6 +27,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -66,6 +67,9 @@ class Arrival(Protocol):
 
     def join(self) -> None:
         """Make the current streams of this thread wait for them."""
+
+
+Marks = Callable[[Any], Arrival | None]
 
 
 # Set in the threads of a handler pool; a wait there does not use up the pool.
@@ -133,6 +137,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     _what: str = "a Future"
     _site: CallSite | None = None
     _arrival: Arrival | None = None  # where the tensors of the value come from; set before it settles
+    _marks: Marks | None = None  # makes the arrival of what a callback returns
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
@@ -152,6 +157,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         if error is None:
             self._value = value
             self._state = VALUE
+            if self._arrival is not None:  # torch's helpers take the value from its half
+                _CFuture._set_unwrap_func(self, partial(_joined, self._arrival))
             _CFuture.set_result(self, value)
         else:
             self._error = error
@@ -343,9 +350,14 @@ class Future(torch.futures.Future[T], Generic[T]):
         child._what = f"then({getattr(callback, '__qualname__', callback)!s}) of {self._subject()}"
         child._loop, child._executor = self._loop, self._executor
 
+        marks = self._marks
+        child._marks = marks
+
         def run(parent: Future[T]) -> None:
             try:
-                child._settle(callback(parent))
+                value = callback(parent)
+                child._arrival = marks(value) if marks is not None else None
+                child._settle(value)
             except BaseException as error:
                 child._settle(None, error)
 
@@ -438,6 +450,11 @@ def _raise(failure: _Failure) -> None:
     future = failure.future()
     error = future.exception() if future is not None else None
     raise error or failure.twin.with_traceback(None)
+
+
+def _joined(arrival: Arrival, value: Any) -> Any:
+    arrival.join()
+    return value
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from ..runtime.current import registry
-from .contexts import Context, context, start_backward
+from .contexts import Context, context, make_pass
 
 __all__ = ["Context", "backward", "context", "get_gradients"]
 
@@ -34,7 +34,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     ``await ctx.backward(roots)`` does the same. The pass itself runs in threads, never on a loop.
     """
     registry.get().refuse_on_loop("autograd.backward()", "await ctx.backward(roots)")
-    start_backward(context_id, roots, retain_graph).wait()
+    make_pass(context_id, roots, retain_graph).drive()
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -7,10 +7,11 @@ not answer forgets the context when it learns that we are gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import time
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +23,6 @@ from ..runtime.worker import Worker
 from .passes import Pass, ask
 
 Tensor = torch.Tensor
-T = TypeVar("T")
 
 # Seconds for telling all workers that a context was left.
 LEAVE_PATIENCE = 5.0
@@ -39,7 +39,9 @@ class Context(int):
 
     def backward(self, roots: Sequence[Tensor], retain_graph: bool = False) -> Future[None]:
         """Start a backward pass; to be awaited, or waited for. See `aiorpc.autograd.backward`."""
-        return start_backward(int(self), roots, retain_graph)
+        one = make_pass(int(self), roots, retain_graph)
+        registry.get().pool.submit(one.start)
+        return one.done
 
     def gradients(self) -> dict[Tensor, Tensor]:
         """The gradients at this worker, by leaf. See `aiorpc.autograd.get_gradients`."""
@@ -71,46 +73,33 @@ class context:
         return self._open(worker)
 
     def __exit__(self, *exc_info: object) -> None:
-        current_autograd.reset(self._token)
-        if self._must_tell():
-            on_loop(self._worker, leave(self._worker, self._id), "leaving an autograd context").wait()
+        for calls in self._leave():
+            for call in calls:
+                with contextlib.suppress(RpcError):
+                    call.wait()
 
     async def __aenter__(self) -> Context:
         return self._open(registry.get())
 
     async def __aexit__(self, *exc_info: object) -> None:
+        for calls in self._leave():
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    def _leave(self) -> Iterator[list[Future[list[int]]]]:
+        """It has ended: here, and on all workers that know of it. Yields calls to wait for; their answers name others
+        to tell."""
         current_autograd.reset(self._token)
-        if self._must_tell():
-            await on_loop(self._worker, leave(self._worker, self._id), "leaving an autograd context")
-
-    def _must_tell(self) -> bool:
-        """Whether others know of it; if not, it has ended here and now."""
-        known = self._worker.gradients.find(self._id)
-        if known is not None and known.known and not self._worker.closed:
-            return True
-        self._worker.gradients.leave(self._id)
-        return False
-
-
-async def leave(worker: Worker, context_id: int) -> None:
-    """The context has ended: here, and on all workers that know of it."""
-    limit = time.monotonic() + LEAVE_PATIENCE
-    told = {worker.id}
-    todo = {peer.record.id for peer in worker.gradients.leave(context_id) if peer.record is not None} - told
-    while todo and time.monotonic() < limit:
-        told |= todo
-        calls = [_tell(worker, worker_id, context_id, limit) for worker_id in todo]
-        answers = await asyncio.gather(*calls)
-        todo = {other for answer in answers for other in answer} - told
-
-
-async def _tell(worker: Worker, worker_id: int, context_id: int, limit: float) -> Iterable[int]:
-    """Who else that worker knows to have taken part."""
-    try:
-        others: list[int] = await ask(worker, worker_id, forget, context_id, until=limit)
-    except RpcError:  # it is gone, or forgets when it learns that we are
-        return ()
-    return others
+        worker = self._worker
+        limit = time.monotonic() + LEAVE_PATIENCE
+        told = {worker.id}
+        todo = {peer.record.id for peer in worker.gradients.leave(self._id) if peer.record is not None} - told
+        while todo and not worker.closed and time.monotonic() < limit:
+            told |= todo
+            calls = [ask(worker, worker_id, forget, self._id, until=limit) for worker_id in todo]
+            yield calls
+            # Whoever did not answer is gone, or forgets when it learns that we are.
+            answers = [call.value() for call in calls if call.done() and call.exception() is None]
+            todo = {other for answer in answers for other in answer} - told
 
 
 async def forget(context_id: int) -> list[int]:
@@ -120,8 +109,8 @@ async def forget(context_id: int) -> list[int]:
     return [peer.record.id for peer in call.worker.gradients.leave(context_id) if peer.record is not None]
 
 
-def start_backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> Future[None]:
-    """Start a pass; any thread. Raises RpcUsageError for roots, or a context, that cannot be."""
+def make_pass(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> Pass:
+    """A pass that has not started; any thread. Raises RpcUsageError for roots, or a context, that cannot be."""
     worker = registry.get()
     worker.check_open()
     if isinstance(context_id, bool) or not isinstance(context_id, int):
@@ -131,25 +120,4 @@ def start_backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool)
         left = deadline()
         limit = left if limit is None or (left is not None and left < limit) else limit
     until = None if limit is None else time.monotonic() + limit
-    one = Pass(worker, worker.gradients.get(context_id), roots, retain_graph, until)
-    return on_loop(worker, one.run(), f"the backward pass of context {int(context_id)}")
-
-
-def on_loop(worker: Worker, coroutine: Coroutine[Any, Any, T], what: str) -> Future[T]:
-    """A Future of a coroutine that runs on the worker's loop, in no call and no context. Any thread."""
-    future: Future[T] = Future()
-    future._loop, future._executor, future._what = worker.loop, worker.pool, what
-
-    async def run() -> None:
-        try:
-            value = await coroutine
-        except asyncio.CancelledError:
-            future._settle(None, RpcError(f"{what} was broken off: worker {worker.name!r} shuts down"))
-            raise
-        except BaseException as error:
-            future._settle(None, error)
-        else:
-            future._settle(value)
-
-    worker.run_on_loop(lambda: worker.tasks.spawn(run()))
-    return future
+    return Pass(worker, worker.gradients.get(context_id), roots, retain_graph, until)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .accelerator import Event, Stream
+from .accelerator import Stream
 
 HANDLE_SIZE = 64
 GRANULE = 2 << 20  # in bytes
@@ -35,13 +35,21 @@ ATTRIBUTE_COMPUTE_MODE = 20
 ATTRIBUTE_UNIFIED_ADDRESSING = 41
 ATTRIBUTE_IPC_EVENT_SUPPORT = 125
 COMPUTE_MODES = {1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}  # 0: the default one
+EVENT_FLAGS = 2 | 4  # disable timing, which interprocess ones must; interprocess
 OUT_OF_MEMORY = 2
+NOT_READY = 600
 
 _Guard = Callable[[int], AbstractContextManager[object]]
 
 
 class MemoryHandle(ctypes.Structure):
     """``cudaIpcMemHandle_t``: passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_SIZE),)
+
+
+class EventHandle(ctypes.Structure):
+    """``cudaIpcEventHandle_t``: passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_SIZE),)
 
@@ -61,6 +69,13 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaDeviceCanAccessPeer": (_int_out, _int, _int),
     "cudaDeviceGetAttribute": (_int_out, _int, _int),
     "cudaGetLastError": (),
+    "cudaEventCreateWithFlags": (_address_out, ctypes.c_uint),
+    "cudaEventDestroy": (_address,),
+    "cudaEventRecord": (_address, _address),
+    "cudaEventQuery": (_address,),
+    "cudaStreamWaitEvent": (_address, _address, ctypes.c_uint),
+    "cudaIpcGetEventHandle": (ctypes.POINTER(EventHandle), _address),
+    "cudaIpcOpenEventHandle": (_address_out, EventHandle),
 }
 TEXTS = ("cudaGetErrorString", "cudaGetErrorName")
 
@@ -112,6 +127,20 @@ def find_runtime() -> CudaRuntime | None:
         return CudaRuntime(ctypes.CDLL(path))
     except (OSError, AttributeError):  # not to be loaded; without one of the functions
         return None
+
+
+class CudaEvent:
+    """An event, destroyed with its object. index: of the device that it is recorded on."""
+
+    __slots__ = ("_destroy", "address", "index")
+
+    def __init__(self, address: int, index: int, destroy: Callable[[int], int]) -> None:
+        self.address = address
+        self.index = index
+        self._destroy = destroy
+
+    def __del__(self) -> None:
+        self._destroy(self.address)  # at exit the driver may be gone, and says so; nobody asks
 
 
 class CudaRuntime:
@@ -227,35 +256,46 @@ class CudaRuntime:
         with self._device(stream.device_index):
             self._call("cudaMemcpyAsync", stream.device_index, target, source, size, MEMCPY_DEFAULT, stream.cuda_stream)
 
-    # Events. torch's own class has all that is needed of them.
+    # Events. Not of torch's class: that opens them, which may block while the device is busy, with the interpreter held.
 
-    def event(self, index: int) -> Event:
+    def event(self, index: int) -> CudaEvent:
         """An event that can be exported. It lives as long as somebody may wait for it."""
-        event = torch.cuda.Event(enable_timing=False, interprocess=True)
-        with self._device(index):  # it is made on the current device, now and not when it is first recorded
-            event.ipc_handle()
-        return event
+        address = ctypes.c_void_p()
+        with self._device(index):
+            self._call("cudaEventCreateWithFlags", index, address, EVENT_FLAGS)
+        return CudaEvent(self._value(address), index, self._functions["cudaEventDestroy"])
 
-    def export_event(self, event: Event) -> bytes:
+    def export_event(self, event: CudaEvent) -> bytes:
         """What another process opens it by: 64 bytes."""
-        return bytes(event.ipc_handle())
+        handle = EventHandle()
+        with self._device(event.index):
+            self._call("cudaIpcGetEventHandle", event.index, handle, event.address)
+        return bytes(handle)
 
-    def open_event(self, index: int, handle: bytes) -> Event:
+    def open_event(self, index: int, handle: bytes) -> CudaEvent:
         """An event of another process, for device `index`; may block while the device is busy."""
+        address = ctypes.c_void_p()
         _check_size(handle)
-        return torch.cuda.Event.from_ipc_handle(torch.device("cuda", index), bytes(handle))
+        with self._device(index):
+            self._call("cudaIpcOpenEventHandle", index, address, EventHandle.from_buffer_copy(handle))
+        return CudaEvent(self._value(address), index, self._functions["cudaEventDestroy"])
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: CudaEvent, stream: Stream) -> None:
         """What the stream has been given so far is what those who wait from now on wait for."""
-        event.record(stream)
+        with self._device(stream.device_index):  # see `copy`
+            self._call("cudaEventRecord", stream.device_index, event.address, stream.cuda_stream)
 
-    def wait(self, event: Event, stream: Stream) -> None:
+    def wait(self, event: CudaEvent, stream: Stream) -> None:
         """What the stream is given from now on comes after what the event recorded last."""
-        event.wait(stream)
+        with self._device(stream.device_index):
+            self._call("cudaStreamWaitEvent", stream.device_index, stream.cuda_stream, event.address, 0)
 
-    def query(self, event: Event) -> bool:
+    def query(self, event: CudaEvent) -> bool:
         """Whether that is done."""
-        return bool(event.query())
+        code = self._try("cudaEventQuery", event.address)
+        if code != NOT_READY:
+            self._check("cudaEventQuery", event.index, code)
+        return code != NOT_READY
 
     # Calls.
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 from .accelerator import Accelerator, Event, Stream, Tensor
+
+# Of the `async def` handler that the running task belongs to.
+current_landing: ContextVar[Landing | None] = ContextVar("aiorpc_landing", default=None)
 
 
 class Arrival:
@@ -23,7 +27,18 @@ class Arrival:
         self._carriers = carriers
 
     def join(self) -> None:
-        """Make the current streams of this thread wait for them. Nothing on the host waits."""
+        """Make the current streams of this thread wait for them. Nothing on the host waits.
+
+        In a task that a handler has started (`asyncio.gather` makes such), those of the handler, too: it is the handler
+        that goes on with the value.
+        """
+        self._join()
+        landing = current_landing.get()
+        if landing is not None and not landing.is_entered():
+            with landing.entered():
+                self._join()
+
+    def _join(self) -> None:
         driver = self._accelerator
         for index, event in self._events:
             driver.wait(event, driver.current(index))
@@ -44,6 +59,10 @@ class Landing:
     def entered(self) -> AbstractContextManager[object]:
         """Within it its streams are the current ones of this thread."""
         return self.accelerator.entered(list(self._streams.values())) if self._streams else nullcontext()
+
+    def is_entered(self) -> bool:
+        """Whether its streams are the current ones of this thread."""
+        return all(self.accelerator.current(index) == stream for index, stream in self._streams.items())
 
     def remember(self) -> None:
         """The streams that are current now are the ones to enter from now on."""

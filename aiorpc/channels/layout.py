@@ -112,6 +112,9 @@ def rebuild(table: list[Any], buffers: Sequence[Any], landing: Landing | None = 
 
     buffers: bytes, and `DeviceBuffer` for what has arrived on a device. landing: takes note of those.
     """
+    if torch.is_inference_mode_enabled():  # what is made there cannot be used outside of it
+        with torch.inference_mode(False):
+            return rebuild(table, buffers, landing)
     try:
         storages: dict[int, torch.UntypedStorage] = {}
         return [

@@ -84,7 +84,7 @@ class TorchAccelerator:
 
     def pinned(self, size: int) -> Tensor:
         """A flat uint8 tensor on the host, page-locked. Making a new one can take milliseconds; torch reuses them."""
-        return self._empty(size, pin_memory=True)
+        return self._empty(size, device="cpu", pin_memory=True)
 
     def _empty(self, size: int, **options: Any) -> Tensor:
         # What is made in inference mode can only be written there, and the caller's thread may be in it.

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aiorpc")
 
-# Threads that wait for devices: one for each direction of a transfer by way of the host.
-_THREADS = 2
+# Threads that wait for devices, and for the driver.
+_THREADS = 4
+# Seconds in which the end of a process follows that of its connections.
+_DEATH_PATIENCE = 2.0
 # Seconds between two looks whether others have closed what is ours.
 _PAUSE = 0.005
 
@@ -53,7 +55,7 @@ class Accelerators:
         self._worker = worker
         self._used: list[int] = []
         self._threads = ThreadPool(f"{worker.name}-devices", _THREADS)
-        self._retired: list[tuple[WorkerRecord, Outbox]] = []
+        self._retired: list[tuple[WorkerRecord, Outbox | Inbox]] = []
         self._reasons: set[str] = set()
         self._watch: ProcessWatch | None = None
 
@@ -89,12 +91,18 @@ class Accelerators:
         """For a message that may bring tensors to devices from the host: on the current streams."""
         return None if self.accelerator is None else Landing(self.accelerator)
 
-    def arrival(self) -> Arrival | None:
-        """What users of a value wait for that this thread has just made: all its current streams have been given."""
+    def arrival(self, value: Any = None) -> Arrival | None:
+        """What users of a value wait for that this thread has just made: all its current streams have been given.
+
+        The tensors in it, in containers and in modules, are kept for the streams that they are used on.
+        """
         driver = self.accelerator
         if driver is None or not self._used:
             return None
-        return Arrival(driver, [(index, driver.mark(driver.current(index))) for index in self._used], ())
+        carriers = [
+            (tensor.device.index, driver.carrier(tensor)) for tensor in tensors_in(value) if driver.holds(tensor)
+        ]
+        return Arrival(driver, [(index, driver.mark(driver.current(index))) for index in self._used], carriers)
 
     def settled(self, buffers: Sequence[AnyBuffer]) -> Sequence[AnyBuffer]:
         """The same buffers, to be sent later or by another thread: what is on devices is cloned on current streams."""
@@ -144,8 +152,11 @@ class Accelerators:
         except DeviceMapError as error:
             logger.warning("a device map that is none: %s", error)
             return {}
-        if self.accelerator is not None:
-            self._use([device for device in device_map.values() if device.type == self.accelerator.kind])
+        # Others do not exist here; what is sent to them fails alone.
+        before = list(self._used)
+        self._use([device for device in device_map.values() if device.type != "cpu" and self.claims.has(device)])
+        if self._used != before:
+            self.in_background(self._wake)
         return device_map
 
     def way(self, record: WorkerRecord) -> str:
@@ -177,33 +188,46 @@ class Accelerators:
     # --- memory that other processes use ------------------------------------------------------------------------------
 
     def ended(self, record: WorkerRecord, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
-        """A link has ended. The worker at its other end may still be reading the outboxes."""
-        self.in_background(self._close_inboxes, record, inboxes)
-        self._retired += [(record, outbox) for outbox in outboxes]
+        """A link has ended. The worker at its other end may still be reading the outboxes.
+
+        Or it is dying: its connection ends before its process does. To close an inbox waits for copies out of it, which
+        may wait for what a dead process recorded; so that is put off until it is known which it is.
+        """
+        if not outboxes and not inboxes:
+            return
+        self._retired += [(record, box) for box in outboxes]
+        self._retired += [(record, box) for box in inboxes]
         self.collect()
         if self._retired and self._watch is not None and record.pid != os.getpid():
             self._watch.add(record)
+            self._worker.loop.call_later(_DEATH_PATIENCE, self._close_inboxes)
 
-    def _close_inboxes(self, record: WorkerRecord, inboxes: Sequence[Inbox]) -> None:
-        """In a thread."""
-        driver = self.accelerator
-        for inbox in inboxes:
-            assert driver is not None, "without it none was opened"
-            try:
-                if provably_dead(record, self._worker.record.host):
-                    inbox.release_waiters(driver.fresh(inbox.index))
-                inbox.close()
-            except RuntimeError as error:
-                logger.debug("closing device memory of %s: %s", record.describe(), error)
+    def _close_inboxes(self) -> None:
+        """Of workers that live on: they do not need us for what they have recorded."""
+        for record, box in self._retired:
+            if isinstance(box, Inbox):
+                self.in_background(self._let_go, record, box)
+        self._retired = [each for each in self._retired if isinstance(each[1], Outbox)]
 
     def collect(self) -> None:
         """Free what only processes could use that are gone."""
         retired, self._retired = self._retired, []
-        for record, outbox in retired:
+        for record, box in retired:
             if provably_dead(record, self._worker.record.host):
-                self.in_background(outbox.free)
+                self.in_background(self._let_go, record, box, True)
             else:
-                self._retired.append((record, outbox))
+                self._retired.append((record, box))
+
+    def _let_go(self, record: WorkerRecord, box: Outbox | Inbox, dead: bool = False) -> None:
+        """In a thread. dead: nobody else records its events any more."""
+        driver = self.accelerator
+        assert driver is not None, "without it there are none"
+        try:
+            if dead:
+                box.release_waiters(driver.fresh(box.index))
+            box.free() if isinstance(box, Outbox) else box.close()
+        except RuntimeError as error:
+            logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
 
     async def let_go(self, limit: float) -> None:
         """We leave: close what we have opened, and wait until the others have closed what is ours, within `limit`
@@ -228,6 +252,20 @@ class Accelerators:
         """After a fork: all of it is the parent's."""
         if self._watch is not None:
             self._watch.close_in_child()
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in a value, in containers of it, in modules."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from itertools.chain(value.parameters(), value.buffers())
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif depth and isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
 
 
 class Handover:

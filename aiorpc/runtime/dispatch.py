@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..channels import AnyBuffer
-from ..channels.landing import Steps
+from ..channels.landing import Steps, current_landing
 from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcUsageError, SerializationError, WorkerClosed
 from ..futures import AnyFuture, is_future, outcome, when_done
 from ..protocol.codec import pack, unpack
@@ -319,8 +319,11 @@ class Service:
 
     def _run_landed(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         """In the pool: on the streams on which the arguments arrive."""
-        with context.landing.entered():
-            self._run_thread(target, context, fields, segments)
+        try:
+            with context.landing.entered():
+                self._run_thread(target, context, fields, segments)
+        except Exception as error:  # the device's; whatever the handler raises was its answer
+            self.answer_error(context, error)
 
     def _run_thread(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         """In the pool: a handler that may block."""
@@ -333,6 +336,8 @@ class Service:
             args, kwargs = self._arguments(context, fields, segments)
             if context.arrival is not None:
                 context.arrival.join()
+            if context.landing is not None and target.mode is not Mode.BATCHED:
+                context.landing.carriers.clear()  # the arguments are the handler's alone
             if target.mode is Mode.BATCHED:
                 self._join_batch(target, context, args, kwargs)
                 return
@@ -433,6 +438,8 @@ class Service:
     def _start_coroutine(
         self, target: Target, context: CallContext, args: list[Any], kwargs: dict[str, Any], credit: Any
     ) -> None:
+        if context.landing is not None:
+            context.landing.carriers.clear()  # the arguments are the handler's alone
         # The task copies this context, so it and all it starts know the call that they serve.
         token = current_call.set(context)
         try:
@@ -472,12 +479,19 @@ class Service:
 
     async def _run_steps(self, context: CallContext, handler: Any) -> None:
         """On the streams on which the arguments arrive."""
-        landing = context.landing or self.worker.accelerators.land()
-        assert landing is not None, "nothing arrives on a device without one"
-        if context.arrival is not None:
-            with landing.entered():
-                context.arrival.join()
-        await Steps(self._run_coroutine(context, handler), landing)
+        coroutine = self._run_coroutine(context, handler)
+        try:
+            landing = context.landing or self.worker.accelerators.land()
+            assert landing is not None, "nothing arrives on a device without one"
+            current_landing.set(landing)  # of this task, and of those it starts
+            if context.arrival is not None:
+                with landing.entered():
+                    context.arrival.join()
+        except Exception as error:  # the device's
+            coroutine.close()
+            self.answer_error(context, error)
+            return
+        await Steps(coroutine, landing)
 
     async def _run_coroutine(self, context: CallContext, coroutine: Any) -> None:
         try:

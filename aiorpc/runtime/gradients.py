@@ -19,12 +19,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ..errors import ProtocolError, RpcUsageError
+from ..channels.landing import Arrival
+from ..errors import ProtocolError, RpcError, RpcUsageError
+from .reach import Reach, ReceivedTensor, SentName
 
 if TYPE_CHECKING:
     from .peer import Peer
@@ -36,22 +38,9 @@ current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default
 
 # Contexts that were left are remembered, so that a call that comes late does not open them again.
 _REMEMBERED = 4096
+# A message says of a tensor where its gradient goes on to, up to so many tensors.
+_MOST_BEHIND = 512
 _WORKER_BITS = 48
-
-
-class SentName(NamedTuple):
-    """A tensor sent: number of its message, and its place among the tensors of that. Of one worker and context."""
-
-    message: int
-    place: int
-
-
-class ReceivedTensor(NamedTuple):
-    """A tensor received: who sent it, its name there, and the edge that stands for its past."""
-
-    sender: int
-    name: SentName
-    edge: GradientEdge
 
 
 class _Received(torch.autograd.Function):
@@ -79,55 +68,96 @@ class AutogradContext:
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
         self.known: set[Peer] = set()  # workers that calls of this context went to or came from
         self.lock = threading.Lock()
-        self.work: dict[Any, Any] = {}  # of backward passes, while the context is open (aiorpc.autograd)
+        self.reach = Reach(self.received)
+        self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
+        self.passed: set[int] = set()  # numbers of those that have ended
+        self._arrivals: list[Arrival] = []  # of gradients on devices
         self._numbers = itertools.count(1)
         self._gradients: dict[Tensor, Tensor] = {}  # a tensor's hash is its identity
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor]) -> tuple[int, list[int]] | None:
-        """Remember those that require gradients: number of the message, and their places; None if there are none."""
+    def send(self, tensors: Sequence[Tensor]) -> tuple[int, list[int], list[Any]] | None:
+        """Remember those that require gradients: number of the message, their places, and for each what is behind it.
+
+        None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
+        """
         places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
         if not places:
             return None
         number = next(self._numbers)
-        edges = {SentName(number, place): get_gradient_edge(tensors[place]) for place in places}
-        self.sent.update(edges)
-        return number, places
+        behind = []
+        for place in places:
+            edge = self.sent[SentName(number, place)] = get_gradient_edge(tensors[place])
+            found = self.behind(edge)
+            behind.append(None if found is None else [part for id, name in found for part in (id, *name)])
+        return number, places, behind
+
+    def behind(self, edge: GradientEdge) -> set[tuple[int, SentName]] | None:
+        """All tensors that were sent and that a gradient of this edge leads to, on whichever worker; None: too many."""
+        found: set[tuple[int, SentName]] = set()
+        for received in self.reach.received_of(self.reach.of(edge.node)):
+            if received.behind is None or len(found) > _MOST_BEHIND:
+                return None
+            found.add((received.sender, received.name))
+            found |= received.behind
+        return found
 
     def unsend(self, number: int, places: Sequence[int]) -> None:
         """That message was not sent."""
         for place in places:
             self.sent.pop(SentName(number, place), None)
 
-    def receive(self, sender: int, number: int, places: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def receive(
+        self, sender: int, number: int, places: Sequence[int], behind: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """The tensors of a message from that worker; those at `places` get a node that stands for their past."""
         tracked = list(tensors)
         with torch.inference_mode(False), torch.enable_grad():
-            for place in places:
+            for place, said in zip(places, behind, strict=True):
                 anchor = torch.empty(0, requires_grad=True)
                 tracked[place] = _Received.apply(anchor, [tensors[place]])  # type: ignore[no-untyped-call]
                 edge = get_gradient_edge(tracked[place])
-                self.received[edge.node] = ReceivedTensor(sender, SentName(number, place), edge)
+                others = None if said is None else frozenset(_named(said))
+                self.received[edge.node] = ReceivedTensor(sender, SentName(number, place), edge, others)
         return tracked
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of a leaf of this worker."""
+    def accumulate(self, gradients: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
+        """Add to the gradients of leaves of this worker. arrival: of those on devices."""
         with self.lock:
-            before = self._gradients.get(tensor)
-            if before is None:
-                self._gradients[tensor] = gradient
-            elif before.is_sparse and not gradient.is_sparse:
-                self._gradients[tensor] = gradient + before  # torch adds them in this order only
-            else:
-                self._gradients[tensor] = before + gradient
+            for each in self._arrivals:
+                each.join()
+            for tensor, gradient in gradients:
+                self._gradients[tensor] = _sum(self._gradients.get(tensor), gradient)
+            if arrival is not None:
+                self._arrivals.append(arrival)
 
     def gradients(self) -> dict[Tensor, Tensor]:
-        """By leaf of this worker; a copy."""
+        """By leaf of this worker; a copy. The current streams of this thread wait for those on devices."""
         with self.lock:
+            for each in self._arrivals:
+                each.join()
             return dict(self._gradients)
+
+    def end(self, error: Exception) -> None:
+        """It was left: whoever still waits for a pass gets the error."""
+        for part in list(self.parts.values()):
+            part.fail(error)
+
+
+def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
+    if before is None:
+        return gradient
+    # torch adds a sparse tensor to a dense one, in this order only.
+    return gradient + before if before.is_sparse and not gradient.is_sparse else before + gradient
+
+
+def _named(said: Any) -> list[tuple[int, SentName]]:
+    if type(said) is not list or len(said) % 3 or any(type(part) is not int for part in said):
+        raise ValueError(f"{said!r:.80}")
+    return [(said[at], SentName(said[at + 1], said[at + 2])) for at in range(0, len(said), 3)]
 
 
 class Tape:
@@ -141,7 +171,7 @@ class Tape:
         sent = self._context.send(tensors)
         if sent is None:
             return None
-        on_unsent.append(partial(self._context.unsend, *sent))
+        on_unsent.append(partial(self._context.unsend, *sent[:2]))
         return [self._context.id, *sent]
 
 
@@ -208,16 +238,16 @@ class Gradients:
         """The tensors of a message from that peer that says so of them. Raises ProtocolError."""
         assert peer.record is not None, "a message came from it"
         try:
-            id, number, places = said
+            id, number, places, behind = said
             if type(number) is not int or any(not 0 <= place < len(tensors) for place in places):
                 raise ValueError(f"{number!r:.40}, {places!r:.40}")
             context = self._contexts.get(id)
+            if context is None:  # left meanwhile: they are tensors like others
+                return tensors
+            context.known.add(peer)
+            return context.receive(peer.record.id, number, places, behind, tensors)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"a message that says of gradients what cannot be: {error}") from None
-        if context is None:  # left meanwhile: they are tensors like others
-            return tensors
-        context.known.add(peer)
-        return context.receive(peer.record.id, number, places, tensors)
 
     def leave(self, id: int) -> set[Peer]:
         """That context has ended: what is kept for it is dropped. Who else may know of it."""
@@ -226,7 +256,10 @@ class Gradients:
             while len(self._left) > _REMEMBERED:
                 self._left.popitem(last=False)
         context = self._contexts.pop(id, None)
-        return set() if context is None else context.known
+        if context is None:
+            return set()
+        context.end(RpcError(f"autograd context {id} was left"))
+        return context.known
 
     def on_gone(self, worker_id: int) -> None:
         """A worker is gone, and leaves its contexts. On the loop."""

@@ -26,6 +26,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -318,12 +319,9 @@ class Link:
                     return Frame(kind, frame.call_id, body, [buffer])
             held = _Held(int(kind), bytes(body), len(wires))
             if any(wire[0] == DEVICE for wire in wires):
-                held.landing = self.worker.accelerators.land()
-            if held.landing is None:
-                self._receive(frame, wires, held)
+                self._receive_on_devices(frame, wires, held)
             else:
-                with held.landing.entered():
-                    self._receive(frame, wires, held)
+                self._receive(frame, wires, held)
         except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
             raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
         if held.missing == 0 and held.failure is None:
@@ -331,6 +329,16 @@ class Link:
         self.held[frame.call_id] = held
         self._hand_over(frame.call_id, held)
         return None
+
+    def _receive_on_devices(self, frame: Frame, wires: list[Any], held: _Held) -> None:
+        try:
+            landing = held.landing = self.worker.accelerators.land()
+            with landing.entered() if landing is not None else nullcontext():
+                self._receive(frame, wires, held)
+        except RuntimeError as error:
+            if isinstance(error, ProtocolError):
+                raise
+            held.missing, held.failure = 0, error  # the device's: that message's trouble
 
     def _receive(self, frame: Frame, wires: list[Any], held: _Held) -> None:
         for code in sorted({wire[0] for wire in wires}):

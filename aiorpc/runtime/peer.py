@@ -35,7 +35,7 @@ import torch
 from ..channels import AnyBuffer
 from ..channels.landing import Landing
 from ..errors import Overloaded, PeerClosed, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
-from ..futures import PENDING, Executor, Future, describe_site
+from ..futures import PENDING, Executor, Future, Marks, describe_site
 from ..protocol.codec import unpack
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
@@ -114,6 +114,10 @@ class CallFuture(Future[Any]):
     @property
     def _executor(self) -> Executor:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self._peer.worker.pool
+
+    @property
+    def _marks(self) -> Marks | None:  # type: ignore[override]  # an attribute there; here it is the peer's
+        return self._peer.worker.accelerators.arrival if self._peer.devices else None
 
     @property
     def _function(self) -> str:

@@ -268,7 +268,7 @@ class References:
     def own(self, value: Any) -> tuple[ReferenceId, ReferenceId]:
         """A new reference to a value of this worker."""
         future = self._new_value()
-        future._arrival = self.worker.accelerators.arrival()
+        future._arrival = self.worker.accelerators.arrival(value)
         future._settle(value)
         with self._lock:
             rref, fork = self._table.own()
@@ -389,7 +389,7 @@ class References:
         future = self._values.get(context.creates)
         if future is not None:
             if error is None:  # other handlers, on other streams, use what this one has put on a device
-                future._arrival = self.worker.accelerators.arrival()
+                future._arrival = self.worker.accelerators.arrival(result)
             future._settle(result, error)
 
     # --- the table's outputs ------------------------------------------------------------------------------------------

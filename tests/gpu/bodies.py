@@ -159,7 +159,7 @@ def filled_late(size: int, value: int, cycles: int) -> Tensor:
     return tensor.fill_(value)
 
 
-def stream_of_handler() -> tuple[int, int]:
+def stream_of_handler(tensor: Tensor | None = None) -> tuple[int, int]:
     """The handler's current stream, and the default one."""
     return torch.cuda.current_stream(0).cuda_stream, torch.cuda.default_stream(0).cuda_stream
 
@@ -314,8 +314,10 @@ async def streamed(size: int) -> None:
 
 async def handled_on_streams_of_their_own(count: int) -> None:
     """Handlers run on streams other than the default one; those that await come back to theirs."""
-    current, default = await rpc.call("w1", stream_of_handler)
+    current, default = await rpc.call("w1", stream_of_handler, torch.zeros(1, device=HERE))
     assert current != default
+    current, default = await rpc.call("w1", stream_of_handler)  # nothing arrives for it on a device
+    assert current == default
     results = await asyncio.gather(*(rpc.call("w1", hop, torch.zeros(1000, device=HERE), 5) for _ in range(count)))
     for tensor, streams in results:
         assert tensor.tolist() == [5.0] * 1000
@@ -550,6 +552,7 @@ async def lose_the_sender(size: int) -> None:
     victim: int = await rpc.call("w1", pid)
     await rpc.call("w1", send_behind_a_kernel, "w0", size, 1)
     tensor, event = ARRIVED.get_nowait()
+    torch.cuda.current_stream().wait_event(event)
     assert int(tensor.sum()) == 7 * size
     pending = rpc.call("w1", send_behind_a_kernel, "w0", size, 25 * LONG)
     tensor, event = await in_thread(lambda: ARRIVED.get(timeout=30), 40, "the tensor's arrival")

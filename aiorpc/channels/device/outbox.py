@@ -76,6 +76,7 @@ class Outbox:
         self._firsts = sorted({self._first(slot) for slot in range(len(self.slots))})
         self.lent = 0
         self._freed = False
+        self._using = threading.Lock()  # held while something is enqueued
 
     def _first(self, slot: int) -> int:
         return bisect_left(self._rooms, self._rooms[slot])
@@ -106,18 +107,29 @@ class Outbox:
         event is recorded: now the slot may be named to the reader."""
         place, room = self.slots[slot]
         size = min(room, source.numel() - start)
-        driver, event = self._driver, self._events[slot]
-        driver.wait(event, stream)
-        driver.copy(self._address + place, source.data_ptr() + start, size, stream)
-        driver.record(event, stream)
+        driver = self._driver
+        with self._using:
+            if self._freed:
+                raise RuntimeError("the other worker has closed it")
+            event = self._events[slot]
+            driver.wait(event, stream)
+            driver.copy(self._address + place, source.data_ptr() + start, size, stream)
+            driver.record(event, stream)
         return size
+
+    def release_waiters(self, stream: Stream) -> None:
+        """The reader's process has died, maybe before its device had done what it recorded: as of an inbox."""
+        for event in self._events:
+            self._driver.record(event, stream)
 
     def free(self) -> None:
         """Nobody has it open any more. Idempotent."""
-        if not self._freed:
+        with self._using:
+            if self._freed:
+                return
             self._freed = True
-            self._events.clear()
-            self._driver.free(self.index, self._address)
+        self._driver.free(self.index, self._address)
+        self._events.clear()
 
 
 class Inbox:
@@ -142,16 +154,21 @@ class Inbox:
             driver.close(index, self._address)
             raise
         self._closed = False
+        self._using = threading.Lock()  # held while something is enqueued
 
     def get(self, slot: int, target: int, size: int, stream: Stream) -> None:
         """Enqueue a copy of the slot's first bytes to an address. When this returns, the slot may be given back."""
         place, room = self.slots[slot]
         if not 0 < size <= room:
             raise ValueError(f"{size} bytes of a slot of {room}")
-        driver, event = self._driver, self._events[slot]
-        driver.wait(event, stream)
-        driver.copy(target, self._address + place, size, stream)
-        driver.record(event, stream)
+        driver = self._driver
+        with self._using:
+            if self._closed:
+                raise RuntimeError("it was closed here")
+            event = self._events[slot]
+            driver.wait(event, stream)
+            driver.copy(target, self._address + place, size, stream)
+            driver.record(event, stream)
 
     def release_waiters(self, stream: Stream) -> None:
         """The sender's process has died, maybe before its device had done what it recorded: record all events anew,
@@ -161,7 +178,9 @@ class Inbox:
 
     def close(self) -> None:
         """Let go of it. May block until copies out of it are done. Idempotent."""
-        if not self._closed:
+        with self._using:
+            if self._closed:
+                return
             self._closed = True
-            self._driver.close(self.index, self._address)
-            self._events.clear()
+        self._driver.close(self.index, self._address)
+        self._events.clear()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
+
 from ...errors import ProtocolError, RpcError
 from ...protocol.frames import Buffer
 from .. import Arrived, Traffic, Wire
@@ -73,6 +75,7 @@ class Receiver:
         self._receiving: dict[int, _Receiving] = {}
         self._early: dict[int, _Early] = {}
         self._unwanted: set[int] = set()  # until their sender has said that nothing more comes
+        self._completed: deque[int] = deque(maxlen=256)  # numbers of the latest that were waited for
         self._closed = False
         self._left = False  # the inboxes are closed, as we leave
 
@@ -240,11 +243,12 @@ class Receiver:
         size = len(buffer)
         failure: Exception | None = None
         try:
+            given = numpy.frombuffer(buffer, numpy.uint8)  # copied without the interpreter's lock
             if isinstance(receiving.memory, memoryview):
-                receiving.memory[start : start + size] = buffer
+                numpy.copyto(numpy.frombuffer(receiving.memory, numpy.uint8)[start : start + size], given)
             else:
                 host = self._accelerator.pinned(size)
-                host.numpy().data[:] = buffer
+                numpy.copyto(host.numpy(), given)
                 self._accelerator.move(receiving.memory[start : start + size], host, receiving.stream)
         except Exception as error:
             failure = failed(error)
@@ -265,6 +269,7 @@ class Receiver:
 
     def _settle(self, receiving: _Receiving, failure: Exception | None) -> None:
         self._receiving.pop(receiving.number, None)
+        self._completed.append(receiving.number)
         arrived, receiving.arrived = receiving.arrived, None
         if arrived is not None:
             arrived(receiving.buffer() if failure is None else failure)
@@ -283,7 +288,7 @@ class Receiver:
             self._unwanted.discard(number)
         elif receiving is not None:
             self._settle(receiving, RpcError(f"a tensor for {receiving.target} did not arrive: {reason}"))
-        else:
+        elif number not in self._completed:  # else it crossed the last piece
             self._early.setdefault(number, _Early()).reason = reason
 
     # --- boxes --------------------------------------------------------------------------------------------------------

@@ -149,8 +149,7 @@ class Sender:
     ) -> int:
         """Copy what fits into free slots; how far it came. start, size: of the transfer; `source` begins at `first`."""
         outbox = box.outbox
-        assert outbox is not None, "an open box has one"
-        while start < size:
+        while start < size and outbox is not None:
             slot = outbox.take(size - start)
             if slot is None:
                 break
@@ -249,6 +248,9 @@ class Sender:
             self._around.on_loop(self._refuse, box, f"device memory cannot be offered: {error}")
             self._free(box)
             return
+        if self._closed:  # meanwhile, and nobody has heard of it
+            self._free(box)
+            return
         offer = [OFFER, box.number, uuid, box.target, outbox.handle, outbox.event_handles, outbox.slots, nonce]
         self._around.post(offer)
         self._around.later(OFFER_PATIENCE, self._refuse, box, f"no answer to an offer in {OFFER_PATIENCE:g} s")
@@ -280,8 +282,6 @@ class Sender:
         if way != IPC:
             self._around.on_chosen(way, reason)
         for sending in list(self._sending.values()):
-            if sending.box is None and way == IPC and sending.target >= 0:
-                self._line_up(sending)
             self._go_on(sending)
 
     def _line_up(self, sending: _Sending) -> None:
@@ -296,6 +296,8 @@ class Sender:
     def _go_on(self, sending: _Sending) -> None:
         if self._closed or sending.stopped or not sending.call or not self.way:
             return
+        if sending.box is None and self.way == IPC and sending.target >= 0:  # it came just before that was settled
+            self._line_up(sending)
         box = sending.box
         if box is not None and box.refused:  # it came to wait just as that was found out
             self._leave(box, sending)
@@ -402,8 +404,9 @@ class Sender:
     def on_opened(self, number: int) -> None:
         """It has opened that box, and found the nonce. Raises ValueError for a box that was not offered."""
         box = self._find_box(number)
-        if box.refused:  # it came too late
+        if box.outbox is None:
             return
+        box.refused = ""  # it may have taken longer than we had patience
         box.open = True
         self._around.on_chosen(IPC, "")
         self._pump(box)

@@ -7,14 +7,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import Node
-
-from ..runtime.gradients import ReceivedTensor
+from torch.autograd.graph import GradientEdge, Node
 
 Tensor = torch.Tensor
+
+
+class SentName(NamedTuple):
+    """A tensor sent: number of its message, and its place among the tensors of that. Of one worker and context."""
+
+    message: int
+    place: int
+
+
+class ReceivedTensor(NamedTuple):
+    """A tensor received: who sent it, its name there, and the edge that stands for its past.
+
+    behind: all tensors that its past in turn came from, on whichever worker, as (worker, name); None: they are too many
+    to tell, and who wants to know has to ask.
+    """
+
+    sender: int
+    name: SentName
+    edge: GradientEdge
+    behind: frozenset[tuple[int, SentName]] | None
+
+
 # A leaf, or what stands for the past of a tensor that was received.
 Target = Tensor | ReceivedTensor
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
