@@ -20,7 +20,8 @@ from ..futures import Future
 from ..runtime.current import current_call, deadline, registry
 from ..runtime.gradients import current_autograd
 from ..runtime.worker import Worker
-from .passes import Pass, ask
+from .parts import ask
+from .passes import Pass
 
 Tensor = torch.Tensor
 

@@ -10,8 +10,6 @@ leaves, and tensors that it has received. A pass, run by the worker that has the
                 is done, with the gradients for entries of ours that came out last
     4. TAKE     brings gradients to entries of other workers, as each part goes on
 
-States of a part: WAITING for its plan (gradients that come early are kept), RUNNING, DONE, FAILED.
-
 Invariants
 1. A target is evaluated when all entries of the plan that lead to it have their gradients, and once in a pass. All
    targets that are ready share one run of torch's engine, from those entries. So a node only ever sees complete
@@ -32,323 +30,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
-from ..runtime.current import current_call
-from ..runtime.functions import async_execution
-from ..runtime.gradients import AutogradContext, current_autograd
-from ..runtime.reach import ReceivedTensor, SentName
+from ..runtime.gradients import AutogradContext
+from ..runtime.reach import SentName
 from ..runtime.worker import Worker
+from .parts import Entry, Wire, abort, arrival_of, ask, from_wire, gather, part_of, plan, to_wire
 
 Tensor = torch.Tensor
-# Gradients of entries, on the wire: their names and, at the same places, the gradients; None: nothing flows there.
-Wire = tuple[list[tuple[int, int]], list[Tensor | None]]
-Gradients = dict[SentName, Tensor | None]
 # Seconds to tell other workers that a pass has failed.
 _ABORT_PATIENCE = 10.0
-
-
-class Entry(NamedTuple):
-    """Where a gradient comes in. mask: of the targets that it leads to."""
-
-    edge: GradientEdge
-    mask: int
-
-
-# --- a part -----------------------------------------------------------------------------------------------------------
-
-
-class Part:
-    """What one worker does in one pass. Any thread; `advance` not on a loop.
-
-    done: a Future of the gradients for entries of the worker that runs the pass that were not sent before.
-    """
-
-    def __init__(self, worker: Worker, context: AutogradContext, number: int) -> None:
-        self.done: Future[Wire] = Future()
-        self.done._what = f"the part of worker {worker.name!r} in a backward pass"
-        self.done._loop, self.done._executor = worker.loop, worker.pool
-        self.held: dict[int, Gradients] | None = None  # gradients for others, while they are not to be sent
-        self._worker = worker
-        self._context = context
-        self._number = number
-        self._lock = threading.Lock()
-        self._entries: dict[SentName, Entry] | None = None  # None: the plan has not come
-        self._gradients: Gradients = {}  # that have come
-        self._arrivals: list[Arrival] = []
-        self._left = 0  # bits of targets that were not evaluated
-        self._retain = False
-        self._root = -1
-        self._until: float | None = None
-        self._running = False
-        self._delivering = 0
-        self._home: Gradients = {}
-
-    def begin(self, entries: dict[SentName, Entry], *, root: int, retain: bool, until: float | None) -> None:
-        """The plan. root: who runs the pass. retain: keep the graph for another one. until: as of `ask`."""
-        with self._lock:
-            self._root, self._retain, self._until = root, retain, until
-            for entry in entries.values():
-                self._left |= entry.mask
-            self._entries = entries
-
-    def take(self, gradients: Mapping[SentName, Tensor | None], arrival: Arrival | None = None) -> None:
-        """Gradients of some entries. arrival: of those on devices."""
-        with self._lock:
-            self._gradients.update(gradients)
-            if arrival is not None:
-                self._arrivals.append(arrival)
-
-    def fail(self, error: BaseException) -> None:
-        """It cannot be done; the first reason counts."""
-        if self.done._settle(None, error):
-            self.done._look()  # whoever waits is told; if nobody does, that is no news
-
-    def advance(self) -> None:
-        """Run what is ready, here and now; whatever then is ready, too."""
-        while not self.done.done():
-            with self._lock:
-                if self._running or self._entries is None:
-                    return
-                ready, waiting = self._ready(self._entries)
-                if not ready:
-                    break
-                self._running = True
-                last = ready == self._left and not waiting
-                used = [(e.edge, self._gradients[name]) for name, e in self._entries.items() if e.mask & ready]
-                arrivals, self._arrivals = self._arrivals, []
-            try:
-                deliveries = self._run(used, ready, self._retain or not last, arrivals)
-            except BaseException as error:
-                _say_where(error, self._worker.name)
-                self.fail(error)
-                return
-            self._hand_on(ready, deliveries)
-        self._finish()
-
-    def _ready(self, entries: Mapping[SentName, Entry]) -> tuple[int, bool]:
-        """Targets for which no gradient is missing, and whether any is missing."""
-        blocked, waiting = 0, False
-        for name, entry in entries.items():
-            if name not in self._gradients:
-                blocked |= entry.mask
-                waiting = True
-        return self._left & ~blocked, waiting
-
-    def _run(
-        self, used: Sequence[tuple[GradientEdge, Tensor | None]], ready: int, retain: bool, arrivals: Sequence[Arrival]
-    ) -> dict[int, Gradients]:
-        """Evaluate some targets: gradients for tensors that other workers have sent, by worker."""
-        for arrival in arrivals:
-            arrival.join()
-        targets = self._context.reach.targets_of(ready)
-        results = _evaluate([each for each in used if each[1] is not None], targets, retain)
-        deliveries: dict[int, Gradients] = {}
-        leaves: list[tuple[Tensor, Tensor]] = []
-        seen: set[int] = set()
-        for target, gradient in zip(targets, results, strict=True):
-            if isinstance(target, ReceivedTensor):
-                deliveries.setdefault(target.sender, {})[target.name] = gradient
-            elif gradient is not None:
-                leaves.append((target, _own(gradient, seen)))
-        self._context.accumulate(leaves, _arrival(self._worker, [gradient for _, gradient in leaves]))
-        return deliveries
-
-    def _hand_on(self, ready: int, deliveries: dict[int, Gradients]) -> None:
-        """Some targets are done: their gradients go to whoever has sent them."""
-        with self._lock:
-            assert self._entries is not None, "it runs"
-            self._gradients.update(deliveries.pop(self._worker.id, {}))
-            self._left &= ~ready
-            self._running = False
-            if not self._left and not self._ready(self._entries)[1]:  # the answer to the plan takes them along
-                self._home = deliveries.pop(self._root, {})
-            if self.held is not None:
-                for worker_id, gradients in deliveries.items():
-                    self.held.setdefault(worker_id, {}).update(gradients)
-                return
-            self._delivering += len(deliveries)
-        for worker_id, gradients in deliveries.items():
-            self._deliver(worker_id, gradients)
-
-    def _deliver(self, worker_id: int, gradients: Gradients) -> None:
-        try:
-            said = (self._context.id, self._number, *to_wire(gradients))
-            call = ask(self._worker, worker_id, take, *said, until=self._until)
-        except BaseException as error:
-            self.fail(error)
-            return
-        call._add_callback(self._delivered)
-
-    def _delivered(self, call: Future[Any]) -> None:
-        error = call.exception()
-        if error is not None:
-            self.fail(error)
-            return
-        with self._lock:
-            self._delivering -= 1
-        self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            if self._entries is None or self._running or self._left or self._delivering:
-                return
-            if self._ready(self._entries)[1]:
-                return
-            home, self._home = self._home, {}
-        self.done._settle(to_wire(home))
-
-
-def to_wire(gradients: Gradients) -> Wire:
-    """Plain tuples for names; the tensors leave the pickle anyway."""
-    return [(name.message, name.place) for name in gradients], list(gradients.values())
-
-
-def from_wire(names: Sequence[tuple[int, int]], values: Sequence[Tensor | None]) -> Gradients:
-    """What `to_wire` was given."""
-    return {SentName(*name): value for name, value in zip(names, values, strict=True)}
-
-
-def _arrival(worker: Worker, gradients: Iterable[Tensor | None]) -> Arrival | None:
-    """What users of these wait for, if any are on a device."""
-    on_device = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
-    return worker.accelerators.arrival() if on_device else None
-
-
-def _evaluate(
-    entries: Sequence[tuple[GradientEdge, Tensor | None]], targets: Sequence[Tensor | ReceivedTensor], retain: bool
-) -> Sequence[Tensor | None]:
-    if not entries:
-        return [None] * len(targets)
-    outputs, gradients = zip(*entries, strict=True)
-    inputs: Any = [target.edge if isinstance(target, ReceivedTensor) else target for target in targets]
-    results: Sequence[Tensor | None] = torch.autograd.grad(
-        outputs, inputs, gradients, retain_graph=retain, allow_unused=True
-    )
-    return results
-
-
-def _own(gradient: Tensor, seen: set[int]) -> Tensor:
-    """A gradient that shares memory with no other one: the engine may give one tensor to several inputs."""
-    shared = id(gradient) in seen
-    seen.add(id(gradient))
-    if gradient.layout is torch.strided and (shared or 0 in gradient.stride()):
-        return gradient.clone(memory_format=torch.contiguous_format)
-    return gradient
-
-
-def _say_where(error: BaseException, worker: str) -> None:
-    """Note worker and node, which the error itself says nothing of."""
-    node = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
-        first = names.get(code.co_varnames[0]) if code.co_argcount and code.co_varnames else None
-        if isinstance(first, torch.autograd.graph.Node):
-            node = first.name()
-        traceback = traceback.tb_next
-    error.add_note(f"in the backward pass on worker {worker!r}" + (f", at node {node}" if node else ""))
-
-
-# --- calls between workers --------------------------------------------------------------------------------------------
-
-
-def ask(worker: Worker, worker_id: int, function: Any, /, *args: Any, until: float | None) -> Future[Any]:
-    """Call a function of the runtime's on a worker, in no context. until: on ``time.monotonic``'s clock, or None."""
-    timeout = 0.0 if until is None else max(1e-3, until - time.monotonic())
-    token = current_autograd.set(0)
-    try:
-        return worker.peers.by_id(worker_id).call(function, args, None, timeout)
-    finally:
-        current_autograd.reset(token)
-
-
-def _here(context_id: int) -> tuple[Worker, AutogradContext]:
-    call = current_call.get()
-    assert call is not None, "only called by workers"
-    return call.worker, call.worker.gradients.get(context_id)
-
-
-def _part(worker: Worker, context: AutogradContext, number: int) -> Part:
-    """The part of a pass, made by whichever of its messages comes first."""
-    with context.lock:
-        if number in context.passed:
-            raise RpcError(f"this backward pass of context {context.id} has ended on worker {worker.name!r}")
-        part: Part | None = context.parts.get(number)
-        if part is None:
-            part = context.parts[number] = Part(worker, context, number)
-            part.done._add_callback(lambda _: _end_part(context, number))
-        return part
-
-
-def _end_part(context: AutogradContext, number: int) -> None:
-    context.passed.add(number)
-    context.parts.pop(number, None)
-
-
-def gather(context_id: int) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-    """Handler: for each entry of this worker, as (message, place), the tensors it leads to, as (worker, ..)."""
-    _, context = _here(context_id)
-    table = []
-    for name, edge in list(context.sent.items()):
-        received = context.reach.received_of(context.reach.of(edge.node))
-        table.append((*name, [(each.sender, *each.name) for each in received]))
-    return table
-
-
-@async_execution
-def plan(
-    context_id: int,
-    number: int,
-    names: Sequence[tuple[int, int]],
-    retain: bool,
-    seconds: float,
-    given: Sequence[tuple[int, int]],
-    gradients: Sequence[Tensor | None],
-) -> Future[Wire]:
-    """Handler: these entries get gradients in that pass, of which some are given. Completes with the part."""
-    worker, context = _here(context_id)
-    call = current_call.get()
-    assert call is not None, "it is served"
-    part = _part(worker, context, number)
-    try:
-        entries = {}
-        for name in names:
-            edge = context.sent[SentName(*name)]
-            entries[SentName(*name)] = Entry(edge, context.reach.of(edge.node))
-        until = time.monotonic() + seconds if seconds else None
-        part.take(from_wire(given, gradients), _arrival(worker, gradients))
-        part.begin(entries, root=call.caller.id, retain=retain, until=until)
-        part.advance()
-    except BaseException as error:
-        part.fail(error)
-    return part.done
-
-
-def take(context_id: int, number: int, names: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
-    """Handler: gradients of entries of this worker."""
-    worker, context = _here(context_id)
-    part = _part(worker, context, number)
-    part.take(from_wire(names, gradients), _arrival(worker, gradients))
-    part.advance()
-
-
-async def abort(context_id: int, number: int, reason: str) -> None:
-    """Handler: that pass has failed elsewhere."""
-    worker, context = _here(context_id)
-    if number not in context.passed:
-        _part(worker, context, number).fail(RpcError(f"the backward pass has failed: {reason}"))
-
-
-# --- the whole pass ---------------------------------------------------------------------------------------------------
 
 
 def check_roots(roots: Sequence[Tensor]) -> list[GradientEdge]:
@@ -384,8 +81,8 @@ class Pass:
         self._number = worker.gradients.next_number()
         self._roots = check_roots(roots)
         self._gradients = [torch.ones_like(root) for root in roots]
-        self._arrival = _arrival(worker, roots)
-        self._part = _part(worker, context, self._number)
+        self._arrival = arrival_of(worker, roots)
+        self._part = part_of(worker, context, self._number)
         self._plans: dict[int, list[SentName]] = {}
         self._answers = 0  # that are missing
         self._lock = threading.Lock()
@@ -467,7 +164,7 @@ class Pass:
 
     def _use(self, gradients: Wire) -> None:
         """Not on a loop: a part is done, and has sent what came out of it last."""
-        self._part.take(from_wire(*gradients), _arrival(self._worker, gradients[1]))
+        self._part.take(from_wire(*gradients), arrival_of(self._worker, gradients[1]))
         self._part.advance()
         with self._lock:
             self._answers -= 1

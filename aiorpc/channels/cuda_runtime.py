@@ -256,7 +256,7 @@ class CudaRuntime:
         with self._device(stream.device_index):
             self._call("cudaMemcpyAsync", stream.device_index, target, source, size, MEMCPY_DEFAULT, stream.cuda_stream)
 
-    # Events. Not of torch's class: that opens them, which may block while the device is busy, with the interpreter held.
+    # Events. Not of torch's class: to open one may block while the device is busy, and that holds the interpreter.
 
     def event(self, index: int) -> CudaEvent:
         """An event that can be exported. It lives as long as somebody may wait for it."""
