@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import autograd, functions
+from . import autograd, functions, nn, optim
 from .api import call, current, get_worker_info, init, peer, remote, stream
 from .errors import (
     DeviceMapError,
@@ -88,6 +88,8 @@ __all__ = [
     "get_worker_info",
     "init",
     "init_rpc",
+    "nn",
+    "optim",
     "peer",
     "remote",
     "rpc_async",

@@ -1,0 +1,461 @@
+"""A module that lives on another worker, with the name of ``torch.distributed.nn``.
+
+    embedding = RemoteModule("ps/cuda:0", torch.nn.Embedding, args=(1000, 64))   # await RemoteModule.create(...)
+    y = embedding(x)                                                             # y = await embedding(x)
+    optimizer = DistributedOptimizer(torch.optim.SGD, embedding.remote_parameters(), lr=0.1)
+
+Verbs block, and each has a twin ``..._async`` that returns a Future, for coroutines. Calling the module itself does
+what the place asks for: it returns a Future on the worker's loop, and blocks elsewhere. A forward is one call, so it
+takes part in autograd contexts as any other; the module's ``__call__`` runs, with the hooks that it has there.
+
+Devices. The owner moves tensors among the arguments to the module's device, also inside lists, tuples and dicts. What
+comes back stays on that device if a device map of the caller leads there; else it is moved to the host's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+
+from .errors import RpcError, RpcUsageError
+from .futures import Future
+from .protocol import codec
+from .runtime.current import registry
+from .runtime.gradients import current_autograd
+from .runtime.peers import To
+from .runtime.references import RRef
+from .runtime.worker import Worker
+
+__all__ = ["RemoteModule"]
+
+Tensor = torch.Tensor
+Module = torch.nn.Module
+_SETTLED = "its device is settled when it is made"
+_RANK = re.compile(r"rank:(\d+)")
+
+
+class RemoteModuleError(RpcUsageError, ValueError):
+    """A RemoteModule cannot be made so, or cannot do that; a ``ValueError``, as torch raises."""
+
+
+def _refused(hint: str = "") -> Any:
+    return _Refused(hint)
+
+
+class _Refused:
+    """A method of torch.nn.Module that a RemoteModule does not have."""
+
+    def __init__(self, hint: str) -> None:
+        self._hint = hint or "run a function that does it on the module's owner, with get_module_rref()"
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: object, owner: type) -> Callable[..., NoReturn]:
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            raise RemoteModuleError(f"Method ``{self._name}`` not supported for RemoteModule: {self._hint}")
+
+        return refuse
+
+
+class RemoteModule(Module):
+    """A ``torch.nn.Module`` that is made, and runs, on another worker.
+
+    remote_device: ``"worker"``, ``"worker/device"``, ``"rank:0"`` or ``"rank:0/device"``; the device is the owner's,
+    ``cpu`` if not given. A device alone means this worker. module_cls: what is called there with `args` and `kwargs`,
+    and returns a module, which is moved to the device. The constructor blocks until it is there; on the worker's loop
+    it raises WouldBlockLoop, use ``await RemoteModule.create(...)``.
+
+    It raises RemoteModuleError (a ValueError) for a remote_device that is none, or a module_cls that makes no module;
+    UnknownWorker; what module_cls raised; PeerLost, RpcTimeout. After an error nothing is left on the owner.
+
+    on: name or rank of the owner, as given. device: where the module is, there. The object may be used from any thread,
+    passed to other workers, which use the same module then, and be a part of a local module: ``parameters()`` of that
+    are the local ones, its ``train``, ``eval``, ``state_dict`` and ``load_state_dict`` reach the remote part, and its
+    ``to`` does not. Subclasses travel with their attributes. It is no part of TorchScript.
+    """
+
+    on: To
+    device: str
+    module_rref: RRef[Module]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., Module],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        registry.get().refuse_on_loop("RemoteModule(...)", "await RemoteModule.create(...)")
+        super().__init__()
+        self._adopt(remote_device)
+        self.module_rref = self._make(module_cls, args, kwargs).wait()
+
+    @classmethod
+    async def create(
+        cls,
+        remote_device: str,
+        module_cls: Callable[..., Module],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Self:
+        """The same as the constructor, without blocking; a subclass' ``__init__`` is not run.
+
+        If cancelled, what the owner has made is dropped.
+        """
+        made = cls.__new__(cls)
+        Module.__init__(made)
+        made._adopt(remote_device)
+        made.module_rref = await made._make(module_cls, args, kwargs)
+        return made
+
+    @classmethod
+    def init_from_module_rref(cls, remote_device: str, module_rref: RRef[Module]) -> Self:
+        """A RemoteModule of a module that exists: what `get_module_rref` gave, or any RRef of one. No call is made.
+
+        remote_device: its owner, and the device that it is on. RemoteModuleError if the RRef has another owner.
+        """
+        made = cls.__new__(cls)
+        Module.__init__(made)
+        worker = made._adopt(remote_device)
+        if worker.get_worker_info(_name_of(worker, made.on)) != module_rref.owner():
+            raise RemoteModuleError(f"{remote_device!r} is not where the module is: its owner is {module_rref.owner()}")
+        made.module_rref = module_rref
+        return made
+
+    def _adopt(self, remote_device: str) -> Worker:
+        worker = registry.get()
+        worker.check_open()
+        self.on, device = parse_remote_device(remote_device, worker.name)
+        self.device = str(device)
+        worker.peers.find(self.on)
+        return worker
+
+    def _make(
+        self, module_cls: Callable[..., Module], args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None
+    ) -> Future[RRef[Module]]:
+        worker = registry.get()
+        values = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
+        return worker.peers.find(self.on).call(new_module, values, None, worker.default_timeout)
+
+    # --- running it ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`; on the worker's loop `forward_async`: ``y = await module(x)``."""
+        worker = self._worker()
+        if threading.get_ident() == worker.thread and asyncio._get_running_loop() is worker.loop:
+            return self.forward_async(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module gives for these arguments; blocks. Raises what it raises, PeerLost, RpcTimeout."""
+        self._worker().refuse_on_loop("module.forward()", "await module(...)")
+        return self.forward_async(*args, **kwargs).wait()
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The same as a Future, at once. Any thread. Cancelling it may leave the module having run."""
+        rref, worker = self.module_rref, self._worker()
+        rref._check()
+        if self.device == "cpu" and worker.accelerators.accelerator is None:
+            call: Future[Any] = rref.rpc_async()(*args, **kwargs)  # nothing to move, so no reference has to travel
+            return call
+        values = (rref, self.device, self._is_led_to(), args, kwargs)
+        return worker.peers.by_id(rref.owner().id).call(forward, values, None, worker.default_timeout)
+
+    @property
+    def is_device_map_set(self) -> bool:
+        """Whether this worker has a device map to the owner."""
+        worker = self._worker()
+        return bool(worker.options.device_maps.get(self.module_rref.owner_name()))
+
+    def _is_led_to(self) -> bool:
+        """Whether what lies on the module's device can come back from there as it is."""
+        worker = self._worker()
+        name = self.device
+        device = torch.device(name if name == "cpu" or ":" in name else f"{name}:0")
+        return device in worker.accelerators.claims.maps.get(self.module_rref.owner_name(), {}).values()
+
+    # --- the module ---------------------------------------------------------------------------------------------------
+
+    def get_module_rref(self) -> RRef[Module]:
+        """The RRef of the module itself."""
+        return self.module_rref
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
+        """RRefs of the module's parameters, in its order, for a DistributedOptimizer. Blocks.
+
+        recurse: with those of its submodules.
+        """
+        self._worker().refuse_on_loop("module.remote_parameters()", "await module.remote_parameters_async()")
+        return self.remote_parameters_async(recurse).wait()
+
+    def remote_parameters_async(self, recurse: bool = True) -> Future[list[RRef[torch.nn.Parameter]]]:
+        """The same as a Future."""
+        return self._ask(parameters_of, recurse)
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the module into training mode, or out of it. Blocks."""
+        self._worker().refuse_on_loop("module.train()", "await module.train_async()")
+        self.train_async(mode).wait()
+        return self
+
+    def eval(self) -> Self:
+        """Put the module out of training mode. Blocks."""
+        self._worker().refuse_on_loop("module.eval()", "await module.eval_async()")
+        return self.train(False)
+
+    def train_async(self, mode: bool = True) -> Future[None]:
+        """`train` as a Future."""
+        asked: Future[None] = self._ask(set_training, bool(mode))
+        self.training = bool(mode)
+        return asked
+
+    def eval_async(self) -> Future[None]:
+        """`eval` as a Future."""
+        return self.train_async(False)
+
+    def state_dict(  # type: ignore[override]  # torch has positional forms, deprecated
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The module's state, tensors copied to this worker, into the host's memory. Blocks.
+
+        destination: where to add it, and `prefix`: before the names. keep_vars: without effect, they are copies.
+        """
+        self._worker().refuse_on_loop("module.state_dict()", "await module.state_dict_async()")
+        state = self.state_dict_async().wait()
+        if destination is None and not prefix:
+            return state
+        destination = OrderedDict() if destination is None else destination
+        destination.update((prefix + name, value) for name, value in state.items())
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            metadata.update((f"{prefix}{name}".strip("."), each) for name, each in _metadata_of(state).items())
+        return destination
+
+    def state_dict_async(self) -> Future[dict[str, Any]]:
+        """`state_dict` as a Future."""
+        return self._ask(state_of)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state that `state_dict` made. Blocks; returns the missing and the unexpected keys, as torch does.
+
+        assign: put the tensors in place of the parameters; RRefs of those then refer to what the module uses no more.
+        Raises torch's RuntimeError if the state does not fit.
+        """
+        self._worker().refuse_on_loop("module.load_state_dict()", "await module.load_state_dict_async(...)")
+        return self.load_state_dict_async(state_dict, strict, assign).wait()
+
+    def load_state_dict_async(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Future[Any]:
+        """`load_state_dict` as a Future."""
+        return self._ask(load_state, _plain(state_dict), strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """A local module that this one is a part of loads its state: our part of it goes to the owner."""
+        state = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        try:
+            result = self.load_state_dict(state, False, assign)
+        except RpcError:
+            raise
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys += [prefix + name for name in result.missing_keys]
+        if strict:
+            unexpected_keys += [prefix + name for name in result.unexpected_keys]
+
+    def extra_repr(self) -> str:
+        """Where it is."""
+        return f"{self.on!r}, device={self.device!r}"
+
+    # --- others' ------------------------------------------------------------------------------------------------------
+
+    parameters = _refused("they live on its owner; use remote_parameters()")
+    named_parameters = _refused("they live on its owner; use remote_parameters(), or state_dict() for copies by name")
+    buffers = _refused("they live on its owner; use state_dict() for copies")
+    named_buffers = _refused("they live on its owner; use state_dict() for copies")
+    get_parameter = _refused()
+    get_buffer = _refused()
+    get_submodule = _refused()
+    register_buffer = _refused()
+    register_parameter = _refused()
+    register_module = _refused()
+    add_module = _refused()
+    apply = _refused()
+    requires_grad_ = _refused()
+    zero_grad = _refused()
+    share_memory = _refused()
+    compile = _refused()
+    to = _refused(_SETTLED)
+    to_empty = _refused(_SETTLED)
+    cpu = _refused(_SETTLED)
+    cuda = _refused(_SETTLED)
+    ipu = _refused(_SETTLED)
+    xpu = _refused(_SETTLED)
+    mtia = _refused(_SETTLED)
+    type = _refused()
+    float = _refused()
+    double = _refused()
+    half = _refused()
+    bfloat16 = _refused()
+    register_forward_pre_hook = _refused()
+    register_forward_hook = _refused()
+    register_backward_hook = _refused()
+    register_full_backward_hook = _refused()
+    register_full_backward_pre_hook = _refused()
+
+    # --- travelling ---------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if codec.outgoing.get() is None:
+            raise RpcUsageError(
+                "a RemoteModule cannot be pickled by itself: it refers to a module on another worker, and can only "
+                "travel in a call, as an argument or result; for its values use state_dict()"
+            )
+        return super().__reduce_ex__(protocol)
+
+    def _worker(self) -> Worker:
+        worker: Worker = self.module_rref._references.worker
+        worker.check_open()
+        return worker
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call a handler of this module on the owner, outside of any autograd context."""
+        worker, rref = self._worker(), self.module_rref
+        rref._check()
+        token = current_autograd.set(0)
+        try:
+            peer = worker.peers.by_id(rref.owner().id)
+            return peer.call(function, (rref, *args), None, worker.default_timeout)
+        finally:
+            current_autograd.reset(token)
+
+
+def parse_remote_device(remote_device: str, here: str) -> tuple[To, torch.device]:
+    """The worker, by name or rank, and the device there. here: the worker meant by a device alone.
+
+    Raises RemoteModuleError.
+    """
+    if not isinstance(remote_device, str):
+        raise RemoteModuleError(f"remote_device is a string like 'worker1/cuda:0', not {type(remote_device).__name__}")
+    worker, slash, device = remote_device.partition("/")
+    if not slash:
+        local = _device(worker)
+        if local is not None:
+            return here, local
+        device = "cpu"
+    place = _device(device)
+    rank = _RANK.fullmatch(worker)
+    if place is None or not worker or (worker.startswith("rank:") and rank is None):
+        raise RemoteModuleError(
+            f"Could not parse remote_device {remote_device!r}: it is '<worker>/<device>', 'rank:<rank>/<device>' or "
+            "'<device>', with a device as torch.device takes it, and cpu if there is none"
+        )
+    return int(rank[1]) if rank else worker, place
+
+
+def _device(text: str) -> torch.device | None:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        return None
+
+
+def _name_of(worker: Worker, to: To) -> str:
+    return worker.peers.find(to).name
+
+
+def _metadata_of(state: Any) -> Mapping[str, Any]:
+    return getattr(state, "_metadata", {})
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """To be sent: without the graphs of its tensors."""
+    return _each_tensor(state, Tensor.detach)
+
+
+def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The same state with other tensors; of the type that torch gives and loads, with the versions of its modules."""
+    made: Any = OrderedDict(
+        (name, change(value) if isinstance(value, Tensor) else value) for name, value in state.items()
+    )
+    made._metadata = OrderedDict(_metadata_of(state))
+    return made  # type: ignore[no-any-return]
+
+
+# --- on the owner -----------------------------------------------------------------------------------------------------
+
+
+def new_module(
+    module_cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
+) -> RRef[Module]:
+    """Handler: a new module."""
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, Module):
+        name = getattr(module_cls, "__qualname__", module_cls)
+        raise RemoteModuleError(
+            f"Expect `module_cls(*args, **kwargs)` returns an instance of torch.nn.Module, but {name} returned a "
+            f"{type(module).__qualname__}"
+        )
+    return RRef(module.to(device))
+
+
+def forward(module_rref: RRef[Module], device: str, keep: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handler: run it. keep: let what it gives stay on the device."""
+    place = torch.device(device)
+    result = module_rref.local_value()(*moved(args, place), **moved(kwargs, place))
+    return result if keep else moved(result, torch.device("cpu"))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same value with its tensors on that device, also inside lists, tuples and dicts of exact types."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(moved(each, device) for each in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(moved(each, device) for each in value))
+    if kind is dict:
+        return {key: moved(each, device) for key, each in value.items()}
+    return value
+
+
+def parameters_of(module_rref: RRef[Module], recurse: bool) -> list[RRef[torch.nn.Parameter]]:
+    """Handler: a new RRef of each parameter."""
+    return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+
+
+def set_training(module_rref: RRef[Module], mode: bool) -> None:
+    """Handler: training mode, or not."""
+    module_rref.local_value().train(mode)
+
+
+def state_of(module_rref: RRef[Module]) -> dict[str, Any]:
+    """Handler: the state, in the host's memory, copied, as the parameters may change while it is sent."""
+    return _each_tensor(module_rref.local_value().state_dict(), lambda tensor: tensor.to("cpu", copy=True))
+
+
+def load_state(module_rref: RRef[Module], state: dict[str, Any], strict: bool, assign: bool) -> Any:
+    """Handler: take that state."""
+    if assign:  # what was received may lie in memory that is shared
+        state = _each_tensor(state, torch.clone)
+    return module_rref.local_value().load_state_dict(state, strict, assign)

@@ -1,0 +1,436 @@
+"""An optimizer of parameters that live on several workers, with the name of ``torch.distributed.optim``.
+
+    optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [loss()])
+        optimizer.step(context_id)                      # await optimizer.step(ctx), in coroutines
+
+Each owner of parameters has one ordinary optimizer for its own, whose state never leaves it unless asked for. A step is
+one call to each owner, all at once; gradients do not travel, as they lie in the context beside their parameters.
+
+A step on an owner: it waits for its turn, gives the parameters the gradients of the context, steps, and puts ``.grad``
+back. Turns are by parameter: steps with one in common come one after the other, in the order in which they arrived,
+also those of different optimizers, as when every trainer has made its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+
+from .errors import RpcError, RpcUsageError
+from .futures import Future, block_observer, call_site
+from .runtime.current import check_cancelled, current_call, registry
+from .runtime.references import RRef
+from .runtime.worker import Worker
+
+__all__ = ["DistributedOptimizer"]
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+State = dict[str, Any]
+
+
+class DistributedOptimizer:
+    """One optimizer of class `optimizer_class` on each worker that owns some of the parameters.
+
+    optimizer_class: any ``torch.optim`` class, or one like them. params_rref: RRefs of leaf tensors of any shape, dtype
+    and layout that the class takes, on any workers, this one included; on each owner they keep their order. The other
+    arguments go to the class on every owner. With several parameter groups, make several optimizers.
+
+    The constructor blocks until all owners have theirs; on the worker's loop it raises WouldBlockLoop, use
+    ``await DistributedOptimizer.create(...)`` there. It raises RpcUsageError if there are no parameters, or no RRefs;
+    what the class raises on an owner, with a note that names it; PeerLost, RpcTimeout.
+
+    remote_optimizers: an RRef of each owner's optimizer. The object may be used from any thread, by several at once,
+    and sent to other workers, which step the same optimizers then.
+    """
+
+    remote_optimizers: list[RRef[Any]]
+
+    def __init__(
+        self, optimizer_class: Callable[..., Any], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        registry.get().refuse_on_loop("DistributedOptimizer(...)", "await DistributedOptimizer.create(...)")
+        self.remote_optimizers = _make(optimizer_class, params_rref, args, kwargs).wait()
+
+    @classmethod
+    async def create(
+        cls, optimizer_class: Callable[..., Any], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+    ) -> Self:
+        """The same as the constructor, without blocking. If cancelled, what owners have made is dropped."""
+        made = cls.__new__(cls)
+        made.remote_optimizers = await _make(optimizer_class, params_rref, args, kwargs)
+        return made
+
+    def step(self, context_id: int) -> Future[None]:
+        """One step on all owners, with the gradients that the context has there.
+
+        Blocks until all have stepped, and returns a completed Future; on the worker's loop it does not block, and the
+        Future is to be awaited: ``await optimizer.step(ctx)``. Any thread.
+
+        A parameter without a gradient in the context is left alone, like one whose ``.grad`` is None, and so is an
+        owner that has gradients for none. Nothing is written to ``.grad`` beyond the step. An optimizer that changes
+        gradients in place changes those of the context. As with a local optimizer, parameters change in place: a
+        backward pass whose graph has saved them raises torch's error, also if another trainer stepped.
+
+        Raises RpcUsageError if no such context is open here, or if no owner has a gradient for any parameter, as such
+        a step does nothing; what the optimizer raises on an owner, with a note that names it; PeerLost at once if an
+        owner is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error, and if it is cancelled, some
+        owners may have stepped; one that waits for its turn then does not.
+        """
+        worker = _worker_of(self.remote_optimizers)
+        if isinstance(context_id, bool) or not isinstance(context_id, int):
+            raise RpcUsageError(f"a context is named by its id, an int, not {context_id!r:.80}")
+        worker.gradients.get(context_id)
+
+        def finish(stepped: Mapping[str, int]) -> None:
+            if not any(stepped.values()):
+                raise RpcUsageError(
+                    f"no parameter of this optimizer has a gradient in autograd context {int(context_id)}, on any of "
+                    f"its owners ({', '.join(stepped)}): was backward() run in this context, and does its loss depend "
+                    "on these parameters?"
+                )
+
+        what = "DistributedOptimizer.step()"
+        done = _on_owners(worker, self.remote_optimizers, "step", lambda _: (int(context_id),), finish, what)
+        if not _is_on_loop(worker):
+            done.wait()
+        return done
+
+    def state_dict(self) -> dict[str, State]:
+        """Each owner's ``state_dict()``, by the owner's name; tensors are copies, in the host's memory. Blocks.
+
+        No step of these parameters is under way while an owner's is copied; owners are not looked at in the same
+        moment. Raises PeerLost and RpcTimeout; WouldBlockLoop on the worker's loop, where `state_dict_async` serves.
+        """
+        _worker_of(self.remote_optimizers).refuse_on_loop(
+            "optimizer.state_dict()", "await optimizer.state_dict_async()"
+        )
+        return self.state_dict_async().wait()
+
+    def state_dict_async(self) -> Future[dict[str, State]]:
+        """The same as a Future, to be awaited or waited for. Any thread."""
+        worker = _worker_of(self.remote_optimizers)
+        return _on_owners(worker, self.remote_optimizers, "state_dict", lambda _: (), dict, "state_dict()")
+
+    def load_state_dict(self, state_dict: Mapping[str, State]) -> None:
+        """Give each owner's optimizer the state of its name, as `state_dict` made it; tensors go to their devices.
+
+        Blocks. Raises RpcUsageError, and nothing was loaded then, if the names are not those of the owners; what
+        ``load_state_dict`` raises on an owner, with a note that names it, and others may have loaded theirs;
+        WouldBlockLoop on the worker's loop, where `load_state_dict_async` serves.
+        """
+        _worker_of(self.remote_optimizers).refuse_on_loop(
+            "optimizer.load_state_dict()", "await optimizer.load_state_dict_async(...)"
+        )
+        self.load_state_dict_async(state_dict).wait()
+
+    def load_state_dict_async(self, state_dict: Mapping[str, State]) -> Future[None]:
+        """The same as a Future, to be awaited or waited for. Any thread."""
+        owners = [rref.owner_name() for rref in self.remote_optimizers]
+        if not isinstance(state_dict, Mapping) or set(state_dict) != set(owners):
+            got = ", ".join(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+            raise RpcUsageError(f"a state for each owner is needed, by name: {', '.join(owners)}; got {got or 'none'}")
+
+        def arguments(name: str) -> tuple[Any, ...]:
+            return (state_dict[name],)
+
+        worker = _worker_of(self.remote_optimizers)
+        return _on_owners(
+            worker, self.remote_optimizers, "load_state_dict", arguments, lambda _: None, "load_state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        owners = ", ".join(rref.owner_name() for rref in self.remote_optimizers)
+        return f"<{type(self).__name__} on {owners}>"
+
+
+# --- where the optimizer is used --------------------------------------------------------------------------------------
+
+
+def _worker_of(rrefs: Sequence[RRef[Any]]) -> Worker:
+    worker: Worker = rrefs[0]._references.worker
+    worker.check_open()
+    return worker
+
+
+def _is_on_loop(worker: Worker) -> bool:
+    """Whether this thread runs the worker's loop, right now."""
+    return threading.get_ident() == worker.thread and asyncio._get_running_loop() is worker.loop
+
+
+def _make(
+    optimizer_class: Callable[..., Any],
+    params_rref: Sequence[RRef[Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Future[list[RRef[Any]]]:
+    """RRefs of new optimizers, one on each owner."""
+    worker = registry.get()
+    worker.check_open()
+    by_owner: dict[int, list[RRef[Any]]] = {}
+    for rref in _checked(params_rref):
+        rref._check()
+        by_owner.setdefault(rref.owner().id, []).append(rref)
+    gathered: _Gathered[list[RRef[Any]]] = _Gathered(
+        worker, "making a DistributedOptimizer", lambda made: list(made.values())
+    )
+    for owner, rrefs in by_owner.items():
+        peer = worker.peers.by_id(owner)
+        gathered.add(
+            worker.peers.describe(owner),
+            partial(peer.call, new_optimizer, (optimizer_class, rrefs, args, kwargs), None, worker.default_timeout),
+        )
+    return gathered.begin()
+
+
+def _checked(params_rref: Sequence[RRef[Any]]) -> list[RRef[Any]]:
+    if isinstance(params_rref, RRef | Tensor):
+        raise RpcUsageError(f"params_rref is a list of RRefs of parameters, not one {type(params_rref).__name__}")
+    rrefs = list(params_rref)
+    if not rrefs:
+        raise RpcUsageError("an optimizer got an empty parameter list: params_rref has no RRefs")
+    for place, rref in enumerate(rrefs):
+        if not isinstance(rref, RRef):
+            raise RpcUsageError(
+                f"params_rref[{place}] is no RRef but a {type(rref).__name__}; for a parameter of this worker use "
+                "RRef(parameter), for those of a RemoteModule its remote_parameters()"
+            )
+    return rrefs
+
+
+def _on_owners(
+    worker: Worker,
+    rrefs: Sequence[RRef[Any]],
+    method: str,
+    arguments: Callable[[str], tuple[Any, ...]],
+    finish: Callable[[dict[str, Any]], T],
+    what: str,
+) -> Future[T]:
+    """Call a method of all local optimizers at once. arguments: for an owner's name; finish: of results, by it."""
+    for rref in rrefs:
+        rref._check()  # a lost owner: before any other has been told
+    gathered: _Gathered[T] = _Gathered(worker, what, finish)
+    for rref in rrefs:
+        name = rref.owner_name()
+        gathered.add(name, partial(getattr(rref.rpc_async(), method), *arguments(name)))
+    return gathered.begin()
+
+
+class _Gathered(Future[T]):
+    """Of the results of one call to each of several workers; fails with the first error, which names the worker.
+
+    Cancelling it cancels the calls.
+    """
+
+    def __init__(self, worker: Worker, what: str, finish: Callable[[dict[str, Any]], T]) -> None:
+        """finish: from results, by worker and in the order of `add`, to the value; quick, called on the loop."""
+        super().__init__()
+        self._loop, self._executor, self._what = worker.loop, worker.pool, what
+        self._site = call_site(_users_frame())
+        self._finish = finish
+        self._starts: dict[str, Callable[[], Future[Any]]] = {}
+        self._calls: dict[str, Future[Any]] = {}
+
+    def add(self, worker: str, start: Callable[[], Future[Any]]) -> None:
+        """One more call, that `begin` will make."""
+        self._starts[worker] = start
+
+    def begin(self) -> Self:
+        """Make the calls. Raises what making one raises; those made before it are cancelled then."""
+        for name, start in self._starts.items():
+            try:
+                self._calls[name] = start()
+            except BaseException as error:
+                self._on_cancel()
+                error.add_note(self._where(name))
+                raise
+        left = iter(range(len(self._calls) - 1, -1, -1))  # `next` of an iterator is atomic
+        self._starts.clear()
+        for name, call in self._calls.items():
+            call._add_callback(partial(self._answered, name, left))
+        return self
+
+    def _answered(self, name: str, left: Iterator[int], call: Future[Any]) -> None:
+        error = call.exception()
+        if error is not None:
+            error.add_note(self._where(name))
+            self._settle(None, error)
+        elif next(left) == 0:
+            try:
+                value = self._finish({name: call._value for name, call in self._calls.items()})
+            except RpcError as wrong:
+                self._settle(None, wrong)
+            else:
+                self._settle(value)
+
+    def _where(self, name: str) -> str:
+        return f"{self._what}, on worker {name!r}"
+
+    def _on_cancel(self) -> None:
+        for call in self._calls.values():
+            call.cancel()
+
+
+def _users_frame() -> Any:
+    """The nearest frame outside of this module."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    return frame
+
+
+# --- on an owner ------------------------------------------------------------------------------------------------------
+
+
+class _Turns:
+    """Who may touch which parameters. A claim waits for all earlier ones that share a parameter with it: no deadlock,
+    and nobody is passed over."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._claims: list[_Claim] = []
+
+    @contextlib.contextmanager
+    def take(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Within it nobody else has any of them. Raises RpcCancelled if the caller gave up meanwhile."""
+        claim = _Claim(parameters)
+        with self._changed:
+            self._claims.append(claim)
+        try:
+            self._wait(claim)
+            check_cancelled()
+            yield
+        finally:
+            with self._changed:
+                self._claims.remove(claim)
+                self._changed.notify_all()
+
+    def _wait(self, claim: _Claim) -> None:
+        with self._changed:
+            if self._is_next(claim):
+                return
+        observer = block_observer.get()  # the pool makes up for a thread that only waits
+        if observer is not None:
+            observer.enter_blocked()
+        try:
+            with self._changed:
+                self._changed.wait_for(partial(self._is_next, claim))
+        finally:
+            if observer is not None:
+                observer.exit_blocked()
+
+    def _is_next(self, claim: _Claim) -> bool:
+        for earlier in self._claims:
+            if earlier is claim:
+                break
+            if not earlier.parameters.isdisjoint(claim.parameters):
+                return False
+        return True
+
+
+class _Claim:
+    """Of one step."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = frozenset(map(id, parameters))
+
+
+# Of the process, as parameters are: workers that share one in a process step the same memory.
+_turns = _Turns()
+
+
+class LocalOptimizer:
+    """An owner's part: an optimizer of those parameters that live here. Its methods are handlers, and may block."""
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Any],
+        parameters: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._parameters = list(parameters)
+        self.optimizer = optimizer_class(self._parameters, *args, **kwargs)
+
+    def step(self, context_id: int) -> int:
+        """Step with the gradients of a context; for how many parameters there was one."""
+        worker = _serving_worker()
+        context = worker.gradients.find(context_id)
+        gradients = {} if context is None else context.gradients()
+        own = [gradients.get(parameter) for parameter in self._parameters]
+        count = sum(gradient is not None for gradient in own)
+        if count:
+            with _turns.take(self._parameters), _gradients(self._parameters, own):
+                self.optimizer.step()
+                self._finish(worker)
+        return count
+
+    def _finish(self, worker: Worker) -> None:
+        """Whoever uses the parameters next does so on other streams, which know nothing of this one."""
+        driver = worker.accelerators.accelerator
+        if driver is None:
+            return
+        for index in {parameter.get_device() for parameter in self._parameters} - {-1}:
+            driver.synchronize(driver.mark(driver.current(index)))
+
+    def state_dict(self) -> State:
+        """The optimizer's, with tensors copied to the host's memory."""
+        with _turns.take(self._parameters):
+            state: State = _copied(self.optimizer.state_dict())
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """The same in reverse. The optimizer keeps tensors of its own."""
+        own = _copied(state)
+        with _turns.take(self._parameters):
+            self.optimizer.load_state_dict(own)
+            self._finish(_serving_worker())
+
+
+def new_optimizer(
+    optimizer_class: Callable[..., Any],
+    params_rref: Sequence[RRef[Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RRef[LocalOptimizer]:
+    """Handler: an optimizer of these parameters of this worker."""
+    return RRef(LocalOptimizer(optimizer_class, [rref.local_value() for rref in params_rref], args, kwargs))
+
+
+def _serving_worker() -> Worker:
+    call = current_call.get()
+    assert call is not None, "only called by workers"
+    return call.worker
+
+
+@contextlib.contextmanager
+def _gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+    """Within it these are the parameters' ``.grad``."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def _copied(value: Any) -> Any:
+    """The same nest of dicts, lists and tuples; its tensors copied to the host's memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_copied(each) for each in value)
+    return value
