@@ -1,0 +1,658 @@
+"""DistributedOptimizer: steps equal those of one local optimizer; errors, turns, state, and lost owners."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import aiorpc
+from aiorpc import PeerLost, RpcBackendOptions, RpcUsageError, RRef, Worker, WouldBlockLoop, autograd
+from aiorpc.optim import DistributedOptimizer
+from aiorpc.runtime.current import current_worker
+from aiorpc.testing import cluster
+from tests.processes import workers as processes
+from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+
+
+@pytest.fixture
+async def apart() -> AsyncIterator[list[Worker]]:
+    """Three workers, each on a loop in a thread of its own; no reference may be left on any of them."""
+    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT)) as workers:
+        yield workers
+        gc.collect()  # the tracebacks of errors that a test caught hold its locals
+        await until_no_references(workers)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[list[Worker]]:
+    """Two workers on the test's loop, the first of them the current one."""
+    async with cluster(2, options=RpcBackendOptions(rpc_timeout=LIMIT)) as workers:
+        token = current_worker.set(workers[0])
+        yield workers
+        current_worker.reset(token)
+
+
+async def run(worker: Worker, function: Callable[..., T], *args: Any) -> T:
+    """A script's part: in a thread, with that worker as the current one."""
+
+    def body() -> T:
+        current_worker.set(worker)
+        return function(*args)
+
+    return await asyncio.to_thread(body)
+
+
+def values(seed: int) -> Tensor:
+    return torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def here(weight: RRef[Any]) -> Tensor:
+    """A parameter's values."""
+    value: Tensor = weight.to_here()
+    return value.detach()
+
+
+# --- handlers ---------------------------------------------------------------------------------------------------------
+
+
+def make(seed: int) -> torch.nn.Parameter:
+    """A parameter."""
+    return torch.nn.Parameter(values(seed))
+
+
+def times(weight: RRef[Tensor], x: Tensor) -> Tensor:
+    """Uses a parameter of this worker."""
+    return (x @ weight.local_value()).tanh()
+
+
+def grad_of(weight: RRef[Tensor]) -> Tensor | None:
+    """What stands in `.grad`."""
+    return weight.local_value().grad
+
+
+def set_grad(weight: RRef[Tensor], value: float) -> None:
+    """Somebody's own gradient."""
+    weight.local_value().grad = torch.full_like(weight.local_value(), value)
+
+
+def scaled(weight: RRef[Tensor], factor: float) -> Tensor:
+    """Its gradient is `factor` everywhere."""
+    return weight.local_value().sum() * factor
+
+
+def step_there(optimizer: DistributedOptimizer, context_id: int) -> None:
+    """Another worker's step."""
+    optimizer.step(context_id)
+
+
+async def step_there_async(optimizer: DistributedOptimizer, context_id: int) -> None:
+    """The same on its loop."""
+    await optimizer.step(context_id)
+
+
+def shares_state(optimizer: RRef[Any]) -> bool:
+    """Whether what leaves the optimizer is its own memory, which the next step changes."""
+    local = optimizer.local_value()
+    own, copy = local.optimizer.state_dict(), local.state_dict()
+    return bool(own["state"][0]["exp_avg"].data_ptr() == copy["state"][0]["exp_avg"].data_ptr())
+
+
+class Plain(torch.optim.Optimizer):
+    """A user's optimizer: subtracts gradients, and takes notes."""
+
+    at_once = 0
+    overlaps = 0
+    mixed = 0
+
+    def __init__(self, params: Any, pause: float = 0.0) -> None:
+        super().__init__(params, {"pause": pause})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
+        """Subtract."""
+        kind = Plain
+        kind.at_once += 1
+        kind.overlaps += kind.at_once > 1
+        for group in self.param_groups:
+            kind.mixed += len({float(p.grad.flatten()[0]) for p in group["params"] if p.grad is not None}) > 1
+            for p in group["params"]:
+                time.sleep(group["pause"])
+                if p.grad is not None:
+                    p -= p.grad
+        kind.at_once -= 1
+
+
+class Meeting(torch.optim.SGD):
+    """Steps only while another of its kind does."""
+
+    barrier = threading.Barrier(2, timeout=LIMIT)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
+        """Meet."""
+        Meeting.barrier.wait()
+
+
+class Failing(torch.optim.SGD):
+    """Does not like its gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
+        """Fail."""
+        raise ArithmeticError("these gradients are no good")
+
+
+class Held(torch.optim.SGD):
+    """Steps when it is let."""
+
+    begun = 0
+    let = threading.Event()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
+        """Wait."""
+        Held.begun += 1
+        assert Held.let.wait(LIMIT)
+        super().step()
+
+
+def held_begun() -> int:
+    """How many have begun in this process."""
+    return Held.begun
+
+
+# --- equal to a local optimizer ---------------------------------------------------------------------------------------
+
+
+def remote_training(optimizer_class: Any, steps: int, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Three parameters on three workers, the caller's own first."""
+    names = ["worker0", "worker1", "worker2", "worker1"]
+    weights = [aiorpc.remote(name, make, seed) for seed, name in enumerate(names)]
+    optimizer = DistributedOptimizer(optimizer_class, weights, **kwargs)
+    for number in range(steps):
+        with autograd.context() as context_id:
+            x = values(100 + number)
+            for name, weight in zip(names, weights, strict=True):
+                x = aiorpc.rpc_sync(name, times, (weight, x))
+            autograd.backward(context_id, [x.pow(2).sum()])
+            optimizer.step(context_id)
+    return [here(weight) for weight in weights]
+
+
+def local_training(optimizer_class: Any, steps: int, kwargs: dict[str, Any]) -> list[Tensor]:
+    weights = [make(seed) for seed in range(4)]
+    optimizer = optimizer_class(weights, **kwargs)
+    for number in range(steps):
+        x = values(100 + number)
+        for weight in weights:
+            x = (x @ weight).tanh()
+        optimizer.zero_grad()
+        x.pow(2).sum().backward()
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "kwargs"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+        (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+        (torch.optim.AdamW, {"lr": 0.01}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+        (torch.optim.RMSprop, {"lr": 0.01}),
+        (Plain, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", "-".join(value) if isinstance(value, dict) else None),
+)
+async def test_equal_to_a_local_optimizer(apart: list[Worker], optimizer_class: Any, kwargs: dict[str, Any]) -> None:
+    """Any class, over several steps, with parameters on all workers and several on one."""
+    got = await run(apart[0], remote_training, optimizer_class, 3, kwargs)
+    expected = local_training(optimizer_class, 3, kwargs)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        assert not torch.equal(one, values(0))
+
+
+async def test_positional_arguments_and_a_class_by_value(apart: list[Worker]) -> None:
+    """Arguments after the parameters go to the class; one defined in a function travels itself."""
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    def script() -> Tensor:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(Mine, [weight], 0.5)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
+            optimizer.step(context_id)
+        return here(weight)
+
+    torch.testing.assert_close(await run(apart[0], script), values(0) - 1.0, rtol=0, atol=1e-12)
+
+
+def embedding(seed: int) -> torch.nn.Parameter:
+    """A table."""
+    return torch.nn.Parameter(torch.randn(10, 3, generator=torch.Generator().manual_seed(seed)))
+
+
+def looked_up(table: RRef[Tensor], indices: list[int]) -> Tensor:
+    """Sparse gradients."""
+    return torch.nn.functional.embedding(torch.tensor(indices), table.local_value(), sparse=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of its optimizer
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
+async def test_sparse_gradients(apart: list[Worker], optimizer_class: Any) -> None:
+    """As with a local optimizer; rows that were not looked up stay."""
+
+    def script() -> Tensor:
+        table = aiorpc.remote("worker1", embedding, 0)
+        optimizer = DistributedOptimizer(optimizer_class, [table], lr=0.1)
+        for _ in range(2):
+            with autograd.context() as context_id:
+                rows = aiorpc.rpc_sync("worker1", looked_up, (table, [1, 3, 3]))
+                autograd.backward(context_id, [rows.pow(2).sum()])
+                optimizer.step(context_id)
+        return here(table)
+
+    table = embedding(0)
+    optimizer = optimizer_class([table], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.nn.functional.embedding(torch.tensor([1, 3, 3]), table, sparse=True).pow(2).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(await run(apart[0], script), table.detach())
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+async def test_parameters_without_a_gradient_are_left_alone(apart: list[Worker]) -> None:
+    """One of an owner that has another, and all of an owner; `.grad` is as it was before, even if it was not None."""
+
+    def script() -> None:
+        weights = [aiorpc.remote(f"worker{owner}", make, owner) for owner in (1, 1, 2)]
+        aiorpc.rpc_sync("worker1", set_grad, (weights[1], 7.0))
+        optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=1.0, momentum=0.5)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weights[0], 2.0))])
+            optimizer.step(context_id)
+        torch.testing.assert_close(here(weights[0]), values(1) - 2)
+        assert torch.equal(weights[1].to_here(), values(1)) and torch.equal(weights[2].to_here(), values(2))
+        grads = [aiorpc.rpc_sync(weight.owner_name(), grad_of, (weight,)) for weight in weights]
+        assert grads[0] is None and grads[2] is None
+        assert grads[1] is not None and grads[1].eq(7).all()
+
+    await run(apart[0], script)
+
+
+async def test_no_gradient_anywhere(apart: list[Worker]) -> None:
+    """A step that would do nothing says so, names the owners, and has changed nothing."""
+
+    def script() -> None:
+        weights = [aiorpc.remote(f"worker{owner}", make, owner) for owner in (1, 2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=1.0)
+        with autograd.context() as context_id:
+            with pytest.raises(RpcUsageError, match=r"no parameter .* has a gradient .*worker1, worker2"):
+                optimizer.step(context_id)
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weights[0], 2.0))])
+            optimizer.step(context_id)
+        with autograd.context() as context_id, pytest.raises(RpcUsageError, match="no parameter"):
+            optimizer.step(context_id)
+        assert torch.equal(weights[1].to_here(), values(2))
+
+    await run(apart[0], script)
+
+
+async def test_contexts_that_are_none(apart: list[Worker]) -> None:
+    """One that was left, one that never was, and what is no id."""
+
+    def script() -> None:
+        optimizer = DistributedOptimizer(torch.optim.SGD, [aiorpc.remote("worker1", make, 0)], lr=1.0)
+        with autograd.context() as left:
+            pass
+        for gone in (left, 12345):
+            with pytest.raises(RpcUsageError, match=f"autograd context with id: {int(gone)}"):
+                optimizer.step(gone)
+        wrongs: list[Any] = [True, "1", None]
+        for wrong in wrongs:
+            with pytest.raises(RpcUsageError, match="an int"):
+                optimizer.step(wrong)
+
+    await run(apart[0], script)
+
+
+async def test_the_gradients_stay_in_the_context(apart: list[Worker]) -> None:
+    """A second step with the same context steps again, as with gradients that were not zeroed."""
+
+    def script() -> Tensor:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
+            optimizer.step(context_id)
+            optimizer.step(context_id)
+        return here(weight)
+
+    torch.testing.assert_close(await run(apart[0], script), values(0) - 4)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+async def test_parameters_that_are_none(apart: list[Worker]) -> None:
+    """No list, no RRefs, an empty list: the caller's mistake, and nothing is sent."""
+
+    def script() -> None:
+        weight = aiorpc.remote("worker1", make, 0)
+        cases: list[tuple[Any, str]] = [
+            ([], "empty parameter list"),
+            (weight, "not one RRef"),
+            ([weight, torch.ones(1)], r"params_rref\[1\] is no RRef but a Tensor"),
+        ]
+        for wrong, words in cases:
+            with pytest.raises(RpcUsageError, match=words):
+                DistributedOptimizer(torch.optim.SGD, wrong, lr=0.1)
+        weight.to_here()
+
+    await run(apart[0], script)
+
+
+async def test_errors_of_the_construction_name_the_owner(apart: list[Worker]) -> None:
+    """Wrong arguments, and a value that is no parameter on one of two owners: the class' own error."""
+
+    def script() -> None:
+        weights = [aiorpc.remote("worker1", make, 0), aiorpc.remote("worker2", str, 5)]
+        with pytest.raises(TypeError, match="learning") as caught:
+            DistributedOptimizer(torch.optim.SGD, weights[:1], learning=1)
+        assert "worker 'worker1'" in caught.value.__notes__[-1]
+        with pytest.raises(TypeError, match="Tensor") as caught:
+            DistributedOptimizer(torch.optim.SGD, weights, lr=1.0)
+        assert "worker 'worker2'" in caught.value.__notes__[-1]
+        weights[1].to_here()
+
+    await run(apart[0], script)
+
+
+async def test_errors_of_a_step_name_the_owner(apart: list[Worker]) -> None:
+    """What the optimizer raises; `.grad` is put back all the same."""
+
+    def script() -> None:
+        weight = aiorpc.remote("worker2", make, 0)
+        optimizer = DistributedOptimizer(Failing, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker2", scaled, (weight, 2.0))])
+            with pytest.raises(ArithmeticError, match="no good") as caught:
+                optimizer.step(context_id)
+        assert "worker 'worker2'" in caught.value.__notes__[-1]
+        assert aiorpc.rpc_sync("worker2", grad_of, (weight,)) is None
+
+    await run(apart[0], script)
+
+
+# --- several trainers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one optimizer", "one for each trainer"])
+async def test_trainers_step_the_same_parameters_at_once(apart: list[Worker], own: bool) -> None:
+    """Steps are serialised, also those of different optimizers; each sees the gradients of its own context only."""
+    trainers, rounds = 4, 5
+    Plain.at_once = Plain.overlaps = Plain.mixed = 0
+
+    def prepare() -> tuple[list[RRef[Tensor]], DistributedOptimizer]:
+        weights = [aiorpc.remote("worker1", make, seed) for seed in range(2)]
+        return weights, DistributedOptimizer(Plain, weights, pause=0.002)
+
+    def train(optimizer: DistributedOptimizer, weights: list[RRef[Tensor]], number: int) -> None:
+        if own:
+            optimizer = DistributedOptimizer(Plain, weights, pause=0.002)
+        for _ in range(rounds):
+            with autograd.context() as context_id:
+                calls = [aiorpc.rpc_async("worker1", scaled, (weight, 2.0**number)) for weight in weights]
+                autograd.backward(context_id, [call.wait() for call in calls])
+                optimizer.step(context_id)
+
+    weights, optimizer = await run(apart[0], prepare)
+    await asyncio.gather(*[run(apart[0], train, optimizer, weights, number) for number in range(trainers)])
+    total = rounds * sum(2.0**number for number in range(trainers))
+    for seed, weight in enumerate(weights):
+        torch.testing.assert_close((await weight).detach(), values(seed) - total, rtol=0, atol=1e-12)
+    assert (Plain.overlaps, Plain.mixed) == (0, 0)
+
+
+async def test_optimizers_that_share_nothing_step_at_once(apart: list[Worker]) -> None:
+    """Each of two steps on one owner waits for the other to begin."""
+
+    def train(seed: int) -> None:
+        weight = aiorpc.remote("worker1", make, seed)
+        optimizer = DistributedOptimizer(Meeting, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
+            optimizer.step(context_id)
+
+    await asyncio.gather(run(apart[0], train, 0), run(apart[2], train, 1))
+
+
+async def test_a_step_whose_caller_gave_up_is_not_made(apart: list[Worker]) -> None:
+    """It waits for its turn, is given up, and leaves the parameters alone when its turn comes."""
+    Held.begun = 0
+    Held.let.clear()
+
+    def script() -> Tensor:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(Held, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
+            first = threading.Thread(target=contextvars_run(optimizer.step, context_id))
+            first.start()
+            wait_until(lambda: Held.begun == 1)
+            second = optimizer.remote_optimizers[0].rpc_async().step(int(context_id))
+            wait_until(lambda: apart[1].pool.blocked == 1)
+            second.cancel()
+            aiorpc.rpc_sync("worker1", len, ("",))  # the news of it has come by then
+            Held.let.set()
+            first.join(LIMIT)
+            assert not first.is_alive()
+            wait_until(lambda: apart[1].is_idle())
+        return here(weight)
+
+    torch.testing.assert_close(await run(apart[0], script), values(0) - 2)
+    assert Held.begun == 1
+
+
+def contextvars_run(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """The same call, for a thread of its own."""
+    worker = current_worker.get()
+
+    def body() -> None:
+        current_worker.set(worker)
+        function(*args)
+
+    return body
+
+
+# --- blocking and awaitable -------------------------------------------------------------------------------------------
+
+
+async def test_off_the_loop_a_completed_future_comes_back(apart: list[Worker]) -> None:
+    """A step blocks; its Future can be awaited all the same."""
+
+    def script() -> aiorpc.Future[None]:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
+            return optimizer.step(context_id)
+
+    done = await run(apart[0], script)
+    assert isinstance(done, aiorpc.Future) and done.done()
+    await done
+
+
+async def test_on_the_loop_everything_can_be_awaited(pair: list[Worker]) -> None:
+    """And what would block is refused, with the words of what to use; the context's verbs on the loop."""
+    weight = aiorpc.remote("worker1", make, 0)
+    with pytest.raises(WouldBlockLoop, match=r"await DistributedOptimizer\.create"):
+        DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+    optimizer = await DistributedOptimizer.create(torch.optim.SGD, [weight], lr=1.0, momentum=0.5)
+    async with autograd.context() as ctx:
+        await ctx.backward([await aiorpc.call("worker1", scaled, weight, 2.0)])
+        await optimizer.step(ctx)
+    async with autograd.context() as ctx:
+        with pytest.raises(RpcUsageError, match="no parameter"):
+            await optimizer.step(ctx)
+    torch.testing.assert_close((await weight).detach(), values(0) - 2)
+    with pytest.raises(WouldBlockLoop, match=r"await optimizer\.state_dict_async"):
+        optimizer.state_dict()
+    with pytest.raises(WouldBlockLoop, match=r"await optimizer\.load_state_dict_async"):
+        optimizer.load_state_dict({})
+    state = await optimizer.state_dict_async()
+    assert state["worker1"]["state"][0]["momentum_buffer"].eq(2).all()
+    await optimizer.load_state_dict_async(state)
+    with pytest.raises(TypeError, match="learning"):
+        await DistributedOptimizer.create(torch.optim.SGD, [weight], learning=1)
+
+
+@pytest.mark.parametrize("stepper", [step_there, step_there_async])
+async def test_another_worker_steps(apart: list[Worker], stepper: Any) -> None:
+    """The optimizer travels, and is the same one there; `def` handlers and coroutines."""
+
+    def script() -> Tensor:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0, momentum=0.5)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
+            optimizer.step(context_id)
+            aiorpc.rpc_sync("worker2", stepper, (optimizer, int(context_id)))
+        return here(weight)
+
+    torch.testing.assert_close(await run(apart[0], script), values(0) - 2 - 3)
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+async def test_state_goes_back_and_forth(apart: list[Worker]) -> None:
+    """A new optimizer that gets the state goes on as the old one would; what came is a copy."""
+
+    def step(optimizer: DistributedOptimizer, weights: list[RRef[Tensor]]) -> None:
+        with autograd.context() as context_id:
+            calls = [aiorpc.rpc_async(weight.owner_name(), scaled, (weight, 2.0)) for weight in weights]
+            autograd.backward(context_id, [call.wait() for call in calls])
+            optimizer.step(context_id)
+
+    def script(renew: bool) -> tuple[dict[str, Any], list[Tensor]]:
+        weights = [aiorpc.remote(f"worker{owner}", make, owner) for owner in (1, 2, 1)]
+        optimizer = DistributedOptimizer(torch.optim.Adam, weights, lr=0.1)
+        step(optimizer, weights)
+        state = optimizer.state_dict()
+        assert not aiorpc.rpc_sync("worker1", shares_state, (optimizer.remote_optimizers[0],))
+        if renew:
+            optimizer = DistributedOptimizer(torch.optim.Adam, weights, lr=0.5)
+            optimizer.load_state_dict(state)
+            for owner in state.values():
+                for each in owner["state"].values():
+                    each["exp_avg"].fill_(1e6)
+        step(optimizer, weights)
+        return state, [here(weight) for weight in weights]
+
+    state, expected = await run(apart[0], script, False)
+    assert {name: sorted(owner["state"]) for name, owner in state.items()} == {"worker1": [0, 1], "worker2": [0]}
+    assert all(owner["param_groups"][0]["lr"] == 0.1 for owner in state.values())
+    _, got = await run(apart[0], script, True)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+async def test_a_state_of_others_is_refused(apart: list[Worker]) -> None:
+    """The names must be those of the owners; what does not fit raises the optimizer's error, with the owner's name."""
+
+    def script() -> None:
+        weights = [aiorpc.remote(f"worker{owner}", make, owner) for owner in (1, 2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=0.1)
+        state = optimizer.state_dict()
+        wrongs: list[Any] = [{}, {"worker1": state["worker1"]}, {**state, "worker0": {}}, None]
+        for wrong in wrongs:
+            with pytest.raises(RpcUsageError, match="worker1, worker2"):
+                optimizer.load_state_dict(wrong)
+        with pytest.raises(ValueError, match="param") as caught:
+            optimizer.load_state_dict({**state, "worker2": {"state": {}, "param_groups": []}})
+        assert "worker 'worker2'" in caught.value.__notes__[-1]
+
+    await run(apart[0], script)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+async def test_two_processes() -> None:
+    """Parameters in another process and in this one, equal to a local optimizer."""
+    async with processes.group(2) as (worker, _):
+        weights = [aiorpc.remote(name, make, seed) for seed, name in enumerate(("w1", "w0"))]
+        optimizer = await DistributedOptimizer.create(torch.optim.Adam, weights, lr=0.01)
+        for number in range(2):
+            async with autograd.context() as ctx:
+                x = values(number)
+                for name, weight in zip(("w1", "w0"), weights, strict=True):
+                    x = await worker.call(name, times, weight, x)
+                await ctx.backward([x.pow(2).sum()])
+                await optimizer.step(ctx)
+        got = [(await weight).detach() for weight in weights]
+    local = [make(seed) for seed in range(2)]
+    reference = torch.optim.Adam(local, lr=0.01)
+    for number in range(2):
+        reference.zero_grad()
+        x = values(number)
+        for each in local:
+            x = (x @ each).tanh()
+        x.pow(2).sum().backward()
+        reference.step()
+    for one, other in zip(got, local, strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-12)
+
+
+async def test_a_lost_owner() -> None:
+    """Killed while it steps: PeerLost, though the other owner is still at it; from then on at once."""
+    Held.begun = 0
+    Held.let.clear()
+    async with processes.group(2, ended=("w1",)) as (worker, children):
+        weights = [aiorpc.remote(name, make, 0) for name in ("w1", "w0")]
+        optimizer = await DistributedOptimizer.create(Held, weights, lr=1.0)
+        async with autograd.context() as ctx:
+            losses = [
+                await worker.call(name, scaled, weight, 1.0) for name, weight in zip(("w1", "w0"), weights, strict=True)
+            ]
+            await ctx.backward(losses)
+            step = optimizer.step(ctx)
+
+            async def both() -> bool:
+                return Held.begun == 1 and await worker.call("w1", held_begun) == 1
+
+            await processes.until(both)
+            children["w1"].kill()
+            with pytest.raises(PeerLost, match="w1"):
+                await asyncio.wait_for(_of(step), LIMIT)
+            with pytest.raises(PeerLost, match="w1"):
+                await asyncio.wait_for(_of_step(optimizer, ctx), LIMIT)
+            assert Held.begun == 1
+            Held.let.set()
+        with contextlib.suppress(PeerLost):
+            await weights[0]
+        await until(worker.is_idle)
+
+
+async def _of(future: aiorpc.Future[None]) -> None:
+    await future
+
+
+async def _of_step(optimizer: DistributedOptimizer, context_id: int) -> None:
+    await optimizer.step(context_id)
