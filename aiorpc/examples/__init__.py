@@ -2,7 +2,10 @@
 
 batch_rl: reinforcement learning, one agent that chooses the actions of many observers in batches.
 batch_ps: data-parallel training through a parameter server that updates in batches.
-cuda_rpc: a model in two shards, its activations sent by way of the CPU and from GPU to GPU.
+cuda_rpc: a model in two shards, activations and gradients sent by way of the CPU and from GPU to GPU.
+rnn: a language model whose layers live on three workers, trained on a page of text.
+parameter_server: a model on a server, trained by several trainers at once.
+pipeline: a model in two stages on two workers, fed with micro-batches.
 
 They need the packages of ``pip install aiorpc[examples]``.
 """

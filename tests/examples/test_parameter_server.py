@@ -1,0 +1,178 @@
+"""parameter_server, small: accuracy rises with one trainer and with two, alone and under torchrun."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc.examples import parameter_server
+from aiorpc.examples._progress import Steps
+from aiorpc.examples.parameter_server import ParameterServer, Settings, digits, network
+from tests.examples.programs import run_all, run_program, torchrun
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
+]
+MODULE = "aiorpc.examples.parameter_server"
+LIMIT = 90.0  # seconds for programs that take about ten
+SMALL: dict[str, Any] = {"batch_size": 16, "show": False, "timeout": LIMIT}
+# As many steps in all, so that learning is the same but for the order in which gradients come.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one": {"world_size": 2, "num_steps": 360},
+    "two": {"world_size": 3, "num_steps": 180},
+    "few": {"world_size": 2, "num_steps": 6, "check_every": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All variants, by name, one after the other in one program."""
+    settings = [{**SMALL, **variant} for variant in VARIANTS.values()]
+    found = run_all(MODULE, settings, tmp_path_factory.mktemp("anywhere"), timeout=2 * LIMIT)
+    return dict(zip(VARIANTS, found, strict=True))
+
+
+def a_server(trainers: int = 1, **settings: Any) -> ParameterServer:
+    with torch.random.fork_rng(devices=[]):
+        return ParameterServer(trainers, Settings(**settings), Steps("looks", 1, show=False))
+
+
+def parameters_of(server: ParameterServer) -> list[torch.nn.Parameter]:
+    return list(server._network.parameters())
+
+
+def losses_in_one_process(settings: Settings) -> list[float]:
+    """What one trainer's losses are, with torch alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr)
+    losses = []
+    for pictures, labels in itertools.islice(digits(settings.seed, 1, settings.batch_size), settings.num_steps):
+        loss = torch.nn.functional.cross_entropy(model(pictures), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_accuracy_rises(results: dict[str, dict[str, Any]], name: str) -> None:
+    """From guessing to knowing most digits, on pictures that no trainer has seen; and the loss falls."""
+    result = results[name]
+    assert len(result["losses"]) == 360
+    late = result["accuracies"][-4:]
+    assert result["accuracies"][0] < 0.25 and sum(late) / 4 > 0.5
+    assert sum(result["losses"][-20:]) / 20 < sum(result["losses"][:20]) / 20 - 0.5
+    assert result["trainers"] == {"one": 1, "two": 2}[name]
+
+
+def test_a_single_trainer_learns_as_in_one_process(results: dict[str, dict[str, Any]]) -> None:
+    """Gradients and steps across two workers are what torch computes without them."""
+    settings = Settings(**{**SMALL, **VARIANTS["one"], "num_steps": 40})
+    assert results["one"]["losses"][:40] == pytest.approx(losses_in_one_process(settings), rel=1e-3)
+
+
+def test_accuracy_is_looked_at_as_often_as_asked(results: dict[str, dict[str, Any]]) -> None:
+    """Before the first step, then after every four of six, and once more at the end."""
+    assert len(results["few"]["accuracies"]) == 2
+    assert results["few"]["accuracies"][0] == results["one"]["accuracies"][0]
+    assert 0 <= results["few"]["accuracy"] <= 1
+
+
+def test_it_shows_progress_and_draws(tmp_path: Path) -> None:
+    """A line for each look, what came out, a picture, and nothing on stderr."""
+    options = ("--world-size", "3", "--num-steps", "4", "--check-every", "2", "--picture", "new/p.png")
+    outcome = run_program(["-m", MODULE, *options], tmp_path, timeout=LIMIT)
+    assert (outcome.code, outcome.err) == (0, "")
+    expected = (
+        r"    4 steps   loss +\d+\.\d{3}   accuracy +\d+\.\d% .*",
+        r"    8 steps   loss +\d+\.\d{3}   accuracy +\d+\.\d% .*",
+        r"2 trainers, 8 steps in \d+\.\d s: [\d,]+ pictures/s; accuracy \d+\.\d% -> \d+\.\d%",
+        r"wrote new/p\.png",
+    )
+    lines = outcome.out.splitlines()
+    assert len(lines) == len(expected) and all(map(re.fullmatch, expected, lines)), outcome.out
+    assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
+    """torchrun starts the workers; only rank 0 speaks."""
+    options = ("--num-steps", "2", "--batch-size", "4")
+    outcome = run_program(torchrun(2, "-m", MODULE, *options), tmp_path, timeout=LIMIT)
+    assert outcome.code == 0, outcome.err
+    assert re.fullmatch(r"1 trainer, 2 steps in .* accuracy .* -> .*\n", outcome.out)
+
+
+def test_a_step_between_forward_and_backward_does_no_harm() -> None:
+    """A trainer's gradients are those of the parameters that its scores came from, whatever others did since."""
+    server = a_server()
+    parameters = parameters_of(server)
+    pictures, labels = next(digits(1, 1, 8))
+    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(server._network(pictures), labels), parameters)
+    scores = server.forward(pictures)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.5)
+    gradients = torch.autograd.grad(torch.nn.functional.cross_entropy(scores, labels), parameters)
+    for gradient, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_forwards_at_the_same_time_leave_the_model_as_it_was() -> None:
+    """Trainers call at once: the module keeps its own parameters."""
+    server = a_server()
+    before = parameters_of(server)
+    pictures, _ = next(digits(1, 1, 4))
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait(10.0)
+        for _ in range(60):
+            server.forward(pictures)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert all(one is other for one, other in zip(parameters_of(server), before, strict=True))
+
+
+def test_digits_are_the_same_again_and_differ_by_reader() -> None:
+    """A seed makes a stream of pictures; each reader has its own."""
+    first, again, other = (list(itertools.islice(digits(5, reader, 6), 2)) for reader in (1, 1, 2))
+    assert first[0][0].shape == (6, 1, 10, 10) and first[0][1].shape == (6,)
+    for (a, labels), (b, same) in zip(first, again, strict=True):
+        assert torch.equal(a, b) and torch.equal(labels, same)
+    assert not torch.equal(first[0][0], other[0][0])
+    assert not torch.equal(first[0][0], first[1][0])
+
+
+def test_each_digit_looks_different() -> None:
+    """Ten glyphs of 7 rows of 5 points."""
+    assert len(set(parameter_server.GLYPHS)) == 10
+    assert all([len(row) for row in glyph.split()] == [5] * 7 for glyph in parameter_server.GLYPHS)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--world-size", "1", "--world-size must be at least 2"),
+        *((name, "0", f"{name} must be at least 1") for name in ("--num-steps", "--batch-size", "--check-every")),
+    ],
+)
+def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], option: str, value: str, words: str) -> None:
+    """A usage error that names the option, before anything is started."""
+    with pytest.raises(SystemExit) as ended:
+        parameter_server.main([option, value])
+    assert ended.value.code == 2 and words in capsys.readouterr().err

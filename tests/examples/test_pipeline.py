@@ -1,0 +1,158 @@
+"""pipeline, small: any number of micro-batches learns as the model in one process does, alone and under torchrun."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc.examples import pipeline
+from aiorpc.examples._resnet import images
+from aiorpc.examples.pipeline import MOMENTUM, SIZE, Settings, Stage
+from tests.examples.programs import run_all, run_program, torchrun
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
+]
+MODULE = "aiorpc.examples.pipeline"
+LIMIT = 90.0  # seconds for programs that take about ten
+# 60 pictures in 8 parts: the last one is smaller than the others.
+SMALL: dict[str, Any] = {
+    "micro": (1, 2, 8), "num_steps": 8, "batch_size": 60, "width": 64, "depth": 2, "show": False, "timeout": LIMIT,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run with all numbers of micro-batches."""
+    (found,) = run_all(MODULE, [SMALL], tmp_path_factory.mktemp("anywhere"), timeout=LIMIT)
+    return found
+
+
+def losses_in_one_process(settings: Settings) -> list[float]:
+    """The same training, with torch alone and whole batches."""
+    stages = [Stage(number, settings) for number in (0, 1)]
+    parameters = [each for stage in stages for each in stage._layers.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=settings.lr, momentum=MOMENTUM)
+    losses = []
+    for pictures, labels in itertools.islice(images(settings.seed, 0, settings.batch_size, SIZE), settings.num_steps):
+        loss = torch.nn.functional.cross_entropy(stages[1].forward(stages[0].forward(pictures.flatten(1))), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def a_result(*micro: int) -> dict[str, Any]:
+    """What ``run`` returns: each number takes half of the seconds of the one before."""
+    runs = [
+        {"micro": each, "losses": [3.0, 1.0], "seconds": [0.5, 0.4 / 2**place], "s_per_batch": 0.4 / 2**place}
+        for place, each in enumerate(micro)
+    ]
+    return {"batch_size": 60, "runs": runs}
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_the_loss_falls(result: dict[str, Any], place: int) -> None:
+    """With any number of micro-batches, and all take some time."""
+    one = result["runs"][place]
+    assert one["micro"] == SMALL["micro"][place] and len(one["losses"]) == len(one["seconds"]) == 8
+    assert one["losses"][-1] < one["losses"][0] - 1.0
+    assert one["s_per_batch"] > 0
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_losses_are_those_of_the_model_in_one_process(result: dict[str, Any], place: int) -> None:
+    """Gradients of all micro-batches add up, in one context, to those of the batch."""
+    assert result["runs"][place]["losses"] == pytest.approx(losses_in_one_process(Settings(**SMALL)), rel=1e-3)
+
+
+def test_it_shows_progress_and_draws(tmp_path: Path) -> None:
+    """A line for each step, one for each number, a picture, and nothing on stderr."""
+    options = ("--micro", "1", "3", "--num-steps", "2", "--batch-size", "6", "--width", "8", "--depth", "1")
+    outcome = run_program(["-m", MODULE, *options, "--picture", "new/p.png"], tmp_path, timeout=LIMIT)
+    assert (outcome.code, outcome.err) == (0, "")
+    expected = (
+        *(
+            rf"micro-batches  {micro}   step   {step}   loss +\d+\.\d{{4}}   \d+\.\d{{3}} s"
+            for micro in (1, 3)
+            for step in (1, 2)
+        ),
+        r" 1 micro-batch  : +\d+\.\d ms for a batch of 6 \(1\.00x\); loss .* -> .*",
+        r" 3 micro-batches: +\d+\.\d ms for a batch of 6 \(\d+\.\d\dx\); loss .* -> .*",
+        r"wrote new/p\.png",
+    )
+    lines = outcome.out.splitlines()
+    assert len(lines) == len(expected) and all(map(re.fullmatch, expected, lines)), outcome.out
+    assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
+    """torchrun starts the three workers; only rank 0 speaks."""
+    options = ("--micro", "2", "--num-steps", "1", "--batch-size", "4", "--width", "8", "--depth", "1")
+    outcome = run_program(torchrun(3, "-m", MODULE, *options), tmp_path, timeout=LIMIT)
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("micro-batches  2   step   1   loss"), outcome.out
+
+
+def test_a_stage_is_the_same_wherever_it_is_made() -> None:
+    """Number and seed make the layers, and nobody else's random numbers are touched by it."""
+    before = torch.get_rng_state()
+    settings = Settings(width=8, depth=2)
+    x = torch.ones(1, 8)
+    first, again = (Stage(1, settings).forward(x) for _ in range(2))
+    assert torch.equal(first, again) and first.shape == (1, 30)
+    assert not torch.equal(first, Stage(1, Settings(width=8, depth=2, seed=1)).forward(x))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_scores_may_be_negative() -> None:
+    """The first stage ends in a ReLU, the second in a plain layer."""
+    settings = Settings(width=16, depth=2)
+    hidden = Stage(0, settings).forward(torch.randn(8, 3 * SIZE * SIZE))
+    assert bool((hidden >= 0).all())
+    assert bool((Stage(1, settings).forward(hidden) < 0).any())
+
+
+def test_numbers_are_compared_with_the_first() -> None:
+    """A line for each, with how many times as fast it was."""
+    said = pipeline.lines(a_result(1, 4))
+    assert said[0] == " 1 micro-batch  :   400.0 ms for a batch of 60 (1.00x); loss 3.000 -> 1.000"
+    assert said[1] == " 4 micro-batches:   200.0 ms for a batch of 60 (2.00x); loss 3.000 -> 1.000"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(
+            ((name, "0"), f"{name} must be at least 1")
+            for name in ("--num-steps", "--batch-size", "--width", "--depth")
+        ),
+        (("--micro", "1", "0"), "--micro must be at least 1"),
+        (("--micro", "9", "--batch-size", "8"), "at most --batch-size"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    """A usage error that names the option, before anything is started."""
+    with pytest.raises(SystemExit) as ended:
+        pipeline.main(options)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_torchrun_must_start_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each worker has its part: with another number, a usage error."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        pipeline.main([])
+    assert "it needs 3 workers, and torchrun started 4" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""rnn, small: perplexity falls, as it does for the same model in one process, alone and under torchrun."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc.examples import rnn
+from aiorpc.examples.rnn import Decoder, Embedding, Recurrent, Settings, State, Text, loss_of, perplexity, read_text
+from tests.examples.programs import run_all, run_program, torchrun
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="there is no fork server on Windows"),
+]
+MODULE = "aiorpc.examples.rnn"
+LIMIT = 90.0  # seconds for programs that take about ten
+SMALL: dict[str, Any] = {"epochs": 6, "hidden": 64, "sample": 40, "show": False, "timeout": LIMIT}
+SPOKEN = (
+    r"epoch   1   perplexity +\d+\.\d\d .*",
+    r"epoch   2   perplexity +\d+\.\d\d .*",
+    r"2,885 letters, 53 different ones: 16 steps in \d+\.\d s, \d+\.\d ms each; perplexity .* -> .*",
+    r"it writes: Alice .*",
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A run, and its first epoch once more, in one program."""
+    folder = tmp_path_factory.mktemp("anywhere")
+    return run_all(MODULE, [SMALL, {**SMALL, "epochs": 1}], folder, timeout=2 * LIMIT)
+
+
+def losses_in_one_process(settings: Settings) -> list[float]:
+    """The same training, with torch alone."""
+    text = read_text(settings)
+    letters = len(text.alphabet)
+    with torch.random.fork_rng(devices=[]):
+        embedding, recurrent, decoder = Embedding(letters, settings), Recurrent(settings), Decoder(letters, settings)
+    parameters = [*embedding.parameters(), *recurrent.parameters(), *decoder.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=settings.lr)
+    losses = []
+    for _ in range(settings.epochs):
+        state: State | None = None
+        for batch, following in text.pieces(settings.length, settings.batch):
+            output, state = recurrent(embedding(batch), state)
+            loss = loss_of(decoder(output), following)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def test_perplexity_falls(results: list[dict[str, Any]]) -> None:
+    """From nearly all letters to a few, and the model writes as many as it was asked for."""
+    losses, perplexities = results[0]["losses"], results[0]["perplexities"]
+    assert len(losses) == 6 * 8 and len(perplexities) == 6
+    assert sum(losses[-8:]) / 8 < sum(losses[:8]) / 8 - 0.8
+    assert perplexities[-1] < perplexities[0] / 2
+    assert results[0]["written"].startswith("Alice ") and len(results[0]["written"]) == 6 + 40
+
+
+def test_losses_are_those_of_the_model_in_one_process(results: list[dict[str, Any]]) -> None:
+    """Gradients and Adam's steps across three workers are what torch computes without them."""
+    settings = Settings(**{**SMALL, "epochs": 2})
+    assert results[0]["losses"][:16] == pytest.approx(losses_in_one_process(settings), rel=1e-3)
+
+
+def test_a_seed_gives_the_same_losses_again(results: list[dict[str, Any]]) -> None:
+    """Nothing depends on when calls arrive."""
+    assert results[1]["losses"] == pytest.approx(results[0]["losses"][:8], rel=1e-6)
+
+
+def test_it_shows_progress_and_draws(tmp_path: Path) -> None:
+    """A line for each epoch, what came out, a picture, and nothing on stderr."""
+    options = ("--epochs", "2", "--hidden", "32", "--sample", "20", "--picture", "new/r.png")
+    outcome = run_program(["-m", MODULE, *options], tmp_path, timeout=LIMIT)
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert len(lines) == 5 and all(map(re.fullmatch, (*SPOKEN, r"wrote new/r\.png"), lines)), outcome.out
+    assert (tmp_path / "new" / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
+    """torchrun starts the three workers, they learn from a file; only rank 0 speaks."""
+    (tmp_path / "ab.txt").write_text("ab" * 200)
+    options = ("--epochs", "2", "--hidden", "16", "--text", "ab.txt", "--sample", "8", "--lr", "0.1")
+    outcome = run_program(torchrun(3, "-m", MODULE, *options), tmp_path, timeout=LIMIT)
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert len(lines) == 4 and lines[2].startswith("400 letters, 2 different ones: 2 steps"), outcome.out
+    assert re.fullmatch(r"it writes: ababab[ab]{8}", lines[3])
+
+
+def test_pieces_are_the_text_with_what_follows() -> None:
+    """Each column reads on where it stopped; together the pieces have each letter once, but for a rest."""
+    text = Text("abcdefghijklm")
+    pieces = list(text.pieces(length=2, batch=3))
+    assert [tuple(letters.shape) for letters, _ in pieces] == [(2, 3), (2, 3)]
+    columns = torch.cat([letters for letters, _ in pieces]).t()
+    assert ["".join(text.alphabet[i] for i in column) for column in columns.tolist()] == ["abcd", "efgh", "ijkl"]
+    assert all(torch.equal(following, letters + 1) for letters, following in pieces)
+
+
+def test_the_last_piece_may_be_shorter() -> None:
+    """Nothing is left out because it does not fill a piece."""
+    assert [len(letters) for letters, _ in Text("abcdefgh").pieces(length=3, batch=1)] == [3, 3, 1]
+
+
+def test_perplexity_counts_letters() -> None:
+    """Who gives all of n letters the same probability has perplexity n."""
+    even = loss_of(torch.zeros(4, 2, 7), torch.zeros(4, 2, dtype=torch.int64)).item()
+    assert perplexity([even, even]) == pytest.approx(7.0)
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    """With both numbers that do not fit."""
+    (tmp_path / "short.txt").write_text("0123456789")
+    with pytest.raises(ValueError, match="a text of 10 letters cannot be read in 10 places at once"):
+        read_text(Settings(text=str(tmp_path / "short.txt"), batch=10))
+    assert len(list(read_text(Settings(text=str(tmp_path / "short.txt"), batch=9)).pieces(5, 9))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *((("--" + name, "0"), f"--{name} must be at least 1") for name in ("epochs", "length", "batch", "hidden")),
+        (("--sample", "-1"), "--sample must not be negative"),
+        (("--text", "nowhere.txt"), "there is no file nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    """A usage error that names the option, before anything is started."""
+    with pytest.raises(SystemExit) as ended:
+        rnn.main(options)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_torchrun_must_start_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each worker has its part: with another number, a usage error."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        rnn.main([])
+    assert "it needs 3 workers, and torchrun started 2" in capsys.readouterr().err
+
+
+@pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
+def test_the_picture_takes_any_loss(tmp_path: Path) -> None:
+    """One step, and many."""
+    for epochs in (1, 30):
+        result = {"losses": [1.0] * epochs * 2, "perplexities": list(itertools.repeat(2.7, epochs))}
+        rnn.draw(result, tmp_path / f"{epochs}.png")
+        assert (tmp_path / f"{epochs}.png").read_bytes().startswith(b"\x89PNG")
