@@ -76,6 +76,9 @@ Marks = Callable[[Any], Arrival | None]
 block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
 
 
+# The autograd context that code runs in, by its id (runtime/gradients.py); 0 or None: none. Callbacks take it along.
+current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default=None)
+
 # Where in the user's program a call was made: code and instruction. The line is computed only when somebody asks.
 CallSite = tuple[CodeType, int]
 
@@ -397,11 +400,12 @@ class Future(torch.futures.Future[T], Generic[T]):
 class _UserCallback:
     """A callback of the user's, kept off loop threads."""
 
-    __slots__ = ("callback", "executor")
+    __slots__ = ("autograd", "callback", "executor")
 
     def __init__(self, callback: Callable[[Future[Any]], Any], executor: Executor | None) -> None:
         self.callback = callback
         self.executor = executor
+        self.autograd = current_autograd.get()
 
     def __call__(self, future: Future[Any]) -> None:
         if _running_loop() is None:
@@ -419,10 +423,13 @@ class _UserCallback:
         threading.Thread(target=self.run, args=(future,), name="aiorpc-callback", daemon=True).start()
 
     def run(self, future: Future[Any]) -> None:
+        token = current_autograd.set(self.autograd)
         try:
             self.callback(future)
         except BaseException:  # whatever it is, the other callbacks and the settler must not suffer
             logger.exception("a callback of %s raised", future.describe())
+        finally:
+            current_autograd.reset(token)
 
 
 class _Failure:

@@ -7,10 +7,11 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
     functions.py    what the servers run
     clients.py      what a client measures, blocking;  awaited.py: the same with ``await`` (aiorpc only)
     bulk_clients.py what it measures of large tensors;  ticker.py: how late a loop is
+    gradient_clients.py    of gradients across workers
     rank.py         one worker process: joins, then obeys its parent
     cohort.py       the worker processes of one side, started from a fork server
     awake.py        keeps cores from halting
     stage.py        the cohorts that are up, and the loop of rounds
-    latency.py, throughput.py, bulk.py, scaling.py, idle.py, memory.py, training.py    the measurements
+    latency.py, throughput.py, bulk.py, scaling.py, idle.py, memory.py, training.py, gradients.py    the measurements
     suite.py        their list;  report.py, picture.py, hardware.py: what comes out
 """

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import bulk, hardware, idle, latency, memory, scaling, throughput, training
+from . import bulk, gradients, hardware, idle, latency, memory, scaling, throughput, training
 from .stage import Plan, Stage, progress
 from .stats import Failure, Outcome, Row
 
@@ -36,6 +36,10 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("burst", "memory of the arena around a burst", bulk.burst),
     Measurement("batch_rl", "steps/s of the batch_rl example with 5 observers", training.batch_rl),
     Measurement("batch_ps", "images/s of the batch_ps example with ResNet-50 and 2 trainers", training.batch_ps),
+    Measurement("autograd_step", "training steps/s of a small model on two workers", gradients.step),
+    Measurement("autograd_shards", "two large layers, against one process and the copies, ms", gradients.shards),
+    Measurement("autograd_chain", "cost of a round trip in the graph, µs", gradients.chain),
+    Measurement("autograd_memory", "memory of both ends over many training steps", gradients.memory),
     Measurement("beside_compute", "no-op beside a handler that computes in pure Python, µs", latency.beside_compute),
     Measurement("workers", "cost per call and start-up as workers grow", scaling.workers),
     Measurement("idle", "processor time of idle workers", idle.idle),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,16 +14,23 @@ from torch.nn.utils.rnn import pack_sequence
 
 from aiorpc.channels.layout import describe, rebuild
 from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values, pack, unpack
+from aiorpc.protocol.frames import Buffer
 
 Tensor = torch.Tensor
 ROWS, COLUMNS = 64, 512
+
+
+def describe_on_host(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Buffer]]:
+    """As `describe` without a route, by which all buffers are in the host's memory."""
+    table, buffers = describe(tensors)
+    return table, cast("list[Buffer]", buffers)
 
 
 def travel(*values: Any) -> tuple[list[Any], int]:
     """What arrives when these values are sent in one message, and how long its body is, tensors' table apart."""
     out = Outgoing()
     body = pack(encode_values(list(values), out))
-    table, segments = describe(out.tensors) if out.tensors else ([], [])
+    table, segments = describe_on_host(out.tensors) if out.tensors else ([], [])
     tensors = rebuild(unpack(pack(table)), [bytearray(segment) for segment in segments])
     arrived = decode_values(unpack(body), Incoming(tensors, ()), [bytearray(buffer) for buffer in out.buffers])
     return arrived, len(body)

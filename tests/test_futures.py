@@ -956,3 +956,109 @@ def test_cancelled_and_answered_calls_are_not_logged(caplog: pytest.LogCaptureFi
     futures.clear()
     gc.collect()
     assert not caplog.records
+
+
+# --- values on devices ------------------------------------------------------------------------------------------------
+
+
+class Joined:
+    """An arrival that remembers the threads that joined."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def join(self) -> None:
+        self.threads.append(threading.get_ident())
+
+
+def arriving(value: Any = 1) -> tuple[Future[Any], Joined]:
+    """A pending Future of a value that is still being made on some streams."""
+    future, joined = pending(), Joined()
+    future._arrival = joined
+    return future, joined
+
+
+@pytest.mark.parametrize("take", [Future.wait, Future.value, outcome, lambda future: wait_all([future])])
+def test_who_takes_a_value_joins_its_streams(take: Callable[[Future[Any]], Any]) -> None:
+    """In the thread that takes it, each time; a look at whether it is there joins nothing."""
+    future, joined = arriving()
+    future._settle(1)
+    assert future.done() and not future.cancelled() and future.exception() is None
+    assert joined.threads == []
+    take(future)
+    assert joined.threads == [threading.get_ident()]
+    with running(take, future) as result:
+        pass
+    assert not isinstance(result[0], BaseException)
+    assert len(set(joined.threads)) == 2
+
+
+async def test_who_awaits_a_value_joins_its_streams() -> None:
+    """Once for each await, on the loop's thread, whoever settles."""
+    future, joined = arriving()
+
+    async def taker() -> int:
+        return int(await future)
+
+    tasks = [asyncio.create_task(taker()) for _ in range(2)]
+    await until(lambda: waiters(future) == 2)
+    with running(future._settle, 1):
+        assert await asyncio.gather(*tasks) == [1, 1]
+    assert await future == 1
+    assert joined.threads == [threading.get_ident()] * 3
+
+
+@pytest.mark.parametrize("method", ["add_done_callback", "then"])
+def test_callback_that_takes_a_value_joins_its_streams(method: str) -> None:
+    """In its own thread; one that takes nothing joins nothing."""
+    future, joined = arriving()
+    getattr(future, method)(lambda done: None)
+    getattr(future, method)(lambda done: done.value())
+    with running(future._settle, 1):
+        pass
+    assert len(joined.threads) == 1
+    assert joined.threads != [threading.get_ident()]
+
+
+def test_collect_all_leaves_the_joining_to_its_members() -> None:
+    """The collection is a list of Futures: whoever takes a value from one of them joins that one's streams."""
+    (first, one), (second, two) = arriving(), arriving()
+    both = collect_all([first, second])
+    first._settle(1)
+    second._settle(2)
+    members = both.wait(LONG)
+    assert one.threads + two.threads == []
+    assert members[1].value() == 2
+    assert (len(one.threads), len(two.threads)) == (0, 1)
+
+
+def test_failure_has_no_streams_to_join() -> None:
+    """What could not be made is not waited for."""
+    future, joined = arriving()
+    future.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        future.wait(LONG)
+    assert joined.threads == []
+
+
+@pytest.mark.parametrize("helper", ["wait_all", "collect_all"])
+def test_torch_s_helpers_join_streams_too(helper: str) -> None:
+    """Programs written for torch need not know whose Futures they have."""
+    future, joined = arriving()
+    future._settle(1)
+    if helper == "wait_all":
+        assert torch.futures.wait_all([future]) == [1]
+    else:
+        collected = torch.futures.collect_all([future])
+        assert [each.wait() for each in collected.wait()] == [1]
+    assert joined.threads
+
+
+def test_devices_that_torch_does_not_have_are_refused_at_once() -> None:
+    """As torch's own Future does, and not only when it is completed."""
+    if torch.cuda.is_available():
+        pytest.skip("torch has CUDA devices here")
+    with pytest.raises(RuntimeError):
+        Future(devices=["cuda:0"])
+    with pytest.raises(ValueError, match="indices"):
+        Future(devices=["cpu"])

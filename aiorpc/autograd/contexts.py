@@ -74,33 +74,69 @@ class context:
         return self._open(worker)
 
     def __exit__(self, *exc_info: object) -> None:
-        for calls in self._leave():
+        for calls, seconds in self._leave():
+            limit = time.monotonic() + seconds
             for call in calls:
                 with contextlib.suppress(RpcError):
-                    call.wait()
+                    call.wait(max(0.0, limit - time.monotonic()))
 
     async def __aenter__(self) -> Context:
         return self._open(registry.get())
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for calls in self._leave():
-            await asyncio.gather(*calls, return_exceptions=True)
+        for calls, seconds in self._leave():
+            await asyncio.wait([asyncio.ensure_future(_ended(call)) for call in calls], timeout=seconds)
 
-    def _leave(self) -> Iterator[list[Future[list[int]]]]:
-        """It has ended: here, and on all workers that know of it. Yields calls to wait for; their answers name others
-        to tell."""
+    def _leave(self) -> Iterator[tuple[list[Future[list[int]]], float]]:
+        """It has ended: here, and on all workers that know of it. Yields calls to wait for, and for how long."""
         current_autograd.reset(self._token)
-        worker = self._worker
+        farewell = _Farewell(self._worker, self._id)
         limit = time.monotonic() + LEAVE_PATIENCE
-        told = {worker.id}
-        todo = {peer.record.id for peer in worker.gradients.leave(self._id) if peer.record is not None} - told
-        while todo and not worker.closed and time.monotonic() < limit:
-            told |= todo
-            calls = [ask(worker, worker_id, forget, self._id, until=limit) for worker_id in todo]
-            yield calls
-            # Whoever did not answer is gone, or forgets when it learns that we are.
-            answers = [call.value() for call in calls if call.done() and call.exception() is None]
-            todo = {other for answer in answers for other in answer} - told
+        while (calls := farewell.tell()) and time.monotonic() < limit:
+            yield calls, limit - time.monotonic()
+        farewell.go_on()
+
+
+async def _ended(call: Future[Any]) -> None:
+    with contextlib.suppress(RpcError):
+        await call
+
+
+class _Farewell:
+    """Tells all workers that took part in a context that it has ended, also those that answer late."""
+
+    def __init__(self, worker: Worker, context_id: int) -> None:
+        self._worker = worker
+        self._id = context_id
+        known = {peer.record.id for peer in worker.gradients.leave(context_id) if peer.record is not None}
+        self._told = {worker.id}
+        self._todo = known
+        self._alone = False  # nobody waits for it any more
+
+    def tell(self) -> list[Future[list[int]]]:
+        """Tell those that are known by now, and were not told: the calls. Any thread."""
+        new = self._todo - self._told
+        self._told |= new
+        if self._worker.closed:
+            return []
+        # Without a deadline: nobody is to forget because of it that he had to forget.
+        calls = [ask(self._worker, worker_id, forget, self._id, until=None) for worker_id in new]
+        for call in calls:
+            call._add_callback(self._answered)
+        return calls
+
+    def go_on(self) -> None:
+        """Those that answer from now on may name others, too."""
+        self._alone = True
+        self.tell()
+
+    def _answered(self, call: Future[list[int]]) -> None:
+        if call.exception() is None:
+            self._todo = self._todo | set(call.value())
+        else:  # it is gone, and with it what it knew of others
+            self._todo = self._todo | {info.id for info in self._worker.worker_infos()}
+        if self._alone:
+            self.tell()
 
 
 async def forget(context_id: int) -> list[int]:

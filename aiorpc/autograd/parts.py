@@ -5,6 +5,7 @@ States of a part: WAITING for its plan (gradients that come early are kept), RUN
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +15,12 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from ..channels.landing import Arrival
-from ..errors import RpcError
+from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.current import current_call
 from ..runtime.functions import async_execution
 from ..runtime.gradients import AutogradContext, current_autograd
-from ..runtime.reach import ReceivedTensor, SentName
+from ..runtime.reach import FOREIGN, ReceivedTensor, SentName, Target
 from ..runtime.worker import Worker
 
 Tensor = torch.Tensor
@@ -122,15 +123,24 @@ class Part:
         for arrival in arrivals:
             arrival.join()
         targets = self._context.reach.targets_of(ready)
-        results = _evaluate([each for each in used if each[1] is not None], targets, retain)
+        if FOREIGN in targets:
+            raise RpcUsageError(
+                "the graph goes on in a tensor that was received in another autograd context. Contexts do not mix: "
+                "call again in this one; a @batched function must not gather calls of several contexts that go backward"
+            )
+        given = [each for each in used if each[1] is not None]
+        results = _evaluate(given, targets, retain)
+        holders = _references(results)
         deliveries: dict[int, Gradients] = {}
         leaves: list[tuple[Tensor, Tensor]] = []
-        seen: set[int] = set()
+        taken = {_memory_of(gradient) for _, gradient in given if gradient is not None}
         for target, gradient in zip(targets, results, strict=True):
             if isinstance(target, ReceivedTensor):
                 deliveries.setdefault(target.sender, {})[target.name] = gradient
-            elif gradient is not None:
-                leaves.append((target, _own(gradient, seen)))
+                taken.add(_memory_of(gradient))
+        for target, gradient, count in zip(targets, results, holders, strict=True):
+            if gradient is not None and isinstance(target, Tensor):
+                leaves.append((target, gradient.clone() if count > _ALONE else _own(gradient, taken)))
         self._context.accumulate(leaves, arrival_of(self._worker, [gradient for _, gradient in leaves]))
         return deliveries
 
@@ -196,7 +206,7 @@ def arrival_of(worker: Worker, gradients: Iterable[Tensor | None]) -> Arrival | 
 
 
 def _evaluate(
-    entries: Sequence[tuple[GradientEdge, Tensor | None]], targets: Sequence[Tensor | ReceivedTensor], retain: bool
+    entries: Sequence[tuple[GradientEdge, Tensor | None]], targets: Sequence[Target], retain: bool
 ) -> Sequence[Tensor | None]:
     if not entries:
         return [None] * len(targets)
@@ -208,13 +218,32 @@ def _evaluate(
     return results
 
 
-def _own(gradient: Tensor, seen: set[int]) -> Tensor:
-    """A gradient that shares memory with no other one: the engine may give one tensor to several inputs."""
-    shared = id(gradient) in seen
-    seen.add(id(gradient))
-    if gradient.layout is torch.strided and (shared or 0 in gradient.stride()):
+def _own(gradient: Tensor, taken: set[int]) -> Tensor:
+    """A gradient that shares memory with no other one: the engine gives one tensor, or views of one, to several inputs,
+    and may hand through what it was given."""
+    memory = _memory_of(gradient)
+    if memory in taken or (gradient.layout is torch.strided and 0 in gradient.stride()):
         return gradient.clone(memory_format=torch.contiguous_format)
+    taken.add(memory)
     return gradient
+
+
+def _memory_of(tensor: Tensor | None) -> int:
+    """Equal for tensors that share it; of what has no storage of its own, the object's."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return id(tensor)
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
+def _references(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [sys.getrefcount(tensor) for tensor in tensors]
+
+
+# What it counts for a tensor that nobody else has: a custom Function may have kept what it returned.
+_ALONE = _references((torch.empty(0),))[0]
 
 
 def _say_where(error: BaseException, worker: str) -> None:
@@ -294,7 +323,11 @@ def plan(
     try:
         entries = {}
         for name in names:
-            edge = context.sent[SentName(*name)]
+            edge = context.sent.get(SentName(*name))
+            if edge is None:
+                raise RpcError(
+                    f"worker {worker.name!r} knows nothing of tensor {tuple(name)} that it is said to have sent"
+                )
             entries[SentName(*name)] = Entry(edge, context.reach.of(edge.node))
         until = time.monotonic() + seconds if seconds else None
         part.take(from_wire(given, gradients), arrival_of(worker, gradients))

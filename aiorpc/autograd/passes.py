@@ -13,13 +13,15 @@ leaves, and tensors that it has received. A pass, run by the worker that has the
 Invariants
 1. A target is evaluated when all entries of the plan that lead to it have their gradients, and once in a pass. All
    targets that are ready share one run of torch's engine, from those entries. So a node only ever sees complete
-   gradients, and hooks on targets and on tensors that were sent see them once.
+   gradients, and hooks on targets see them once. So do hooks on tensors that were sent, but for one case, below.
 2. Entries that no root leads to are in no plan: nobody waits for a gradient that does not come.
 3. Whoever fails (an exception, a lost worker, the deadline) ends the pass on all workers. What was accumulated by then
    stays in the context.
 4. The engine never runs on a loop: it runs in the thread that waits for the pass, and in those of the pool.
 
-A node that entries with different targets have in common may run once for each of these runs.
+A node that entries with different targets have in common may run once for each of these runs, always with its whole
+gradient. That happens where a handler keeps a graph that a later call goes on with, and the gradient of what the one
+sent depends on that of the other; then a hook on the latter is called again, too.
 
 What torch describes as its "smart" mode, and has not built: torch.distributed.autograd counts all entries of a context,
 and waits for those that the loss does not use.
@@ -150,7 +152,7 @@ class Pass:
                 if (worker_id, name) not in seen:
                     seen.add((worker_id, name))
                     plans.setdefault(worker_id, []).append(name)
-                    todo += tables[worker_id][name]
+                    todo += tables[worker_id].get(name, ())
         return plans
 
     # --- what follows from the answers --------------------------------------------------------------------------------

@@ -117,8 +117,9 @@ def rebuild(table: list[Any], buffers: Sequence[Any], landing: Landing | None = 
             return rebuild(table, buffers, landing)
     try:
         storages: dict[int, torch.UntypedStorage] = {}
+        there = list(buffers) if landing is not None else []  # takes what is moved to a device
         return [
-            _take(entry, buffers, storages) if len(entry) == 6 else _take_on_device(entry, buffers, storages, landing)
+            _take(entry, buffers, storages) if len(entry) == 6 else _take_on_device(entry, there, landing)
             for entry in table
         ]
     except torch.OutOfMemoryError:
@@ -342,41 +343,60 @@ def _take(entry: list[Any], buffers: Sequence[Buffer], storages: dict[int, torch
     return _flagged(tensor, flags) if flags else tensor
 
 
-def _take_on_device(
-    entry: list[Any], buffers: Sequence[Any], storages: dict[int, torch.UntypedStorage], landing: Landing | None
-) -> torch.Tensor:
-    *plain, flags, target = entry
-    buffer, offset, code, shape, strides = plain
+def _take_on_device(entry: list[Any], buffers: list[Any], landing: Landing | None) -> torch.Tensor:
+    """A tensor for a device. What comes from the host is moved there once, and stands in `buffers` then."""
+    buffer, offset, code, shape, strides, flags, target = entry
     index = device_index(target)
+    dtype = DTYPES[code]
     if landing is None or not 0 <= index < landing.accelerator.count():
         raise ValueError(f"there is no {target} here")
-    received = buffers[buffer] if buffer >= 0 else None
-    dtype = DTYPES[code]
-    if isinstance(received, DeviceBuffer) and dtype is not None:
+    if dtype is None:
+        raise ValueError(f"a type that this version of torch does not have (code {code})")
+    driver = landing.accelerator
+    if buffer == NO_BYTES:
+        if 0 not in shape:
+            raise ValueError(f"shape {shape} without bytes")
+        made = torch.empty_strided(shape, strides, dtype=dtype, device=driver.empty(0, index).device)
+    elif buffer == EMBEDDED:
+        if type(offset) is not bytes:
+            raise TypeError("an embedded tensor without its bytes")
+        made = _moved(bytearray(offset), index, driver).view(dtype).view(shape)
+    elif buffer < 0:
+        raise IndexError(f"buffer {buffer}")
+    else:
+        received = buffers[buffer]
+        if not isinstance(received, DeviceBuffer):
+            received = buffers[buffer] = DeviceBuffer(_moved(received, index, driver), index, target)
         if received.index != index:
             raise ValueError(f"{received.target} in place of {target}")
-        carrier = received.carrier
-        if strides is None:
-            made = carrier.view(dtype).view(shape)
-        else:
-            made = torch.empty(0, dtype=dtype, device=carrier.device)
-            start = int(carrier.storage_offset()) + offset
-            made.set_(carrier.untyped_storage(), start // dtype.itemsize, shape, strides)
-    else:
-        made = _to_device(_take([*plain, 0], buffers, storages), index, landing.accelerator)
+        made = _over_carrier(received.carrier, offset, dtype, shape, strides)
     landing.carriers.append((index, made))
-    tensor = landing.accelerator.tensor(made, index)
+    tensor = driver.tensor(made, index)
     return _flagged(tensor, flags) if flags else tensor
 
 
-def _to_device(tensor: torch.Tensor, index: int, accelerator: Accelerator) -> torch.Tensor:
-    """A carrier with what a tensor on the host holds."""
-    carrier = accelerator.empty(tensor.nbytes, index)
-    if not tensor.nbytes:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=carrier.device)
-    source = tensor.contiguous().reshape(-1).view(torch.uint8)
+def _over_carrier(
+    carrier: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None
+) -> torch.Tensor:
+    if strides is None:
+        return carrier.view(dtype).view(shape)
+    made = torch.empty(0, dtype=dtype, device=carrier.device)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    # torch would enlarge the storage of a device for a view that is longer.
+    if offset < 0 or offset % dtype.itemsize or min(strides, default=0) < 0 or 0 in shape:
+        raise ValueError(f"a view at {offset} with strides {strides}")
+    if offset + reach * dtype.itemsize > carrier.numel():
+        raise ValueError(f"a view of {reach} elements at {offset} of {carrier.numel()} bytes")
+    start = (int(carrier.storage_offset()) + offset) // dtype.itemsize
+    return made.set_(carrier.untyped_storage(), start, shape, strides)
+
+
+def _moved(data: Any, index: int, accelerator: Accelerator) -> torch.Tensor:
+    """A carrier with bytes of the host, on the current stream."""
+    source = torch.frombuffer(data, dtype=torch.uint8)
+    carrier = accelerator.empty(source.numel(), index)
     accelerator.move(carrier, source, accelerator.current(index))
-    return carrier.view(tensor.dtype).view(tensor.shape)
+    return carrier
 
 
 def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:

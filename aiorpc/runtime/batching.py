@@ -60,6 +60,10 @@ class Batch:
         """Callers waiting in it; 0 once it has started."""
         return len(self._entries)
 
+    def tokens(self) -> list[object]:
+        """By what those who wait in it are known to ``discard``."""
+        return [entry.token for entry in list(self._entries)]
+
     @property
     def is_async(self) -> bool:
         """Whether the function is a coroutine function, for ``run_async``."""

@@ -33,7 +33,7 @@ from .batching import Batch, get_batcher
 from .current import CallContext, current_call, current_worker
 from .failures import encode_error
 from .functions import Mode, Target
-from .gradients import Tape
+from .gradients import Tape, current_autograd
 from .link import OF_LINKS, Link, Message, Parcel
 from .peer import LARGE_PICKLE
 from .statistics import PendingCall
@@ -214,14 +214,14 @@ class Service:
 
     def _fetch(self, wire: list[Any], context: CallContext) -> None:
         """The value of a reference, once it is there."""
-        value = self.worker.references.value(wire[1], wire[2])
+        value = self.worker.references.value(wire[1], wire[2], self.peer.id)
         when_done(value, partial(self._answer_future, context, False))
 
     def _resolve_method(
         self, wire: list[Any], context: CallContext, fields: list[Any], segments: Sequence[Buffer]
     ) -> None:
         """A method of a reference's value, once that is there."""
-        value = self.worker.references.value(wire[1], wire[2])
+        value = self.worker.references.value(wire[1], wire[2], self.peer.id)
         when_done(value, partial(self._found_value, wire[3], context, fields, segments))
 
     def _found_value(
@@ -332,6 +332,7 @@ class Service:
             self.answer_error(context, _not_run(target))
             return
         token = current_call.set(context)
+        within = current_autograd.set(context.autograd) if context.autograd else None
         try:
             args, kwargs = self._arguments(context, fields, segments)
             if context.arrival is not None:
@@ -354,6 +355,8 @@ class Service:
             return
         finally:
             current_call.reset(token)
+            if within is not None:
+                current_autograd.reset(within)
         if target.mode is Mode.DEFERRED:
             self._defer(target, context, result.pop())
         elif asyncio.iscoroutine(result[0]):
@@ -404,12 +407,12 @@ class Service:
         if batch.is_async:
             self.worker.call_on_loop(self._start_batch, batch)
         elif self.worker.pool.is_pool_thread():
-            _batch_context(self.worker).run(batch.run)
+            _batch_context(self.worker, batch).run(batch.run)
         else:
-            self.worker.pool.submit(_batch_context(self.worker).run, batch.run)
+            self.worker.pool.submit(_batch_context(self.worker, batch).run, batch.run)
 
     def _start_batch(self, batch: Batch) -> None:
-        task = self.worker.tasks.spawn(batch.run_async(), context=_batch_context(self.worker))
+        task = self.worker.tasks.spawn(batch.run_async(), context=_batch_context(self.worker, batch))
         # A task that is cancelled before its first step never gets to tell its callers.
         error = WorkerClosed(f"worker {self.worker.name!r} shut down before the batch was run")
         task.add_done_callback(lambda _: batch.abort(error))
@@ -442,6 +445,7 @@ class Service:
             context.landing.carriers.clear()  # the arguments are the handler's alone
         # The task copies this context, so it and all it starts know the call that they serve.
         token = current_call.set(context)
+        within = current_autograd.set(context.autograd) if context.autograd else None
         try:
             result = target.function(*args, **kwargs)
             if target.mode is Mode.ASYNC_GENERATOR:
@@ -451,16 +455,21 @@ class Service:
             self.answer_error(context, error)
         finally:
             current_call.reset(token)
+            if within is not None:
+                current_autograd.reset(within)
 
     def _create_task(self, context: CallContext, coroutine: Any) -> None:
         if context.cancelled:
             coroutine.close()
             return
         token = current_call.set(context)
+        within = current_autograd.set(context.autograd) if context.autograd else None
         try:
             self._serve_coroutine(context, coroutine)
         finally:
             current_call.reset(token)
+            if within is not None:
+                current_autograd.reset(within)
 
     def _serve_coroutine(self, context: CallContext, handler: Any) -> None:
         on_device = context.landing is not None or context.arrival is not None
@@ -664,10 +673,13 @@ class Service:
         return sum(not context.system for context in list(self.calls.values()))
 
 
-def _batch_context(worker: Worker) -> contextvars.Context:
-    """A batch serves many calls: none of them is the current one, but the worker is."""
+def _batch_context(worker: Worker, batch: Batch) -> contextvars.Context:
+    """A batch serves many calls: none of them is the current one, but the worker is, and their autograd context if all
+    are of one."""
     scope = contextvars.copy_context()
     scope.run(current_call.set, None)
+    within = {getattr(token, "autograd", None) for token in batch.tokens()}
+    scope.run(current_autograd.set, within.pop() if len(within) == 1 else None)
     scope.run(current_worker.set, worker)
     return scope
 

@@ -17,7 +17,6 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..channels.landing import Arrival
 from ..errors import ProtocolError, RpcError, RpcUsageError
+from ..futures import current_autograd as current_autograd
 from .reach import Reach, ReceivedTensor, SentName
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 Tensor = torch.Tensor
-# The context that code runs in, by its id; 0: none, whatever the call that is being served says.
-current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default=None)
-
 # Contexts that were left are remembered, so that a call that comes late does not open them again.
 _REMEMBERED = 4096
 # A message says of a tensor where its gradient goes on to, up to so many tensors.
@@ -68,7 +65,7 @@ class AutogradContext:
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
         self.known: set[Peer] = set()  # workers that calls of this context went to or came from
         self.lock = threading.Lock()
-        self.reach = Reach(self.received)
+        self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
         self.passed: set[int] = set()  # numbers of those that have ended
         self._arrivals: list[Arrival] = []  # of gradients on devices

@@ -171,7 +171,7 @@ class Peer:
         self._ids = itertools.count(1)
         self._waiting: dict[int, Sequence[Buffer] | _Message] = {}  # by call; below 0 what belongs to none
         self._others = itertools.count(-1, -1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a message that cannot be sent is called off while it is held
         # By function: those that have a name live as long as their module does.
         self._functions: dict[Any, _FunctionEntry] = {}
         self._numbers = itertools.count()
@@ -224,7 +224,6 @@ class Peer:
             )
         future = CallFuture(self, system)
         if not system:
-            worker.counters.made += 1
             frame = sys._getframe(depth)
             future._site = (frame.f_code, frame.f_lasti)
         future._started = now = time.monotonic()
@@ -238,8 +237,6 @@ class Peer:
         tape: Tape | None = None
         said: Any = trace
         autograd = current_autograd.get()
-        if autograd is None and context is not None:
-            autograd = context.autograd
         if autograd and not system:
             tape = worker.gradients.calls(autograd, self)
             if tape is not None:
@@ -280,6 +277,8 @@ class Peer:
         pending[call_id] = future
         if system:
             self._system += 1
+        else:
+            worker.counters.made += 1
         if stream is not None:
             self.streams[call_id] = stream
             future._streamed = True
@@ -578,17 +577,19 @@ class Peer:
     def ready(self, connection: Connection) -> None:
         """Send what has waited."""
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-            messages: list[_Message] = []
-            for each in waiting.values():
-                if isinstance(each, _Message):
-                    messages.append(each)
-                else:
-                    connection.send(each)
+            link = self.link
+            assert link is not None, "it was made when the connection was"
+            while self._waiting:  # in order; whoever calls meanwhile waits for the lock
+                waiting, self._waiting = self._waiting, {}
+                for each in waiting.values():
+                    if not isinstance(each, _Message):
+                        connection.send(each)
+                    elif link.too_long_for_loop(each.buffers):
+                        self.worker.in_background(self._post, link, each)
+                    else:
+                        self._post(link, each)
             self.connection = connection
             self.state = State.READY
-        for message in messages:
-            self._send_buffers(message)
 
     def fail(self, error: RpcError) -> None:
         """The peer is gone for good; every call it owes us fails. Idempotent."""

@@ -35,18 +35,24 @@ class ReceivedTensor(NamedTuple):
     behind: frozenset[tuple[int, SentName]] | None
 
 
+class Foreign:
+    """Stands for the past of a tensor that was received in another context."""
+
+
+FOREIGN = Foreign()
 # A leaf, or what stands for the past of a tensor that was received.
-Target = Tensor | ReceivedTensor
+Target = Tensor | ReceivedTensor | Foreign
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 class Reach:
     """Of one context at one worker. Graphs only grow, so what was found once stays true. Any thread."""
 
-    def __init__(self, received: Mapping[Node, ReceivedTensor]) -> None:
-        """received: the nodes that stand for the past of received tensors; it may grow."""
+    def __init__(self, received: Mapping[Node, ReceivedTensor], kind: type | tuple[()] = ()) -> None:
+        """received: the nodes that stand for the past of received tensors; it may grow. kind: of such nodes."""
         self.targets: list[Target] = []  # by bit
         self._received = received
+        self._kind = kind
         self._masks: dict[Node, int] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
         self._lock = threading.Lock()
 
@@ -82,7 +88,8 @@ class Reach:
         if isinstance(node, _Leaf):
             leaf: Tensor = node.variable
             return leaf
-        return self._received.get(node)
+        received = self._received.get(node)
+        return FOREIGN if received is None and isinstance(node, self._kind) else received
 
     def targets_of(self, mask: int) -> list[Target]:
         """The targets of some bits."""

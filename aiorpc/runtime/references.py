@@ -352,14 +352,18 @@ class References:
 
     # --- values, on the owner -----------------------------------------------------------------------------------------
 
-    def value(self, worker: int, number: int) -> Future[Any]:
-        """The Future of a value of this worker; also of one whose creation has not arrived yet."""
+    def value(self, worker: int, number: int, asker: int = -1) -> Future[Any]:
+        """The Future of a value of this worker; also of one whose creation has not arrived yet.
+
+        asker: who wants it. Its creator holds a reference, so the value was not freed; the creation is on its way, and
+        was overtaken, as its arguments were long.
+        """
         rref = ReferenceId(worker, number)
         with self._lock:
             future = self._values.get(rref)
             if future is None:
                 future = self._new_value()
-                if self._table.holds(rref):
+                if self._table.holds(rref) or (worker == asker and asker != self.worker.id):
                     self._values[rref] = future
                 else:
                     gone = f"reference {tuple(rref)} names no value of this worker; it was freed"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from typing import Any, ClassVar
 
 import numpy
 
-from aiorpc.channels import Channel, Wire
+from aiorpc.channels import AnyBuffer, Wire
+from aiorpc.channels.accelerator import DeviceBuffer
 from aiorpc.channels.arena import Arena
 from aiorpc.channels.bulk import Bulk
 from aiorpc.channels.inline import Inline, allocate
@@ -42,16 +44,20 @@ def borrowed(data: bytes) -> memoryview:
 
 @dataclass(eq=False)
 class Message:
-    """Buffers on their way. outcomes: for each of them what came of it, in order: at most one each."""
+    """Buffers on their way. outcomes: for each of them what came of it, in order: at most one each.
+
+    content: the bytes of one that came.
+    """
 
     wires: list[Wire | None]
     riders: list[Buffer]
     expected: list[bytes]
     way: int = 0
+    content: Callable[[Any], bytes] = bytes
     posted: bool = False
     delivered: bool = False
     given_up: bool = False
-    outcomes: list[list[Buffer | Exception]] = field(default_factory=list)
+    outcomes: list[list[AnyBuffer | Exception]] = field(default_factory=list)
 
     @property
     def taken(self) -> list[Wire]:
@@ -72,21 +78,24 @@ class Message:
             if isinstance(value, Exception):
                 assert self.given_up, f"nobody gave it up: {value!r}"
             else:
-                assert bytes(value) == data
+                assert self.content(value) == data
 
-    def buffers(self) -> list[memoryview]:
+    def buffers(self) -> list[Any]:
         """Those that arrived."""
-        return [memoryview(value) for (value,) in self.outcomes if not isinstance(value, Exception)]
+        values = [value for (value,) in self.outcomes if not isinstance(value, Exception)]
+        return [value if isinstance(value, DeviceBuffer) else memoryview(value) for value in values]
 
 
 class Ends:
     """Ends 0 and 1. way: the number of the sending one. random: where bytes are split."""
 
     name: ClassVar[str]
+    way: ClassVar[str] = ""  # of those that the channel has
     taken: ClassVar[tuple[int, ...]]  # sizes, in bytes, of buffers that it takes one by one
     refused: ClassVar[tuple[int, ...]] = ()  # and of those that it does not
     takes_when_closed: ClassVar[bool] = False
-    channels: tuple[Channel, Channel]
+    channels: tuple[Any, Any]  # each a Channel, of buffers as `make` makes them
+    lenient: bool = False  # an end that hears nonsense of the other one goes on: it was the test that said it
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -98,13 +107,40 @@ class Ends:
     def _decoder() -> FrameDecoder:
         return FrameDecoder(max_body=MIB, max_segment=64 * MIB, allocate=allocate)
 
+    # --- what the messages are made of --------------------------------------------------------------------------------
+
+    def pattern(self, seed: int, size: int) -> bytes:
+        """Bytes to send."""
+        return pattern(seed, size)
+
+    def make(self, data: bytes, way: int = 0) -> Any:
+        """A buffer to send that way, which nothing else keeps alive. Any thread."""
+        return borrowed(data)
+
+    def part(self, buffer: Any, size: int) -> Any:
+        """The beginning of a buffer to send."""
+        return buffer[:size]
+
+    def reference(self, buffer: Any) -> weakref.ref[Any]:
+        """To what is gone when nobody keeps the buffer."""
+        return weakref.ref(buffer.obj)
+
+    def content(self, buffer: Any) -> bytes:
+        """What it holds: one to send, or one that came."""
+        return bytes(buffer)
+
+    def fill(self, buffer: Any, value: int) -> None:
+        """Write to it."""
+        assert not buffer.readonly
+        buffer[:] = bytes([value]) * len(buffer)
+
     # --- what the tests do --------------------------------------------------------------------------------------------
 
-    def send(self, buffers: Sequence[Buffer], way: int = 0) -> Message:
+    def send(self, buffers: Sequence[Any], way: int = 0) -> Message:
         """A message of these, not posted yet."""
         riders: list[Buffer] = []
-        expected = [bytes(buffer) for buffer in buffers]
-        return Message(self.channels[way].send(buffers, riders), riders, expected, way)
+        expected = [self.content(buffer) for buffer in buffers]
+        return Message(self.channels[way].send(buffers, riders), riders, expected, way, self.content)
 
     def post(self, message: Message) -> None:
         """The message itself is on its way."""
@@ -153,9 +189,13 @@ class Ends:
         return {}
 
     def dispose(self) -> None:
-        """Close both ends, and what they stand on."""
+        """Close both ends, and what they stand on. What arrived is still to be had."""
         self.close(0)
         self.close(1)
+
+    def finish(self) -> None:
+        """`dispose`, and nothing is to be had any more."""
+        self.dispose()
 
     # --- delivery -----------------------------------------------------------------------------------------------------
 
@@ -170,16 +210,23 @@ class Ends:
         wires = unpack(body)
         message.outcomes = [[] for _ in wires]
 
-        def arrived(index: int, outcome: Buffer | Exception) -> None:
+        def arrived(index: int, outcome: AnyBuffer | Exception) -> None:
             assert not self.closed[end], "`arrived` after `close`"
             message.outcomes[index].append(outcome)
 
         message.delivered = True
-        here = self.channels[end].receive(wires, segments, arrived)
+        here = self.receive(end, wires, segments, arrived)
         assert len(here) == len(wires)
         for outcomes, buffer in zip(message.outcomes, here, strict=True):
             if buffer is not None:
                 outcomes.append(buffer)
+
+    def receive(
+        self, end: int, wires: list[Any], riders: Sequence[Any], arrived: Callable[[int, Any], None]
+    ) -> list[Any]:
+        """What an end makes of the wires of a message; the rest comes by `arrived`."""
+        received: list[Any] = self.channels[end].receive(wires, riders, arrived)
+        return received
 
     def _hear(self, end: int, body: bytes) -> None:
         if not self.closed[end]:

@@ -6,7 +6,6 @@ import contextlib
 import random
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +16,8 @@ from hypothesis import strategies as st
 
 from aiorpc.channels import Wire
 from aiorpc.errors import ProtocolError
-from tests.channels.ends import KINDS, MIB, BulkEnds, Choose, Ends, Message, SharedEnds, borrowed, pattern
+from tests.channels.device.ends import DEVICE_KINDS
+from tests.channels.ends import KINDS, MIB, BulkEnds, Choose, Ends, Message, SharedEnds
 
 BOUND = settings(
     max_examples=40,
@@ -36,7 +36,7 @@ PLAIN = st.recursive(
 )
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(params=(*KINDS, *DEVICE_KINDS), ids=lambda kind: f"{kind.name} {kind.way}".strip())
 def kind(request: pytest.FixtureRequest) -> type[Ends]:
     """Each channel in turn."""
     made: type[Ends] = request.param
@@ -48,7 +48,7 @@ def ends(kind: type[Ends]) -> Iterator[Ends]:
     """Two ends of it, joined."""
     pair = kind()
     yield pair
-    pair.dispose()
+    pair.finish()
 
 
 def by_turns(seed: int) -> Choose:
@@ -75,7 +75,7 @@ def is_baseline(ends: Ends) -> bool:
 
 def send(ends: Ends, *sizes: int, seed: int = 0, way: int = 0) -> Message:
     """A message of buffers of these sizes, posted."""
-    message = ends.send([borrowed(pattern(seed + number, size)) for number, size in enumerate(sizes)], way)
+    message = ends.send([ends.make(ends.pattern(seed + number, size), way) for number, size in enumerate(sizes)], way)
     ends.post(message)
     return message
 
@@ -128,9 +128,9 @@ def test_a_message_without_buffers_is_nothing(ends: Ends) -> None:
 def test_what_is_not_taken_stays_with_its_sender(ends: Ends) -> None:
     """None in its place, in the right places; it is not kept, and what is taken beside it arrives."""
     for refused in ends.refused:
-        short = borrowed(pattern(0, refused))
-        kept = weakref.ref(short.obj)
-        message = ends.send([short, borrowed(pattern(1, ends.taken[0])), short[:0]])
+        short = ends.make(ends.pattern(0, refused))
+        kept = ends.reference(short)
+        message = ends.send([short, ends.make(ends.pattern(1, ends.taken[0])), ends.part(short, 0)])
         del short
         assert kept() is None and message.riders == []
         assert [wire is None for wire in message.wires] == [True, False, True]
@@ -144,8 +144,8 @@ def test_what_is_not_taken_stays_with_its_sender(ends: Ends) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_sender_may_drop_what_it_sent(ends: Ends, order: str) -> None:
     """It is borrowed until it was read, arrives whole, and nothing keeps it afterwards."""
-    data = [borrowed(pattern(seed, size)) for seed, size in enumerate(ends.taken)]
-    kept = [weakref.ref(view.obj) for view in data]
+    data = [ends.make(ends.pattern(seed, size)) for seed, size in enumerate(ends.taken)]
+    kept = [ends.reference(buffer) for buffer in data]
     message = ends.send(data)
     del data
     ends.post(message)
@@ -156,22 +156,21 @@ def test_the_sender_may_drop_what_it_sent(ends: Ends, order: str) -> None:
 
 def test_what_arrives_is_writable_and_private(ends: Ends) -> None:
     """Nobody sees what a receiver writes: not the sender, not who got the same or another buffer, nor later ones."""
-    source = borrowed(pattern(7, ends.taken[-1]))
-    sent = [ends.send([source, source[: ends.taken[0]]]) for _ in range(3)]
+    source = ends.make(ends.pattern(7, ends.taken[-1]))
+    sent = [ends.send([source, ends.part(source, ends.taken[0])]) for _ in range(3)]
     for message in sent:
         ends.post(message)
     ends.settle(by_turns(1))
     arrived = [buffer for message in sent for buffer in message.buffers()]
     for value, buffer in enumerate(arrived):
-        assert not buffer.readonly
-        buffer[:] = bytes([value + 1]) * len(buffer)
-    assert all(set(bytes(buffer)) == {value + 1} for value, buffer in enumerate(arrived))
-    assert bytes(source) == pattern(7, ends.taken[-1])
-    source[:] = bytes(len(source))
+        ends.fill(buffer, value + 1)
+    assert all(set(ends.content(buffer)) == {value + 1} for value, buffer in enumerate(arrived))
+    assert ends.content(source) == ends.pattern(7, ends.taken[-1])
+    ends.fill(source, 0)
     later = send(ends, *ends.taken)
     ends.settle()
     later.check()
-    assert all(set(bytes(buffer)) == {value + 1} for value, buffer in enumerate(arrived))
+    assert all(set(ends.content(buffer)) == {value + 1} for value, buffer in enumerate(arrived))
 
 
 def test_what_arrived_outlives_both_ends(ends: Ends) -> None:
@@ -181,8 +180,8 @@ def test_what_arrived_outlives_both_ends(ends: Ends) -> None:
     ends.dispose()
     message.check()
     for buffer in message.buffers():
-        buffer[:] = b"x" * len(buffer)
-        assert set(bytes(buffer)) == {ord("x")}
+        ends.fill(buffer, ord("x"))
+        assert set(ends.content(buffer)) == {ord("x")}
 
 
 def test_traffic_counts_each_buffer_once(ends: Ends) -> None:
@@ -211,8 +210,8 @@ def test_wires_are_plain_data(ends: Ends) -> None:
 @pytest.mark.parametrize("steps", [*range(12), 1000])
 def test_withdrawn_before_its_message_was_sent_nothing_is_left(ends: Ends, steps: int) -> None:
     """At any point of the transfer: nothing ever arrives, and both ends are as they were."""
-    data = [borrowed(pattern(seed, size)) for seed, size in enumerate(ends.taken)]
-    kept = [weakref.ref(view.obj) for view in data]
+    data = [ends.make(ends.pattern(seed, size)) for seed, size in enumerate(ends.taken)]
+    kept = [ends.reference(buffer) for buffer in data]
     message = ends.send(data)
     del data
     step_some(ends, steps)
@@ -282,13 +281,13 @@ def wrong_wires(good: list[Wire], chance: random.Random) -> list[list[Any]]:
 def receive(ends: Ends, wires: list[Any], riders: list[Any]) -> list[Any]:
     """What end 1 makes of it; outcomes by `arrived` go to the end."""
     outcomes: list[Any] = []
-    outcomes += ends.channels[1].receive(wires, riders, lambda index, outcome: outcomes.append(outcome))
+    outcomes += ends.receive(1, wires, riders, lambda index, outcome: outcomes.append(outcome))
     return outcomes
 
 
 def test_wires_that_nobody_gave_are_refused(ends: Ends) -> None:
     """Nearly right ones: a ProtocolError, or at most a message that never comes; nothing else is raised."""
-    message = ends.send([borrowed(pattern(1, ends.taken[0])), borrowed(pattern(2, ends.taken[0]))])
+    message = ends.send([ends.make(ends.pattern(seed, ends.taken[0])) for seed in (1, 2)])
     refused = 0
     for wire in wrong_wires(message.taken, random.Random(4)):
         try:
@@ -303,7 +302,7 @@ def test_wires_that_are_none_are_protocol_errors(ends: Ends, wire: Any) -> None:
     """Of any type, alone and behind a good one; what the good one holds does not disturb what follows."""
     with pytest.raises(ProtocolError):
         receive(ends, [wire], [])
-    good = ends.send([borrowed(pattern(1, ends.taken[0]))])
+    good = ends.send([ends.make(ends.pattern(1, ends.taken[0]))])
     with pytest.raises(ProtocolError):
         receive(ends, [*good.taken, wire], [bytearray(rider) for rider in good.riders])
     later = send(ends, *ends.taken, seed=20)
@@ -321,7 +320,7 @@ def test_any_plain_data_as_wires_is_a_protocol_error_at_worst(kind: type[Ends], 
             receive(ends, wires, [bytearray(5)])
         check_goes_on(ends)
     finally:
-        ends.dispose()
+        ends.finish()
 
 
 WORDS = st.sampled_from(["offer", "mapped", "refused", "warm", "release"])
@@ -339,7 +338,7 @@ def test_any_plain_data_as_a_message_is_a_protocol_error_at_worst(kind: type[End
         ends.settle()
         check_goes_on(ends)
     finally:
-        ends.dispose()
+        ends.finish()
 
 
 def cold(kind: type[Ends]) -> Ends:
@@ -372,11 +371,11 @@ def test_after_close_nothing_arrives_and_nothing_is_taken(ends: Ends, steps: int
     assert [[len(outcome) for outcome in message.outcomes] for message in sent] == before
     for message in sent:
         for outcome in filter(None, message.outcomes):
-            assert not isinstance(outcome[0], Exception) and bytes(outcome[0]) in message.expected
+            assert not isinstance(outcome[0], Exception) and ends.content(outcome[0]) in message.expected
         if message.posted:
             ends.channels[message.way].withdraw(message.taken, named=True)
     if not ends.takes_when_closed:
-        assert ends.send([borrowed(pattern(0, size)) for size in ends.taken]).taken == []
+        assert ends.send([ends.make(ends.pattern(0, size)) for size in ends.taken]).taken == []
         assert ends.lanes() == []
 
 
@@ -404,14 +403,15 @@ class Program:
         self.prepared: list[Message] = []
         self.posted: list[Message] = []
         self.dropped: list[Message] = []
-        self.written: list[tuple[memoryview, int]] = []
+        self.written: list[tuple[Any, int]] = []
         self.seed = 0
 
     def send(self) -> None:
         sizes = self.chance.choices(self.ends.taken + self.ends.refused, k=self.chance.randint(1, 3))
         self.seed += 10
-        data = [borrowed(pattern(self.seed + number, size)) for number, size in enumerate(sizes)]
-        self.prepared.append(self.ends.send(data, self.chance.randrange(2)))
+        way = self.chance.randrange(2)
+        data = [self.ends.make(self.ends.pattern(self.seed + number, size), way) for number, size in enumerate(sizes)]
+        self.prepared.append(self.ends.send(data, way))
 
     def post(self) -> None:
         if self.prepared:
@@ -444,7 +444,7 @@ class Program:
             if self.chance.random() < 0.3:
                 for buffer in message.buffers():
                     value = self.chance.randrange(256)
-                    buffer[:] = bytes([value]) * len(buffer)
+                    self.ends.fill(buffer, value)
                     self.written.append((buffer, value))
 
     def run(self, operations: list[str]) -> None:
@@ -461,7 +461,7 @@ class Program:
             message.check()
         assert not any(message.outcomes for message in self.dropped)
         for buffer, value in self.written:
-            assert set(bytes(buffer)) <= {value}
+            assert set(self.ends.content(buffer)) <= {value}
         self.posted.clear()
         self.written.clear()
 
@@ -483,7 +483,7 @@ def test_programs_of_all_operations_leave_nothing_unsettled(kind: type[Ends], op
         program.finish()
         assert is_baseline(ends)
     finally:
-        ends.dispose()
+        ends.finish()
 
 
 @BOUND
@@ -500,12 +500,12 @@ def test_programs_cut_off_anywhere_keep_what_arrived(kind: type[Ends], operation
         ends.dispose()
         ends.settle(chance.choice)
         for buffer, value in program.written:
-            assert set(bytes(buffer)) <= {value}
+            assert set(ends.content(buffer)) <= {value}
         for message in program.posted:
             for outcome in filter(None, message.outcomes):
-                assert isinstance(outcome[0], Exception) or bytes(outcome[0]) in message.expected
+                assert isinstance(outcome[0], Exception) or ends.content(outcome[0]) in message.expected
     finally:
-        ends.dispose()
+        ends.finish()
 
 
 # --- any thread -------------------------------------------------------------------------------------------------------
@@ -542,7 +542,7 @@ def test_any_thread_sends_and_withdraws(kind: type[Ends], quick_switches: None) 
         del message
         assert is_baseline(ends)
     finally:
-        ends.dispose()
+        ends.finish()
 
 
 def work(ends: Ends, number: int, done: deque[Message], failures: list[BaseException]) -> None:
@@ -550,7 +550,7 @@ def work(ends: Ends, number: int, done: deque[Message], failures: list[BaseExcep
     try:
         size = min(ends.taken[-1], 200_000)
         for turn in range(TURNS):
-            message = ends.send([borrowed(pattern(100 * number + turn, size))])
+            message = ends.send([ends.make(ends.pattern(100 * number + turn, size))])
             if turn % 3 == 2:
                 ends.withdraw(message)
             else:

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +14,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiorpc.channels.accelerator import DeviceBuffer, device_index
 from aiorpc.channels.inline import allocate
-from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, describe, describe_plain, rebuild
+from aiorpc.channels.landing import Landing
+from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, describe_plain, rebuild
+from aiorpc.channels.layout import describe as describe_routed
+from aiorpc.channels.routes import Route, going
+from aiorpc.devices import to_device_map
 from aiorpc.errors import ProtocolError, SerializationError
+from aiorpc.protocol.codec import pack, unpack
 from aiorpc.protocol.frames import DIRECT_SIZE
+from tests.fakes.cuda import FakeCuda, FakeTensor
+from tests.tensors import describe_on_host as describe
 
 Tensor = torch.Tensor
 COMPACT = torch.contiguous_format
@@ -398,3 +406,427 @@ def test_table_that_does_not_fit_is_a_protocol_error(entry: Any) -> None:
     assert rebuild([GOOD], [bytearray(16)])[0].shape == (2, 2)
     with pytest.raises(ProtocolError, match="does not fit its bytes"):
         rebuild([entry], [bytearray(16)])
+
+
+# --- tensors on devices -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    """Two devices that do not exist."""
+    with FakeCuda(lag=(0, 0.0005)) as fake:
+        yield fake
+        assert fake.violations == []
+
+
+def route(fake: FakeCuda | None, devices: dict[Any, Any]) -> Route:
+    return going(fake, to_device_map(devices), "ps")
+
+
+CROSSED = {0: 1, 1: 0}
+
+
+def carry(fake: FakeCuda, buffers: Sequence[Any]) -> list[Any]:
+    """What arrives of these buffers, in memory of its own, where it belongs."""
+    arrived: list[Any] = []
+    for buffer in buffers:
+        if not isinstance(buffer, DeviceBuffer):
+            arrived.append(bytearray(buffer))
+            continue
+        index = device_index(buffer.target)
+        memory = fake.empty(len(buffer), index) if index >= 0 else fake.pinned(len(buffer))
+        stream = fake.current(buffer.index)
+        fake.move(memory, buffer.carrier, stream)
+        if index >= 0:
+            fake.wait(fake.mark(stream), fake.current(index))
+            arrived.append(DeviceBuffer(memory, index, buffer.target))
+        else:
+            fake.synchronize(fake.mark(stream))
+            arrived.append(bytearray(memory.numpy()))
+    return arrived
+
+
+def send_routed(
+    fake: FakeCuda, tensors: Sequence[Tensor], devices: dict[Any, Any], landing: Landing | None = None
+) -> list[Tensor]:
+    """What the worker at the end of this map makes of these tensors."""
+    table, buffers = describe_routed(tensors, route(fake, devices))
+    return rebuild(unpack(pack(table)), carry(fake, buffers), landing or Landing(fake))
+
+
+def here(fake: FakeCuda, tensor: Tensor) -> Tensor:
+    """What a tensor on a device holds, with its sizes, strides and pending bits; after all that was enqueued."""
+    if isinstance(tensor, FakeTensor):
+        fake.settle(tensor.ordinal)
+        return tensor.raw
+    return tensor
+
+
+def on_device(fake: FakeCuda, tensor: Tensor, index: int = 0) -> FakeTensor:
+    """The same view of the same storage, on a device."""
+    memory = torch.empty(0, dtype=torch.uint8)
+    memory.set_(tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes(),), (1,))
+    carrier = fake.empty(memory.numel(), index)
+    fake.move(carrier, memory, fake.current(index))
+    raw = torch.empty(0, dtype=tensor.dtype)
+    raw.set_(carrier.untyped_storage(), int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    raw = raw.conj() if tensor.is_conj() else raw
+    return FakeTensor(torch._neg_view(raw) if tensor.is_neg() else raw, fake, index)
+
+
+def over(fake: FakeCuda, bits: Tensor, dtype: torch.dtype, index: int) -> FakeTensor:
+    """A tensor on a device with these bytes, whatever the dtype can do."""
+    carrier = fake.empty(bits.numel(), index)
+    fake.move(carrier, bits, fake.current(index))
+    raw = torch.empty(0, dtype=torch.int32 if dtype is torch.complex32 else dtype, device="cpu")
+    raw = raw.view(torch.complex32) if dtype is torch.complex32 else raw
+    raw.set_(carrier.untyped_storage(), 0, (bits.numel() // dtype.itemsize,), (1,))
+    return FakeTensor(raw, fake, index)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not None], ids=str)
+def test_dtypes_arrive_on_a_device(fake: FakeCuda, dtype: torch.dtype) -> None:
+    """Every dtype, flat and with strides, from a device to a device and to the host, bit for bit."""
+    bits = torch.arange(1, 97, dtype=torch.uint8)
+    bits = bits.remainder(2) if dtype is torch.bool else bits
+    sent = over(fake, bits, dtype, 0)
+    views = [sent, FakeTensor(sent.raw[1:-1], fake, 0)]
+    for devices, place in (({0: 1}, torch.device("cuda", 1)), ({0: "cpu"}, torch.device("cpu"))):
+        for tensors in ([sent], views):
+            for arrived, tensor in zip(send_routed(fake, tensors, devices), tensors, strict=True):
+                assert (arrived.dtype, arrived.shape, arrived.device) == (dtype, tensor.shape, place)
+                start = int(tensor.storage_offset()) * dtype.itemsize
+                raw = here(fake, arrived)
+                assert ctypes.string_at(raw.data_ptr(), raw.nbytes) == bytes(bits.tolist())[start:][: raw.nbytes]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not None], ids=str)
+def test_dtypes_of_the_host_arrive_on_a_device(fake: FakeCuda, dtype: torch.dtype, strided: bool) -> None:
+    """Where the map sends the host's tensors to a device: every dtype that torch can send at all."""
+    bits = torch.arange(1, 97, dtype=torch.uint8)
+    bits = bits.remainder(2) if dtype is torch.bool else bits
+    tensor = torch.empty(0, dtype=dtype)
+    count = 96 // dtype.itemsize
+    tensor.set_(bits.untyped_storage(), 0, (2, count // 2), (1, 2) if strided else (count // 2, 1))
+    (arrived,) = send_routed(fake, [tensor], {"cpu": 1})
+    assert isinstance(arrived, FakeTensor)
+    assert (arrived.dtype, arrived.shape, arrived.ordinal) == (dtype, tensor.shape, 1)
+    raw = here(fake, arrived)
+    for row in range(2):
+        for column in range(count // 2):
+            got, wanted = raw[row, column : column + 1], tensor[row, column : column + 1]
+            assert ctypes.string_at(got.data_ptr(), dtype.itemsize) == ctypes.string_at(
+                wanted.data_ptr(), dtype.itemsize
+            )
+
+
+@pytest.mark.parametrize("devices", [{0: 1}, {0: 0}, {0: "cpu"}], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_arrive_on_a_device(fake: FakeCuda, name: str, devices: dict[Any, Any]) -> None:
+    """As in the host's memory: every bit, pending bits as such, and strides unless the elements are gathered."""
+    tensor = LAYOUTS[name]()
+    (arrived,) = send_routed(fake, [on_device(fake, tensor)], devices)
+    target = next(iter(devices.values()))
+    assert str(arrived.device) == ("cpu" if target == "cpu" else f"cuda:{target}")
+    got = here(fake, arrived)
+    assert same_bits(got, tensor)
+    if name == "far apart":
+        assert got.is_contiguous()
+    elif name != "negative view":
+        assert (got.is_conj(), got.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+        assert got.stride() == tensor.stride()
+
+
+def test_tensors_of_the_host_keep_their_strides_on_a_device(fake: FakeCuda) -> None:
+    """A transposed one arrives transposed, as it does on the host."""
+    sent = torch.arange(24.0).view(4, 6).t()
+    (arrived,) = send_routed(fake, [sent], {"cpu": 0})
+    assert same_bits(here(fake, arrived), sent)
+    assert arrived.stride() == sent.stride()
+
+
+@pytest.mark.parametrize("devices", [{0: 1}, {0: "cpu"}, {"cpu": 1}], ids=str)
+def test_views_share_their_storage_on_a_device(fake: FakeCuda, devices: dict[Any, Any]) -> None:
+    """One buffer travels for all of them, and what is written to one is seen in the others, wherever they arrive."""
+    base = torch.zeros(4, 6)
+    if 0 in devices:
+        base = fake.fake_tensor(base, 0)
+    views = [base, base[1], base.t(), base.view(-1)[3:5]]
+    table, buffers = describe_routed(views, route(fake, devices))
+    assert [len(buffer) for buffer in buffers] == [base.nbytes]
+    arrived = rebuild(unpack(pack(table)), carry(fake, buffers), Landing(fake))
+    arrived[0][1, 2] = 7
+    arrived[3][0] = 9
+    seen = [here(fake, tensor) for tensor in arrived]
+    assert [seen[1][2].item(), seen[2][2, 1].item(), seen[0][0, 3].item()] == [7, 7, 9]
+    assert [tensor.stride() for tensor in arrived] == [tensor.stride() for tensor in views]
+
+
+def test_views_of_other_dtypes_share_on_a_device(fake: FakeCuda) -> None:
+    """A reinterpretation stays one, at an odd offset too."""
+    raw = fake.fake_tensor(torch.arange(64, dtype=torch.uint8), 0)
+    words = FakeTensor(raw.raw[24:40].view(torch.int32), fake, 0)
+    arrived = send_routed(fake, [words, raw[26:28]], {0: 1})
+    before = int(here(fake, arrived[0])[0])
+    arrived[1][0] = 255
+    assert int(here(fake, arrived[0])[0]) == before | 0xFF0000
+    assert int(here(fake, words)[0]) == before
+
+
+def test_conjugate_shares_with_its_origin_on_a_device(fake: FakeCuda) -> None:
+    """Pending bits arrive as bits."""
+    base = on_device(fake, torch.tensor([1 + 2j, 3 - 1j]))
+    views = [base, FakeTensor(base.raw.conj(), fake, 0), FakeTensor(base.raw.conj().imag, fake, 0)]
+    arrived = send_routed(fake, views, {0: 1})
+    assert isinstance(arrived[0], FakeTensor)
+    arrived[0].fill_(5 + 7j)
+    first, conjugate, negative = (here(fake, tensor) for tensor in arrived)
+    assert (first.is_conj(), conjugate.is_conj(), negative.is_neg()) == (False, True, True)
+    assert (conjugate[0].item(), negative[0].item()) == (5 - 7j, -7)
+
+
+def test_scattered_views_are_gathered_on_their_device(fake: FakeCuda) -> None:
+    """A few elements of much memory travel by themselves, as they are on the current stream."""
+    base = fake.fake_tensor(torch.zeros(100_000), 0)
+    with fake.entered([fake.fresh(0)]):
+        fake.wait(fake.mark(fake._default[0]), fake.current(0))
+        base.fill_(3)  # the gathering has to come after this, on the same stream
+        table, buffers = describe_routed([base[::50_000]], route(fake, {0: 1}))
+        assert [len(buffer) for buffer in buffers] == [8]
+        landing = Landing(fake)
+        (arrived,) = rebuild(unpack(pack(table)), carry(fake, buffers), landing)
+    assert arrived.is_contiguous()
+    assert here(fake, arrived).tolist() == [3, 3]
+    _, buffers = describe_routed([base[::50_000], base[1::50_000]], route(fake, {0: 1}))
+    assert len(buffers) == 1, "views of one storage stay so, however far apart"
+
+
+def test_only_the_covered_span_travels_from_a_device(fake: FakeCuda) -> None:
+    """Two small views of a large storage send the bytes between them, and begin where theirs do."""
+    base = fake.fake_tensor(torch.arange(100_000.0), 0)
+    views = [base[500:510], base[520:530]]
+    _, buffers = describe_routed(views, route(fake, {0: 1}))
+    assert sum(map(len, buffers)) < 200
+    for arrived, sent in zip(send_routed(fake, views, {0: 1}), views, strict=True):
+        assert same_bits(here(fake, arrived), here(fake, sent))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("parameter", [False, True])
+@pytest.mark.parametrize("devices", [{0: 1}, {0: "cpu"}, {"cpu": 0}], ids=str)
+def test_requires_grad_and_parameter_arrive_on_a_device(
+    fake: FakeCuda, grad: bool, parameter: bool, devices: dict[Any, Any]
+) -> None:
+    """Alone and among views; what arrives is a leaf."""
+    base: Tensor = torch.ones(3, 4) if "cpu" in devices else fake.fake_tensor(torch.ones(3, 4), 0)
+    tensor = torch.nn.Parameter(base, requires_grad=grad) if parameter else base.requires_grad_(grad)
+    for arrived in (send_routed(fake, [tensor], devices)[0], send_routed(fake, [tensor, base[1]], devices)[0]):
+        assert isinstance(arrived, torch.nn.Parameter) is parameter
+        assert (arrived.requires_grad, arrived.is_leaf) == (grad, True)
+        assert torch.equal(here(fake, arrived.detach()), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("devices", [{0: 1}, {0: "cpu"}, {"cpu": 0}], ids=str)
+def test_tensors_without_bytes_arrive_on_a_device(fake: FakeCuda, devices: dict[Any, Any]) -> None:
+    """They take no buffer, and are where they belong; one element without dimensions takes one."""
+    made = [torch.empty(3, 0, 2), torch.empty(0), torch.empty(5, 4)[:, :0], torch.tensor(2.5)]
+    sent = made if "cpu" in devices else [on_device(fake, tensor) for tensor in made]
+    table, buffers = describe_routed(sent, route(fake, devices))
+    assert len(buffers) == (0 if "cpu" in devices else 1)
+    arrived = rebuild(unpack(pack(table)), carry(fake, buffers), Landing(fake))
+    target = next(iter(devices.values()))
+    assert {str(tensor.device) for tensor in arrived} == {"cpu" if target == "cpu" else f"cuda:{target}"}
+    assert [tensor.shape for tensor in arrived] == [tensor.shape for tensor in made]
+    assert [tensor.stride() for tensor in arrived] == [tensor.stride() for tensor in made]
+    assert here(fake, arrived[-1]).item() == 2.5
+
+
+@pytest.mark.parametrize("devices", [CROSSED, {0: 1, 1: "cpu", "cpu": 0}], ids=str)
+def test_table_keeps_the_order_of_host_and_devices(fake: FakeCuda, devices: dict[Any, Any]) -> None:
+    """However mixed they are, alone or views, each tensor arrives in its place and on its device."""
+    bases = [torch.arange(300.0), on_device(fake, torch.arange(300.0), 0), on_device(fake, torch.arange(300.0), 1)]
+    tensors: list[Tensor] = []
+    for number in range(30):
+        base = bases[number % 3]
+        tensors.append(base[number * 7 : number * 7 + number % 4])
+        own = torch.full((number % 3, 2), float(number))
+        tensors.append(own if number % 3 == 0 else on_device(fake, own, number % 3 - 1))
+    names = {str(source): str(target) for source, target in to_device_map(devices).items()}
+    landing = Landing(fake)
+    for arrived, sent in zip(send_routed(fake, tensors, devices, landing), tensors, strict=True):
+        assert str(arrived.device) == names.get(str(sent.device), "cpu")
+        assert torch.equal(here(fake, arrived), here(fake, sent))
+    assert {index for index, _ in landing.carriers} == {
+        device_index(names.get(str(tensor.device), "cpu")) for tensor in tensors
+    } - {-1}
+
+
+def test_what_lies_on_a_device_is_never_written_into_the_table(fake: FakeCuda) -> None:
+    """Small ones too have a buffer: their bytes may not be there yet."""
+    table, buffers = describe_routed([on_device(fake, torch.ones(1))], route(fake, {0: 1}))
+    assert table == [[0, 0, 0, (1,), None, 0, "cuda:1"]]
+    (buffer,) = buffers
+    assert isinstance(buffer, DeviceBuffer)
+    assert (len(buffer), buffer.index, buffer.target, buffer.ready) == (4, 0, "cuda:1", None)
+
+
+def test_buffer_of_a_device_keeps_the_memory(fake: FakeCuda) -> None:
+    """What is dropped before it was sent is sent all the same."""
+    before = fake.in_use(0)
+    _, buffers = describe_routed([on_device(fake, torch.full((1000,), 3.0))], route(fake, {0: 1}))
+    gc.collect()
+    fake.machine.drain(10)
+    (buffer,) = buffers
+    assert isinstance(buffer, DeviceBuffer)
+    assert torch.equal(buffer.carrier.view(torch.float32), torch.full((1000,), 3.0))
+    del buffer
+    buffers.clear()
+    fake.machine.drain(10)
+    assert fake.in_use(0) == before
+
+
+def test_full_device_is_told_as_such(fake: FakeCuda) -> None:
+    """No memory for what comes from the host is no mistake of the sender's."""
+    table, buffers = describe_routed([torch.ones(3)], route(fake, {"cpu": 0}))
+    fake.fail("empty")
+    with pytest.raises(torch.OutOfMemoryError):
+        rebuild(unpack(pack(table)), carry(fake, buffers), Landing(fake))
+
+
+# --- tables that lie --------------------------------------------------------------------------------------------------
+
+ON_DEVICE = [0, 0, 0, [2, 2], None, 0, "cuda:0"]
+LIES: list[Any] = [
+    [*ON_DEVICE, 0],
+    [1, *ON_DEVICE[1:]],
+    ["0", *ON_DEVICE[1:]],
+    [None, *ON_DEVICE[1:]],
+    [-3, *ON_DEVICE[1:]],
+    [-1, *ON_DEVICE[1:]],
+    [-2, *ON_DEVICE[1:]],
+    [-2, b"123", 0, [1], None, 0, "cuda:0"],
+    [-1, 0, 0, [1 << 40], [1], 0, "cuda:0"],
+    # targets
+    [*ON_DEVICE[:6], "cuda:1"],
+    [*ON_DEVICE[:6], "cuda:2"],
+    [*ON_DEVICE[:6], "cuda:-1"],
+    [*ON_DEVICE[:6], "cuda:99999999999999999999"],
+    [*ON_DEVICE[:6], "cuda"],
+    [*ON_DEVICE[:6], "cpu"],
+    [*ON_DEVICE[:6], ""],
+    [*ON_DEVICE[:6], 0],
+    [*ON_DEVICE[:6], None],
+    [*ON_DEVICE[:6], ["cuda:0"]],
+    ON_DEVICE[:6],  # as one on the host
+    # sizes
+    [0, 0, 999, [2, 2], None, 0, "cuda:0"],
+    [0, 0, None, [2, 2], None, 0, "cuda:0"],
+    [0, 0, 0, [2, 3], None, 0, "cuda:0"],
+    [0, 0, 0, [1], None, 0, "cuda:0"],
+    [0, 0, 0, [-2, -2], None, 0, "cuda:0"],
+    [0, 0, 0, [1 << 62, 1 << 62], None, 0, "cuda:0"],
+    [0, 0, 0, "shape", None, 0, "cuda:0"],
+    # strides and offsets
+    [0, 0, 0, [2, 3], [3, 1], 0, "cuda:0"],
+    [0, 4, 0, [2, 2], [2, 1], 0, "cuda:0"],
+    [0, -16, 0, [1], [1], 0, "cuda:0"],
+    [0, -4, 0, [1], [1], 0, "cuda:0"],
+    [0, 16, 0, [1], [1], 0, "cuda:0"],
+    [0, 1 << 62, 0, [1], [1], 0, "cuda:0"],
+    [0, 1 << 70, 0, [1], [1], 0, "cuda:0"],
+    [0, 0, 0, [1000], [1], 0, "cuda:0"],
+    [0, 0, 0, [2], [-1], 0, "cuda:0"],
+    [0, 0, 0, [2], [1 << 62], 0, "cuda:0"],
+    [0, 0, 0, [2, 2], [1], 0, "cuda:0"],
+    [0, 0, 0, [2, 2], 5, 0, "cuda:0"],
+    [0, "0", 0, [2, 2], [2, 1], 0, "cuda:0"],
+    [0, None, 0, [2, 2], [2, 1], 0, "cuda:0"],
+    # flags
+    [0, 0, 4, [2], None, 1, "cuda:0"],
+    [0, 0, 9, [16], None, 8, "cuda:0"],
+    [0, 0, 0, [2, 2], None, "1", "cuda:0"],
+]
+
+
+def arrived_on(fake: FakeCuda, *, resizable: bool) -> DeviceBuffer:
+    """Sixteen bytes on device 0. resizable: in a storage that torch would enlarge, as it does those of real devices."""
+    carrier = fake.empty(16, 0)
+    if resizable:
+        carrier = torch.zeros(16, dtype=torch.uint8, device="cpu")
+    return DeviceBuffer(carrier, 0, "cuda:0")
+
+
+@pytest.mark.parametrize("resizable", [False, True])
+@pytest.mark.parametrize("entry", LIES, ids=str)
+def test_table_that_lies_about_a_device_is_a_protocol_error(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, entry: Any, resizable: bool
+) -> None:
+    """Wrong devices, buffers, sizes, offsets: ProtocolError and nothing else; no memory is taken."""
+    buffer = arrived_on(fake, resizable=resizable)
+    if resizable:  # it is no memory of the fake's
+        monkeypatch.setattr(fake, "tensor", lambda carrier, index: carrier)
+    assert rebuild([ON_DEVICE], [buffer], Landing(fake))[0].shape == (2, 2)
+    before = fake.in_use(0)
+    with pytest.raises(ProtocolError, match="does not fit its bytes"):
+        rebuild([entry], [buffer], Landing(fake))
+    assert buffer.carrier.untyped_storage().nbytes() == 16
+    assert fake.in_use(0) <= before
+
+
+@pytest.mark.parametrize("landing", [False, True])
+def test_bytes_of_the_host_and_of_a_device_are_not_taken_for_each_other(fake: FakeCuda, landing: bool) -> None:
+    """A table that says one and a message that brings the other: what can be had is had, the rest is an error."""
+    lands = Landing(fake) if landing else None
+    buffer = arrived_on(fake, resizable=False)
+    for code in range(15):
+        with pytest.raises(ProtocolError, match="does not fit its bytes"):
+            rebuild([[0, 0, code, [1], None, 0]], [buffer], lands)
+        with pytest.raises(ProtocolError, match="does not fit its bytes"):
+            rebuild([[0, 0, code, [1], [1], 0]], [buffer], lands)
+    if lands is None:
+        for received in (buffer, bytearray(16)):
+            with pytest.raises(ProtocolError, match="there is no cuda:0 here"):
+                rebuild([ON_DEVICE], [received])
+    else:
+        (tensor,) = rebuild([ON_DEVICE], [bytearray(16)], lands)
+        assert here(fake, tensor).tolist() == [[0, 0], [0, 0]]
+
+
+junk: Any = st.recursive(
+    st.none() | st.integers(-3, 1 << 65) | st.integers(-20, 20) | st.binary(max_size=20) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=8),
+    max_leaves=12,
+)
+
+
+@given(
+    entries=st.lists(
+        junk
+        | st.tuples(junk, junk, junk, junk, junk, junk, st.sampled_from(["cuda:0", "cuda:1", "cpu"]) | junk).map(list)
+        | st.tuples(
+            st.integers(-3, 2),
+            st.integers(-20, 20),
+            st.integers(-2, 50),
+            st.lists(st.integers(-1, 5), max_size=3),
+            st.none() | st.lists(st.integers(-1, 5), max_size=3),
+            st.integers(-1, 16),
+            st.sampled_from(["cuda:0", "cuda:1", "cpu"]),
+        ).map(list),
+        max_size=3,
+    )
+)
+def test_any_table_makes_tensors_or_a_protocol_error(entries: list[Any]) -> None:
+    """Whatever stands in it; and no tensor leaves the bytes that arrived."""
+    with FakeCuda(lag=(0, 0)) as fake:
+        buffers = [arrived_on(fake, resizable=False), bytearray(16)]
+        try:
+            made = rebuild(entries, buffers, Landing(fake))
+        except ProtocolError:
+            return
+        for tensor in made:
+            raw = here(fake, tensor)
+            assert raw.untyped_storage().nbytes() >= raw.nbytes or 0 in raw.stride()
+        assert fake.violations == []

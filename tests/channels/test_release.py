@@ -32,6 +32,7 @@ from aiorpc.channels.arena import ALIGN, POISON, Arena
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.protocol.frames import Buffer
 from tests.processes.zygote import Zygote, zygote
+from tests.tensors import describe_on_host
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -70,7 +71,7 @@ class Wire:
 
         packed: all of them in one block, instead of one block for each buffer.
         """
-        table, buffers = layout.describe(tensors)
+        table, buffers = describe_on_host(tensors)
         if packed:
             wires, places = [self.lend(b"".join(padded(buffer) for buffer in buffers))], []
             whole, at = self.borrower.adopt(wires[0]), 0

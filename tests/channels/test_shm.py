@@ -31,6 +31,7 @@ from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
+from tests.tensors import describe_on_host
 
 LIMIT = 64 * MIB
 WAIT = 20.0  # seconds: for what a process has to do
@@ -402,7 +403,7 @@ def test_a_message_of_tensors_works_over_blocks() -> None:
         torch.ones(2, 8, 20, 20).contiguous(memory_format=torch.channels_last),
     ]
     with paired() as pair:
-        table, segments = layout.describe(tensors)
+        table, segments = describe_on_host(tensors)
         blocks: list[Any] = [pair.adopt(bytes(segment)) for segment in segments]
         taken = layout.rebuild(table, blocks)
         blocks.clear()

@@ -5,13 +5,22 @@ from __future__ import annotations
 import copyreg
 import gc
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from aiorpc.channels.layout import describe
-from aiorpc.protocol.codec import Outgoing, encode_values
+from aiorpc.channels.accelerator import DeviceBuffer, device_index
+from aiorpc.channels.landing import Landing
+from aiorpc.channels.layout import describe, rebuild
+from aiorpc.channels.routes import going
+from aiorpc.devices import to_device_map
+from aiorpc.errors import SerializationError
+from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values, pack, unpack
+from aiorpc.protocol.reductions import OTHERS
+from tests.fakes.cuda import FakeCuda
 from tests.tensors import (
     KINDS,
     ODD,
@@ -153,3 +162,93 @@ def test_another_default_device_changes_nothing() -> None:
         arrived, _ = travel(*sent)
     for here, there in zip(arrived, sent, strict=True):
         assert_same(here, there)
+
+
+# --- tensors on devices -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    """Two devices that do not exist."""
+    with FakeCuda(lag=(0, 0.0005)) as fake:
+        yield fake
+        assert fake.violations == []
+
+
+def travel_on_devices(fake: FakeCuda, devices: dict[Any, Any], *values: Any) -> tuple[list[Any], int]:
+    """As `travel`, by a device map; the buffers on devices are taken as they are, for one process has both ends."""
+    route = going(fake, to_device_map(devices), "ps")
+    out = Outgoing(route=route)
+    body = pack(encode_values(list(values), out))
+    table, buffers = describe(out.tensors, route) if out.tensors else ([], [])
+    arrived: list[Any] = []
+    for buffer in buffers:
+        if isinstance(buffer, DeviceBuffer):
+            there = fake.empty(len(buffer), device_index(buffer.target))
+            fake.move(there, buffer.carrier, fake.current(buffer.index))
+            fake.settle(buffer.index)
+            arrived.append(DeviceBuffer(there, device_index(buffer.target), buffer.target))
+        else:
+            arrived.append(bytearray(buffer))
+    tensors = rebuild(unpack(pack(table)), arrived, Landing(fake))
+    return decode_values(unpack(body), Incoming(tensors, ()), out.buffers), len(body)
+
+
+def test_parts_of_a_wrapper_arrive_on_devices(fake: FakeCuda) -> None:
+    """A subclass around tensors on devices: each part goes by the map, and none of it is in the body."""
+    left, right = fake.fake_tensor(numbers(), 0), fake.fake_tensor(numbers() + 1, 1)
+    ((pair, again),), size = travel_on_devices(fake, {0: 1, 1: 0}, [Pair(left, right), left])
+    assert (pair.left.device.index, pair.right.device.index) == (1, 0)
+    assert again is pair.left
+    assert torch.equal(pair.left.cpu(), numbers())
+    assert torch.equal(pair.right.cpu(), numbers() + 1)
+    assert size < BODY
+
+
+def test_part_of_a_wrapper_that_has_no_way_is_named(fake: FakeCuda) -> None:
+    """The parts are looked at, not the wrapper."""
+    sent = Pair(fake.fake_tensor(numbers(3), 0), fake.fake_tensor(numbers(3), 1))
+    with pytest.raises(SerializationError, match=r"\(a Pair\) .* a torch.float32 tensor of shape \(3,\) on cuda:1: no"):
+        travel_on_devices(fake, {0: 1}, sent)
+
+
+def test_attributes_travel_with_tensors_on_devices(fake: FakeCuda) -> None:
+    """Among them other tensors on devices."""
+    sent: Any = fake.fake_tensor(numbers(3), 0)
+    sent.note, sent.friend = "text", fake.fake_tensor(numbers(2), 1)
+    (arrived,), _ = travel_on_devices(fake, {0: 1, 1: 0}, sent)
+    assert (arrived.note, arrived.friend.device.index, arrived.device.index) == ("text", 0, 1)
+    assert torch.equal(arrived.friend.cpu(), numbers(2))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_the_host_arrive_beside_devices(fake: FakeCuda, name: str) -> None:
+    """A route for devices changes nothing for what is in the host's memory, if the map leaves that there."""
+    sent = KINDS[name]()
+    (bare, (inside, on_device)), _ = travel_on_devices(fake, {0: 1}, sent, [sent, fake.fake_tensor(numbers(2), 0)])
+    assert_same(bare, sent)
+    assert_same(inside, sent)
+    assert on_device.device.index == 1
+
+
+def test_tensor_of_no_route_is_refused(fake: FakeCuda) -> None:
+    """Where no message has a route (no devices here, no map) the tensor has no way at all."""
+    with pytest.raises(SerializationError, match=r"a torch.float32 tensor of shape \(3,\) on cuda:0 has no way"):
+        travel(fake.fake_tensor(numbers(3), 0))
+
+
+class OnDevice:
+    """What is asked of a storage before it is taken apart; one on a device cannot be made here."""
+
+    device = torch.device("cuda", 1)
+
+    def nbytes(self) -> int:
+        return 12
+
+
+def test_storage_without_a_way_is_refused(fake: FakeCuda) -> None:
+    """With its size and device."""
+    storage: Any = OnDevice()
+    for route in (None, going(fake, to_device_map({0: 1}), "ps")):
+        with pytest.raises(SerializationError, match="a storage of 12 bytes on cuda:1 has no way"):
+            OTHERS[torch.UntypedStorage](storage, route)

@@ -130,9 +130,10 @@ class Devices:
 
     def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Any]:
         """Take memory for them on the current streams, and enqueue the copies of what has been sent so far."""
+        received = self._receiver.receive(wires, arrived)
         for wire in wires:
-            self.traffic.count_received(int(wire[2]))
-        return self._receiver.receive(wires, arrived)
+            self.traffic.count_received(wire[2])
+        return received
 
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
@@ -167,12 +168,16 @@ class Devices:
             self._receiver.on_piece(number, start, buffer)
 
     def _on_stop(self, number: int, reason: str) -> None:
+        if type(number) is not int:
+            raise ValueError(f"transfer {number!r:.20}")
         if reason:
             self._receiver.on_stop(number, str(reason))
         else:
             self._sender.on_unwanted(number)
 
     def _on_offer(self, number: int, *offer: Any) -> None:
+        if type(number) is not int:
+            raise ValueError(f"box {number!r:.20}")
         self._around.in_background(self._receiver.open, number, *offer)
 
     def _on_closed(self, numbers: list[Any]) -> None:

@@ -97,8 +97,10 @@ class Receiver:
             try:
                 number, target, total, chunks = wire
                 index = device_index(target)
-                if type(total) is not int or not 0 < total <= self._limit:
+                if type(number) is not int or type(total) is not int or not 0 < total <= self._limit:
                     raise ValueError(f"{total!r:.20} bytes")
+                if type(chunks) is not int:
+                    _check_chunks(chunks)
             except (TypeError, ValueError) as error:
                 raise ProtocolError(f"not a transfer: {wire!r:.100}: {error}") from None
             try:
@@ -107,9 +109,13 @@ class Receiver:
                 raise
             except Exception as error:  # of the device: that message's trouble
                 self._do_without(number)
-                self._around.on_loop(arrived, place, failed(error))
+                self._around.on_loop(self._tell, partial(arrived, place, failed(error)))
                 received.append(None)
         return received
+
+    def _tell(self, arrived: Callable[[], None]) -> None:
+        if not self._closed:
+            arrived()
 
     def _receive(
         self, number: int, target: str, index: int, total: int, chunks: Any, arrived: Callable[[Any], None]
@@ -117,10 +123,10 @@ class Receiver:
         if type(chunks) is int:
             return self._take_over(chunks, target, index, total)
         early = self._early.pop(number, _Early())
-        receiving = self._prepare(number, target, index, total, [*chunks, *early.chunks])
         if early.reason:
-            self._release_all(chunks)
+            self._release_all([*chunks, *early.chunks])
             raise RpcError(early.reason)
+        receiving = self._prepare(number, target, index, total, [*chunks, *early.chunks])
         receiving.arrived = arrived
         self._use_chunks(receiving, [*chunks, *early.chunks])
         if receiving.left == 0:
@@ -132,10 +138,10 @@ class Receiver:
         return None
 
     def _prepare(self, number: int, target: str, index: int, total: int, chunks: Sequence[Any]) -> _Receiving:
-        driver = self._accelerator
         try:
             if index < 0:
                 return _Receiving(number, allocate(total), target, index, None, total, total)
+            driver = self._accelerator
             if index >= driver.count():
                 raise RpcError(f"there is no {target} here")
             return _Receiving(number, driver.empty(total, index), target, index, driver.current(index), total, total)
@@ -209,6 +215,8 @@ class Receiver:
         self._around.post([STOP, number, ""])
 
     def on_chunks(self, number: int, chunks: list[Any]) -> None:
+        """More of a transfer is in these slots. Raises ProtocolError for what cannot be."""
+        _check_chunks(chunks)
         receiving = self._receiving.get(number)
         if number in self._unwanted:
             self._release_all(chunks)
@@ -229,7 +237,8 @@ class Receiver:
 
     def on_piece(self, number: int, start: Any, buffer: Buffer) -> None:
         receiving = self._receiving.get(number)
-        if number in self._unwanted:
+        if number in self._unwanted or number in self._completed:
+            self._around.post([GOT, number])
             return
         if receiving is None:
             self._early.setdefault(number, _Early()).pieces.append((start, buffer))
@@ -264,8 +273,7 @@ class Receiver:
             self._settle(receiving, failure)
         elif receiving.left == 0:
             self._settle(receiving, None)
-        else:
-            self._around.post([GOT, receiving.number])
+        self._around.post([GOT, receiving.number])
 
     def _settle(self, receiving: _Receiving, failure: Exception | None) -> None:
         self._receiving.pop(receiving.number, None)
@@ -280,6 +288,9 @@ class Receiver:
         if receiving is not None:
             self._do_without(number)
             self._settle(receiving, error)
+        elif number not in self._unwanted:
+            self._early.setdefault(number, _Early()).reason = f"a piece of it was lost: {error}"
+        self._around.post([GOT, number])
 
     def on_stop(self, number: int, reason: str) -> None:
         """Its sender says that nothing more comes."""
@@ -356,3 +367,12 @@ class Receiver:
         self._receiving.clear()
         self._early.clear()
         return list(self.take_inboxes().values())
+
+
+def _check_chunks(chunks: Any) -> None:
+    """ValueError for what are no chunks."""
+    if type(chunks) is not list or not all(
+        type(chunk) is list and len(chunk) == 4 and all(type(part) is int and part >= 0 for part in chunk)
+        for chunk in chunks
+    ):
+        raise ValueError(f"no chunks: {chunks!r:.80}")

@@ -40,6 +40,7 @@ class _Box:
         self.index = index
         self.target = target
         self.outbox: Outbox | None = None
+        self.offered = False
         self.open = False
         self.refused = ""
         self.waiting: deque[_Sending] = deque()
@@ -62,6 +63,7 @@ class _Sending:
     stopped: bool = False
     fetched: int = 0  # pieces; written by the thread that sends them
     used: int = 0  # pieces that the other end is done with; written on the loop
+    unwanted: bool = False  # as the other end has said
     running: bool = False  # a thread sends pieces
     stream: Stream = None
 
@@ -111,6 +113,8 @@ class Sender:
 
     def send(self, buffer: DeviceBuffer) -> Wire:
         """Copy it, or begin to. Raises what the device raises; nothing was sent then."""
+        if self._closed:
+            raise RpcError("the connection to it has ended")
         number = next(self._numbers)
         index = device_index(buffer.target)
         driver = self._accelerator
@@ -204,8 +208,13 @@ class Sender:
                 self._stop(sending, "")
             if type(chunks) is int:
                 self._around.take_back(chunks)
-            else:
+            elif chunks:
                 self._give_back(chunks)
+                self._around.on_loop(self._pump_all, chunks)
+
+    def _pump_all(self, slots: Sequence[Sequence[int]]) -> None:
+        for number in {slot[0] for slot in slots}:
+            self._pump(self._find_box(number))
 
     def _give_back(self, chunks: Sequence[Sequence[int]]) -> None:
         boxes = {box.number: box.outbox for box in list(self._boxes.values())}
@@ -252,6 +261,7 @@ class Sender:
             self._free(box)
             return
         offer = [OFFER, box.number, uuid, box.target, outbox.handle, outbox.event_handles, outbox.slots, nonce]
+        box.offered = True
         self._around.post(offer)
         self._around.later(OFFER_PATIENCE, self._refuse, box, f"no answer to an offer in {OFFER_PATIENCE:g} s")
 
@@ -266,6 +276,12 @@ class Sender:
         for sending in waiting:
             sending.box = None
             self._go_on(sending)
+
+    def _find_offered(self, number: Any) -> _Box:
+        box = self._find_box(number)
+        if not box.offered:
+            raise ValueError(f"box {number} was not offered")
+        return box
 
     def _find_box(self, number: Any) -> _Box:
         for box in list(self._boxes.values()):
@@ -296,8 +312,9 @@ class Sender:
     def _go_on(self, sending: _Sending) -> None:
         if self._closed or sending.stopped or not sending.call or not self.way:
             return
-        if sending.box is None and self.way == IPC and sending.target >= 0:  # it came just before that was settled
-            self._line_up(sending)
+        begun = sending.running or sending.fetched
+        if sending.box is None and self.way == IPC and sending.target >= 0 and not begun:
+            self._line_up(sending)  # it came just before that was settled
         box = sending.box
         if box is not None and box.refused:  # it came to wait just as that was found out
             self._leave(box, sending)
@@ -315,16 +332,18 @@ class Sender:
         """Fill the free slots of a box with what waits for it."""
         while box.open and box.waiting and not self._closed:
             sending = box.waiting[0]
-            if not sending.stopped:
-                if not sending.call:
-                    return
-                try:
-                    self._send_chunks(box, sending)
-                except Exception as error:
-                    self._end_sending(sending, f"its sender cannot copy it: {error}")
-                    return  # that has gone on here
-                if sending.sent < sending.total:
-                    return
+            if sending.stopped:  # `_end_sending` says so
+                self._leave(box, sending)
+                continue
+            if not sending.call:
+                return
+            try:
+                self._send_chunks(box, sending)
+            except Exception as error:
+                sending.stopped = True
+                self._around.post([STOP, sending.number, f"its sender cannot copy it: {error}"])
+            if sending.sent < sending.total and not sending.stopped:
+                return
             self._leave(box, sending)
             self._sending.pop(sending.number, None)
 
@@ -365,9 +384,9 @@ class Sender:
 
         The copy of one piece to the host runs while the one before it is sent.
         """
+        ahead: deque[tuple[int, Tensor, Event]] = deque()
         try:
             self._begin(sending)
-            ahead: deque[tuple[int, Tensor, Event]] = deque()
             while not sending.stopped and not self._closed:
                 while len(ahead) < 2 and sending.sent < sending.total and sending.fetched - sending.used < WINDOW:
                     ahead.append(self._fetch(sending))
@@ -379,7 +398,9 @@ class Sender:
                 self._around.post_buffer([PIECE, sending.number, start], host.numpy().data)
                 del host
         except Exception as error:
+            sending.fetched -= 1
             self._around.on_loop(self._end_sending, sending, f"its sender cannot copy it to the host: {error}")
+        sending.fetched -= len(ahead)
         self._around.on_loop(self._pause, sending)
 
     def _fetch(self, sending: _Sending) -> tuple[int, Tensor, Event]:
@@ -394,16 +415,24 @@ class Sender:
     def _pause(self, sending: _Sending) -> None:
         """The thread has come to the end of what it may send now."""
         sending.running = False
-        if sending.sent >= sending.total:
-            self._sending.pop(sending.number, None)
+        if sending.unwanted or sending.sent >= sending.total:
+            self._settle(sending)
         elif sending.fetched - sending.used < WINDOW:
             self._go_on(sending)
+
+    def _settle(self, sending: _Sending) -> None:
+        """Nothing more is sent by way of the host: it has ended when all pieces were used."""
+        if sending.running or sending.used < sending.fetched:
+            return
+        self._sending.pop(sending.number, None)
+        if sending.unwanted and not self._closed:
+            self._around.post([STOP, sending.number, "it was not wanted"])
 
     # --- the other end's word, on the loop ----------------------------------------------------------------------------
 
     def on_opened(self, number: int) -> None:
         """It has opened that box, and found the nonce. Raises ValueError for a box that was not offered."""
-        box = self._find_box(number)
+        box = self._find_offered(number)
         if box.outbox is None:
             return
         box.refused = ""  # it may have taken longer than we had patience
@@ -413,7 +442,9 @@ class Sender:
 
     def on_refused(self, number: int, reason: str) -> None:
         """It cannot."""
-        box = self._find_box(number)
+        box = self._find_offered(number)
+        if box.open:
+            raise ValueError(f"box {number} was opened")
         self._refuse(box, f"the other end cannot open it: {reason}")
         self._free(box)
 
@@ -426,16 +457,27 @@ class Sender:
     def on_got(self, number: int) -> None:
         """A piece of that transfer was used."""
         sending = self._sending.get(number)
-        if sending is not None:
-            sending.used += 1
+        if sending is None:
+            return
+        sending.used += 1
+        if sending.unwanted or sending.sent >= sending.total:
+            self._settle(sending)
+        else:
             self._go_on(sending)
 
     def on_unwanted(self, number: int) -> None:
         """Nothing more of that transfer is wanted."""
-        sending = self._sending.pop(number, None)
-        if sending is not None:
-            self._end_sending(sending, "")
-        self._around.post([STOP, number, "it was not wanted"])
+        if type(number) is not int:
+            raise ValueError(f"transfer {number!r:.20}")
+        sending = self._sending.get(number)
+        if sending is None:
+            self._around.post([STOP, number, "it was not wanted"])
+            return
+        sending.stopped = sending.unwanted = True
+        if sending.box is not None:
+            self._leave(sending.box, sending)
+            self._pump(sending.box)
+        self._settle(sending)
 
     def on_closed(self, numbers: list[Any]) -> None:
         """It leaves, and has let go of these boxes."""
@@ -465,5 +507,7 @@ class Sender:
         self._closed = True
         self._sending.clear()
         outboxes = [box.outbox for box in self._boxes.values() if box.outbox is not None]
+        for box in self._boxes.values():
+            box.waiting.clear()
         self._boxes.clear()
         return outboxes

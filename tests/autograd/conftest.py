@@ -1,0 +1,29 @@
+"""Workers in this process; the first of them is the current one of the test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from aiorpc import Worker
+from aiorpc.runtime.current import current_worker
+from aiorpc.testing import cluster
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[list[Worker]]:
+    """Three workers on the test's loop."""
+    async with cluster(3) as workers:
+        current_worker.set(workers[0])
+        yield workers
+        assert [len(worker.gradients) for worker in workers] == [0, 0, 0], "contexts were left open"
+
+
+@pytest.fixture
+async def four() -> AsyncIterator[list[Worker]]:
+    """Four workers on the test's loop."""
+    async with cluster(4) as workers:
+        current_worker.set(workers[0])
+        yield workers
+        assert [len(worker.gradients) for worker in workers] == [0, 0, 0, 0], "contexts were left open"

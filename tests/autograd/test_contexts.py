@@ -1,0 +1,632 @@
+"""Contexts: where they go with a call, that they do not mix, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+import aiorpc
+from aiorpc import RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
+from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.gradients import current_autograd
+from aiorpc.testing import cluster
+from tests.autograd import parts
+from tests.autograd.parts import Tensor, check, expected, gradients_of, step, vector, weight_of
+from tests.runtime.waiting import until
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+async def test_ids_are_unique_across_workers(workers: list[Worker]) -> None:
+    """Contexts of several workers, open at once and one after the other, all have different ids."""
+    ids: list[int] = []
+    for _ in range(20):
+        for worker in workers:
+            current_worker.set(worker)
+            async with autograd.context() as first, autograd.context() as second:
+                ids += [first, second]
+    assert len(set(ids)) == len(ids) == 120
+
+
+async def test_an_id_is_an_int_and_travels_as_one(workers: list[Worker]) -> None:
+    """Pickled, or sent to a worker, it arrives as a plain int of the same value; the functions take either."""
+    async with autograd.context() as ctx:
+        for copy in (pickle.loads(pickle.dumps(ctx)), await workers[0].call("worker1", parts.echo, ctx)):
+            assert type(copy) is int and copy == ctx and hash(copy) == hash(ctx)
+            assert autograd.get_gradients(copy) == ctx.gradients() == {}
+
+
+# --- the ways it takes ------------------------------------------------------------------------------------------------
+
+
+def _sync(worker: Worker, x: Tensor) -> Tensor:
+    return aiorpc.rpc_sync("worker1", parts.layer, args=(x,))  # type: ignore[no-any-return]
+
+
+def _async(worker: Worker, x: Tensor) -> Tensor:
+    return aiorpc.rpc_async("worker1", parts.layer, args=(x,)).wait()  # type: ignore[no-any-return]
+
+
+def _remote(worker: Worker, x: Tensor) -> Tensor:
+    return aiorpc.remote("worker1", parts.layer, x).to_here()  # type: ignore[no-any-return]
+
+
+def _proxy_sync(worker: Worker, x: Tensor) -> Tensor:
+    return aiorpc.remote("worker1", parts.Layer).rpc_sync().forward(x)  # type: ignore[no-any-return]
+
+
+def _proxy_remote(worker: Worker, x: Tensor) -> Tensor:
+    return aiorpc.remote("worker1", parts.Layer).remote().forward(x).to_here()  # type: ignore[no-any-return]
+
+
+async def _call(worker: Worker, x: Tensor) -> Tensor:
+    return await worker.call("worker1", parts.layer, x)  # type: ignore[no-any-return]
+
+
+async def _handle(worker: Worker, x: Tensor) -> Tensor:
+    return await worker.peer("worker1").call(parts.layer, x)  # type: ignore[no-any-return]
+
+
+async def _reference(worker: Worker, x: Tensor) -> Tensor:
+    return await worker.remote("worker1", parts.layer, x)  # type: ignore[no-any-return]
+
+
+async def _proxy(worker: Worker, x: Tensor) -> Tensor:
+    return await worker.remote("worker1", parts.Layer).rpc_async().forward(x)  # type: ignore[no-any-return]
+
+
+async def _proxy_of_a_coroutine(worker: Worker, x: Tensor) -> Tensor:
+    return await worker.remote("worker1", parts.Layer).rpc_async().forward_async(x)  # type: ignore[no-any-return]
+
+
+async def _sent_parameter(worker: Worker, x: Tensor) -> Tensor:
+    return step(x, await worker.remote("worker1", parts.Layer).rpc_async().get_weight())
+
+
+async def _then(worker: Worker, x: Tensor) -> Tensor:
+    future = worker.call("worker1", parts.echo, x)
+    return await future.then(lambda done: worker.call("worker1", parts.layer, done.wait()).wait())
+
+
+async def _coroutine(worker: Worker, x: Tensor) -> Tensor:
+    return await worker.call("worker1", parts.layer_async, x)  # type: ignore[no-any-return]
+
+
+async def _deferred(worker: Worker, x: Tensor) -> Tensor:
+    return await worker.call("worker1", parts.layer_deferred, x)  # type: ignore[no-any-return]
+
+
+async def _by_value(worker: Worker, x: Tensor) -> Tensor:
+    return await worker.call("worker1", lambda x: step(x, parts.weight(0)), x)  # type: ignore[no-any-return]
+
+
+WAYS = [_call, _handle, _reference, _proxy, _proxy_of_a_coroutine, _sent_parameter, _then, _coroutine, _deferred]
+WAYS += [_by_value]
+BLOCKING_WAYS = [_sync, _async, _remote, _proxy_sync, _proxy_remote]
+
+
+async def _compare(ctx: autograd.Context, workers: list[Worker], x: Tensor, y: Tensor) -> None:
+    """y is one layer of worker 1 over x."""
+    await ctx.backward([y.sum()])
+    w = weight_of(workers[1], 0)
+    of_x, of_w = expected(step(x, w).sum(), [x, w])
+    check(gradients_of(workers[0], ctx), [(x, of_x)])
+    check(gradients_of(workers[1], ctx), [(w, of_w)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_each_awaited_way_of_calling_carries_it(
+    workers: list[Worker], way: Callable[[Worker, Tensor], Awaitable[Tensor]]
+) -> None:
+    """Argument and result are part of the graph, whatever verb and whatever kind of handler."""
+    x = vector()
+    async with autograd.context() as ctx:
+        await _compare(ctx, workers, x, await way(workers[0], x))
+
+
+@pytest.mark.parametrize("way", BLOCKING_WAYS)
+async def test_each_blocking_way_of_calling_carries_it(
+    workers: list[Worker], way: Callable[[Worker, Tensor], Tensor]
+) -> None:
+    """The same for the verbs of scripts, and `with`."""
+
+    def script() -> None:
+        x, w = vector(), weight_of(workers[1], 0)
+        with autograd.context() as context_id:
+            y = way(workers[0], x)
+            autograd.backward(context_id, [y.sum()])
+            of_x, of_w = expected(step(x, w).sum(), [x, w])
+            check(autograd.get_gradients(context_id), [(x, of_x)])
+            check(gradients_of(workers[1], context_id), [(w, of_w)])
+        assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+
+    await asyncio.to_thread(script)
+
+
+@pytest.mark.parametrize("handler", [parts.layers, parts.layers_async])
+async def test_streams_carry_it(workers: list[Worker], handler: Any) -> None:
+    """Each item has its place in the graph; items may lead to each other at the sender."""
+    x, w = vector(), weight_of(workers[1], 0)
+    async with autograd.context() as ctx:
+        items = [item async for item in workers[0].stream("worker1", handler, x)]
+        await ctx.backward([torch.stack(items).sum()])
+        of_x, of_w = expected(torch.stack(list(_three(x, w))).sum(), [x, w])
+        check(gradients_of(workers[0], ctx), [(x, of_x)])
+        check(gradients_of(workers[1], ctx), [(w, of_w)])
+
+
+def _three(x: Tensor, w: Tensor) -> Any:
+    for _ in range(3):
+        x = step(x, w)
+        yield x
+
+
+@pytest.mark.parametrize("handler", [parts.via, parts.via_async, parts.via_deferred])
+async def test_nested_calls_carry_it_to_a_third_worker(workers: list[Worker], handler: Any) -> None:
+    """A handler of any kind that calls another worker takes the context along."""
+    x, w1, w2 = vector(), weight_of(workers[1], 0), weight_of(workers[2], 0)
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", handler, x, "worker2")
+        await ctx.backward([y.sum()])
+        of_x, of_w1, of_w2 = expected(step(step(step(x, w1), w2), w1).sum(), [x, w1, w2])
+        check(gradients_of(workers[0], ctx), [(x, of_x)])
+        check(gradients_of(workers[1], ctx), [(w1, of_w1)])
+        check(gradients_of(workers[2], ctx), [(w2, of_w2)])
+        assert await workers[0].call("worker2", parts.context_here) == ctx
+
+
+async def test_a_call_without_tensors_carries_it_too(workers: list[Worker]) -> None:
+    """What is called only passes the context on: the tensors come with the next call."""
+
+    async def relay() -> int | None:
+        return await aiorpc.call("worker2", parts.context_here)  # type: ignore[no-any-return]
+
+    assert await workers[0].call("worker1", relay) is None
+    async with autograd.context() as ctx:
+        assert await workers[0].call("worker1", relay) == ctx
+    assert await workers[0].call("worker1", relay) is None
+
+
+async def test_get_gradients_in_a_handler(workers: list[Worker]) -> None:
+    """A handler sees the gradients of its own worker."""
+    x, w = vector(), weight_of(workers[1], 0)
+    async with autograd.context() as ctx:
+        await ctx.backward([(await workers[0].call("worker1", parts.layer, x)).sum()])
+        found = await workers[0].call("worker1", parts.gradient_here, ctx, 0)
+        torch.testing.assert_close(found, expected(step(x, w).sum(), [w])[0], rtol=0, atol=1e-12)
+        assert await workers[0].call("worker1", parts.gradient_here, ctx, 1) is None
+
+
+async def test_outside_of_a_context_gradients_do_not_travel(workers: list[Worker]) -> None:
+    """A result that required gradients is a tensor like others for whoever gets it."""
+    y = await workers[0].call("worker1", parts.layer, vector())
+    assert y.is_leaf and [len(worker.gradients) for worker in workers] == [0, 0, 0]
+
+
+class _Scaled:
+    """A batched method: tensors of several calls are worked on at once."""
+
+    def __init__(self) -> None:
+        self.weight = parts.weight(0)
+        self.sizes: list[int] = []
+
+    @aiorpc.batched(max_size=2, max_wait=30.0)
+    def forward(self, xs: Any) -> Any:
+        """One layer."""
+        self.sizes.append(len(xs))
+        return step(torch.stack(list(xs)), self.weight)
+
+    def sizes_so_far(self) -> list[int]:
+        """How many calls each batch had."""
+        return self.sizes
+
+
+async def test_a_batch_of_calls_of_one_context(workers: list[Worker]) -> None:
+    """Calls that a batched handler served at once have the gradients of calls one by one."""
+    x, z, w = vector(1), vector(2), weight_of(workers[1], 0)
+    batched = workers[0].remote("worker1", _Scaled)
+    async with autograd.context() as ctx:
+        u, v = await asyncio.gather(batched.rpc_async().forward(x), batched.rpc_async().forward(z))
+        await ctx.backward([(u * u).sum() + v.sum()])
+        u, v = step(x, w), step(z, w)
+        of_x, of_z, of_w = expected((u * u).sum() + v.sum(), [x, z, w])
+        check(gradients_of(workers[0], ctx), [(x, of_x), (z, of_z)])
+        check(gradients_of(workers[1], ctx), [(w, of_w)])
+    assert await batched.rpc_async().sizes_so_far() == [2]
+
+
+async def test_a_batch_of_calls_of_two_contexts(workers: list[Worker]) -> None:
+    """One batch serves calls of two contexts, whose graphs are one then: to go backward through it is refused."""
+    weight_of(workers[1], 0)
+    batched = workers[0].remote("worker1", _Scaled)
+    ready = asyncio.Barrier(2)
+
+    async def one(seed: int) -> None:
+        x = vector(seed)
+        async with autograd.context() as ctx:
+            y = await batched.rpc_async().forward(x)
+            async with ready:  # both are open while one of them goes backward
+                with pytest.raises(RpcUsageError, match="must not gather calls of several contexts"):
+                    await ctx.backward([(y * seed).sum()])
+            check(gradients_of(workers[0], ctx), [])
+            check(gradients_of(workers[1], ctx), [])
+            await ready.wait()
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(one(1), one(2))
+    assert await batched.rpc_async().sizes_so_far() == [2]
+
+
+class _Relay:
+    """A batched method that calls another worker."""
+
+    @aiorpc.batched(max_size=2, max_wait=30.0)
+    async def forward(self, xs: Any) -> Any:
+        """One layer of worker 2."""
+        return await aiorpc.call("worker2", parts.layer, torch.stack(list(xs)))
+
+
+async def test_a_batched_handler_takes_the_context_along(workers: list[Worker]) -> None:
+    """What it calls for a batch of one context belongs to that."""
+    x, z, w = vector(1), vector(2), weight_of(workers[2], 0)
+    relay = workers[0].remote("worker1", _Relay)
+    async with autograd.context() as ctx:
+        u, v = await asyncio.gather(relay.rpc_async().forward(x), relay.rpc_async().forward(z))
+        assert u.requires_grad and v.requires_grad
+        await ctx.backward([(u * v).sum()])
+        of_x, of_z, of_w = expected((step(x, w) * step(z, w)).sum(), [x, z, w])
+        check(gradients_of(workers[0], ctx), [(x, of_x), (z, of_z)])
+        check(gradients_of(workers[2], ctx), [(w, of_w)])
+
+
+# --- several at once --------------------------------------------------------------------------------------------------
+
+
+async def _train(worker: Worker, seed: int, workers: list[Worker]) -> None:
+    x = vector(seed)
+    w1, w2 = weight_of(workers[1], 0), weight_of(workers[2], 0)
+    async with autograd.context() as ctx:
+        y = await worker.call("worker1", parts.via_async if seed % 2 else parts.via, x, "worker2")
+        await asyncio.sleep(0)
+        await ctx.backward([(y * seed).sum()])
+        of_x, of_w1, of_w2 = expected((step(step(step(x, w1), w2), w1) * seed).sum(), [x, w1, w2])
+        check(gradients_of(worker, ctx), [(x, of_x)])
+        check(gradients_of(workers[1], ctx), [(w1, of_w1)])
+        check(gradients_of(workers[2], ctx), [(w2, of_w2)])
+
+
+async def test_contexts_of_many_tasks_do_not_mix(workers: list[Worker]) -> None:
+    """Tasks that each have a context open at the same time each see the gradients of their own loss alone."""
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(_train(workers[0], seed, workers) for seed in range(12)))
+
+
+async def test_contexts_of_many_threads_do_not_mix(workers: list[Worker]) -> None:
+    """The same for threads."""
+    w = weight_of(workers[1], 0)
+    together = threading.Barrier(4)
+
+    def script(seed: int) -> None:
+        x = vector(seed)
+        with autograd.context() as context_id:
+            y = aiorpc.rpc_sync("worker1", parts.layer, args=(x,))
+            together.wait(20)
+            autograd.backward(context_id, [(y * seed).sum()])
+            of_x, of_w = expected((step(x, w) * seed).sum(), [x, w])
+            check(autograd.get_gradients(context_id), [(x, of_x)])
+            check(gradients_of(workers[1], context_id), [(w, of_w)])
+            together.wait(20)
+
+    await asyncio.gather(*(asyncio.to_thread(script, seed) for seed in range(1, 5)))
+
+
+async def test_a_context_does_not_stay_with_the_connection_it_opened(workers: list[Worker]) -> None:
+    """A worker whose first call was made in a context serves later calls in the context of their callers."""
+    first, second, third = workers
+
+    async def relay() -> int | None:
+        return await aiorpc.call("worker2", parts.context_here)  # type: ignore[no-any-return]
+
+    async with autograd.context() as outer:
+        assert await first.call("worker1", parts.context_here) == outer
+        assert await asyncio.create_task(_from(second, "worker0", relay)) is None
+        assert await asyncio.create_task(_in_a_context_of(third, "worker0", relay)) != outer
+
+
+async def _from(worker: Worker, to: str, function: Any) -> Any:
+    """A call as if from elsewhere: in no context."""
+    current_worker.set(worker)
+    current_autograd.set(None)
+    return await worker.call(to, function)
+
+
+async def _in_a_context_of(worker: Worker, to: str, function: Any) -> Any:
+    current_worker.set(worker)
+    async with autograd.context() as ctx:
+        found = await worker.call(to, function)
+        assert found == ctx
+        return found
+
+
+async def test_nested_contexts(workers: list[Worker]) -> None:
+    """Inside of the inner one calls belong to it alone; when it is left, to the outer one again."""
+    x, w = vector(), weight_of(workers[1], 0)
+    async with autograd.context() as outer:
+        y = await workers[0].call("worker1", parts.layer, x)
+        async with autograd.context() as inner:
+            assert await workers[0].call("worker1", parts.context_here) == inner
+            z = await workers[0].call("worker1", parts.layer, x)
+            await inner.backward([(3 * z).sum()])
+            of_x, of_w = expected((3 * step(x, w)).sum(), [x, w])
+            check(gradients_of(workers[0], inner), [(x, of_x)])
+            check(gradients_of(workers[1], inner), [(w, of_w)])
+        assert outer.gradients() == {} and [len(worker.gradients) for worker in workers] == [1, 1, 0]
+        assert await workers[0].call("worker1", parts.context_here) == outer
+        await outer.backward([y.sum()])
+        check(gradients_of(workers[1], outer), [(w, expected(step(x, w).sum(), [w])[0])])
+
+
+async def test_a_handler_opens_a_context_of_its_own(workers: list[Worker]) -> None:
+    """Inside of a handler a context of its own hides that of the caller, which comes back behind it."""
+    x, w = vector(), weight_of(workers[2], 0)
+
+    async def handler() -> tuple[int | None, int, int | None, Tensor]:
+        async with autograd.context() as own:
+            inside = await aiorpc.call("worker2", parts.context_here)
+            y = await aiorpc.call("worker2", parts.layer, vector())
+            await own.backward([y.sum()])
+            (gradient,) = own.gradients().values()
+        return inside, int(own), await aiorpc.call("worker2", parts.context_here), gradient
+
+    async with autograd.context() as ctx:
+        inside, own, behind, gradient = await workers[0].call("worker1", handler)
+        assert inside == own != ctx and behind == ctx
+    torch.testing.assert_close(gradient, expected(step(x, w).sum(), [x])[0], rtol=0, atol=1e-12)
+
+
+async def test_a_tensor_of_another_context_ends_the_pass(workers: list[Worker]) -> None:
+    """What came in one context cannot be differentiated in another: an error, not a gradient that is missing."""
+    async with autograd.context():
+        y = await workers[0].call("worker1", parts.layer, vector())
+        async with autograd.context() as inner:
+            z = await workers[0].call("worker1", parts.layer, y)
+            with pytest.raises(RpcUsageError):
+                await inner.backward([z.sum()])
+
+
+async def test_with_in_a_handler_thread(workers: list[Worker]) -> None:
+    """`with` works in handlers that run in threads."""
+
+    def handler(x: Tensor) -> Tensor:
+        with autograd.context() as context_id:
+            y = aiorpc.rpc_sync("worker2", parts.layer, args=(x.requires_grad_(),))
+            autograd.backward(context_id, [y.sum()])
+            return autograd.get_gradients(context_id)[x]
+
+    x, w = vector(), weight_of(workers[2], 0)
+    found = await workers[0].call("worker1", handler, x.detach().clone())
+    torch.testing.assert_close(found, expected(step(x, w).sum(), [x])[0], rtol=0, atol=1e-12)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+async def test_leaving_releases_it_everywhere(workers: list[Worker]) -> None:
+    """When the block ends all workers have dropped graph and gradients, also those the opener never called."""
+    x = vector()
+    held = weakref.ref(x)
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.via, x, "worker2")
+        await ctx.backward([y.sum()])
+        contexts = [weakref.ref(worker.gradients.get(ctx)) for worker in workers]
+        assert [len(worker.gradients) for worker in workers] == [1, 1, 1]
+    assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+    del x, y
+    gc.collect()
+    assert held() is None and [context() for context in contexts] == [None, None, None]
+
+
+async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> None:
+    """The exception of the block comes out, and no context is left."""
+    with pytest.raises(ZeroDivisionError):
+        async with autograd.context():
+            await workers[0].call("worker1", parts.via, vector(), "worker2")
+            raise ZeroDivisionError
+    assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+
+    def script() -> None:
+        with autograd.context():
+            aiorpc.rpc_sync("worker1", parts.layer, args=(vector(),))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.to_thread(script)
+    assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+
+
+async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> None:
+    """A task that is cancelled inside its context leaves none behind."""
+    inside = asyncio.Event()
+
+    async def work() -> None:
+        async with autograd.context():
+            await workers[0].call("worker1", parts.layer, vector())
+            inside.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await asyncio.wait_for(inside.wait(), 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not any(len(worker.gradients) for worker in workers))
+
+
+async def test_use_after_it_was_left_raises(workers: list[Worker]) -> None:
+    """The id names nothing any more, on any worker, and the error says so."""
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, vector())
+    match = f"Could not find autograd context with id: {int(ctx)} on worker 'worker0'"
+    with pytest.raises(RpcUsageError, match=match):
+        ctx.gradients()
+    with pytest.raises(RpcUsageError, match=match):
+        await ctx.backward([y.sum()])
+    with pytest.raises(RpcUsageError, match=match):
+        autograd.get_gradients(ctx)
+    with pytest.raises(RpcUsageError, match="on worker 'worker1'"):
+        await workers[0].call("worker1", parts.gradient_here, ctx, 0)
+    with pytest.raises(RpcUsageError, match=match):
+        await asyncio.to_thread(autograd.backward, ctx, [y.sum()])
+
+
+@pytest.mark.parametrize("wrong", [None, "1", 1.0, True])
+async def test_what_is_no_id_is_refused(workers: list[Worker], wrong: Any) -> None:
+    """A context is named by an int; anything else is an error of usage."""
+    root = vector().sum()
+    with pytest.raises(RpcUsageError):
+        await asyncio.to_thread(autograd.backward, wrong, [root])
+    with pytest.raises(RpcUsageError):
+        autograd.get_gradients(wrong)
+
+
+async def test_plain_with_on_the_loop_is_refused(workers: list[Worker]) -> None:
+    """So is `backward`; the errors say what to write instead, and nothing was opened."""
+    with pytest.raises(WouldBlockLoop, match=r"async with autograd\.context\(\) as ctx"), autograd.context():
+        pass
+    assert len(workers[0].gradients) == 0 and current_autograd.get() is None
+    async with autograd.context() as ctx:
+        with pytest.raises(WouldBlockLoop, match=r"await ctx\.backward\(roots\)"):
+            autograd.backward(ctx, [vector().sum()])
+
+
+class _Gate:
+    """Calls that wait until they may go on."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self.waiting = 0
+
+    async def open(self) -> None:
+        """Let them go on."""
+        self._open.set()
+
+    async def layer(self, x: Tensor) -> Tensor:
+        """One layer, then."""
+        await self._open.wait()
+        return parts.layer(x)
+
+    async def context_of(self, to: str) -> tuple[int | None, bool]:
+        """The context that a call from here is part of then, and whether gradients would travel with it."""
+        await self._open.wait()
+        y = await aiorpc.call(to, parts.layer, vector())
+        return await aiorpc.call(to, parts.context_here), not y.is_leaf
+
+
+async def test_what_could_not_be_sent_is_not_remembered(workers: list[Worker]) -> None:
+    """A call, or a result, that cannot be encoded leaves nothing of its tensors."""
+    x = vector()
+    async with autograd.context() as ctx:
+        with pytest.raises(SerializationError):
+            await workers[0].call("worker1", parts.echo, [x, threading.Lock()])
+        assert not workers[0].gradients.get(ctx).sent
+        with pytest.raises(SerializationError):
+            await workers[0].call("worker1", lambda x: [x, threading.Lock()], x)
+        assert len(workers[0].gradients.get(ctx).sent) == 1 and not workers[1].gradients.get(ctx).sent
+
+
+async def test_a_call_that_is_cancelled_takes_no_part(workers: list[Worker]) -> None:
+    """Whose result nobody waits for any more: a pass over other results does not wait for it either."""
+    x, w = vector(), weight_of(workers[1], 0)
+    gate = workers[0].remote("worker2", _Gate)
+    async with autograd.context() as ctx:
+        call = gate.rpc_async().layer(x)
+        await until(lambda: len(workers[2].gradients) == 1)
+        call.cancel()
+        y = await workers[0].call("worker1", parts.layer, x)
+        await ctx.backward([y.sum()])
+        check(gradients_of(workers[0], ctx), [(x, expected(step(x, w).sum(), [x])[0])])
+        await gate.rpc_async().open()
+
+
+async def test_a_call_that_comes_late_does_not_open_it_again(workers: list[Worker]) -> None:
+    """A worker that was told of the end serves a call of the context as one of none."""
+    gate = workers[0].remote("worker1", _Gate)
+    async with autograd.context():
+        call = gate.rpc_async().context_of("worker2")
+        await until(lambda: len(workers[1].gradients) == 1)
+    await gate.rpc_async().open()
+    assert await asyncio.wait_for(call, 10) == (None, False)
+    assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+
+
+async def test_leaving_while_the_first_call_is_under_way() -> None:
+    """A call that was not awaited, to a worker that was never called before, leaves no context there."""
+    async with cluster(3) as workers:
+        current_worker.set(workers[0])
+        for name in ("worker1", "worker2"):
+            async with autograd.context():
+                call = workers[0].call(name, parts.via, vector(), "worker1" if name == "worker2" else "worker2")
+            await asyncio.wait([asyncio.ensure_future(_outcome(call))], timeout=10)
+            assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+
+
+async def _outcome(call: Any) -> Any:
+    return await call
+
+
+async def test_a_worker_that_leaves_takes_part_no_more() -> None:
+    """One that took part has left before the end of the context: leaving it neither fails nor waits."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers:
+        current_worker.set(workers[0])
+        third = await Worker("worker2", world_size=None, store=store)
+        async with asyncio.timeout(20):
+            async with autograd.context():
+                await workers[0].call("worker2", parts.via, vector(), "worker1")
+                await third.shutdown(graceful=False)
+            assert [len(worker.gradients) for worker in workers] == [0, 0]
+
+
+async def test_when_its_opener_leaves_the_others_release_it() -> None:
+    """A worker that is gone leaves its contexts, everywhere."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers:
+        third = await Worker("worker2", world_size=None, store=store)
+        current_worker.set(third)
+        context = autograd.context()
+        await context.__aenter__()
+        await third.call("worker0", parts.via, vector(), "worker1")
+        assert [len(worker.gradients) for worker in workers] == [1, 1]
+        await third.shutdown(graceful=False)
+        await until(lambda: not any(len(worker.gradients) for worker in workers))
+        async with asyncio.timeout(10):
+            await context.__aexit__(None, None, None)
+
+
+async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two workers one learns first that the opener is gone: what the other still calls leaves no context there."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers:
+        third = await Worker("worker2", world_size=None, store=store)
+        current_worker.set(third)
+        context = autograd.context()
+        context_id = await context.__aenter__()
+        await third.call("worker1", parts.layer, vector())
+        await third.call("worker0", parts.echo, None)
+        monkeypatch.setattr(workers[1].gradients, "on_gone", lambda worker_id: None)  # it has not learned of it yet
+        await third.shutdown(graceful=False)
+        await until(lambda: workers[0].peers.by_id(third.id).gone)
+        current_autograd.set(int(context_id))
+        await workers[1].call("worker0", parts.layer, vector())
+        async with asyncio.timeout(10):
+            await context.__aexit__(None, None, None)
+        assert [len(worker.gradients) for worker in workers] == [0, 1]

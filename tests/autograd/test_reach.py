@@ -1,0 +1,168 @@
+"""Which leaves and received tensors the nodes of a graph lead to."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from aiorpc.runtime.gradients import AutogradContext
+from aiorpc.runtime.reach import Reach, ReceivedTensor, SentName
+
+Tensor = torch.Tensor
+
+
+def leaf() -> Tensor:
+    """Something that requires gradients."""
+    return torch.ones(2, requires_grad=True)
+
+
+def reached(reach: Reach, tensor: Tensor) -> list[Any]:
+    """What a tensor's node leads to."""
+    return reach.targets_of(reach.of(get_gradient_edge(tensor).node))
+
+
+def same(found: list[Any], *wanted: Any) -> bool:
+    """Whether these are the same objects, in any order."""
+    return {id(each) for each in found} == {id(each) for each in wanted} and len(found) == len(wanted)
+
+
+def test_leaves() -> None:
+    """A node leads to the leaves it was computed from, each once, and to no others."""
+    reach, (x, y, z) = Reach({}), (leaf(), leaf(), leaf())
+    product = x * y
+    total = product + x * 2
+    assert same(reached(reach, total), x, y)
+    assert same(reached(reach, product), x, y)
+    assert same(reached(reach, x * torch.ones(2)), x)
+    assert same(reached(reach, z), z)  # a leaf leads to itself
+    assert len(reach.targets) == 3
+
+
+def test_detached_parts_are_not_reached() -> None:
+    """`detach` and `no_grad` end a graph."""
+    reach, (x, y) = Reach({}), (leaf(), leaf())
+    with torch.no_grad():
+        constant = y * 3
+    assert same(reached(reach, x * y.detach() + constant), x)
+
+
+def test_nodes_with_several_outputs() -> None:
+    """Each output leads to whatever the node leads to."""
+    reach, (x, y) = Reach({}), (leaf(), leaf())
+    first, second = torch.cat([x, y]).split(2)
+    assert same(reached(reach, first), x, y) and same(reached(reach, second), x, y)
+
+
+def test_received_tensors_are_targets() -> None:
+    """They end the graph, as leaves do; those that come later too."""
+    context = AutogradContext(7)
+    reach, x = Reach(context.received), leaf()
+    plain, tracked = context.receive(3, 11, [1], [[2, 5, 0]], [torch.ones(2), torch.ones(2)])
+    assert not plain.requires_grad and tracked.requires_grad
+    (found,) = reached(reach, tracked * 2)
+    assert isinstance(found, ReceivedTensor) and (found.sender, found.name) == (3, SentName(11, 1))
+    assert found.behind == frozenset({(2, SentName(5, 0))})
+    (later,) = context.receive(4, 12, [0], [None], [torch.ones(2)])
+    targets = reached(reach, later * tracked + x)
+    assert len(targets) == 3 and any(target is x for target in targets)
+    mask = reach.of(get_gradient_edge(later * tracked + x).node)
+    assert {each.sender for each in reach.received_of(mask)} == {3, 4}
+
+
+def test_what_is_behind_a_tensor() -> None:
+    """All that was sent on the way to it, by whomever; None when one of them does not say, or when it is too much."""
+    context = AutogradContext(7)
+    here, there, further = (
+        context.receive(sender, 11, [0], [behind], [torch.ones(2)])[0]
+        for sender, behind in ((1, []), (2, [1, 4, 0, 3, 6, 1]), (3, None))
+    )
+    edge = get_gradient_edge
+    assert context.behind(edge(leaf() * 2)) == set()
+    assert context.behind(edge(here * 2)) == {(1, SentName(11, 0))}
+    names = {(1, SentName(11, 0)), (2, SentName(11, 0)), (1, SentName(4, 0)), (3, SentName(6, 1))}
+    assert context.behind(edge(here * there)) == names
+    assert context.behind(edge(here * further)) is None
+    (many,) = context.receive(4, 11, [0], [[1, 2, 3] * 4000], [torch.ones(2)])
+    assert context.behind(edge(many * 2)) == {(4, SentName(11, 0)), (1, SentName(2, 3))}
+    crowd = [context.receive(5, n, [0], [[]], [torch.ones(2)])[0] for n in range(3000)]
+    assert context.behind(edge(torch.stack(crowd).sum(0))) is None
+
+
+def test_what_was_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node is looked at once, also when the graph has grown by then."""
+    reach, x = Reach({}), leaf()
+    looked: list[Node] = []
+    target = Reach._target
+
+    def count(self: Reach, node: Node) -> Any:
+        looked.append(node)
+        return target(self, node)
+
+    monkeypatch.setattr(Reach, "_target", count)
+    y = x.exp().sin()
+    reached(reach, y)
+    before = len(looked)
+    reached(reach, y)
+    assert len(looked) == before
+    z = y.cos() * y
+    assert same(reached(reach, z), x)
+    assert before + 2 <= len(looked) <= before + 4  # a node may be visited again when its children are known
+
+
+def test_deep_graphs() -> None:
+    """Far deeper than Python may recurse."""
+    reach, x = Reach({}), leaf()
+    y = x
+    for _ in range(20 * sys.getrecursionlimit()):
+        y = y + 1
+    assert same(reached(reach, y), x)
+
+
+def test_wide_graphs() -> None:
+    """A graph with more paths than could ever be walked, and more targets than bits of a machine word."""
+    reach = Reach({})
+    leaves = [leaf() for _ in range(200)]
+    y = torch.stack(leaves).sum(0)
+    for _ in range(60):
+        y = y * y  # twice as many paths each time
+    assert same(reached(reach, y), *leaves)
+
+
+def test_threads() -> None:
+    """Several at once find the same, and number each target once."""
+    reach = Reach({})
+    leaves = [leaf() for _ in range(20)]
+    graphs = [torch.stack(leaves[n:] + leaves[:n]).sum(0).sin() for n in range(8)]
+    results: list[bool] = []
+    barrier = threading.Barrier(8)
+
+    def look(graph: Tensor) -> None:
+        barrier.wait(10)
+        results.append(same(reached(reach, graph), *leaves))
+
+    threads = [threading.Thread(target=look, args=(graph,)) for graph in graphs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert results == [True] * 8 and len(reach.targets) == 20
+
+
+def test_nothing_is_kept_longer_than_the_reach() -> None:
+    """It holds nodes; when it goes, the graph goes."""
+    reach, x = Reach({}), leaf()
+    held = weakref.ref(x)
+    reached(reach, x.exp())
+    del x
+    gc.collect()
+    assert held() is not None  # a target of a graph that it knows
+    del reach
+    gc.collect()
+    assert held() is None

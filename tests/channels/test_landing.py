@@ -1,0 +1,399 @@
+"""Landing: on which streams a message arrives, how others come to wait for it, and coroutines that keep to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc.channels.accelerator import Accelerator, Stream
+from aiorpc.channels.landing import Arrival, Landing, Steps
+from tests.fakes.cuda import FakeCuda, FakeTensor
+
+LAG = (0, 0.001)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    """Two devices."""
+    with FakeCuda(lag=LAG) as fake:
+        yield fake
+        assert fake.violations == []
+
+
+def slowly(fake: FakeCuda, value: float, index: int = 0, size: int = 1000) -> FakeTensor:
+    """A tensor that holds its value only after much work of the current stream."""
+    tensor = fake.fake_tensor(torch.zeros(size), index)
+    for _ in range(20):
+        tensor.add_(1)
+    tensor.fill_(value)
+    return tensor
+
+
+def lands(fake: FakeCuda, *indices: int) -> Landing:
+    return Landing(fake, {index: fake.fresh(index) for index in indices})
+
+
+def land(fake: FakeCuda, landing: Landing, value: float, index: int = 0) -> FakeTensor:
+    """A tensor that arrives on these streams."""
+    with landing.entered():
+        tensor = slowly(fake, value, index)
+    landing.carriers.append((index, fake.carrier(tensor)))
+    return tensor
+
+
+# --- arrivals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_who_joins_sees_what_was_made_on_other_streams(fake: FakeCuda, index: int) -> None:
+    """The current streams of the thread that joins wait; whoever does not join would read too early."""
+    early = 0
+    for round_ in range(20):
+        landing = lands(fake, 0, 1)
+        tensor = land(fake, landing, round_ + 1, index)
+        with landing.entered():
+            arrival = landing.arrival()
+        assert arrival is not None
+        with fake.entered([fake.fresh(index)]):
+            early += bool((tensor + 0).ne(round_ + 1).any())
+        with fake.entered([fake.fresh(index)]):
+            arrival.join()
+            assert torch.equal((tensor + 0).cpu(), torch.full((1000,), round_ + 1.0))
+    assert early, "the streams were never apart, so nothing was shown"
+
+
+def test_joining_keeps_the_memory_for_the_stream_that_joins(fake: FakeCuda) -> None:
+    """A tensor that is dropped while the joining stream still reads it is read unharmed."""
+    for round_ in range(20):
+        landing = lands(fake, 0)
+        tensor = land(fake, landing, round_)
+        with landing.entered():
+            arrival = landing.arrival()
+        assert arrival is not None
+        with fake.entered([fake.fresh(0)]):
+            arrival.join()
+            busy = slowly(fake, 0)
+            result = tensor + busy
+            del tensor, arrival
+            landing.carriers.clear()
+        with landing.entered():  # where the memory is given out again
+            slowly(fake, 99)
+        fake.machine.drain(10)
+        assert torch.equal(result.cpu(), torch.full((1000,), float(round_)))
+
+
+def test_joining_holds_up_no_thread(fake: FakeCuda) -> None:
+    """Streams wait, the host does not."""
+    landing = lands(fake, 0)
+    land(fake, landing, 1)
+    with landing.entered():
+        arrival = landing.arrival()
+    assert arrival is not None
+    arrival.join()
+    arrival.join()  # any number of times
+    assert not fake.waiters
+    assert fake.calls["synchronize"] == 0
+
+
+def test_message_without_tensors_on_devices_has_no_arrival(fake: FakeCuda) -> None:
+    """Nobody has to wait for it."""
+    landing = lands(fake, 0, 1)
+    with landing.entered():
+        assert landing.arrival() is None
+
+
+def test_arrival_waits_for_those_devices_only_that_got_something(fake: FakeCuda) -> None:
+    """One event for each of these devices, however many tensors."""
+    landing = lands(fake, 0, 1)
+    for value in range(3):
+        land(fake, landing, value, 1)
+    marks = fake.calls["mark"]
+    with landing.entered():
+        arrival = landing.arrival()
+    assert arrival is not None
+    assert fake.calls["mark"] == marks + 1
+    waits = fake.calls["wait"]
+    arrival.join()
+    assert fake.calls["wait"] == waits + 1
+
+
+# --- landings ---------------------------------------------------------------------------------------------------------
+
+
+def test_streams_of_a_landing_are_current_within_it(fake: FakeCuda) -> None:
+    """And afterwards what was before, also if it was left by an error."""
+    before = [fake.current(0), fake.current(1)]
+    landing = lands(fake, 0, 1)
+    with suppress(ZeroDivisionError), landing.entered():
+        inside = [fake.current(0), fake.current(1)]
+        raise ZeroDivisionError
+    assert [fake.current(0), fake.current(1)] == before
+    assert not set(inside) & set(before)
+    with landing.entered(), landing.entered():
+        assert [fake.current(0), fake.current(1)] == inside
+
+
+def test_landing_without_streams_leaves_the_current_ones(fake: FakeCuda) -> None:
+    """What comes from the host arrives where the thread works."""
+    stream = fake.fresh(0)
+    with fake.entered([stream]), Landing(fake).entered():
+        assert fake.current(0) is stream
+
+
+def test_remembered_streams_are_entered_from_then_on(fake: FakeCuda) -> None:
+    """Those of its own devices; a landing without streams remembers nothing."""
+    landing, none = lands(fake, 0, 1), Landing(fake)
+    other = fake.fresh(1)
+    with landing.entered():
+        kept = fake.current(0)
+        with fake.entered([other]):
+            landing.remember()
+            none.remember()
+    with landing.entered():
+        assert (fake.current(0), fake.current(1)) == (kept, other)
+    with none.entered():
+        assert fake.current(1) is not other
+
+
+# --- coroutines -------------------------------------------------------------------------------------------------------
+
+
+def streams(fake: FakeCuda) -> list[Stream]:
+    return [fake.current(index) for index in range(fake.count())]
+
+
+async def serve(coroutine: Any, landing: Landing) -> None:
+    """As the runtime does."""
+    await Steps(coroutine, landing)
+
+
+async def test_each_step_runs_on_the_streams_of_its_landing(fake: FakeCuda) -> None:
+    """Also after an await; and what runs meanwhile has those of the loop."""
+    outside = streams(fake)
+    landing = lands(fake, 0, 1)
+    with landing.entered():
+        wanted = streams(fake)
+    seen: list[list[Stream]] = []
+    meanwhile: list[list[Stream]] = []
+
+    async def handler() -> None:
+        for _ in range(5):
+            seen.append(streams(fake))
+            await asyncio.sleep(0)
+        seen.append(streams(fake))
+
+    task = asyncio.create_task(serve(handler(), landing))
+    while not task.done():
+        meanwhile.append(streams(fake))
+        await asyncio.sleep(0)
+    await task
+    assert seen == [wanted] * 6
+    assert len(meanwhile) >= 5
+    assert all(each == outside for each in meanwhile)
+    assert streams(fake) == outside
+
+
+async def test_two_coroutines_in_turn_do_not_mix(fake: FakeCuda) -> None:
+    """Each finds its own streams at each step, and each computes right."""
+    results: dict[int, list[Stream]] = {}
+
+    async def handler(number: int) -> None:
+        tensor: torch.Tensor = slowly(fake, number)
+        mine = []
+        for _ in range(10):
+            mine.append(fake.current(0))
+            tensor = tensor + 1
+            await asyncio.sleep(0)
+        assert torch.equal(tensor.cpu(), torch.full((1000,), number + 10.0))
+        assert len(set(mine)) == 1
+        results[number] = mine
+
+    await asyncio.gather(*[serve(handler(number), lands(fake, 0)) for number in range(3)])
+    assert len({mine[0] for mine in results.values()}) == 3
+
+
+async def test_stream_that_a_coroutine_enters_is_found_again(fake: FakeCuda) -> None:
+    """Across an await within its block; after the block the landing's own is back, and the loop never has it."""
+    outside = streams(fake)
+    landing = lands(fake, 0, 1)
+    with landing.entered():
+        wanted = streams(fake)
+    own, inner = fake.fresh(1), fake.fresh(1)
+    seen: list[Stream] = []
+
+    async def handler() -> None:
+        with fake.entered([own]):
+            await asyncio.sleep(0)
+            seen.append(fake.current(1))
+            with fake.entered([inner]):
+                await asyncio.sleep(0)
+                seen.append(fake.current(1))
+            await asyncio.sleep(0)
+            seen.append(fake.current(1))
+        await asyncio.sleep(0)
+        seen.append(fake.current(1))
+
+    task = asyncio.create_task(serve(handler(), landing))
+    while not task.done():
+        assert streams(fake) == outside
+        await asyncio.sleep(0)
+    await task
+    assert seen == [own, inner, own, wanted[1]]
+    assert streams(fake) == outside
+
+
+async def test_errors_go_through(fake: FakeCuda) -> None:
+    """What the coroutine raises comes out, what it awaits raises within it, and the streams are put back."""
+    outside = streams(fake)
+    landing = lands(fake, 0)
+    with landing.entered():
+        wanted = fake.current(0)
+    caught: list[tuple[str, Stream]] = []
+
+    async def handler() -> None:
+        try:
+            await failing
+        except KeyError:
+            caught.append(("await", fake.current(0)))
+        raise ValueError("mine")
+
+    failing = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(handler(), landing))
+    await asyncio.sleep(0)
+    failing.set_exception(KeyError())
+    with pytest.raises(ValueError, match="mine"):
+        await task
+    assert caught == [("await", wanted)]
+    assert streams(fake) == outside
+
+
+async def test_cancellation_goes_through_and_may_be_refused(fake: FakeCuda) -> None:
+    """It is raised at the await, on the coroutine's streams; a coroutine that goes on does so on them."""
+    outside = streams(fake)
+    landing = lands(fake, 0)
+    with landing.entered():
+        wanted = fake.current(0)
+    seen: list[Stream] = []
+
+    async def handler() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append(fake.current(0))
+        await asyncio.sleep(0)
+        seen.append(fake.current(0))
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append(fake.current(0))
+
+    task = asyncio.create_task(serve(handler(), landing))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    task.cancel()
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == [wanted] * 3
+    assert streams(fake) == outside
+
+
+class Once:
+    """Yields once to whoever drives it."""
+
+    def __await__(self) -> Generator[str, Any, Any]:
+        return (yield "waiting")
+
+
+def driven(coroutine: Any, landing: Landing) -> Generator[Any, Any, None]:
+    return Steps(coroutine, landing).__await__()
+
+
+def test_closing_runs_the_rest_on_its_streams(fake: FakeCuda) -> None:
+    """A coroutine that is dropped half-way cleans up on the streams that it works on."""
+    outside = streams(fake)
+    landing = lands(fake, 0)
+    with landing.entered():
+        wanted = fake.current(0)
+    seen: list[Stream] = []
+
+    async def handler() -> None:
+        try:
+            await Once()
+        finally:
+            seen.append(fake.current(0))
+
+    steps = driven(handler(), landing)
+    assert next(steps) == "waiting"
+    assert streams(fake) == outside
+    steps.close()
+    assert seen == [wanted]
+    assert streams(fake) == outside
+
+
+def test_close_of_a_coroutine_that_does_not_want_to_end(fake: FakeCuda) -> None:
+    """Python's own complaint comes out, and the streams are put back."""
+    outside = streams(fake)
+
+    async def handler() -> None:
+        try:
+            await Once()
+        except GeneratorExit:
+            await Once()
+
+    steps = driven(handler(), lands(fake, 0))
+    next(steps)
+    with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
+        steps.close()
+    assert streams(fake) == outside
+
+
+def test_values_are_sent_and_yielded_as_they_are(fake: FakeCuda) -> None:
+    """It stands between a coroutine and its driver unseen."""
+    got: list[Any] = []
+
+    async def handler() -> None:
+        got.append(await Once())
+        with suppress(KeyError):
+            await Once()
+        got.append(await Once())
+
+    steps = driven(handler(), lands(fake, 0))
+    assert [next(steps), steps.send("a"), steps.throw(KeyError())] == ["waiting"] * 3
+    with pytest.raises(StopIteration):
+        steps.send("b")
+    assert got == ["a", "b"]
+
+
+def test_device_that_fails_between_two_steps_is_an_error_of_the_coroutine(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes out where the coroutine is awaited: nobody waits for ever."""
+
+    def broken(streams: Sequence[Stream]) -> Iterator[None]:
+        raise RuntimeError("the device is lost")
+
+    async def handler() -> None:
+        await Once()
+
+    coroutine = handler()
+    steps = driven(coroutine, lands(fake, 0))
+    next(steps)
+    monkeypatch.setattr(fake, "entered", broken)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        steps.send(None)
+    coroutine.close()
+
+
+def test_fake_is_an_accelerator(fake: FakeCuda) -> None:
+    """What these tests rely on: the type checker agrees that it has all that is asked of one."""
+    accelerator: Accelerator = fake
+    assert Arrival(accelerator, (), ()).join() is None  # type: ignore[func-returns-value]  # that it does not raise
