@@ -163,7 +163,8 @@ class Part:
 
     def _deliver(self, worker_id: int, gradients: Gradients) -> None:
         try:
-            said = (self._context.id, self._number, *to_wire(gradients))
+            names, values = to_wire(gradients)
+            said = (self._context.id, self._number, names, *values)
             call = ask(self._worker, worker_id, take, *said, until=self._until)
         except BaseException as error:
             self.fail(error)
@@ -313,9 +314,12 @@ def plan(
     retain: bool,
     seconds: float,
     given: Sequence[tuple[int, int]],
-    gradients: Sequence[Tensor | None],
+    *gradients: Tensor | None,
 ) -> Future[Wire]:
-    """Handler: these entries get gradients in that pass, of which some are given. Completes with the part."""
+    """Handler: these entries get gradients in that pass, of which some are given. Completes with the part.
+
+    Tensors are arguments by themselves, here and in `take`: in a list they would be pickled for it.
+    """
     worker, context = _here(context_id)
     call = current_call.get()
     assert call is not None, "it is served"
@@ -338,7 +342,7 @@ def plan(
     return part.done
 
 
-def take(context_id: int, number: int, names: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
+def take(context_id: int, number: int, names: Sequence[tuple[int, int]], *gradients: Tensor | None) -> None:
     """Handler: gradients of entries of this worker."""
     worker, context = _here(context_id)
     part = part_of(worker, context, number)

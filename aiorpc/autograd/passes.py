@@ -116,7 +116,8 @@ class Pass:
         part.done._add_callback(self._part_done)
         for worker_id, wanted in self._plans.items():
             told = [tuple(name) for name in wanted]
-            said = (context.id, self._number, told, self._retain, seconds, *to_wire(held.pop(worker_id, {})))
+            given, gradients = to_wire(held.pop(worker_id, {}))
+            said = (context.id, self._number, told, self._retain, seconds, given, *gradients)
             ask(self._worker, worker_id, plan, *said, until=self._until)._add_callback(self._answered)
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:

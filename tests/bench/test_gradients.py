@@ -147,19 +147,19 @@ def test_optimizer_that_does_nothing_is_not_measured(alone: Any, monkeypatch: py
 
 
 def test_memory_that_steps_leave_behind_is_seen(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A megabyte kept by each step shows as about that; without it there is next to nothing."""
+    """Four megabytes kept by each step show, as far as they find no free memory; without them there is little."""
     leaked: list[torch.Tensor] = []
     step = gradient_clients.Training.step
 
     def leaking(self: gradient_clients.Training) -> None:
         step(self)
-        leaked.append(torch.ones(1 << 18))
+        leaked.append(torch.ones(1 << 20))
 
     sound = gradient_clients.growth(alone, **MODEL, iterations=20)
     monkeypatch.setattr(gradient_clients.Training, "step", leaking)
     found = gradient_clients.growth(alone, **MODEL, iterations=20)
-    assert found["caller"] > 15 and found["callee"] > 15
-    assert sound["caller"] < gradients.MOST_GROWTH
+    assert found["caller"] > 40 and found["callee"] > 40
+    assert sound["caller"] < found["caller"] / 4
 
 
 def test_context_that_is_left_open_is_counted(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
