@@ -155,6 +155,9 @@ class Accelerator(Protocol):
     def fresh(self, index: int) -> Stream:
         """A stream other than the default one, in turn out of a pool."""
 
+    def spare(self, index: int) -> Stream:
+        """A stream that nothing else is ever given: not in the pool, not a default one."""
+
     def entered(self, streams: Sequence[Stream]) -> AbstractContextManager[object]:
         """Within it these are the current streams of this thread, each on its device."""
 

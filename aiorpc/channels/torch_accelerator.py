@@ -5,6 +5,7 @@ Nothing here starts a device: that is done by the first memory, stream or event 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -43,6 +44,8 @@ class TorchAccelerator:
         self._kind = kind
         self._interprocess = interprocess
         self._module = torch.get_device_module(kind) if module is None else module
+        self._lock = threading.Lock()
+        self._spare: dict[int, Stream] = {}
         # Only CUDA has to be asked to sleep, in place of turning on a core, while it synchronises.
         self._event_options = {"blocking": True} if kind == "cuda" else {}
 
@@ -118,6 +121,13 @@ class TorchAccelerator:
     def fresh(self, index: int) -> Stream:
         """A stream other than the default one, in turn out of torch's pool of 32."""
         return self._module.Stream(device=index)
+
+    def spare(self, index: int) -> Stream:
+        """One of torch's other pool, that for urgent work, of which nobody here takes another."""
+        with self._lock:
+            if index not in self._spare:
+                self._spare[index] = self._module.Stream(device=index, priority=-1)
+            return self._spare[index]
 
     def entered(self, streams: Sequence[Stream]) -> AbstractContextManager[object]:
         """Within it these are the current streams of this thread, each on its device; the current device stays.

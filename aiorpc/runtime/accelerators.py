@@ -224,7 +224,7 @@ class Accelerators:
         assert driver is not None, "without it there are none"
         try:
             if dead:
-                box.release_waiters(driver.fresh(box.index))
+                box.release_waiters(driver.spare(box.index))
             box.free() if isinstance(box, Outbox) else box.close()
         except RuntimeError as error:
             logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
@@ -236,7 +236,7 @@ class Accelerators:
         for link in links:
             self.in_background(link.devices.let_go)
         end = time.monotonic() + limit
-        while any(link.devices.boxes and not link.connection.ended for link in links) and time.monotonic() < end:  # noqa: ASYNC110  # others' words, on many links
+        while any(link.devices.shared and not link.connection.ended for link in links) and time.monotonic() < end:  # noqa: ASYNC110  # others' words, on many links
             await asyncio.sleep(_PAUSE)
 
     async def close(self, limit: float) -> None:

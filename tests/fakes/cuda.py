@@ -79,6 +79,7 @@ class FakeCuda:
             [Stream(index, f"stream {number}") for number in range(1, POOL_STREAMS + 1)]
             for index in range(len(self.uuids))
         ]
+        self._spare = [Stream(index, "spare stream") for index in range(len(self.uuids))]
         self._turns = [0] * len(self.uuids)
         self._pools = [Pool(self.machine, index, memory, self.report) for index in range(len(self.uuids))]
         self._pinned: dict[int, tuple[int, Any]] = {}
@@ -173,6 +174,11 @@ class FakeCuda:
         with self.machine.lock:
             self._turns[index] += 1
             return self._streams[index][self._turns[index] % POOL_STREAMS]
+
+    def spare(self, index: int) -> Stream:
+        """One beside the four."""
+        self.require_device(index)
+        return self._spare[index]
 
     @contextmanager
     def entered(self, streams: Sequence[Stream]) -> Iterator[None]:

@@ -89,7 +89,7 @@ class Devices:
         self._receiver = Receiver(accelerator, surroundings, self.ways, limit=limit)
         self._around = surroundings
         self._closed = False
-        self._let_go = False
+        self._let_go = self._gone = False
         self.released = self._receiver.released  # what `flush` would send
         sender, receiver = self._sender, self._receiver
         self._messages: dict[str, tuple[int, Callable[..., None]]] = {  # how many fields follow, who takes them
@@ -193,6 +193,7 @@ class Devices:
         for inbox in inboxes.values():
             inbox.close()
         self._around.post([CLOSED, list(inboxes)])
+        self._gone = True
 
     def choose(self, way: str, reason: str) -> None:
         """It is settled which way is taken; see `Sender.choose`."""
@@ -202,6 +203,11 @@ class Devices:
     def opened(self) -> int:
         """How many outboxes of the other end are open here."""
         return self._receiver.opened
+
+    @property
+    def shared(self) -> bool:
+        """Whether either end may still have something of the other's open, once both were told to let go."""
+        return not self._gone or self._sender.boxes > 0
 
     @property
     def boxes(self) -> int:
