@@ -7,14 +7,14 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0 --picture build/demo.png
 TEST_ARGS ?=
 # Test files run side by side in so many processes.
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 BENCH_ARGS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types check bench wheel hooks clean distclean
+.PHONY: help demo test testlong lint format types check bench wheel hooks clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -23,7 +23,10 @@ demo: $(VENV)/.installed-examples ## train CartPole with an agent and several ob
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the tests (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long" $(TEST_ARGS)
+
+testlong: $(VENV)/.installed-test ## run the tests that take minutes (TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist worksteal -m long $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and formatting
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from . import device_bodies as bodies
 from .device_bodies import BOX, RANDOM_SIZES, Group, Home, Setup, drained, on_device, pattern, play, wrong
 from .workers import Child, Place, meeting_file, processes, until
 
-pytestmark = pytest.mark.slow  # with real processes, and streams that are late on purpose
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # with real processes, and streams that are late on purpose
 
 BOUND = 15.0  # seconds within which everything that waits for a dead worker has to end; it takes far less
 

@@ -18,7 +18,7 @@ from . import device_bodies as bodies
 from .device_bodies import BOX, Group, Setup, on_device, pattern, play, wrong
 from .workers import Place, meeting_file, processes, until
 
-pytestmark = pytest.mark.slow  # with real processes, and streams that are late on purpose
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # with real processes, and streams that are late on purpose
 
 CROSSED = {"w1": {0: 1, 1: 0}}
 SIZES = [1, 1000, 65536, 65537, (1 << 20) + 3, BOX + 5, 3 * BOX]
