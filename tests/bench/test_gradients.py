@@ -147,18 +147,22 @@ def test_optimizer_that_does_nothing_is_not_measured(alone: Any, monkeypatch: py
 
 
 def test_memory_that_steps_leave_behind_is_seen(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four megabytes kept by each step show, as far as they find no free memory; without them there is little."""
+    """48 MiB kept by each step show; without them there is little.
+
+    Blocks as large as that are always new memory: glibc maps what is above 32 MiB by itself
+    (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3)). Smaller ones may find what other tests of this process freed.
+    """
     leaked: list[torch.Tensor] = []
     step = gradient_clients.Training.step
 
     def leaking(self: gradient_clients.Training) -> None:
         step(self)
-        leaked.append(torch.ones(1 << 20))
+        leaked.append(torch.ones(12 << 20))
 
     sound = gradient_clients.growth(alone, **MODEL, iterations=20)
     monkeypatch.setattr(gradient_clients.Training, "step", leaking)
-    found = gradient_clients.growth(alone, **MODEL, iterations=20)
-    assert found["caller"] > 40 and found["callee"] > 40
+    found = gradient_clients.growth(alone, **MODEL, iterations=3)
+    assert found["caller"] > 72 and found["callee"] > 72
     assert sound["caller"] < found["caller"] / 4
 
 
