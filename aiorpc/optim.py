@@ -16,7 +16,6 @@ also those of different optimizers, as when every trainer has made its own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from .errors import RpcError, RpcUsageError
+from .errors import RpcError, RpcTimeout, RpcUsageError
 from .futures import Future, block_observer, call_site
 from .runtime.current import check_cancelled, current_call, registry
 from .runtime.references import RRef
@@ -99,9 +98,12 @@ class DistributedOptimizer:
                     "on these parameters?"
                 )
 
+        blocking = not _is_on_loop(worker)
         what = "DistributedOptimizer.step()"
-        done = _on_owners(worker, self.remote_optimizers, "step", lambda _: (int(context_id),), finish, what)
-        if not _is_on_loop(worker):
+        arguments = (int(context_id),)
+        here = partial(_step_here, worker, *arguments) if blocking else None
+        done = _on_owners(worker, self.remote_optimizers, "step", lambda _: arguments, finish, what, here)
+        if blocking:
             done.wait()
         return done
 
@@ -214,15 +216,38 @@ def _on_owners(
     arguments: Callable[[str], tuple[Any, ...]],
     finish: Callable[[dict[str, Any]], T],
     what: str,
+    here: Callable[[Any], Future[Any]] | None = None,
 ) -> Future[T]:
-    """Call a method of all local optimizers at once. arguments: for an owner's name; finish: of results, by it."""
+    """Call a method of all local optimizers at once. arguments: for an owner's name; finish: of results, by it.
+
+    here: does the same with that of this worker, in this thread, while the others are at it; None: a call like others.
+    """
     for rref in rrefs:
         rref._check()  # a lost owner: before any other has been told
     gathered: _Gathered[T] = _Gathered(worker, what, finish)
+    own = None
     for rref in rrefs:
-        name = rref.owner_name()
-        gathered.add(name, partial(getattr(rref.rpc_async(), method), *arguments(name)))
+        if here is not None and rref.is_owner():
+            own = rref
+        else:
+            name = rref.owner_name()
+            gathered.add(name, partial(rref._call_method, method, arguments(name), worker.default_timeout))
+    if here is not None and own is not None:
+        gathered.add(worker.name, partial(here, own.local_value()))
     return gathered.begin()
+
+
+def _step_here(worker: Worker, context_id: int, optimizer: LocalOptimizer) -> Future[int]:
+    """What a call to ourselves would give; done when it returns."""
+    done: Future[int] = Future()
+    limit = worker.default_timeout or None
+    try:
+        stepped = optimizer.step_on(worker, context_id, limit)
+    except Exception as error:
+        done._settle(None, error)
+    else:
+        done._settle(stepped)
+    return done
 
 
 class _Gathered(Future[T]):
@@ -296,37 +321,53 @@ class _Turns:
     and nobody is passed over."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._claims: list[_Claim] = []
 
-    @contextlib.contextmanager
-    def take(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Within it nobody else has any of them. Raises RpcCancelled if the caller gave up meanwhile."""
-        claim = _Claim(parameters)
+    def take(self, parameters: Sequence[Tensor], seconds: float | None = None) -> _Claim:
+        """Within it nobody else has any of them.
+
+        seconds: to wait for that, None for no limit. Entering it raises RpcTimeout after them, and RpcCancelled if the
+        caller of a handler gave up meanwhile.
+        """
+        return _Claim(self, parameters, seconds)
+
+    def enter(self, claim: _Claim) -> None:
+        """Wait for the turn."""
         with self._changed:
             self._claims.append(claim)
+            free = self._is_next(claim)
         try:
-            self._wait(claim)
-            check_cancelled()
-            yield
-        finally:
-            with self._changed:
-                self._claims.remove(claim)
+            if not free:
+                self._wait(claim)
+            if current_call.get() is not None:
+                check_cancelled()
+        except BaseException:
+            self.leave(claim)
+            raise
+
+    def leave(self, claim: _Claim) -> None:
+        """It is others' turn."""
+        with self._changed:
+            self._claims.remove(claim)
+            if self._claims:
                 self._changed.notify_all()
 
     def _wait(self, claim: _Claim) -> None:
-        with self._changed:
-            if self._is_next(claim):
-                return
         observer = block_observer.get()  # the pool makes up for a thread that only waits
         if observer is not None:
             observer.enter_blocked()
         try:
             with self._changed:
-                self._changed.wait_for(partial(self._is_next, claim))
+                taken = self._changed.wait_for(partial(self._is_next, claim), claim.seconds)
         finally:
             if observer is not None:
                 observer.exit_blocked()
+        if not taken:
+            raise RpcTimeout(
+                f"DistributedOptimizer.step() waited {claim.seconds:g} s for other steps of the same parameters; "
+                "it did not step"
+            )
 
     def _is_next(self, claim: _Claim) -> bool:
         for earlier in self._claims:
@@ -338,10 +379,18 @@ class _Turns:
 
 
 class _Claim:
-    """Of one step."""
+    """Of one step; a context manager."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, turns: _Turns, parameters: Sequence[Tensor], seconds: float | None) -> None:
         self.parameters = frozenset(map(id, parameters))
+        self.seconds = seconds
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        self._turns.enter(self)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._turns.leave(self)
 
 
 # Of the process, as parameters are: workers that share one in a process step the same memory.
@@ -362,14 +411,17 @@ class LocalOptimizer:
         self.optimizer = optimizer_class(self._parameters, *args, **kwargs)
 
     def step(self, context_id: int) -> int:
-        """Step with the gradients of a context; for how many parameters there was one."""
-        worker = _serving_worker()
+        """Handler: step with the gradients of a context; for how many parameters there was one."""
+        return self.step_on(_serving_worker(), context_id)
+
+    def step_on(self, worker: Worker, context_id: int, seconds: float | None = None) -> int:
+        """The same, on that worker. seconds: as of `_Turns.take`."""
         context = worker.gradients.find(context_id)
         gradients = {} if context is None else context.gradients()
         own = [gradients.get(parameter) for parameter in self._parameters]
         count = sum(gradient is not None for gradient in own)
         if count:
-            with _turns.take(self._parameters), _gradients(self._parameters, own):
+            with _turns.take(self._parameters, seconds), _Gradients(self._parameters, own):
                 self.optimizer.step()
                 self._finish(worker)
         return count
@@ -412,16 +464,20 @@ def _serving_worker() -> Worker:
     return call.worker
 
 
-@contextlib.contextmanager
-def _gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+class _Gradients:
     """Within it these are the parameters' ``.grad``."""
-    before = [parameter.grad for parameter in parameters]
-    try:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+
+    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        self._parameters = parameters
+        self._gradients = gradients
+        self._before = [parameter.grad for parameter in parameters]
+
+    def __enter__(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
+
+    def __exit__(self, *exc_info: object) -> None:
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
             parameter.grad = gradient
 
 

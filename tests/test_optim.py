@@ -4,53 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
 import aiorpc
-from aiorpc import PeerLost, RpcBackendOptions, RpcUsageError, RRef, Worker, WouldBlockLoop, autograd
+from aiorpc import PeerLost, RpcTimeout, RpcUsageError, RRef, Worker, WouldBlockLoop, autograd
 from aiorpc.optim import DistributedOptimizer
-from aiorpc.runtime.current import current_worker
-from aiorpc.testing import cluster
 from tests.processes import workers as processes
-from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
+from tests.runtime.waiting import LIMIT, until, wait_until
+from tests.scripts import as_script, run
 
 Tensor = torch.Tensor
-T = TypeVar("T")
-
-
-@pytest.fixture
-async def apart() -> AsyncIterator[list[Worker]]:
-    """Three workers, each on a loop in a thread of its own; no reference may be left on any of them."""
-    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT)) as workers:
-        yield workers
-        gc.collect()  # the tracebacks of errors that a test caught hold its locals
-        await until_no_references(workers)
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[list[Worker]]:
-    """Two workers on the test's loop, the first of them the current one."""
-    async with cluster(2, options=RpcBackendOptions(rpc_timeout=LIMIT)) as workers:
-        token = current_worker.set(workers[0])
-        yield workers
-        current_worker.reset(token)
-
-
-async def run(worker: Worker, function: Callable[..., T], *args: Any) -> T:
-    """A script's part: in a thread, with that worker as the current one."""
-
-    def body() -> T:
-        current_worker.set(worker)
-        return function(*args)
-
-    return await asyncio.to_thread(body)
 
 
 def values(seed: int) -> Tensor:
@@ -452,7 +420,7 @@ async def test_a_step_whose_caller_gave_up_is_not_made(apart: list[Worker]) -> N
         optimizer = DistributedOptimizer(Held, [weight], lr=1.0)
         with autograd.context() as context_id:
             autograd.backward(context_id, [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))])
-            first = threading.Thread(target=contextvars_run(optimizer.step, context_id))
+            first = threading.Thread(target=as_script(aiorpc.current(), optimizer.step, context_id))
             first.start()
             wait_until(lambda: Held.begun == 1)
             second = optimizer.remote_optimizers[0].rpc_async().step(int(context_id))
@@ -469,15 +437,32 @@ async def test_a_step_whose_caller_gave_up_is_not_made(apart: list[Worker]) -> N
     assert Held.begun == 1
 
 
-def contextvars_run(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """The same call, for a thread of its own."""
-    worker = current_worker.get()
+async def test_a_step_of_this_worker_does_not_wait_for_ever(apart: list[Worker]) -> None:
+    """One that runs in the caller's thread waits for its turn as long as a call would, and then has not stepped."""
+    Held.begun = 0
+    Held.let.clear()
 
-    def body() -> None:
-        current_worker.set(worker)
-        function(*args)
+    def script() -> tuple[Tensor, Tensor]:
+        weight: RRef[Tensor] = aiorpc.RRef(make(0))
+        optimizer = DistributedOptimizer(Held, [weight], lr=1.0)
+        before = weight.local_value().detach().clone()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [scaled(weight, 2.0)])
+            first = threading.Thread(target=as_script(aiorpc.current(), optimizer.step, context_id))
+            first.start()
+            wait_until(lambda: Held.begun == 1)
+            aiorpc.current().default_timeout = 0.05
+            with pytest.raises(RpcTimeout, match="it did not step"):
+                optimizer.step(context_id)
+            aiorpc.current().default_timeout = LIMIT
+            Held.let.set()
+            first.join(LIMIT)
+            assert not first.is_alive()
+        return before, weight.local_value().detach()
 
-    return body
+    before, after = await run(apart[0], script)
+    torch.testing.assert_close(after, before - 2)
+    assert Held.begun == 1
 
 
 # --- blocking and awaitable -------------------------------------------------------------------------------------------
@@ -498,7 +483,7 @@ async def test_off_the_loop_a_completed_future_comes_back(apart: list[Worker]) -
     await done
 
 
-async def test_on_the_loop_everything_can_be_awaited(pair: list[Worker]) -> None:
+async def test_on_the_loop_everything_can_be_awaited(current_pair: list[Worker]) -> None:
     """And what would block is refused, with the words of what to use; the context's verbs on the loop."""
     weight = aiorpc.remote("worker1", make, 0)
     with pytest.raises(WouldBlockLoop, match=r"await DistributedOptimizer\.create"):

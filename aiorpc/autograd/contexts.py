@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.current import current_call, deadline, registry
+from ..runtime.functions import inline
 from ..runtime.gradients import current_autograd
 from ..runtime.worker import Worker
 from .parts import ask
@@ -87,7 +89,7 @@ class context:
         for calls, seconds in self._leave():
             await asyncio.wait([asyncio.ensure_future(_ended(call)) for call in calls], timeout=seconds)
 
-    def _leave(self) -> Iterator[tuple[list[Future[list[int]]], float]]:
+    def _leave(self) -> Iterator[tuple[list[Future[bytes]], float]]:
         """It has ended: here, and on all workers that know of it. Yields calls to wait for, and for how long."""
         current_autograd.reset(self._token)
         farewell = _Farewell(self._worker, self._id)
@@ -113,12 +115,12 @@ class _Farewell:
         self._todo = known
         self._alone = False  # nobody waits for it any more
 
-    def tell(self) -> list[Future[list[int]]]:
+    def tell(self) -> list[Future[bytes]]:
         """Tell those that are known by now, and were not told: the calls. Any thread."""
         new = self._todo - self._told
-        self._told |= new
-        if self._worker.closed:
+        if not new or self._worker.closed:
             return []
+        self._told |= new
         # Without a deadline: nobody is to forget because of it that he had to forget.
         calls = [ask(self._worker, worker_id, forget, self._id, until=None) for worker_id in new]
         for call in calls:
@@ -130,20 +132,22 @@ class _Farewell:
         self._alone = True
         self.tell()
 
-    def _answered(self, call: Future[list[int]]) -> None:
+    def _answered(self, call: Future[bytes]) -> None:
         if call.exception() is None:
-            self._todo = self._todo | set(call.value())
+            self._todo = self._todo.union(each for (each,) in struct.iter_unpack("<q", call.value()))
         else:  # it is gone, and with it what it knew of others
             self._todo = self._todo | {info.id for info in self._worker.worker_infos()}
         if self._alone:
             self.tell()
 
 
-async def forget(context_id: int) -> list[int]:
-    """Handler: a context has ended. Which workers it is known to that this one knows of."""
+@inline
+def forget(context_id: int) -> bytes:
+    """Handler: a context has ended. Which workers it is known to that this one knows of; packed ids."""
     call = current_call.get()
     assert call is not None, "only called by workers"
-    return [peer.record.id for peer in call.worker.gradients.leave(context_id) if peer.record is not None]
+    known = [peer.record.id for peer in call.worker.gradients.leave(context_id) if peer.record is not None]
+    return struct.pack(f"<{len(known)}q", *known)
 
 
 def make_pass(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> Pass:

@@ -5,10 +5,12 @@ States of a part: WAITING for its plan (gradients that come early are kept), RUN
 
 from __future__ import annotations
 
+import itertools
+import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +20,15 @@ from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.current import current_call
-from ..runtime.functions import async_execution
+from ..runtime.functions import async_execution, inline
 from ..runtime.gradients import AutogradContext, current_autograd
+from ..runtime.messages import Results
 from ..runtime.reach import FOREIGN, ReceivedTensor, SentName, Target
 from ..runtime.worker import Worker
 
 Tensor = torch.Tensor
-# Gradients of entries, on the wire: their names and, at the same places, the gradients; None: nothing flows there.
-Wire = tuple[list[tuple[int, int]], list[Tensor | None]]
+# On the wire: the names of entries, packed, and then the gradient of each; None: nothing flows there.
+Wire = Results
 Gradients = dict[SentName, Tensor | None]
 
 
@@ -163,8 +166,7 @@ class Part:
 
     def _deliver(self, worker_id: int, gradients: Gradients) -> None:
         try:
-            names, values = to_wire(gradients)
-            said = (self._context.id, self._number, names, *values)
+            said = (self._context.id, self._number, *to_wire(gradients))
             call = ask(self._worker, worker_id, take, *said, until=self._until)
         except BaseException as error:
             self.fail(error)
@@ -191,17 +193,30 @@ class Part:
 
 
 def to_wire(gradients: Gradients) -> Wire:
-    """Plain tuples for names; the tensors leave the pickle anyway."""
-    return [(name.message, name.place) for name in gradients], list(gradients.values())
+    """Values side by side: in a list they would be pickled."""
+    return Results((pack_names(gradients), *gradients.values()))
 
 
-def from_wire(names: Sequence[tuple[int, int]], values: Sequence[Tensor | None]) -> Gradients:
+def from_wire(names: bytes, *gradients: Tensor | None) -> Gradients:
     """What `to_wire` was given."""
-    return {SentName(*name): value for name, value in zip(names, values, strict=True)}
+    return dict(zip(unpack_names(names), gradients, strict=True))
+
+
+def pack_names(names: Collection[SentName]) -> bytes:
+    """Names of entries, in their order."""
+    return struct.pack(f"<{2 * len(names)}q", *itertools.chain.from_iterable(names))
+
+
+def unpack_names(packed: bytes) -> list[SentName]:
+    """What `pack_names` was given."""
+    numbers = iter(struct.unpack(f"<{len(packed) // 8}q", packed))
+    return list(map(SentName, numbers, numbers))
 
 
 def arrival_of(worker: Worker, gradients: Iterable[Tensor | None]) -> Arrival | None:
     """What users of these wait for, if any are on a device."""
+    if worker.accelerators.accelerator is None:
+        return None
     on_device = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
     return worker.accelerators.arrival() if on_device else None
 
@@ -310,31 +325,28 @@ def gather(context_id: int) -> list[tuple[int, int, list[tuple[int, int, int]]]]
 def plan(
     context_id: int,
     number: int,
-    names: Sequence[tuple[int, int]],
+    names: bytes,
     retain: bool,
     seconds: float,
-    given: Sequence[tuple[int, int]],
+    given: bytes,
     *gradients: Tensor | None,
 ) -> Future[Wire]:
-    """Handler: these entries get gradients in that pass, of which some are given. Completes with the part.
-
-    Tensors are arguments by themselves, here and in `take`: in a list they would be pickled for it.
-    """
+    """Handler: these entries get gradients in that pass, of which some are given. Completes with the part."""
     worker, context = _here(context_id)
     call = current_call.get()
     assert call is not None, "it is served"
     part = part_of(worker, context, number)
     try:
         entries = {}
-        for name in names:
-            edge = context.sent.get(SentName(*name))
+        for name in unpack_names(names):
+            edge = context.sent.get(name)
             if edge is None:
                 raise RpcError(
                     f"worker {worker.name!r} knows nothing of tensor {tuple(name)} that it is said to have sent"
                 )
-            entries[SentName(*name)] = Entry(edge, context.reach.of(edge.node))
+            entries[name] = Entry(edge, context.reach.of(edge.node))
         until = time.monotonic() + seconds if seconds else None
-        part.take(from_wire(given, gradients), arrival_of(worker, gradients))
+        part.take(from_wire(given, *gradients), arrival_of(worker, gradients))
         part.begin(entries, root=call.caller.id, retain=retain, until=until)
         part.advance()
     except BaseException as error:
@@ -342,15 +354,16 @@ def plan(
     return part.done
 
 
-def take(context_id: int, number: int, names: Sequence[tuple[int, int]], *gradients: Tensor | None) -> None:
+def take(context_id: int, number: int, names: bytes, *gradients: Tensor | None) -> None:
     """Handler: gradients of entries of this worker."""
     worker, context = _here(context_id)
     part = part_of(worker, context, number)
-    part.take(from_wire(names, gradients), arrival_of(worker, gradients))
+    part.take(from_wire(names, *gradients), arrival_of(worker, gradients))
     part.advance()
 
 
-async def abort(context_id: int, number: int, reason: str) -> None:
+@inline
+def abort(context_id: int, number: int, reason: str) -> None:
     """Handler: that pass has failed elsewhere."""
     worker, context = _here(context_id)
     if number not in context.passed:

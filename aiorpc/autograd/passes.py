@@ -43,7 +43,7 @@ from ..futures import Future
 from ..runtime.gradients import AutogradContext
 from ..runtime.reach import SentName
 from ..runtime.worker import Worker
-from .parts import Entry, Wire, abort, arrival_of, ask, from_wire, gather, part_of, plan, to_wire
+from .parts import Entry, Wire, abort, arrival_of, ask, from_wire, gather, pack_names, part_of, plan, to_wire
 
 Tensor = torch.Tensor
 # Seconds to tell other workers that a pass has failed.
@@ -115,9 +115,8 @@ class Pass:
         seconds = 0.0 if self._until is None else max(1e-3, self._until - time.monotonic())
         part.done._add_callback(self._part_done)
         for worker_id, wanted in self._plans.items():
-            told = [tuple(name) for name in wanted]
-            given, gradients = to_wire(held.pop(worker_id, {}))
-            said = (context.id, self._number, told, self._retain, seconds, given, *gradients)
+            given = to_wire(held.pop(worker_id, {}))
+            said = (context.id, self._number, pack_names(wanted), self._retain, seconds, *given)
             ask(self._worker, worker_id, plan, *said, until=self._until)._add_callback(self._answered)
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
@@ -158,16 +157,17 @@ class Pass:
 
     # --- what follows from the answers --------------------------------------------------------------------------------
 
-    def _answered(self, call: Future[Wire]) -> None:
+    def _answered(self, call: Future[Wire | bytes]) -> None:
         error = call.exception()
         if error is not None:
             self._fail(error)
         else:
             self._do(partial(self._use, call.value()))
 
-    def _use(self, gradients: Wire) -> None:
-        """Not on a loop: a part is done, and has sent what came out of it last."""
-        self._part.take(from_wire(*gradients), arrival_of(self._worker, gradients[1]))
+    def _use(self, answer: Wire | bytes) -> None:
+        """Not on a loop: a part is done, and has sent what came out of it last; a lone result comes by itself."""
+        names, *gradients = (answer,) if isinstance(answer, bytes) else answer
+        self._part.take(from_wire(names, *gradients), arrival_of(self._worker, gradients))
         self._part.advance()
         with self._lock:
             self._answers -= 1

@@ -79,10 +79,12 @@ def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], Sequence[Buffer]] |
     """
     try:
         size = tensor.nbytes  # not defined for sparse ones
-        if size <= EMBEDDED_SIZE:
+        flags = 0
+        if tensor.requires_grad:
+            flags = REQUIRES_GRAD
+            array = tensor.detach().numpy()
+        elif size <= EMBEDDED_SIZE:
             array = tensor.numpy()  # refuses all that is not a dense CPU tensor without gradient and pending bits
-        elif tensor.requires_grad:
-            return None
         else:
             # Of a tensor of our own: `tensor.data = ...` gives that of the caller another storage, and frees this one.
             array = tensor.detach().numpy()
@@ -90,20 +92,20 @@ def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], Sequence[Buffer]] |
         return None
     if not size:
         return None
-    flags = array.flags
+    memory = array.flags
     # Attributes go by pickle. If the storage was freed, the array has memory of its own, or, in the midst of it, none.
-    if not flags.c_contiguous or flags.owndata or tensor.__dict__:
+    if not memory.c_contiguous or memory.owndata or tensor.__dict__:
         return None
     if tensor.storage_offset() and not tensor.untyped_storage().nbytes():
         return None
     code = _CODES[tensor.dtype]
     if size <= EMBEDDED_SIZE:
-        return [EMBEDDED, array.tobytes(), code, array.shape, None, 0], ()
+        return [EMBEDDED, array.tobytes(), code, array.shape, None, flags], ()
     if size < DIRECT_SIZE:
-        return [0, 0, code, array.shape, None, 0], (array.tobytes(),)
+        return [0, 0, code, array.shape, None, flags], (array.tobytes(),)
     if code in _COMPLEX:  # numpy's, which a memoryview cannot take apart
         return None
-    return [0, 0, code, array.shape, None, 0], (array.data.cast("B"),)
+    return [0, 0, code, array.shape, None, flags], (array.data.cast("B"),)
 
 
 def rebuild(table: list[Any], buffers: Sequence[Any], landing: Landing | None = None) -> list[torch.Tensor]:

@@ -8,7 +8,8 @@ A message carries a list of values (the arguments of a call, the one result of a
     pickled     one pickle (protocol 5) of the tuple of those, so that what they share stays shared
     buffers     how many segments of the frame are out-of-band buffers of that pickle; they come last
     table       the channel's description of the tensors (None: there are none)
-    references  wire forms of the remote references inside; a message that cannot be unpickled still has to take them
+    references  wire forms of the remote references inside; a message that cannot be unpickled still has to take them.
+                One that is a value by itself ends with its position, and needs no pickle
     gradients   inside of an autograd context: its id, the number of the message, and which tensors require gradients
 
 Trailing fields that would be empty are left out. Tensors always leave the body: also those inside pickled objects,
@@ -160,12 +161,28 @@ def encode_values(values: list[Any], out: Outgoing) -> list[Any]:
         if kind is Tensor and _goes_alone(value, position, out.route):
             tensors_at.append(position)
             out.tensors.append(value)
+        elif is_reference(kind):
+            refer(value, position, out)
         else:
             opaque_at.append(position)
     if opaque_at:
         pickled = _pickle_all(values, opaque_at, out)
         return [plain, tensors_at, opaque_at, pickled, len(out.buffers)]
     return [plain, tensors_at] if tensors_at else [plain]
+
+
+def is_reference(kind: type) -> bool:
+    """Whether values of that type are remote references."""
+    return hasattr(kind, "_travel")
+
+
+def refer(value: Any, position: int, out: Outgoing) -> None:
+    """A remote reference at that position goes along. Raises SerializationError if it cannot."""
+    try:
+        value._travel(out, position)
+    except Exception as cause:
+        kind = type(value).__qualname__
+        raise SerializationError(f"(a {kind}) cannot be serialised: {cause}", position) from cause
 
 
 def _goes_alone(tensor: Tensor, position: int, route: Route | None) -> bool:
@@ -183,9 +200,13 @@ def decode_values(fields: list[Any], message: Incoming, buffers: Sequence[Buffer
     try:
         for position, tensor in zip(fields[1], message.tensors, strict=False):
             values[position] = tensor
+        if message.references:
+            for wire, reference in zip(fields[6], message.references, strict=True):
+                if len(wire) > 5:
+                    values[wire[5]] = reference
         pickled = fields[3] if len(fields) > 2 and fields[2] else b""
-    except (TypeError, IndexError) as error:
-        raise ProtocolError(f"a message whose tensors have no place: {error}") from None
+    except (TypeError, IndexError, ValueError) as error:
+        raise ProtocolError(f"a message whose tensors or references have no place: {error}") from None
     if pickled:
         if type(pickled) is not bytes:
             raise ProtocolError("a message whose pickle is none")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,6 +145,17 @@ def shortened(item: object) -> str:
 def is_number(item: object) -> bool:
     """Whether it can be an id on the wire."""
     return type(item) is int and 0 <= item < 1 << 63
+
+
+def compose(tag: Tag, fields: Sequence[object]) -> Message:
+    """A message of that tag; `parse` gives tag and fields back."""
+    message: list[object] = [int(tag)]
+    for field in fields:
+        if type(field) is ReferenceId:
+            message += field
+        else:
+            message.append(field)
+    return tuple(message)
 
 
 def parse(message: object) -> tuple[Tag, list[object]]:

@@ -25,7 +25,6 @@ from .reference_messages import (
     Confirmed,
     Counts,
     Free,
-    Message,
     Outputs,
     Record,
     ReferenceId,
@@ -33,6 +32,7 @@ from .reference_messages import (
     Send,
     Tag,
     Wire,
+    compose,
     is_number,
     parse,
     shortened,
@@ -98,7 +98,7 @@ class ReferenceTable:
         self._granted: dict[ReferenceId, ReferenceId] = {}  # child counted when we, the owner, encoded it -> rref
         self._departed: set[int] = set()
         self._outputs: Outputs = []
-        self._loopback: deque[Message] = deque()
+        self._loopback: deque[tuple[Tag, tuple[object, ...]]] = deque()
         self._handlers: dict[Tag, Callable[..., None]] = {
             Tag.ADD: self._on_add,
             Tag.ADDED: self._on_added,
@@ -183,7 +183,7 @@ class ReferenceTable:
         elif direct:
             self._outputs.append(Confirmed(rref, fork))
         else:
-            self._send(owner, Tag.ADD, *rref, *fork)
+            self._send(owner, Tag.ADD, rref, fork)
         return rref, owner, fork, self._finish()
 
     def drop(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
@@ -297,7 +297,7 @@ class ReferenceTable:
         held = self._creation(rref, fork)
         if held is not None:
             # Third workers may have registered already: the owner has to refuse them until our DEL ends it.
-            self._send(held.owner, Tag.ABANDON, *rref, *fork, coming, reason)
+            self._send(held.owner, Tag.ABANDON, rref, fork, coming, reason)
             self._break(held, reason, counted=True)
         return self._finish()
 
@@ -358,14 +358,14 @@ class ReferenceTable:
     def _release_parent(self, held: _Fork) -> None:
         parent, held.parent = held.parent, None
         if parent is not None:
-            self._send(parent, Tag.CHILD_OK, *held.fork)
+            self._send(parent, Tag.CHILD_OK, held.fork)
 
     def _settle(self, held: _Fork) -> None:
         """Forget a dropped fork once nothing depends on it: no child to be counted, no answer to come."""
         if not held.dropped or held.pins or held.state is _State.PENDING:
             return
         if self._forks.pop(held.fork, None) is not None and held.counted:
-            self._send(held.owner, Tag.DEL, *held.rref, *held.fork)
+            self._send(held.owner, Tag.DEL, held.rref, held.fork)
 
     def _on_added(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
         held = self._forks.get(fork)
@@ -396,7 +396,7 @@ class ReferenceTable:
             raise ProtocolError(f"asked about {rref}, which this worker did not create")
         held = self._forks.get(ReferenceId(self.worker_id, rref.number + 1))
         if held is None or not held.creator or held.rref != rref or held.owner != sender:
-            self._send(sender, Tag.NEVER, *rref)
+            self._send(sender, Tag.NEVER, rref)
         # Else silence: CREATE or ABANDON is on its way, or the answer to it is.
 
     # -- the owner's half -------------------------------------------------------------------------------------------
@@ -405,18 +405,18 @@ class ReferenceTable:
         self._check_add(sender, rref, fork)
         owned = self._owned.get(rref)
         if owned is None and (rref.worker == self.worker_id or rref.worker in self._departed):
-            self._send(sender, Tag.GONE, *rref, *fork, FREED)
+            self._send(sender, Tag.GONE, rref, fork, FREED)
         elif owned is None:
             # Not created yet, or freed long ago? Only the creator can tell; remembering all that was freed cannot end.
             self._owned[rref] = _Owned(rref, _Value.AWAITED, waiting={fork: sender})
-            self._send(rref.worker, Tag.ASK, *rref)
+            self._send(rref.worker, Tag.ASK, rref)
         elif owned.value is _Value.CREATED:
             owned.forks[fork] = sender
-            self._send(sender, Tag.ADDED, *rref, *fork)
+            self._send(sender, Tag.ADDED, rref, fork)
         elif owned.value is _Value.AWAITED:
             owned.waiting[fork] = sender
         else:
-            self._send(sender, Tag.GONE, *rref, *fork, owned.reason)
+            self._send(sender, Tag.GONE, rref, fork, owned.reason)
 
     def _check_add(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
         self._check_known(rref)
@@ -435,7 +435,7 @@ class ReferenceTable:
         waiting, owned.waiting = owned.waiting, {}
         owned.forks.update(waiting)
         for early, holder in waiting.items():
-            self._send(holder, Tag.ADDED, *owned.rref, *early)
+            self._send(holder, Tag.ADDED, owned.rref, early)
         self._reap(owned)
 
     def _on_del(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
@@ -473,7 +473,7 @@ class ReferenceTable:
         everyone = {**owned.forks, **owned.waiting}
         for fork, holder in everyone.items():
             self._granted.pop(fork, None)
-            self._send(holder, Tag.GONE, *owned.rref, *fork, reason)
+            self._send(holder, Tag.GONE, owned.rref, fork, reason)
         owned.forks, owned.waiting = {}, {}
         self._outputs.append(Free(owned.rref))
 
@@ -524,16 +524,15 @@ class ReferenceTable:
         self._reap(owned)
 
     def _send(self, to: int, tag: Tag, *fields: object) -> None:
-        message = (int(tag), *fields)
         if to == self.worker_id:
-            self._loopback.append(message)
+            self._loopback.append((tag, fields))
         elif to not in self._departed:
-            self._outputs.append(Send(to, message))
+            self._outputs.append(Send(to, compose(tag, fields)))
 
     def _finish(self) -> Outputs:
         """Handle what this worker said to itself, then hand out what is to be done."""
         while self._loopback:
-            tag, fields = parse(self._loopback.popleft())
+            tag, fields = self._loopback.popleft()
             self._handlers[tag](self.worker_id, *fields)
         outputs, self._outputs = self._outputs, []
         return outputs

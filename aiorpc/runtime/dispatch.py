@@ -5,7 +5,8 @@ States of a served call; it is in `Service.calls` exactly while it is RUNNING, a
     RUNNING -> ANSWERED    the handler returned or raised: REPLY or ERROR goes out, once
     RUNNING -> CANCELLED   CANCEL came, the connection ended, or we shut down: the handler is told, its result dropped
 
-Where a handler runs is its `Mode`: coroutines on the loop, everything that may block in the pool. Arguments are
+Where a handler runs is its `Mode`: coroutines, and what of the runtime's never waits, on the loop, everything that may
+block in the pool. Arguments are
 unpickled where the handler runs, so that a slow ``__setstate__`` blocks no loop; a coroutine's, too, when large.
 """
 
@@ -72,6 +73,7 @@ class Service:
             Mode.COROUTINE.value: self._start_task,
             Mode.ASYNC_GENERATOR.value: self._start_task,
             Mode.BATCHED.value: self._start_thread,
+            Mode.INLINE.value: self._run_inline,
         }
 
     # --- frames -------------------------------------------------------------------------------------------------------
@@ -311,6 +313,18 @@ class Service:
     def _load_references(self, wires: list[Any]) -> Sequence[Any]:
         return self.worker.references.load(wires, self.peer.id)
 
+    def _run_inline(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        token = current_call.set(context)
+        try:
+            args, kwargs = self._arguments(context, fields, segments)
+            result = target.function(*args, **kwargs)
+        except Exception as error:
+            self.answer_error(context, error)
+            return
+        finally:
+            current_call.reset(token)
+        self.answer(context, result)
+
     def _start_thread(
         self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]
     ) -> None:
@@ -537,8 +551,9 @@ class Service:
             self.worker.references.settle_created(context, result)
             result = None
         try:
-            body, buffers, _ = messages.encode([], [result], self._target, self.link.route_back, self._tape(context))
-            del result, _
+            values = list(result) if type(result) is messages.Results else [result]
+            body, buffers, _ = messages.encode([], values, self._target, self.link.route_back, self._tape(context))
+            del result, values, _
         except SerializationError as error:
             self.answer_error(context, SerializationError(f"the result of {context.function} {error}"))
             return

@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFERRED = "_aiorpc_async_execution"
 _SYSTEM = "_aiorpc_system"
+_INLINE = "_aiorpc_inline"
 
 
 class Mode(Enum):
@@ -32,6 +33,7 @@ class Mode(Enum):
     GENERATOR = "generator"
     ASYNC_GENERATOR = "async generator"
     BATCHED = "batched"
+    INLINE = "inline"
 
 
 class Target(NamedTuple):
@@ -60,6 +62,12 @@ def system(fn: F) -> F:
     return fn
 
 
+def inline(fn: F) -> F:
+    """Mark a plain function of the runtime's that never waits: it is run on the loop, between two frames."""
+    setattr(fn, _INLINE, True)
+    return fn
+
+
 def classify(function: Callable[..., Any], name: str) -> Target:
     """How a callable has to be run."""
     is_system = bool(getattr(function, _SYSTEM, False))
@@ -68,6 +76,8 @@ def classify(function: Callable[..., Any], name: str) -> Target:
         inner = inner.func
     if get_batcher(function) is not None:
         mode = Mode.BATCHED
+    elif getattr(function, _INLINE, False):
+        mode = Mode.INLINE
     elif getattr(function, _DEFERRED, False) or getattr(inner, _DEFERRED, False):
         mode = Mode.DEFERRED
     elif isinstance(function, type):

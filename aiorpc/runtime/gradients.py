@@ -68,6 +68,7 @@ class AutogradContext:
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
         self.passed: set[int] = set()  # numbers of those that have ended
+        self._anchor: Tensor | None = None  # what makes nodes of `_Received` part of a graph
         self._arrivals: list[Arrival] = []  # of gradients on devices
         self._numbers = itertools.count(1)
         self._gradients: dict[Tensor, Tensor] = {}  # a tensor's hash is its identity
@@ -109,14 +110,18 @@ class AutogradContext:
         self, sender: int, number: int, places: Sequence[int], behind: Sequence[Any], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """The tensors of a message from that worker; those at `places` get a node that stands for their past."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # whatever the thread is in the midst of
+            with torch.inference_mode(False), torch.enable_grad():
+                return self.receive(sender, number, places, behind, tensors)
+        if self._anchor is None:
+            self._anchor = torch.empty(0, device="cpu", requires_grad=True)
         tracked = list(tensors)
-        with torch.inference_mode(False), torch.enable_grad():
-            for place, said in zip(places, behind, strict=True):
-                anchor = torch.empty(0, requires_grad=True)
-                tracked[place] = _Received.apply(anchor, [tensors[place]])  # type: ignore[no-untyped-call]
-                edge = get_gradient_edge(tracked[place])
-                others = None if said is None else frozenset(_named(said))
-                self.received[edge.node] = ReceivedTensor(sender, SentName(number, place), edge, others)
+        for place, said in zip(places, behind, strict=True):
+            tensor: Tensor = _Received.apply(self._anchor, [tensors[place]])  # type: ignore[no-untyped-call]  # torch's
+            edge = get_gradient_edge(tensor)
+            others = None if said is None else frozenset(_named(said))
+            self.received[edge.node] = ReceivedTensor(sender, SentName(number, place), edge, others)
+            tracked[place] = tensor
         return tracked
 
     # --- gradients ----------------------------------------------------------------------------------------------------

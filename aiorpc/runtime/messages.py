@@ -12,8 +12,24 @@ from ..channels import AnyBuffer, layout
 from ..channels.landing import Landing
 from ..channels.routes import Route
 from ..errors import ProtocolError, SerializationError
-from ..protocol.codec import PLAIN, Incoming, Outgoing, decode_values, encode_values, is_simple, pack
+from ..protocol.codec import (
+    PLAIN,
+    Incoming,
+    Outgoing,
+    decode_values,
+    encode_values,
+    is_reference,
+    is_simple,
+    pack,
+    refer,
+)
 from ..protocol.frames import MAX_SEGMENTS, Buffer
+
+
+class Results(tuple[Any, ...]):
+    """Several results of one call of the runtime's own; they travel side by side, not as one pickled tuple."""
+
+    __slots__ = ()
 
 
 class ReferenceLoader(Protocol):
@@ -61,7 +77,7 @@ def encode(
     with nothing left behind. The buffers borrow the tensors. tape: of the autograd context that it is made in.
     """
     if route is None or not route.host_target:
-        quick = _encode_quickly(prefix, values, target)
+        quick = _encode_quickly(prefix, values, target, tape)
         if quick is not None:
             return quick
     out = Outgoing(target, same_main=target.same_main, route=route)
@@ -88,27 +104,31 @@ def encode(
 
 
 def _encode_quickly(
-    prefix: list[Any], values: list[Any], target: Target
-) -> tuple[bytes, Sequence[Buffer], None] | None:
-    """A message of plain values, simple containers of them and at most one plain tensor; None if there is more.
+    prefix: list[Any], values: list[Any], target: Target, tape: Recorder | None
+) -> tuple[bytes, Sequence[Buffer], Outgoing | None] | None:
+    """A message of plain values, simple containers of them, references, at most one plain tensor; None: there is more.
 
     What the general way gives, in a fraction of its instructions: most calls that have to be quick are of this kind.
     """
     tensor_at = -1
     opaque_at: list[int] = []
+    references_at: list[int] = []
     for position, value in enumerate(values):
         kind = type(value)
         if kind in PLAIN:
             continue
         if kind is torch.Tensor and tensor_at < 0:
             tensor_at = position
+        elif is_reference(kind):
+            references_at.append(position)
         elif is_simple((value,)):
             opaque_at.append(position)
         else:
             return None
     fields: list[Any] = [values]
     buffers: Sequence[Buffer] = ()
-    if tensor_at >= 0 or opaque_at:
+    recorded = False
+    if tensor_at >= 0 or opaque_at or references_at:
         plain = list(values)
         fields = [plain, (), opaque_at, None, 0]
         if opaque_at:
@@ -125,10 +145,35 @@ def _encode_quickly(
             plain[tensor_at] = None
             fields[1] = (tensor_at,)
             fields.append((entry,))
+            recorded = tape is not None and entry[5] != 0
+    out: Outgoing | None = None
     try:
-        return _pack(prefix, fields, target.max_body), buffers, None
-    except (OverflowError, UnicodeEncodeError):
-        return None  # an int beyond 64 bits, a str that is no text: these are pickled
+        if references_at or recorded:
+            out = Outgoing(target)
+            _accompany(fields, values, references_at, out, tape if recorded else None)
+        return _pack(prefix, fields, target.max_body), buffers, out
+    except BaseException as error:
+        if out is not None:
+            out.unsend()
+        if isinstance(error, (OverflowError, UnicodeEncodeError)):
+            return None  # an int beyond 64 bits, a str that is no text: these are pickled
+        raise
+
+
+def _accompany(
+    fields: list[Any], values: list[Any], references_at: Sequence[int], out: Outgoing, tape: Recorder | None
+) -> None:
+    """Add the fields behind the table. tape: the tensor requires gradients, and is recorded."""
+    for position in references_at:
+        refer(values[position], position, out)
+        fields[0][position] = None
+    if len(fields) == 5:
+        fields.append(None)
+    fields.append(out.references)
+    if tape is not None:
+        (tensor_at,), (entry,) = fields[1], fields[5]
+        fields.append(tape.record([values[tensor_at]], out.on_unsent))
+        entry[5] = 0  # it is no leaf there
 
 
 def _pack(prefix: list[Any], fields: list[Any], limit: int) -> bytes:

@@ -525,11 +525,12 @@ class Peer:
         try:
             landing = landing or (self.devices and self.worker.accelerators.landing()) or None
             if landing is None:
-                value = messages.decode(fields, segments, self.load_references, self.track)[0]
+                values = messages.decode(fields, segments, self.load_references, self.track)
             else:
                 with landing.entered():
-                    value = messages.decode(fields, segments, self.load_references, self.track, landing)[0]
+                    values = messages.decode(fields, segments, self.load_references, self.track, landing)
                     future._arrival = landing.arrival()
+            value = values[0] if len(values) < 2 else messages.Results(values)
         except BaseException as error:  # even SystemExit is that call's alone
             failure = RpcError(
                 f"the result of {future.describe()} cannot be read here: {type(error).__name__}: {error}"

@@ -132,6 +132,10 @@ class RRef(Generic[T]):
         seconds = self._references.worker.timeout(timeout)
         return peer.call([FETCH, *self._rref, "to_here"], (), None, seconds, depth=depth)
 
+    def _call_method(self, name: str, args: Sequence[Any], seconds: float) -> Future[Any]:
+        """Call a method of the value on its owner; for the runtime's own."""
+        return self._references.worker.peers.by_id(self._owner).call([METHOD, *self._rref, name], args, None, seconds)
+
     def _value_future(self) -> Future[T]:
         return self._references.value(*self._rref)
 
@@ -167,7 +171,12 @@ class RRef(Generic[T]):
             raise RpcUsageError(
                 "Can not pickle rref in python pickler: an RRef can only travel in a call, as an argument or result"
             )
-        return self._references.encode(self, out)
+        number = self._references.encode(self, out)
+        return codec.load_reference, (number,)
+
+    def _travel(self, out: codec.Outgoing, position: int) -> None:
+        """It is a value of a message by itself: see `codec.refer`."""
+        self._references.encode(self, out, position)
 
     def __str__(self) -> str:
         kind = "OwnerRRef" if self.is_owner() else "UserRRef"
@@ -325,7 +334,7 @@ class References:
         handles = []
         for wire in wires:
             with self._lock:
-                rref, owner, fork, outputs = self._table.decode(tuple(wire), sender)
+                rref, owner, fork, outputs = self._table.decode(wire[:5], sender)
                 handle: RRef[Any] = RRef.__new__(RRef)
                 handle._bind(self, rref, fork, owner)
                 self._handles[fork] = handle
@@ -334,8 +343,8 @@ class References:
             handles.append(handle)
         return handles
 
-    def encode(self, handle: RRef[Any], out: codec.Outgoing) -> tuple[Any, ...]:
-        """The pickled form of a handle in a message to `out.target`."""
+    def encode(self, handle: RRef[Any], out: codec.Outgoing, *position: int) -> int:
+        """Put a handle into a message to `out.target`; its number there. position: of a value that is nothing else."""
         to = self.worker.peers.id_of(out.target)
         with self._lock:
             try:
@@ -347,8 +356,8 @@ class References:
         self._release(freed)
         child = ReferenceId(wire[3], wire[4])
         out.on_unsent.append(lambda: self._run(self._table.unsend, child))
-        out.references.append(wire)
-        return codec.load_reference, (len(out.references) - 1,)
+        out.references.append((*wire, *position))
+        return len(out.references) - 1
 
     # --- values, on the owner -----------------------------------------------------------------------------------------
 

@@ -275,9 +275,21 @@ def test_what_is_not_plain_is_left_to_the_others() -> None:
     """Tensors of other kinds, or with more than elements to tell, have no plain entry; asking is no error."""
     dense = torch.ones(64, 64)
     others = [dense.to_sparse(), dense.to_sparse_csr(), torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8)]
-    others += [dense.to("meta"), dense.t()[:3], dense[:0], (dense * 1j).conj(), torch.ones(2, requires_grad=True)]
-    for tensor in [*others, torch.ones(64, 64, requires_grad=True) * 2]:
+    others += [dense.to("meta"), dense.t()[:3], dense[:0], (dense * 1j).conj()]
+    for tensor in others:
         assert describe_plain(tensor) is None
+
+
+@pytest.mark.parametrize("count", [2, EMBEDDED_SIZE, DIRECT_SIZE])
+def test_plain_tensor_that_requires_gradients(count: int) -> None:
+    """Its entry and its bytes are those of the general way, for a leaf and for what was computed."""
+    leaf = torch.arange(float(count), requires_grad=True)
+    for tensor in (leaf, leaf * 2):
+        described = describe_plain(tensor)
+        assert described is not None
+        (entry,), buffers = describe([tensor])
+        assert [*described[0][:3], tuple(described[0][3]), *described[0][4:]] == [*entry[:3], (count,), *entry[4:]]
+        assert [bytes(buffer) for buffer in described[1]] == [bytes(buffer) for buffer in buffers]
 
 
 def test_another_default_device_changes_nothing() -> None:

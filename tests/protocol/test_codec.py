@@ -509,6 +509,43 @@ def test_positions_that_do_not_fit(fields: list[Any]) -> None:
         decode_values(fields, Incoming([torch.ones(1)], ()), [])
 
 
+class Reference:
+    """What an RRef is to a message: it goes along beside the values."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def _travel(self, out: Outgoing, position: int) -> None:
+        if self.number < 0:
+            raise RuntimeError("it is broken")
+        out.references.append([0, self.number, 0, 0, 0, position])
+
+
+def test_references_that_are_values_need_no_pickle() -> None:
+    """They stand in their places again, among values of all kinds."""
+    out = Outgoing()
+    fields = encode_values([1, Reference(7), torch.ones(1), [2], Reference(8)], out)
+    assert [wire[1] for wire in out.references] == [7, 8]
+    fields += [None, out.references]
+    arrived = decode_values(unpack(pack(fields)), Incoming(out.tensors, ["seven", "eight"]), [])
+    assert [arrived[0], arrived[1], arrived[3], arrived[4]] == [1, "seven", [2], "eight"]
+
+
+def test_reference_that_cannot_travel_is_named() -> None:
+    """As other values that cannot be sent: its position, and what it says itself."""
+    with pytest.raises(SerializationError, match="it is broken") as caught:
+        encode_values([1, Reference(-1)], Outgoing())
+    assert caught.value.position == 1
+
+
+@pytest.mark.parametrize("position", [2, "x", None])
+def test_reference_without_a_place(position: Any) -> None:
+    """A position that no value has is a ProtocolError."""
+    fields = [[None], [], [], None, 0, None, [[0, 1, 0, 1, 1, position]]]
+    with pytest.raises(ProtocolError, match="no place"):
+        decode_values(fields, Incoming([], ["one"]), [])
+
+
 @pytest.mark.parametrize("load", [load_tensor, load_reference])
 def test_out_of_band_loaders_need_a_message(load: Callable[[int], Any]) -> None:
     """Outside of a message there is nothing to refer to."""

@@ -1209,7 +1209,7 @@ class GuessesGone(ReferenceTable):
         if rref in self._owned:
             super()._on_add(sender, rref, fork)
         else:
-            self._send(sender, Tag.GONE, *rref, *fork, "guessed")
+            self._send(sender, Tag.GONE, rref, fork, "guessed")
 
 
 class NeverAsks(ReferenceTable):
@@ -1248,7 +1248,7 @@ class DeletesBeforeConfirmation(ReferenceTable):
         held = self._forks.get(fork)
         if held is not None and not held.pins:
             del self._forks[fork]
-            self._send(held.owner, Tag.DEL, *rref, *fork)
+            self._send(held.owner, Tag.DEL, rref, fork)
         return self._finish()
 
 

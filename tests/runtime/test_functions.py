@@ -19,7 +19,17 @@ import torch
 
 from aiorpc.errors import RpcUsageError
 from aiorpc.runtime.batching import batched
-from aiorpc.runtime.functions import Mode, async_execution, classify, describe, find_name, is_loaded, resolve, system
+from aiorpc.runtime.functions import (
+    Mode,
+    async_execution,
+    classify,
+    describe,
+    find_name,
+    inline,
+    is_loaded,
+    resolve,
+    system,
+)
 
 
 def function() -> None: ...
@@ -284,6 +294,15 @@ def test_functions_of_the_runtime_are_marked() -> None:
     def mine() -> None: ...
 
     assert classify(mine, "mine").system
+
+
+def test_functions_that_never_wait_are_run_on_the_loop() -> None:
+    """Plain functions of the runtime's, when they say so."""
+
+    @inline
+    def quick() -> None: ...
+
+    assert classify(quick, "quick").mode is Mode.INLINE
 
 
 def test_async_execution_changes_nothing_else() -> None:

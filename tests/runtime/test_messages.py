@@ -146,6 +146,42 @@ def test_fields_that_are_no_message(fields: list[Any]) -> None:
         messages.decode(fields, [bytearray(4)], lambda wires: [])
 
 
+def test_several_results_travel_side_by_side() -> None:
+    """Those of the runtime's own calls: no pickle, which a tuple would need."""
+    body, segments, _ = messages.encode([], list(messages.Results((b"names", torch.ones(3)))), To())
+    fields = unpack(body)
+    assert not fields[2]
+    names, tensor = messages.decode(fields, [bytearray(segment) for segment in segments], lambda wires: [])
+    assert names == b"names" and tensor.eq(1).all()
+
+
+@pytest.mark.parametrize("values", [[torch.ones(2, requires_grad=True)], [torch.ones(2, requires_grad=True), 1 << 70]])
+def test_what_is_recorded_is_no_leaf_there(values: list[Any]) -> None:
+    """Inside of an autograd context, by the quick way and by the general one; outside it arrives as a leaf."""
+
+    class Recorder:
+        def record(self, tensors: Any, on_unsent: list[Any]) -> list[Any]:
+            recorded.append(len(tensors))
+            on_unsent.append(lambda: undone.append(len(tensors)))
+            return [5, 1, [0], [[]]]
+
+    recorded: list[int] = []
+    undone: list[int] = []
+    arrived: list[Any] = []
+
+    def track(said: Any, tensors: Any) -> Any:
+        arrived.append(said)
+        return tensors
+
+    body, _, out = messages.encode([], values, To(), None, Recorder())
+    assert not messages.decode(unpack(body), [], lambda wires: [], track)[0].requires_grad
+    assert arrived == [[5, 1, [0], [[]]]]
+    assert out is not None
+    out.unsend()
+    assert recorded == undone
+    assert deliver(values)[0].requires_grad
+
+
 def test_references_are_taken_even_when_the_values_cannot_be_read() -> None:
     """The senders of references wait for an answer that only taking them gives: they come before anything can fail."""
     taken: list[Any] = []
