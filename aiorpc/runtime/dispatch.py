@@ -29,7 +29,7 @@ from ..protocol.codec import pack, unpack
 from ..protocol.frames import CALL, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
-from . import functions, messages
+from . import messages
 from .batching import Batch, get_batcher
 from .current import CallContext, current_call, current_worker
 from .failures import encode_error
@@ -37,6 +37,7 @@ from .functions import Mode, Target
 from .gradients import Tape, current_autograd
 from .link import OF_LINKS, Link, Message, Parcel
 from .peer import LARGE_PICKLE
+from .resolver import Resolver
 from .statistics import PendingCall
 from .streams import serve_async_generator, serve_generator
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiorpc")
 
 Run = Callable[[Target, CallContext, list[Any], Sequence[Buffer]], None]
-FETCH, METHOD = "f", "m"
 
 
 class Service:
@@ -60,11 +60,10 @@ class Service:
         self._system = (
             0  # how many of `calls` are the runtime's own; one of them lasts as long as its caller waits to leave
         )
-        self._methods: dict[tuple[type, str, object], Target] = {}
         self._info = peer.info
         self.link = Link(worker, connection, peer, self, number=link, opener=False)
-        self._functions: dict[int, Target] = {}
         self._target = worker.peers.of(peer)
+        self._resolver = Resolver(self)
         self._devices = worker.accelerators.accelerator is not None
         self._run: dict[str, Run] = {  # by the value: hashing a member of an Enum is a call into Python
             Mode.THREAD.value: self._start_thread,
@@ -126,9 +125,9 @@ class Service:
         if type(extra) is list:
             self.worker.references.on_create(extra, self.peer.id, context)
         users = len(self.calls) - self._system
-        if users >= self.worker.options.max_queued_calls and not self._is_system(wire_function):
+        if users >= self.worker.options.max_queued_calls and not self._resolver.is_system(wire_function):
             self.calls[frame.call_id] = context
-            self._discard_arguments(fields)
+            self.discard_arguments(fields)
             self.answer_error(
                 context,
                 Overloaded(
@@ -141,137 +140,25 @@ class Service:
         try:
             if failure is not None:
                 raise failure
-            self._route(wire_function, context, fields, frame.segments)
+            self._resolver.route(wire_function, context, fields, frame.segments)
         except Exception as error:
-            self._discard_arguments(fields)
+            self.discard_arguments(fields)
             self.answer_error(context, error)
 
-    def _is_system(self, wire: Any) -> bool:
-        """Whether a call is the runtime's own: users' many calls must not refuse leaving and news of losses."""
-        if type(wire) is int:
-            target = self._functions.get(wire)
-            return target is not None and target.system
-        name = wire[1] if type(wire) is list and len(wire) == 2 else ""
-        return name.startswith("aiorpc.runtime.") and functions.is_loaded(name) and functions.resolve(name).system
-
-    def _discard_arguments(self, fields: list[Any]) -> None:
+    def discard_arguments(self, fields: list[Any]) -> None:
         """A call that does not run: the references among its arguments still have to be taken."""
         if len(fields) > 11 and fields[11]:
             self._load_references(fields[11])
 
-    def _route(self, wire: Any, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
-        target: Target | None = None
-        if type(wire) is int:
-            target = self._functions.get(wire)
-            if target is None:
-                raise ProtocolError(f"function number {wire} was never named")
-        elif wire is None:  # by value: it comes out of the arguments, which may take long
-            self.worker.background.submit(self._unpack_function, context, fields, segments)
-            return
-        elif wire[0] == FETCH:
-            context.function = "to_here"
-            self._fetch(wire, context)
-            return
-        elif wire[0] == METHOD:
-            context.function = f"{wire[3]} of a reference"
-            self._resolve_method(wire, context, fields, segments)
-            return
-        else:
-            number, name = wire
-            target = self._functions.get(number)
-            if target is None:
-                context.function = name
-                if not functions.is_loaded(name):
-                    self.worker.background.submit(self._import, wire, context, fields, segments)
-                    return
-                target = self._functions[number] = functions.resolve(name)
-        self._start(target, context, fields, segments)
-
-    # --- finding the function -----------------------------------------------------------------------------------------
-
-    def _import(self, wire: Any, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
-        """In the pool: the function's module has to be imported first."""
-        number, name = wire
-        try:
-            target = functions.resolve(name)
-        except Exception as error:
-            self.worker.call_on_loop(self._discard_arguments, fields)
-            self.answer_error(context, error)
-            return
-        self._functions[number] = target
-        self.worker.call_on_loop(self._start, target, context, fields, segments)
-
-    def _unpack_function(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
-        """In the pool: the function came by value, as the first argument."""
-        try:
-            values = self._decode(context, fields, segments)
-            function = values.pop(0)
-            if not callable(function):
-                raise RpcUsageError(f"{type(function).__qualname__} is not callable")
-            target = functions.classify(function, functions.describe(function))
-        except BaseException as error:
-            self.answer_error(context, error)
-            return
-        self.worker.call_on_loop(self._start, target, context, [*fields[:5], values], ())
-
-    def _fetch(self, wire: list[Any], context: CallContext) -> None:
-        """The value of a reference, once it is there."""
-        value = self.worker.references.value(wire[1], wire[2], self.peer.id)
-        when_done(value, partial(self._answer_future, context, False))
-
-    def _resolve_method(
-        self, wire: list[Any], context: CallContext, fields: list[Any], segments: Sequence[Buffer]
-    ) -> None:
-        """A method of a reference's value, once that is there."""
-        value = self.worker.references.value(wire[1], wire[2], self.peer.id)
-        when_done(value, partial(self._found_value, wire[3], context, fields, segments))
-
-    def _found_value(
-        self, name: str, context: CallContext, fields: list[Any], segments: Sequence[Buffer], future: AnyFuture
-    ) -> None:
-        value, error = outcome(future)
-        if error is not None:
-            self._refuse(context, fields, error)
-            return
-        context.arrival = getattr(future, "_arrival", None)
-        attribute = functions.find_method(type(value), name)
-        if attribute is not None:
-            self._call_method(value, name, attribute, context, fields, segments)
-        else:  # a property or the like: users' code, which may take its time
-            self.worker.pool.submit(self._call_method, value, name, None, context, fields, segments)
-
-    def _call_method(
-        self,
-        value: object,
-        name: str,
-        attribute: object,
-        context: CallContext,
-        fields: list[Any],
-        segments: Sequence[Buffer],
-    ) -> None:
-        try:
-            method = getattr(value, name)
-            target = self._methods.get((type(value), name, attribute))
-            if target is None:
-                if not callable(method):
-                    raise RpcUsageError(f"{name!r} of {type(value).__qualname__} is not callable")
-                target = functions.classify(method, f"{type(value).__qualname__}.{name}")
-                if attribute is not None:
-                    self._methods[type(value), name, attribute] = target._replace(function=len)  # not this value's
-            else:
-                target = target._replace(function=method)
-        except BaseException as failure:
-            self._refuse(context, fields, failure)
-            return
-        self.worker.run_on_loop(self._start, target, context, fields, segments)
-
-    def _refuse(self, context: CallContext, fields: list[Any], failure: BaseException) -> None:
-        self.worker.call_on_loop(self._discard_arguments, fields)
+    def refuse(self, context: CallContext, fields: list[Any], failure: BaseException) -> None:
+        """The call does not run: it is answered with that. Any thread."""
+        self.worker.call_on_loop(self.discard_arguments, fields)
         self.answer_error(context, failure)
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
-    def _start(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+    def start(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
+        """Run a call's function, found by now, the way it has to be run."""
         context.function = target.name
         if target.system:
             context.system = True
@@ -279,17 +166,18 @@ class Service:
         else:
             self.worker.counters.served_users += 1
         if _is_over(context):
-            self._discard_arguments(fields)
+            self.discard_arguments(fields)
             self.answer_error(context, _not_run(target))
             return
         streamed = target.mode in (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
         if streamed != (type(fields[4]) is int):
-            self._discard_arguments(fields)
+            self.discard_arguments(fields)
             self.answer_error(context, _wrong_verb(target, streamed))
             return
         self._run[target.mode._value_](target, context, fields, segments)
 
-    def _decode(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> list[Any]:
+    def decode(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> list[Any]:
+        """The values of a call. On the thread that they are for. Raises whatever unpickling raises."""
         landing = context.landing or (self._devices and self.worker.accelerators.landing())
         if not landing:
             return messages.decode(fields[5:], segments, self._load_references, self._target.track)
@@ -299,7 +187,7 @@ class Service:
     def _arguments(
         self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]
     ) -> tuple[list[Any], dict[str, Any]]:
-        values = self._decode(context, fields, segments)
+        values = self.decode(context, fields, segments)
         # Whoever still holds the message must not keep what only its arguments hold: see `_run_thread`.
         if type(segments) is list:
             segments.clear()
@@ -342,7 +230,7 @@ class Service:
     def _run_thread(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         """In the pool: a handler that may block."""
         if _is_over(context):
-            self.worker.call_on_loop(self._discard_arguments, fields)
+            self.worker.call_on_loop(self.discard_arguments, fields)
             self.answer_error(context, _not_run(target))
             return
         token = current_call.set(context)
@@ -381,7 +269,7 @@ class Service:
 
     def _defer(self, target: Target, context: CallContext, result: object) -> None:
         if is_future(result):
-            when_done(result, partial(self._answer_future, context, True))  # type: ignore[arg-type]  # is_future tells no checker
+            when_done(result, partial(self.answer_future, context, True))  # type: ignore[arg-type]  # is_future tells no checker
             return
         self.answer_error(
             context,
@@ -536,7 +424,8 @@ class Service:
 
     # --- answering, from any thread -----------------------------------------------------------------------------------
 
-    def _answer_future(self, context: CallContext, copy: bool, future: AnyFuture) -> None:
+    def answer_future(self, context: CallContext, copy: bool, future: AnyFuture) -> None:
+        """Send what a Future has come to. copy: as of `answer`."""
         value, error = outcome(future)
         if error is None:
             self.answer(context, value, copy=copy)

@@ -18,7 +18,6 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import sys
@@ -35,12 +34,13 @@ import torch
 from ..channels import AnyBuffer
 from ..channels.landing import Landing
 from ..errors import Overloaded, PeerClosed, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
-from ..futures import PENDING, Executor, Future, Marks, describe_site
+from ..futures import describe_site
 from ..protocol.codec import unpack
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import messages
+from .calls import CallFuture, FunctionEntry, copy_for, name_argument
 from .current import current_call
 from .failures import decode_error, without_frames
 from .functions import describe, find_name
@@ -71,65 +71,6 @@ class State(Enum):
     GONE = "gone"
 
 
-class CallFuture(Future[Any]):
-    """The Future of one call."""
-
-    # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
-    __slots__ = (
-        "_call_id",
-        "_callbacks",
-        "_deadline",
-        "_entry",
-        "_error",
-        "_peer",
-        "_site",
-        "_started",
-        "_state",
-        "_streamed",
-        "_system",
-        "_unclaimed",
-        "_value",
-    )
-
-    def __init__(self, peer: Peer, system: bool) -> None:
-        _CFuture.__init__(self, [])
-        self._unclaimed = [True]
-        self._state = PENDING
-        self._callbacks = None
-        self._error = None
-        self._value = None
-        self._site = None
-        self._peer: Peer = peer
-        self._system: bool = system
-        self._streamed = False
-        self._call_id: int = -1
-        self._entry: _FunctionEntry
-        self._deadline: float | None
-        self._started: float
-
-    @property
-    def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's
-        return self._peer.worker.loop
-
-    @property
-    def _executor(self) -> Executor:  # type: ignore[override]  # an attribute there; here it is the peer's
-        return self._peer.worker.pool
-
-    @property
-    def _marks(self) -> Marks | None:  # type: ignore[override]  # an attribute there; here it is the peer's
-        return self._peer.worker.accelerators.arrival if self._peer.devices else None
-
-    @property
-    def _function(self) -> str:
-        return self._entry.name
-
-    def _subject(self) -> str:
-        return f"the call of {self._function} on worker {self._peer.name!r}"
-
-    def _on_cancel(self) -> None:
-        self._peer.cancel(self._call_id)
-
-
 class _Message(NamedTuple):
     """A call with buffers that has not been sent."""
 
@@ -137,17 +78,6 @@ class _Message(NamedTuple):
     body: bytes
     buffers: Sequence[AnyBuffer]
     out: Outgoing | None
-
-
-class _FunctionEntry:
-    """A function as this peer knows it. number: -1 where it has none: it travels by value or belongs to a reference."""
-
-    __slots__ = ("confirmed", "name", "number")
-
-    def __init__(self, name: str, number: int = -1) -> None:
-        self.number = number
-        self.name = name
-        self.confirmed = False
 
 
 class Peer:
@@ -173,7 +103,7 @@ class Peer:
         self._others = itertools.count(-1, -1)
         self._lock = threading.RLock()  # a message that cannot be sent is called off while it is held
         # By function: those that have a name live as long as their module does.
-        self._functions: dict[Any, _FunctionEntry] = {}
+        self._functions: dict[Any, FunctionEntry] = {}
         self._numbers = itertools.count()
 
     def rename(self, name: str) -> None:
@@ -253,12 +183,12 @@ class Peer:
         wire_function: Any
         if type(function) is list:
             wire_function = function
-            future._entry = _FunctionEntry(str(function[-1]))
+            future._entry = FunctionEntry(str(function[-1]))
         else:
             try:
                 entry = self._functions.get(function) or self._enter(function)
             except TypeError:  # not hashable, so it has no name
-                entry = _FunctionEntry(describe(function))
+                entry = FunctionEntry(describe(function))
             future._entry = entry
             if entry.confirmed:
                 wire_function = entry.number
@@ -271,7 +201,7 @@ class Peer:
             prefix = [wire_function, remaining, said, names, extra]
             body, buffers, out = messages.encode(prefix, values, self, self.route, tape)
         except SerializationError as error:
-            where = _name_argument(error.position, wire_function is None, len(args), names, future)
+            where = name_argument(error.position, wire_function is None, len(args), names, future)
             raise SerializationError(f"{where} {error}") from error.__cause__
         future._call_id = call_id = next(self._ids)
         pending[call_id] = future
@@ -341,12 +271,12 @@ class Peer:
         unsent = len(self._waiting) if connection is None else connection.unsent
         return unsent - len(self.pending)
 
-    def _enter(self, function: Any) -> _FunctionEntry:
+    def _enter(self, function: Any) -> FunctionEntry:
         """A function called for the first time: it gets a number here if it can go by name."""
         name = find_name(function, self.same_main)
         if name is None:
-            return _FunctionEntry(describe(function))
-        return self._functions.setdefault(function, _FunctionEntry(name, next(self._numbers)))
+            return FunctionEntry(describe(function))
+        return self._functions.setdefault(function, FunctionEntry(name, next(self._numbers)))
 
     def send(self, frame: Sequence[Buffer], *, urgent: bool = False, call_id: int = 0) -> None:
         """Queue a frame for this peer, connecting first if need be. Any thread; dropped when the peer is gone."""
@@ -609,7 +539,7 @@ class Peer:
         future = self._take(call_id)
         self.streams.pop(call_id, None)
         if future is not None:
-            future._settle(None, _copy_for(error, future))
+            future._settle(None, copy_for(error, future))
 
     def close(self) -> None:
         """We leave: say goodbye and fail what is still pending. On the loop."""
@@ -643,22 +573,3 @@ class Peer:
     def user_calls(self) -> int:
         """Pending calls of users, not of the runtime."""
         return sum(not future._system for future in list(self.pending.values()))
-
-
-def _copy_for(error: RpcError, future: CallFuture) -> RpcError:
-    """Each call gets an error of its own: raising one object at many places mixes up their tracebacks."""
-    copy = type(error)(f"{error}; {future.describe()} got no answer")
-    copy.__dict__.update(error.__dict__)
-    copy.__cause__ = error.__cause__
-    return copy
-
-
-def _name_argument(position: int, function_first: bool, count: int, names: list[str] | None, future: CallFuture) -> str:
-    where = f"of {future._function} for worker {future._peer.name!r}"
-    if function_first:
-        if position == 0:
-            return f"the function {future._function}"
-        position -= 1
-    if names is not None and position >= count:
-        return f"argument {names[position - count]!r} {where}"
-    return f"argument {position} {where}"

@@ -39,10 +39,10 @@ from ..protocol.reference_messages import (
 )
 from ..protocol.references import ReferenceTable
 from .current import CallContext, registry
-from .dispatch import FETCH, METHOD
+from .resolver import FETCH, METHOD
 
 if TYPE_CHECKING:
-    from .peer import CallFuture
+    from .calls import CallFuture
     from .worker import Worker
 
 logger = logging.getLogger("aiorpc")

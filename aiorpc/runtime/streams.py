@@ -23,8 +23,9 @@ from . import messages
 from .current import CallContext
 
 if TYPE_CHECKING:
+    from .calls import CallFuture
     from .dispatch import Service
-    from .peer import CallFuture, Peer
+    from .peer import Peer
 
 
 _Item = tuple[list[Any], Sequence[Buffer], Landing | None]

@@ -45,6 +45,12 @@ def step(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).tanh()
 
 
+def apply(function: Any, *args: Any) -> Tensor:
+    """``function.apply`` of a torch.autograd.Function, which torch has given no types."""
+    result: Tensor = function.apply(*args)
+    return result
+
+
 # --- handlers ---------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import aiorpc
 from aiorpc import RRef, Worker, autograd
 from tests.autograd import parts
-from tests.autograd.parts import Tensor, vector, weight_of
+from tests.autograd.parts import Tensor, apply, vector, weight_of
 
 WORKERS = 4
 LEAVES = 3
@@ -104,9 +104,9 @@ def compute(operation: str, inputs: Sequence[Tensor], w: Tensor) -> tuple[Tensor
         y.register_hook(lambda gradient: None if gradient is None else gradient.clamp(-0.5, 0.5))
         return (y,)
     if operation == "cube":
-        return (Cube.apply(x),)  # type: ignore[no-untyped-call]
+        return (apply(Cube, x),)
     if operation == "stop":
-        return (Stop.apply(x),)  # type: ignore[no-untyped-call]
+        return (apply(Stop, x),)
     return (x.tanh(),) if operation == "tanh" else (x,)
 
 

@@ -16,7 +16,7 @@ from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, autogra
 from aiorpc.runtime.current import current_worker
 from aiorpc.testing import cluster
 from tests.autograd import parts
-from tests.autograd.parts import SIZE, Tensor, check, expected, gradients_of, step, vector, weight_of
+from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
 
 double = torch.float64
 
@@ -358,7 +358,7 @@ class Scale(torch.autograd.Function):
 
 
 def _scaled(x: Tensor) -> Tensor:
-    return Scale.apply(step(x, parts.weight(0)), 3.0, "three")  # type: ignore[no-any-return,no-untyped-call]
+    return apply(Scale, step(x, parts.weight(0)), 3.0, "three")
 
 
 async def test_custom_functions(workers: list[Worker]) -> None:
@@ -366,7 +366,7 @@ async def test_custom_functions(workers: list[Worker]) -> None:
     x, w = vector(), weight_of(workers[1], 0)
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", _scaled, x)
-        z = Scale.apply(y, 2.0, "two", True)  # type: ignore[no-untyped-call]
+        z = apply(Scale, y, 2.0, "two", True)
         await ctx.backward([(z * y).sum()])
         y = 3 * step(x, w)
         of_x, of_w = expected((2 * y * y).sum(), [x, w])
@@ -769,7 +769,7 @@ class Nothing(torch.autograd.Function):
 
 
 def _nothing(x: Tensor) -> Tensor:
-    return Nothing.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+    return apply(Nothing, x)
 
 
 @pytest.mark.parametrize("way", ["same", "views", "expanded", "function", "runs"])
@@ -784,7 +784,7 @@ async def test_gradients_never_share_memory(workers: list[Worker], way: str) -> 
         elif way == "expanded":
             total = x.sum() + y.sum() + z.sum()
         elif way == "function":
-            total = Sum.apply(*leaves)  # type: ignore[no-untyped-call]
+            total = apply(Sum, *leaves)
         else:  # that of x is known later than that of y: they come out of two runs of the engine
             total = x + y + z + await workers[0].call("worker1", _nothing, x)
         back = await workers[0].call("worker1", parts.echo, total)
@@ -797,7 +797,7 @@ async def test_a_gradient_that_a_node_keeps(workers: list[Worker]) -> None:
     """The context's gradient is not the tensor that a custom Function returned and holds on to."""
     x, constant = vector(), torch.arange(1.0, SIZE + 1, dtype=double)
     async with autograd.context() as ctx:
-        y = await workers[0].call("worker1", parts.echo, Constant.apply(x, constant))  # type: ignore[no-untyped-call]
+        y = await workers[0].call("worker1", parts.echo, apply(Constant, x, constant))
         await ctx.backward([y.sum()])
         assert _separate([ctx.gradients()[x], constant])
 
@@ -961,7 +961,7 @@ class Broken(torch.autograd.Function):
 
 
 def _broken(x: Tensor) -> Tensor:
-    return Broken.apply(step(x, parts.weight(0)))  # type: ignore[no-any-return,no-untyped-call]
+    return apply(Broken, step(x, parts.weight(0)))
 
 
 @pytest.mark.parametrize("at", ["worker0", "worker1"])
@@ -980,7 +980,7 @@ async def test_exceptions_of_a_node_reach_the_caller(workers: list[Worker], at: 
 
 
 def _broken_here(x: Tensor) -> Tensor:
-    return Broken.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+    return apply(Broken, x)
 
 
 async def test_exceptions_of_a_hook_reach_the_caller(workers: list[Worker]) -> None:

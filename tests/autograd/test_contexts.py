@@ -48,44 +48,44 @@ async def test_an_id_is_an_int_and_travels_as_one(workers: list[Worker]) -> None
 # --- the ways it takes ------------------------------------------------------------------------------------------------
 
 
-def _sync(worker: Worker, x: Tensor) -> Tensor:
-    return aiorpc.rpc_sync("worker1", parts.layer, args=(x,))  # type: ignore[no-any-return]
+def _sync(worker: Worker, x: Tensor) -> Any:
+    return aiorpc.rpc_sync("worker1", parts.layer, args=(x,))
 
 
-def _async(worker: Worker, x: Tensor) -> Tensor:
-    return aiorpc.rpc_async("worker1", parts.layer, args=(x,)).wait()  # type: ignore[no-any-return]
+def _async(worker: Worker, x: Tensor) -> Any:
+    return aiorpc.rpc_async("worker1", parts.layer, args=(x,)).wait()
 
 
-def _remote(worker: Worker, x: Tensor) -> Tensor:
-    return aiorpc.remote("worker1", parts.layer, x).to_here()  # type: ignore[no-any-return]
+def _remote(worker: Worker, x: Tensor) -> Any:
+    return aiorpc.remote("worker1", parts.layer, x).to_here()
 
 
-def _proxy_sync(worker: Worker, x: Tensor) -> Tensor:
-    return aiorpc.remote("worker1", parts.Layer).rpc_sync().forward(x)  # type: ignore[no-any-return]
+def _proxy_sync(worker: Worker, x: Tensor) -> Any:
+    return aiorpc.remote("worker1", parts.Layer).rpc_sync().forward(x)
 
 
-def _proxy_remote(worker: Worker, x: Tensor) -> Tensor:
-    return aiorpc.remote("worker1", parts.Layer).remote().forward(x).to_here()  # type: ignore[no-any-return]
+def _proxy_remote(worker: Worker, x: Tensor) -> Any:
+    return aiorpc.remote("worker1", parts.Layer).remote().forward(x).to_here()
 
 
-async def _call(worker: Worker, x: Tensor) -> Tensor:
-    return await worker.call("worker1", parts.layer, x)  # type: ignore[no-any-return]
+async def _call(worker: Worker, x: Tensor) -> Any:
+    return await worker.call("worker1", parts.layer, x)
 
 
-async def _handle(worker: Worker, x: Tensor) -> Tensor:
-    return await worker.peer("worker1").call(parts.layer, x)  # type: ignore[no-any-return]
+async def _handle(worker: Worker, x: Tensor) -> Any:
+    return await worker.peer("worker1").call(parts.layer, x)
 
 
-async def _reference(worker: Worker, x: Tensor) -> Tensor:
-    return await worker.remote("worker1", parts.layer, x)  # type: ignore[no-any-return]
+async def _reference(worker: Worker, x: Tensor) -> Any:
+    return await worker.remote("worker1", parts.layer, x)
 
 
-async def _proxy(worker: Worker, x: Tensor) -> Tensor:
-    return await worker.remote("worker1", parts.Layer).rpc_async().forward(x)  # type: ignore[no-any-return]
+async def _proxy(worker: Worker, x: Tensor) -> Any:
+    return await worker.remote("worker1", parts.Layer).rpc_async().forward(x)
 
 
-async def _proxy_of_a_coroutine(worker: Worker, x: Tensor) -> Tensor:
-    return await worker.remote("worker1", parts.Layer).rpc_async().forward_async(x)  # type: ignore[no-any-return]
+async def _proxy_of_a_coroutine(worker: Worker, x: Tensor) -> Any:
+    return await worker.remote("worker1", parts.Layer).rpc_async().forward_async(x)
 
 
 async def _sent_parameter(worker: Worker, x: Tensor) -> Tensor:
@@ -97,16 +97,16 @@ async def _then(worker: Worker, x: Tensor) -> Tensor:
     return await future.then(lambda done: worker.call("worker1", parts.layer, done.wait()).wait())
 
 
-async def _coroutine(worker: Worker, x: Tensor) -> Tensor:
-    return await worker.call("worker1", parts.layer_async, x)  # type: ignore[no-any-return]
+async def _coroutine(worker: Worker, x: Tensor) -> Any:
+    return await worker.call("worker1", parts.layer_async, x)
 
 
-async def _deferred(worker: Worker, x: Tensor) -> Tensor:
-    return await worker.call("worker1", parts.layer_deferred, x)  # type: ignore[no-any-return]
+async def _deferred(worker: Worker, x: Tensor) -> Any:
+    return await worker.call("worker1", parts.layer_deferred, x)
 
 
-async def _by_value(worker: Worker, x: Tensor) -> Tensor:
-    return await worker.call("worker1", lambda x: step(x, parts.weight(0)), x)  # type: ignore[no-any-return]
+async def _by_value(worker: Worker, x: Tensor) -> Any:
+    return await worker.call("worker1", lambda x: step(x, parts.weight(0)), x)
 
 
 WAYS = [_call, _handle, _reference, _proxy, _proxy_of_a_coroutine, _sent_parameter, _then, _coroutine, _deferred]
@@ -187,8 +187,8 @@ async def test_nested_calls_carry_it_to_a_third_worker(workers: list[Worker], ha
 async def test_a_call_without_tensors_carries_it_too(workers: list[Worker]) -> None:
     """What is called only passes the context on: the tensors come with the next call."""
 
-    async def relay() -> int | None:
-        return await aiorpc.call("worker2", parts.context_here)  # type: ignore[no-any-return]
+    async def relay() -> Any:
+        return await aiorpc.call("worker2", parts.context_here)
 
     assert await workers[0].call("worker1", relay) is None
     async with autograd.context() as ctx:
@@ -333,8 +333,8 @@ async def test_a_context_does_not_stay_with_the_connection_it_opened(workers: li
     """A worker whose first call was made in a context serves later calls in the context of their callers."""
     first, second, third = workers
 
-    async def relay() -> int | None:
-        return await aiorpc.call("worker2", parts.context_here)  # type: ignore[no-any-return]
+    async def relay() -> Any:
+        return await aiorpc.call("worker2", parts.context_here)
 
     async with autograd.context() as outer:
         assert await first.call("worker1", parts.context_here) == outer

@@ -15,7 +15,7 @@ import aiorpc as rpc
 from aiorpc import PeerLost, autograd
 from aiorpc.autograd import contexts
 from tests.autograd import parts
-from tests.autograd.parts import Tensor, expected, step, vector
+from tests.autograd.parts import Tensor, apply, expected, step, vector
 from tests.processes.workers import Link, Place, group, until
 
 BOUND = 20.0  # seconds; a pass has 60 by default, so an error that comes by then was told, not waited for
@@ -48,7 +48,7 @@ _stuck: list[bool] = []  # of this process
 
 def stuck_layer(x: Tensor) -> Tensor:
     """One layer that never comes back from its backward."""
-    y: Tensor = _Stuck.apply(parts.layer(x))  # type: ignore[no-untyped-call]
+    y: Tensor = apply(_Stuck, parts.layer(x))
     return y
 
 
@@ -239,5 +239,5 @@ class _Slow(torch.autograd.Function):
 
 def slow_layer(x: Tensor) -> Tensor:
     """One layer with a slow backward."""
-    y: Tensor = _Slow.apply(parts.layer(x))  # type: ignore[no-untyped-call]
+    y: Tensor = apply(_Slow, parts.layer(x))
     return y

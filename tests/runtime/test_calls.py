@@ -22,7 +22,7 @@ import torch
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, UnknownWorker, Worker
 from aiorpc.runtime.current import CallContext
-from aiorpc.runtime.dispatch import Service
+from aiorpc.runtime.resolver import Resolver
 from aiorpc.testing import cluster
 
 
@@ -277,14 +277,14 @@ async def test_a_function_goes_with_its_name_until_a_reply_confirmed_its_number(
 ) -> None:
     """All calls made before the first reply carry the name; those after it the number alone."""
     wires: list[Any] = []
-    route = Service._route
+    route = Resolver.route
 
-    def spy(service: Service, wire: Any, context: CallContext, fields: list[Any], segments: Any) -> None:
-        if service.peer.name == "worker0" and not (type(wire) is list and "aiorpc" in wire[1]):
+    def spy(resolver: Resolver, wire: Any, context: CallContext, fields: list[Any], segments: Any) -> None:
+        if resolver._service.peer.name == "worker0" and not (type(wire) is list and "aiorpc" in wire[1]):
             wires.append(wire)
-        route(service, wire, context, fields, segments)
+        route(resolver, wire, context, fields, segments)
 
-    monkeypatch.setattr(Service, "_route", spy)
+    monkeypatch.setattr(Resolver, "route", spy)
     assert await asyncio.gather(*(pair[0].call("worker1", add, n) for n in range(3))) == [10, 11, 12]
     assert await pair[0].call("worker1", add, 3) == 13
     number = wires[0][0]
