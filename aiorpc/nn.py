@@ -14,9 +14,7 @@ comes back stays on that device if a device map of the caller leads there; else 
 
 from __future__ import annotations
 
-import asyncio
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Self
@@ -150,7 +148,7 @@ class RemoteModule(Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`; on the worker's loop `forward_async`: ``y = await module(x)``."""
         worker = self._worker()
-        if threading.get_ident() == worker.thread and asyncio._get_running_loop() is worker.loop:
+        if worker.on_loop:
             return self.forward_async(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
@@ -394,11 +392,11 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """The same state with other tensors; of the type that torch gives and loads, with the versions of its modules."""
-    made: Any = OrderedDict(
+    made: OrderedDict[str, Any] = OrderedDict(
         (name, change(value) if isinstance(value, Tensor) else value) for name, value in state.items()
     )
-    made._metadata = OrderedDict(_metadata_of(state))
-    return made  # type: ignore[no-any-return]
+    setattr(made, "_metadata", OrderedDict(_metadata_of(state)))  # noqa: B010  # an attribute that only torch knows of
+    return made
 
 
 # --- on the owner -----------------------------------------------------------------------------------------------------

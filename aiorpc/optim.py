@@ -15,7 +15,6 @@ also those of different optimizers, as when every trainer has made its own.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +97,7 @@ class DistributedOptimizer:
                     "on these parameters?"
                 )
 
-        blocking = not _is_on_loop(worker)
+        blocking = not worker.on_loop
         what = "DistributedOptimizer.step()"
         arguments = (int(context_id),)
         here = partial(_step_here, worker, *arguments) if blocking else None
@@ -162,11 +161,6 @@ def _worker_of(rrefs: Sequence[RRef[Any]]) -> Worker:
     worker: Worker = rrefs[0]._references.worker
     worker.check_open()
     return worker
-
-
-def _is_on_loop(worker: Worker) -> bool:
-    """Whether this thread runs the worker's loop, right now."""
-    return threading.get_ident() == worker.thread and asyncio._get_running_loop() is worker.loop
 
 
 def _make(

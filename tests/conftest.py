@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing.util
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from pytest_asyncio import is_async_test
 
 from tests import leaks
 from tests.limits import limit_of, time_limit
+
+if TYPE_CHECKING:
+    from aiorpc import Worker
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 CALL_FAILED = pytest.StashKey[bool]()
@@ -91,6 +96,13 @@ def _warm_loops() -> None:
             runner.run(asyncio.sleep(0))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_collections() -> None:
+    """The collector looks at what a file's tests make: all of torch takes it 150 ms, and many tests ask for it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_leaks(request: pytest.FixtureRequest, _own_temporary_directory: None, _warm_loops: None) -> Iterator[None]:
     """Fail a test that passed but left descriptors, threads, children or files behind."""
@@ -140,3 +152,33 @@ def _start_gpu() -> None:
 
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
+
+
+# Imported by who wants workers: tests that need none need not wait for torch.
+
+
+@pytest.fixture
+async def apart() -> AsyncIterator[list[Worker]]:
+    """Three workers, each on a loop in a thread of its own; no reference may be left on any of them."""
+    from aiorpc import RpcBackendOptions
+    from aiorpc.testing import cluster
+    from tests.runtime.waiting import LIMIT, until_no_references
+
+    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT)) as workers:
+        yield workers
+        gc.collect()  # the tracebacks of errors that a test caught hold its locals
+        await until_no_references(workers)
+
+
+@pytest.fixture
+async def current_pair() -> AsyncIterator[list[Worker]]:
+    """Two workers on the test's loop, the first of them the current one."""
+    from aiorpc import RpcBackendOptions
+    from aiorpc.runtime.current import current_worker
+    from aiorpc.testing import cluster
+    from tests.runtime.waiting import LIMIT
+
+    async with cluster(2, options=RpcBackendOptions(rpc_timeout=LIMIT)) as workers:
+        token = current_worker.set(workers[0])
+        yield workers
+        current_worker.reset(token)

@@ -207,10 +207,7 @@ def test_one_of_two_racing_settlers_wins(first: str, second: str) -> None:
             future = pending()
             seen: list[tuple[str, object]] = []
             future.add_done_callback(lambda done, seen=seen: seen.append(see(done)))  # type: ignore[misc]  # bound now
-            results = all_at_once(
-                lambda future=future: SETTLERS[first](future),  # type: ignore[misc]  # bound now
-                lambda future=future: SETTLERS[second](future),  # type: ignore[misc]  # bound now
-            )
+            results = all_at_once(partial(SETTLERS[first], future), partial(SETTLERS[second], future))
             lost = [result is False or isinstance(result, RpcUsageError) for result in results]
             assert sorted(lost) == [False, True]
             winner = first if lost[1] else second

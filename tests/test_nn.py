@@ -2,56 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import gc
 import pickle
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcUsageError, RRef, UnknownWorker, Worker, WouldBlockLoop, autograd, nn
+from aiorpc import RpcUsageError, RRef, UnknownWorker, Worker, WouldBlockLoop, autograd, nn
 from aiorpc.nn import RemoteModule
 from aiorpc.optim import DistributedOptimizer
-from aiorpc.runtime.current import current_worker
-from aiorpc.testing import cluster
 from tests.processes import workers as processes
-from tests.runtime.waiting import LIMIT, until_no_references
+from tests.scripts import run
 
 Tensor = torch.Tensor
-T = TypeVar("T")
-
-
-@pytest.fixture
-async def apart() -> AsyncIterator[list[Worker]]:
-    """Three workers, each on a loop in a thread of its own; no reference may be left on any of them."""
-    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT)) as workers:
-        yield workers
-        gc.collect()  # the tracebacks of errors that a test caught hold its locals
-        await until_no_references(workers)
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[list[Worker]]:
-    """Two workers on the test's loop, the first of them the current one."""
-    async with cluster(2, options=RpcBackendOptions(rpc_timeout=LIMIT)) as workers:
-        token = current_worker.set(workers[0])
-        yield workers
-        current_worker.reset(token)
-
-
-async def run(worker: Worker, function: Callable[..., T], *args: Any) -> T:
-    """A script's part: in a thread, with that worker as the current one."""
-
-    def body() -> T:
-        current_worker.set(worker)
-        return function(*args)
-
-    return await asyncio.to_thread(body)
 
 
 # --- modules and handlers ---------------------------------------------------------------------------------------------
@@ -199,7 +166,7 @@ async def test_hooks_on_the_owner_run(apart: list[Worker]) -> None:
     await run(apart[0], script)
 
 
-async def test_on_the_loop_everything_can_be_awaited(pair: list[Worker]) -> None:
+async def test_on_the_loop_everything_can_be_awaited(current_pair: list[Worker]) -> None:
     """And what would block is refused, with the words of what to use."""
     with pytest.raises(WouldBlockLoop, match=r"await RemoteModule\.create"):
         RemoteModule("worker1", net, args=(1,))
@@ -272,7 +239,7 @@ async def test_training_equals_that_of_local_modules(apart: list[Worker]) -> Non
         torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-9)
 
 
-async def test_gradients_on_the_loop(pair: list[Worker]) -> None:
+async def test_gradients_on_the_loop(current_pair: list[Worker]) -> None:
     """`await module(x)` in a context of a coroutine."""
     module = await RemoteModule.create("worker1", net, args=(1,))
     x, y = inputs(0).requires_grad_(), inputs(0).requires_grad_()
@@ -421,7 +388,7 @@ async def test_state_goes_back_and_forth(apart: list[Worker]) -> None:
         state, expected = module.state_dict(), local.state_dict()
         assert type(state) is OrderedDict and list(state) == list(expected)
         assert all(torch.equal(state[name], value) for name, value in expected.items())
-        assert getattr(state, "_metadata") == getattr(expected, "_metadata")  # noqa: B009  # no attribute to mypy
+        assert vars(state)["_metadata"] == vars(expected)["_metadata"]
         for value in state.values():
             value.zero_()
         assert torch.equal(module.state_dict()["0.weight"], expected["0.weight"])
@@ -454,7 +421,8 @@ async def test_a_part_of_a_local_module(apart: list[Worker]) -> None:
     """Local parameters are the local ones; modes and states go through; it can be printed."""
 
     def script() -> None:
-        hybrid = Hybrid(RemoteModule("worker1", net, args=(1,)))
+        part = RemoteModule("worker1", net, args=(1,))
+        hybrid = Hybrid(part)
         expected = Hybrid(net(2))
         assert len(list(hybrid.parameters())) == 2 and [name for name, _ in hybrid.named_modules()] == [
             "",
@@ -462,12 +430,12 @@ async def test_a_part_of_a_local_module(apart: list[Worker]) -> None:
             "part",
         ]
         hybrid.eval()
-        assert not any(aiorpc.rpc_sync("worker1", is_training, (hybrid.part.get_module_rref(),)))  # type: ignore[operator]
+        assert not any(aiorpc.rpc_sync("worker1", is_training, (part.get_module_rref(),)))
         hybrid.train()
         state = hybrid.state_dict()
         reference = Hybrid(net(1)).state_dict()
         assert set(state) == set(reference) and "part.0.weight" in state
-        assert set(getattr(state, "_metadata")) == set(getattr(reference, "_metadata"))  # noqa: B009
+        assert set(vars(state)["_metadata"]) == set(vars(reference)["_metadata"])
         hybrid.load_state_dict(expected.state_dict())
         torch.testing.assert_close(hybrid(inputs(0)), expected(inputs(0)))
         incomplete = {name: value for name, value in reference.items() if name != "part.0.bias"}

@@ -87,7 +87,7 @@ class Plain(torch.optim.Optimizer):
         super().__init__(params, {"pause": pause})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
+    def step(self, closure: Any = None) -> Any:
         """Subtract."""
         kind = Plain
         kind.at_once += 1
@@ -106,7 +106,7 @@ class Meeting(torch.optim.SGD):
 
     barrier = threading.Barrier(2, timeout=LIMIT)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
+    def step(self, closure: Any = None) -> Any:
         """Meet."""
         Meeting.barrier.wait()
 
@@ -114,7 +114,7 @@ class Meeting(torch.optim.SGD):
 class Failing(torch.optim.SGD):
     """Does not like its gradients."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
+    def step(self, closure: Any = None) -> Any:
         """Fail."""
         raise ArithmeticError("these gradients are no good")
 
@@ -125,7 +125,7 @@ class Held(torch.optim.SGD):
     begun = 0
     let = threading.Event()
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
+    def step(self, closure: Any = None) -> Any:
         """Wait."""
         Held.begun += 1
         assert Held.let.wait(LIMIT)

@@ -29,6 +29,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Settings = TypeVar("Settings")
+T = TypeVar("T")
 
 #: Examples share a machine with their peers: one thread of arithmetic for each process, set before numpy is imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -72,13 +73,13 @@ def place_from_environment() -> Place | None:
 
 
 def launch(
-    role: Callable[[Place, Settings], Any],
+    role: Callable[[Place, Settings], T],
     settings: Settings,
     names: Sequence[str],
     *,
     timeout: float,
     preload: Sequence[str] = (),
-) -> Any:
+) -> T:
     """Run ``role(place, settings)`` in one process for each name and return what rank 0 returned.
 
     Under torchrun (RANK and WORLD_SIZE are set) nothing is started: the role of this process runs here, and what it
@@ -95,7 +96,8 @@ def launch(
         return role(place, settings)
     with contextlib.ExitStack() as stack:
         workers = _start(stack, role, settings, names, preload)
-        return _Supervisor(workers, timeout).result()
+        result: T = _Supervisor(workers, timeout).result()
+        return result
 
 
 @dataclass

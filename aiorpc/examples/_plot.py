@@ -5,63 +5,50 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ._program import figure
+
 BATCHED, UNBATCHED = "#1f6fb4", "#c9602c"
 
 
 def draw_training(result: dict[str, Any], path: Path) -> None:
     """Draw a run's reward and steps/s over its episodes into a PNG file at ``path``. result: as ``run`` returns it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 5.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    reward, speed = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     episodes = range(1, len(result["rewards"]) + 1)
     steps = result["observers"] * result["num_steps"]
-    reward.plot(episodes, result["rewards"], color=BATCHED, marker="o", markersize=3, linewidth=1, label="episode")
-    reward.plot(episodes, result["running_rewards"], color=UNBATCHED, linewidth=2, label="running reward")
-    reward.set(ylabel="reward (mean of the games)")
-    reward.legend(frameon=False, loc="upper left")
-    speed.plot(episodes, [steps / seconds for seconds in result["seconds"]], color="0.35", linewidth=1)
-    speed.set(xlabel="episode", ylabel="steps/s")
     how = "batched" if result["batch"] else "unbatched"
-    reward.set_title(f"batch_rl on CartPole-v1: an agent, {result['observers']} observers, {how}", fontsize=10)
-    for axes in (reward, speed):
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="0.9")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with figure(path, 7.0, 5.0, grid=True) as page:
+        reward, speed = page.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        reward.plot(episodes, result["rewards"], color=BATCHED, marker="o", markersize=3, linewidth=1, label="episode")
+        reward.plot(episodes, result["running_rewards"], color=UNBATCHED, linewidth=2, label="running reward")
+        reward.set(ylabel="reward (mean of the games)")
+        reward.legend(frameon=False, loc="upper left")
+        speed.plot(episodes, [steps / seconds for seconds in result["seconds"]], color="0.35", linewidth=1)
+        speed.set(xlabel="episode", ylabel="steps/s")
+        reward.set_title(f"batch_rl on CartPole-v1: an agent, {result['observers']} observers, {how}", fontsize=10)
+        for axes in (reward, speed):
+            axes.set_ylim(bottom=0)
 
 
 def draw(data: dict[str, Any], path: Path) -> None:
     """Draw steps/s over the number of observers, batched and unbatched, into a PNG file at ``path``."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     observers = [row["observers"] for row in data["rows"]]
-    for name, color, marker in (("batched", BATCHED, "o"), ("unbatched", UNBATCHED, "s")):
-        speeds = [row[name]["median_steps_per_s"] for row in data["rows"]]
-        axes.plot(observers, speeds, color=color, marker=marker, markersize=5, label=name)
-        axes.annotate(name, (observers[-1], speeds[-1]), xytext=(8, -3), textcoords="offset points", color=color)
-    if data["batched_wins_from"] is not None:
-        axes.axvline(data["batched_wins_from"], color="0.6", linewidth=1, linestyle=":")
-        axes.annotate(
-            f"batches win\nfrom here on ({data['batched_wins_from']})",
-            (data["batched_wins_from"], 0.02),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 2),
-            textcoords="offset points",
-            color="0.35",
-            fontsize=8,
-        )
-    axes.set(xlabel="observers", ylabel="environment steps per second", xticks=observers)
-    axes.set_xlim(observers[0] - 0.3, observers[-1] + 1.4)
-    axes.set_ylim(bottom=0)
-    axes.set_title(f"batch_rl on CartPole-v1 ({data['machine']})", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9")
-    figure.savefig(path, dpi=150)
+    with figure(path, 7.0, 4.2, grid=True) as page:
+        axes = page.add_subplot()
+        for name, color, marker in (("batched", BATCHED, "o"), ("unbatched", UNBATCHED, "s")):
+            speeds = [row[name]["median_steps_per_s"] for row in data["rows"]]
+            axes.plot(observers, speeds, color=color, marker=marker, markersize=5, label=name)
+            axes.annotate(name, (observers[-1], speeds[-1]), xytext=(8, -3), textcoords="offset points", color=color)
+        if data["batched_wins_from"] is not None:
+            axes.axvline(data["batched_wins_from"], color="0.6", linewidth=1, linestyle=":")
+            axes.annotate(
+                f"batches win\nfrom here on ({data['batched_wins_from']})",
+                (data["batched_wins_from"], 0.02),
+                xycoords=("data", "axes fraction"),
+                xytext=(4, 2),
+                textcoords="offset points",
+                color="0.35",
+                fontsize=8,
+            )
+        axes.set(xlabel="observers", ylabel="environment steps per second", xticks=observers)
+        axes.set_xlim(observers[0] - 0.3, observers[-1] + 1.4)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"batch_rl on CartPole-v1 ({data['machine']})", fontsize=10)

@@ -22,7 +22,8 @@ from torch.futures import Future
 import aiorpc as rpc
 
 from . import _ps
-from ._launch import WorkerFailed, launch
+from ._launch import launch
+from ._program import CommandLine
 from ._ps import Settings
 from ._resnet import MODELS
 
@@ -46,71 +47,41 @@ def run(settings: Settings) -> dict[str, Any] | None:
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.
     """
     names = [_ps.worker_name(rank) for rank in range(settings.world_size)]
-    result: dict[str, Any] | None = launch(_ps.role, settings, names, timeout=settings.timeout, preload=PRELOAD)
-    return result
+    return launch(_ps.role, settings, names, timeout=settings.timeout, preload=PRELOAD)
 
 
-def parser() -> argparse.ArgumentParser:
+def lines(result: dict[str, Any]) -> list[str]:
+    """What a run has to tell."""
+    trainers = f"{result['trainers']} trainer{'s' if result['trainers'] > 1 else ''}"
+    return [
+        f"{result['model']} ({result['parameters'] / 1e6:.1f} M parameters), {trainers}, "
+        f"{'batched' if result['batch'] else 'unbatched'}: {result['samples_per_s']:.1f} samples/s; "
+        f"loss {result['first_loss']:.3f} -> {result['last_loss']:.3f}"
+    ]
+
+
+def command_line() -> CommandLine[Settings]:
     """The command line."""
-    default = Settings()
-    made = argparse.ArgumentParser(
-        prog="python -m aiorpc.examples.batch_ps",
-        description="A parameter server that updates its model once for the gradients of all trainers.",
+    made = CommandLine(
+        "batch_ps", "A parameter server that updates its model once for the gradients of all trainers.", Settings()
     )
-    made.add_argument("--model", choices=sorted(MODELS), default=default.model)
-    made.add_argument("--world-size", type=int, default=default.world_size, help="one server, the rest trainers")
-    made.add_argument("--num-steps", type=int, default=default.num_steps, help="steps of each trainer")
-    made.add_argument("--batch-size", type=int, default=default.batch_size, help="images in a trainer's step")
-    made.add_argument("--image-size", type=int, default=default.image_size, help="pixels of a side")
-    made.add_argument("--lr", type=float, default=default.lr, help="learning rate")
-    made.add_argument("--no-batch", action="store_true", help="a step for each trainer's gradients alone")
-    made.add_argument("--seed", type=int, default=default.seed)
-    made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
-    made.add_argument("--backend-module", default=default.backend_module, help=argparse.SUPPRESS)
+    made.option("model", choices=sorted(MODELS))
+    made.option("world_size", "one server, the rest trainers", least=2, why="a server and a trainer")
+    made.option("num_steps", "steps of each trainer", least=1)
+    made.option("batch_size", "images in a trainer's step", least=2, why="they are normalised over the batch")
+    made.option("image_size", "pixels of a side")
+    made.option("lr", "learning rate")
+    made.add_argument(
+        "--no-batch", dest="batch", action="store_false", help="a step for each trainer's gradients alone"
+    )
+    made.common_options()
+    made.option("backend_module", argparse.SUPPRESS)
     return made
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    return Settings(
-        model=arguments.model,
-        world_size=arguments.world_size,
-        num_steps=arguments.num_steps,
-        batch_size=arguments.batch_size,
-        image_size=arguments.image_size,
-        lr=arguments.lr,
-        batch=not arguments.no_batch,
-        seed=arguments.seed,
-        timeout=arguments.timeout,
-        backend_module=arguments.backend_module,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
-    commands = parser()
-    arguments = commands.parse_args(argv)
-    if arguments.world_size < 2:
-        commands.error("--world-size must be at least 2: a server and a trainer")
-    if arguments.num_steps < 1:
-        commands.error("--num-steps must be at least 1")
-    if arguments.batch_size < 2:
-        commands.error("--batch-size must be at least 2: they are normalised over the batch")
-    try:
-        result = run(settings_from(arguments))
-    except WorkerFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    if result is not None:
-        trainers = f"{result['trainers']} trainer{'s' if result['trainers'] > 1 else ''}"
-        print(
-            f"{result['model']} ({result['parameters'] / 1e6:.1f} M parameters), {trainers}, "
-            f"{'batched' if result['batch'] else 'unbatched'}: {result['samples_per_s']:.1f} samples/s; "
-            f"loss {result['first_loss']:.3f} -> {result['last_loss']:.3f}"
-        )
-    return 0
+    return command_line().main(argv, run, lines)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +24,9 @@ from torch.futures import Future
 import aiorpc as rpc
 
 from . import _rl
-from ._launch import WorkerFailed, launch, place_from_environment
+from ._launch import launch, place_from_environment
+from ._plot import draw_training
+from ._program import CommandLine, exit_code, tell
 from ._rl import Settings
 
 __all__ = ["Agent", "Settings", "main", "rpc", "run"]
@@ -54,92 +55,65 @@ def run(settings: Settings) -> dict[str, Any] | None:
     role = _rl.blocking_role
     if settings.use_async:
         from ._async_rl import async_role as role
-    result: dict[str, Any] | None = launch(role, settings, names, timeout=settings.timeout, preload=PRELOAD)
-    return result
+    return launch(role, settings, names, timeout=settings.timeout, preload=PRELOAD)
 
 
-def parser() -> argparse.ArgumentParser:
+def lines(result: dict[str, Any]) -> list[str]:
+    """What a run has to tell."""
+    return [
+        f"{_count(result['observers'])}, {'batched' if result['batch'] else 'unbatched'}: "
+        f"{result['steps']:,} steps in {result['total_s']:.1f} s, {result['steps_per_s']:,.0f} steps/s; "
+        f"reward {result['rewards'][0]:.1f} -> {result['rewards'][-1]:.1f}"
+    ]
+
+
+def command_line() -> CommandLine[Settings]:
     """The command line."""
     default = Settings()
-    made = argparse.ArgumentParser(
-        prog="python -m aiorpc.examples.batch_rl",
-        description="CartPole learned by one agent that chooses the actions of many observers in batches.",
+    made = CommandLine(
+        "batch_rl", "CartPole learned by one agent that chooses the actions of many observers in batches.", default
     )
-    made.add_argument("--world-size", type=int, default=default.world_size, help="one agent, the rest observers")
+    made.option("world_size", "one agent, the rest observers", least=2, why="an agent and an observer")
     episodes = f"default {default.num_episode}, in a sweep {SWEEP_EPISODES}"
-    made.add_argument("--num-episode", type=int, help=episodes)
-    made.add_argument("--num-steps", type=int, default=default.num_steps, help="steps of an observer in an episode")
-    made.add_argument("--no-batch", action="store_true", help="run the policy for each observer's step alone")
+    made.option("num_episode", episodes, default=None)
+    made.option("num_steps", "steps of an observer in an episode", least=2)
+    made.add_argument(
+        "--no-batch", dest="batch", action="store_false", help="run the policy for each observer's step alone"
+    )
     made.add_argument("--async", dest="use_async", action="store_true", help="the training loop with async def")
-    made.add_argument("--seed", type=int, default=default.seed)
-    made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
-    made.add_argument("--picture", metavar="FILE", help="draw the rewards and the speed into this PNG file")
+    made.common_options(picture="the rewards and the speed")
     made.add_argument("--sweep", action="store_true", help="world sizes 2 to 11, batched and unbatched")
     made.add_argument("--out", default="bench/results/batch_rl", help="where --sweep writes OUT.json and OUT.png")
-    made.add_argument("--backend-module", default=default.backend_module, help=argparse.SUPPRESS)
+    made.option("backend_module", argparse.SUPPRESS)
     return made
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    episodes = arguments.num_episode
-    if episodes is None:
-        episodes = SWEEP_EPISODES if arguments.sweep else Settings().num_episode
-    return Settings(
-        world_size=arguments.world_size,
-        num_episode=episodes,
-        num_steps=arguments.num_steps,
-        batch=not arguments.no_batch,
-        seed=arguments.seed,
-        use_async=arguments.use_async,
-        timeout=arguments.timeout,
-        backend_module=arguments.backend_module,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
-    commands = parser()
-    arguments = commands.parse_args(argv)
-    if arguments.world_size < 2:
-        commands.error("--world-size must be at least 2: an agent and an observer")
-    if arguments.num_episode is not None and arguments.num_episode < 1:
+    commands = command_line()
+    arguments = commands.parse(argv)
+    if arguments.num_episode is None:
+        arguments.num_episode = SWEEP_EPISODES if arguments.sweep else Settings().num_episode
+    if arguments.num_episode < 1:
         commands.error("--num-episode must be at least 1")
-    if arguments.num_steps < 2:
-        commands.error("--num-steps must be at least 2")
     if arguments.sweep and place_from_environment() is not None:
         commands.error("--sweep starts its own workers: run it without torchrun")
-    try:
-        return _run_and_tell(arguments)
-    except WorkerFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-
-
-def _run_and_tell(arguments: argparse.Namespace) -> int:
+    settings = commands.settings(arguments)
     if arguments.sweep:
-        from ._sweep import sweep
+        return exit_code(lambda: _sweep(settings, arguments.out))
+    return exit_code(lambda: _run_and_tell(settings, arguments.picture))
 
-        sweep(run, settings_from(arguments), arguments.out)
-        return 0
-    settings, place = settings_from(arguments), place_from_environment()
-    if place is None:
+
+def _sweep(settings: Settings, out: str) -> None:
+    from ._sweep import sweep
+
+    sweep(run, settings, out)
+
+
+def _run_and_tell(settings: Settings, picture: str | None) -> None:
+    if place_from_environment() is None:
         print(_announcement(settings), flush=True)
-    result = run(settings)
-    if result is not None:
-        print(
-            f"{_count(result['observers'])}, {'batched' if result['batch'] else 'unbatched'}: "
-            f"{result['steps']:,} steps in {result['total_s']:.1f} s, {result['steps_per_s']:,.0f} steps/s; "
-            f"reward {result['rewards'][0]:.1f} -> {result['rewards'][-1]:.1f}"
-        )
-        if arguments.picture:
-            from ._plot import draw_training
-
-            draw_training(result, Path(arguments.picture))
-            print(f"wrote {arguments.picture}")
-    return 0
+    tell(run(settings), lines, draw_training, picture)
 
 
 def _count(observers: int) -> str:

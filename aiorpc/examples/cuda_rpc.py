@@ -18,7 +18,6 @@ process before anything is timed. Seen on hardware with the backward pass: nothi
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,8 @@ from torch import Tensor
 import aiorpc as rpc
 from aiorpc import autograd
 
-from ._launch import Place, WorkerFailed, launch
+from ._launch import Place, launch
+from ._program import CommandLine, figure
 
 __all__ = ["Settings", "Shard", "main", "role", "run"]
 
@@ -191,8 +191,7 @@ def run(settings: Settings) -> dict[str, Any] | None:
     Raises: WorkerFailed when a worker died, raised (as when a result was wrong) or was not done in
     ``settings.timeout`` seconds.
     """
-    result: dict[str, Any] | None = launch(role, settings, NAMES, timeout=settings.timeout)
-    return result
+    return launch(role, settings, NAMES, timeout=settings.timeout)
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -221,76 +220,38 @@ def _ratio(seconds: dict[str, float]) -> float:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw a bar for each way into a PNG file at ``path``. result: as ``run`` returns it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     seconds = {TITLES[way]: taken for way, taken in result["seconds"].items()}
-    figure = Figure(figsize=(7.0, 1.4 + 0.5 * len(seconds)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    bars = axes.barh(
-        list(seconds), [1e3 * taken for taken in seconds.values()], color=["#c9602c", "#1f6fb4"], height=0.6
-    )
-    axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.margins(x=0.12)
-    axes.invert_yaxis()
-    axes.set(xlabel=f"milliseconds for {result['rounds']} rounds, forward and backward")
     hardware = " and ".join(dict.fromkeys(result["hardware"]))
-    axes.set_title(f"cuda_rpc: two shards of {result['size']:,} x {result['size']:,} on {hardware}", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with figure(path, 7.0, 1.4 + 0.5 * len(seconds)) as page:
+        axes = page.add_subplot()
+        bars = axes.barh(
+            list(seconds), [1e3 * taken for taken in seconds.values()], color=["#c9602c", "#1f6fb4"], height=0.6
+        )
+        axes.bar_label(bars, fmt="%.1f", padding=3)
+        axes.margins(x=0.12)
+        axes.invert_yaxis()
+        axes.set(xlabel=f"milliseconds for {result['rounds']} rounds, forward and backward")
+        axes.set_title(f"cuda_rpc: two shards of {result['size']:,} x {result['size']:,} on {hardware}", fontsize=10)
 
 
-def parser() -> argparse.ArgumentParser:
+def command_line() -> CommandLine[Settings]:
     """The command line."""
-    default = Settings()
-    made = argparse.ArgumentParser(
-        prog="python -m aiorpc.examples.cuda_rpc",
-        description="A model in two shards, forward and backward: by way of the CPU against device to device.",
+    made = CommandLine(
+        "cuda_rpc",
+        "A model in two shards, forward and backward: by way of the CPU against device to device.",
+        Settings(),
     )
-    made.add_argument("--rounds", type=int, default=default.rounds, help="how often the input goes through the model")
-    made.add_argument("--batch", type=int, default=default.batch, help="rows of the input")
-    made.add_argument("--size", type=int, default=default.size, help="columns of the input, and size of both layers")
-    made.add_argument("--device-channel", choices=CHANNELS, default=default.device_channel)
-    made.add_argument("--seed", type=int, default=default.seed)
-    made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
-    made.add_argument("--picture", metavar="FILE", help="draw the seconds into this PNG file")
+    made.option("rounds", "how often the input goes through the model", least=1)
+    made.option("batch", "rows of the input", least=1)
+    made.option("size", "columns of the input, and size of both layers", least=1)
+    made.option("device_channel", choices=CHANNELS)
+    made.common_options(picture="the seconds")
     return made
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    return Settings(
-        rounds=arguments.rounds,
-        batch=arguments.batch,
-        size=arguments.size,
-        device_channel=arguments.device_channel,
-        seed=arguments.seed,
-        timeout=arguments.timeout,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
-    commands = parser()
-    arguments = commands.parse_args(argv)
-    for name in ("rounds", "batch", "size"):
-        if getattr(arguments, name) < 1:
-            commands.error(f"--{name} must be at least 1")
-    try:
-        result = run(settings_from(arguments))
-    except WorkerFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    if result is not None:
-        print("\n".join(lines(result)))
-        if arguments.picture:
-            draw(result, Path(arguments.picture))
-            print(f"wrote {arguments.picture}")
-    return 0
+    return command_line().main(argv, run, lines, draw)
 
 
 if __name__ == "__main__":

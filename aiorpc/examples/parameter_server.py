@@ -18,7 +18,6 @@ machine, so two runs are alike, but not the same.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import threading
 import time
@@ -34,7 +33,8 @@ import aiorpc as rpc
 from aiorpc import autograd
 from aiorpc.optim import DistributedOptimizer
 
-from ._launch import Place, WorkerFailed, launch
+from ._launch import Place, launch
+from ._program import CommandLine, figure
 from ._progress import Steps, bar
 
 __all__ = ["ParameterServer", "Settings", "digits", "main", "role", "run"]
@@ -225,8 +225,7 @@ def run(settings: Settings) -> dict[str, Any] | None:
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.
     """
     names = [worker_name(rank) for rank in range(settings.world_size)]
-    result: dict[str, Any] | None = launch(role, settings, names, timeout=settings.timeout, preload=PRELOAD)
-    return result
+    return launch(role, settings, names, timeout=settings.timeout, preload=PRELOAD)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
@@ -244,75 +243,35 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw loss and accuracy over the steps into a PNG file at ``path``. result: as ``run`` returns it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 5.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, accuracy = figure.subplots(2, 1, sharex=True)
     losses, count = result["losses"], result["trainers"]
     between = count * result["check_every"]
     looks = [between * number for number in range(len(result["accuracies"]))]
-    loss.plot(range(1, len(losses) + 1), losses, color="#1f6fb4", linewidth=0.8)
-    loss.set(ylabel="loss (of one trainer's step)")
-    accuracy.plot(looks, [100 * each for each in result["accuracies"]], color="#c9602c", marker="o", markersize=3)
-    accuracy.set(xlabel="steps of all trainers", ylabel="held-out accuracy (%)")
-    accuracy.set_ylim(0, 100)
-    loss.set_ylim(bottom=0)
-    loss.set_title(f"parameter_server: {count} trainer{'s' if count > 1 else ''} at once", fontsize=10)
-    for axes in (loss, accuracy):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="0.9")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with figure(path, 7.0, 5.0, grid=True) as page:
+        loss, accuracy = page.subplots(2, 1, sharex=True)
+        loss.plot(range(1, len(losses) + 1), losses, color="#1f6fb4", linewidth=0.8)
+        loss.set(ylabel="loss (of one trainer's step)")
+        accuracy.plot(looks, [100 * each for each in result["accuracies"]], color="#c9602c", marker="o", markersize=3)
+        accuracy.set(xlabel="steps of all trainers", ylabel="held-out accuracy (%)")
+        accuracy.set_ylim(0, 100)
+        loss.set_ylim(bottom=0)
+        loss.set_title(f"parameter_server: {count} trainer{'s' if count > 1 else ''} at once", fontsize=10)
 
 
-def parser() -> argparse.ArgumentParser:
+def command_line() -> CommandLine[Settings]:
     """The command line."""
-    default = Settings()
-    made = argparse.ArgumentParser(
-        prog="python -m aiorpc.examples.parameter_server",
-        description="A parameter server that several trainers train at once.",
-    )
-    made.add_argument("--world-size", type=int, default=default.world_size, help="one server, the rest trainers")
-    made.add_argument("--num-steps", type=int, default=default.num_steps, help="steps of each trainer")
-    made.add_argument("--batch-size", type=int, default=default.batch_size, help="pictures in a trainer's step")
-    made.add_argument("--lr", type=float, default=default.lr, help="learning rate")
-    made.add_argument("--check-every", type=int, default=default.check_every, help="steps between looks at accuracy")
-    made.add_argument("--seed", type=int, default=default.seed)
-    made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
-    made.add_argument("--picture", metavar="FILE", help="draw loss and accuracy into this PNG file")
+    made = CommandLine("parameter_server", "A parameter server that several trainers train at once.", Settings())
+    made.option("world_size", "one server, the rest trainers", least=2, why="a server and a trainer")
+    made.option("num_steps", "steps of each trainer", least=1)
+    made.option("batch_size", "pictures in a trainer's step", least=1)
+    made.option("lr", "learning rate")
+    made.option("check_every", "steps between looks at accuracy", least=1)
+    made.common_options(picture="loss and accuracy")
     return made
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    given = vars(arguments)
-    return Settings(**{name: given[name] for name in asdict(Settings()) if name in given})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
-    commands = parser()
-    arguments = commands.parse_args(argv)
-    if arguments.world_size < 2:
-        commands.error("--world-size must be at least 2: a server and a trainer")
-    for name in ("num_steps", "batch_size", "check_every"):
-        if getattr(arguments, name) < 1:
-            commands.error(f"--{name.replace('_', '-')} must be at least 1")
-    try:
-        result = run(settings_from(arguments))
-    except WorkerFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    if result is not None:
-        print("\n".join(lines(result)))
-        if arguments.picture:
-            draw(result, Path(arguments.picture))
-            print(f"wrote {arguments.picture}")
-    return 0
+    return command_line().main(argv, run, lines, draw)
 
 
 if __name__ == "__main__":

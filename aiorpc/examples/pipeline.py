@@ -17,7 +17,6 @@ thread), and each costs two calls and a backward pass of its own.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import sys
@@ -36,7 +35,8 @@ import aiorpc as rpc
 from aiorpc import autograd
 from aiorpc.optim import DistributedOptimizer
 
-from ._launch import Place, WorkerFailed, launch, place_from_environment
+from ._launch import Place, launch
+from ._program import CommandLine, figure
 from ._progress import Steps
 from ._resnet import NUM_CLASSES, images
 
@@ -178,8 +178,7 @@ def run(settings: Settings) -> dict[str, Any] | None:
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.
     """
-    result: dict[str, Any] | None = launch(role, settings, NAMES, timeout=settings.timeout, preload=PRELOAD)
-    return result
+    return launch(role, settings, NAMES, timeout=settings.timeout, preload=PRELOAD)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
@@ -198,86 +197,48 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the losses, and milliseconds for a batch, into a PNG file at ``path``. result: as ``run`` returns it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, speed = figure.subplots(1, 2, width_ratios=(3, 2))
     runs = result["runs"]
-    for number, each in enumerate(runs):
-        # The curves lie on each other: what comes first is drawn wider.
-        steps = range(1, len(each["losses"]) + 1)
-        loss.plot(steps, each["losses"], linewidth=1.5 + 2.5 * (len(runs) - 1 - number), label=str(each["micro"]))
-    loss.legend(frameon=False, title="micro-batches")
-    loss.set(xlabel="step", ylabel="loss")
-    loss.set_ylim(bottom=0)
-    loss.set_title("pipeline: two stages on two workers", fontsize=10)
     names, taken = [str(each["micro"]) for each in runs], [1e3 * each["s_per_batch"] for each in runs]
-    speed.bar_label(speed.bar(names, taken, color="#1f6fb4", width=0.6), fmt="%.0f", padding=2)
-    speed.set(xlabel="micro-batches", ylabel=f"ms for a batch of {result['batch_size']}")
-    speed.margins(y=0.12)
-    for axes in (loss, speed):
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with figure(path, 8.0, 3.6) as page:
+        loss, speed = page.subplots(1, 2, width_ratios=(3, 2))
+        for number, each in enumerate(runs):
+            # The curves lie on each other: what comes first is drawn wider.
+            steps = range(1, len(each["losses"]) + 1)
+            loss.plot(steps, each["losses"], linewidth=1.5 + 2.5 * (len(runs) - 1 - number), label=str(each["micro"]))
+        loss.legend(frameon=False, title="micro-batches")
+        loss.set(xlabel="step", ylabel="loss")
+        loss.set_ylim(bottom=0)
+        loss.set_title("pipeline: two stages on two workers", fontsize=10)
+        speed.bar_label(speed.bar(names, taken, color="#1f6fb4", width=0.6), fmt="%.0f", padding=2)
+        speed.set(xlabel="micro-batches", ylabel=f"ms for a batch of {result['batch_size']}")
+        speed.margins(y=0.12)
 
 
-def parser() -> argparse.ArgumentParser:
+def command_line() -> CommandLine[Settings]:
     """The command line."""
-    default = Settings()
-    made = argparse.ArgumentParser(
-        prog="python -m aiorpc.examples.pipeline",
-        description="A model in two stages on two workers, with batches cut into micro-batches.",
+    made = CommandLine(
+        "pipeline", "A model in two stages on two workers, with batches cut into micro-batches.", Settings()
     )
-    made.add_argument("--micro", type=int, nargs="+", default=default.micro, help="numbers of micro-batches to compare")
-    made.add_argument("--num-steps", type=int, default=default.num_steps, help="batches for each of these numbers")
-    made.add_argument("--batch-size", type=int, default=default.batch_size, help="pictures in a batch")
-    made.add_argument("--width", type=int, default=default.width, help="width of the layers")
-    made.add_argument("--depth", type=int, default=default.depth, help="layers of a stage")
-    made.add_argument("--lr", type=float, default=default.lr, help="learning rate")
-    made.add_argument("--seed", type=int, default=default.seed)
-    made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
-    made.add_argument("--picture", metavar="FILE", help="draw losses and speed into this PNG file")
+    made.option("micro", "numbers of micro-batches to compare")
+    made.option("num_steps", "batches for each of these numbers", least=1)
+    made.option("batch_size", "pictures in a batch", least=1)
+    made.option("width", "width of the layers", least=1)
+    made.option("depth", "layers of a stage", least=1)
+    made.option("lr", "learning rate")
+    made.common_options(picture="losses and speed")
     return made
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    given = {**vars(arguments), "micro": tuple(arguments.micro)}
-    return Settings(**{name: given[name] for name in asdict(Settings()) if name in given})
-
-
-def check(commands: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with a usage error if this cannot be run."""
-    for name in ("num_steps", "batch_size", "width", "depth"):
-        if getattr(arguments, name) < 1:
-            commands.error(f"--{name.replace('_', '-')} must be at least 1")
-    if not all(1 <= micro <= arguments.batch_size for micro in arguments.micro):
-        commands.error("--micro must be at least 1, and at most --batch-size")
-    place = place_from_environment()
-    if place is not None and place.world_size != len(NAMES):
-        commands.error(f"it needs {len(NAMES)} workers, and torchrun started {place.world_size}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
-    commands = parser()
-    arguments = commands.parse_args(argv)
-    check(commands, arguments)
-    try:
-        result = run(settings_from(arguments))
-    except WorkerFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    if result is not None:
-        print("\n".join(lines(result)))
-        if arguments.picture:
-            draw(result, Path(arguments.picture))
-            print(f"wrote {arguments.picture}")
-    return 0
+    commands = command_line()
+
+    def check(settings: Settings) -> None:
+        if not all(1 <= micro <= settings.batch_size for micro in settings.micro):
+            commands.error("--micro must be at least 1, and at most --batch-size")
+        commands.need_workers(len(NAMES))
+
+    return commands.main(argv, run, lines, draw, check)
 
 
 if __name__ == "__main__":

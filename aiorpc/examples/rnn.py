@@ -18,7 +18,6 @@ letters, as it were, it still has to guess the next one. With the same seed a ru
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -35,7 +34,8 @@ import aiorpc as rpc
 from aiorpc import autograd
 from aiorpc.optim import DistributedOptimizer
 
-from ._launch import Place, WorkerFailed, launch, place_from_environment
+from ._launch import Place, launch
+from ._program import CommandLine, figure
 from ._progress import Steps, bar
 
 __all__ = ["Settings", "main", "role", "run"]
@@ -249,8 +249,7 @@ def run(settings: Settings) -> dict[str, Any] | None:
 
     Raises: WorkerFailed when a worker died, raised or was not done in ``settings.timeout`` seconds.
     """
-    result: dict[str, Any] | None = launch(role, settings, NAMES, timeout=settings.timeout, preload=PRELOAD)
-    return result
+    return launch(role, settings, NAMES, timeout=settings.timeout, preload=PRELOAD)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
@@ -269,91 +268,53 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the loss over the steps into a PNG file at ``path``. result: as ``run`` returns it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     losses, perplexities = result["losses"], result["perplexities"]
     each = len(losses) / len(perplexities)
     epochs = [each * (number + 0.5) for number in range(len(perplexities))]
     means = [math.log(value) for value in perplexities]
-    axes.plot(range(1, len(losses) + 1), losses, color="#1f6fb4", linewidth=0.8, alpha=0.5, label="step")
-    axes.plot(epochs, means, color="#c9602c", marker="o", markersize=3, linewidth=2, label="mean of an epoch")
-    axes.set(xlabel="step", ylabel="loss (nats for each letter)")
-    axes.set_ylim(bottom=0)
-    by_the_side = axes.secondary_yaxis("right")
-    marks = [value for value in (1, 2, 5, 10, 20, 50, 100) if math.log(value) <= axes.get_ylim()[1]]
-    by_the_side.set_yticks([math.log(value) for value in marks], labels=[str(value) for value in marks])
-    by_the_side.set_ylabel("perplexity")
-    axes.legend(frameon=False)
-    axes.set_title("rnn: embedding, LSTM and decoder on three workers", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with figure(path, 7.0, 4.0, grid=True) as page:
+        axes = page.add_subplot()
+        axes.plot(range(1, len(losses) + 1), losses, color="#1f6fb4", linewidth=0.8, alpha=0.5, label="step")
+        axes.plot(epochs, means, color="#c9602c", marker="o", markersize=3, linewidth=2, label="mean of an epoch")
+        axes.set(xlabel="step", ylabel="loss (nats for each letter)")
+        axes.set_ylim(bottom=0)
+        by_the_side = axes.secondary_yaxis("right")
+        marks = [value for value in (1, 2, 5, 10, 20, 50, 100) if math.log(value) <= axes.get_ylim()[1]]
+        by_the_side.set_yticks([math.log(value) for value in marks], labels=[str(value) for value in marks])
+        by_the_side.set_ylabel("perplexity")
+        axes.legend(frameon=False)
+        axes.set_title("rnn: embedding, LSTM and decoder on three workers", fontsize=10)
 
 
-def parser() -> argparse.ArgumentParser:
+def command_line() -> CommandLine[Settings]:
     """The command line."""
-    default = Settings()
-    made = argparse.ArgumentParser(
-        prog="python -m aiorpc.examples.rnn",
-        description="A language model whose layers live on three workers, trained on a page of text.",
+    made = CommandLine(
+        "rnn", "A language model whose layers live on three workers, trained on a page of text.", Settings()
     )
-    made.add_argument("--epochs", type=int, default=default.epochs, help="how often the text is read")
-    made.add_argument("--text", metavar="FILE", default=default.text, help="learn from this file (UTF-8)")
-    made.add_argument("--length", type=int, default=default.length, help="letters that gradients go back through")
-    made.add_argument("--batch", type=int, default=default.batch, help="places of the text read side by side")
-    made.add_argument("--embedding", type=int, default=default.embedding, help="width of a letter's vector")
-    made.add_argument("--hidden", type=int, default=default.hidden, help="width of the LSTM")
-    made.add_argument("--lr", type=float, default=default.lr, help="learning rate")
-    made.add_argument("--sample", type=int, default=default.sample, help="letters that it writes at the end")
-    made.add_argument("--seed", type=int, default=default.seed)
-    made.add_argument("--timeout", type=float, default=default.timeout, help="seconds for the whole run")
-    made.add_argument("--picture", metavar="FILE", help="draw the loss into this PNG file")
+    made.option("epochs", "how often the text is read", least=1)
+    made.option("text", "learn from this file (UTF-8)", metavar="FILE")
+    made.option("length", "letters that gradients go back through", least=1)
+    made.option("batch", "places of the text read side by side", least=1)
+    made.option("embedding", "width of a letter's vector", least=1)
+    made.option("hidden", "width of the LSTM", least=1)
+    made.option("lr", "learning rate")
+    made.option("sample", "letters that it writes at the end")
+    made.common_options(picture="the loss")
     return made
-
-
-def settings_from(arguments: argparse.Namespace) -> Settings:
-    given = vars(arguments)
-    return Settings(**{name: given[name] for name in asdict(Settings()) if name in given})
-
-
-def check(commands: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with a usage error if this cannot be run."""
-    for name in ("epochs", "length", "batch", "embedding", "hidden"):
-        if getattr(arguments, name) < 1:
-            commands.error(f"--{name} must be at least 1")
-    if arguments.text and not Path(arguments.text).is_file():
-        commands.error(f"--text: there is no file {arguments.text}")
-    if arguments.sample < 0:
-        commands.error("--sample must not be negative")
-    place = place_from_environment()
-    if place is not None and place.world_size != len(NAMES):
-        commands.error(f"it needs {len(NAMES)} workers, and torchrun started {place.world_size}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
-    commands = parser()
-    arguments = commands.parse_args(argv)
-    check(commands, arguments)
-    try:
-        result = run(settings_from(arguments))
-    except WorkerFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    if result is not None:
-        print("\n".join(lines(result)))
-        if arguments.picture:
-            draw(result, Path(arguments.picture))
-            print(f"wrote {arguments.picture}")
-    return 0
+    commands = command_line()
+
+    def check(settings: Settings) -> None:
+        if settings.text and not Path(settings.text).is_file():
+            commands.error(f"--text: there is no file {settings.text}")
+        if settings.sample < 0:
+            commands.error("--sample must not be negative")
+        commands.need_workers(len(NAMES))
+
+    return commands.main(argv, run, lines, draw, check)
 
 
 if __name__ == "__main__":

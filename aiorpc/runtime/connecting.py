@@ -82,10 +82,10 @@ async def open_pipe(worker: Worker, link: Link) -> None:
         async with asyncio.timeout(PIPE_TIMEOUT):
             sock = await _reach(worker, link.record, (transport,))
             opening = _Opening(worker, link.record, sock, link.number, pipe=True)
-            opening.on_closed = link.pipe_closed
-            await opening.run(link.attach)
+            opening.on_closed = link.second.closed
+            await opening.run(link.second.attach)
     except (OSError, TimeoutError, RpcError) as error:
-        link.no_pipe(f"{type(error).__name__}: {error}")
+        link.second.refused(f"{type(error).__name__}: {error}")
 
 
 async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> Connection:
@@ -329,8 +329,8 @@ class _Accepting:
         if link is None:  # its first connection has ended meanwhile
             self.connection.abort()
             return
-        self._serving = link.pipe_closed
-        link.attach(self.connection)
+        self._serving = link.second.closed
+        link.second.attach(self.connection)
 
     def _too_slow(self) -> None:
         self.connection.abort(TimeoutError(f"it did not prove itself within {HANDSHAKE_TIMEOUT:g} s"))

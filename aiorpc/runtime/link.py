@@ -7,22 +7,18 @@ all its buffers, as if they had come with it.
     PARCEL   kind of the message, [[channel, *wire] for each buffer], body of the message; segments: the riders
     CHANNEL  channel, *fields: a message from one end of a channel to the other; channel 0 is the link itself:
              0, "hello", {channel: descriptor}    what I can use; comes first
-             0, "pipe", reason or ""              acceptor: I need a second connection; opener: there will be none
-             0, "pipe"                            opener, first on the second connection: here it is
+             0, "pipe", ...                       about the second connection, see second.py
 
 Invariants
 1. A message is handed over once, whole, or not at all. While buffers of it are missing, it is held here with all later
    frames of the same call behind it; other calls do not wait.
 2. A message of which a buffer cannot be had is handed over as failed; its call fails, and no other.
-3. The opener of the link opens its second connection. If that cannot be had, chunks go between the frames of the first.
-   A second connection that breaks takes the first along: what was on it is lost.
+3. A second connection that breaks takes the first along: what was on it is lost.
 4. Nothing is copied on the loop that takes longer than a millisecond (`too_long_for_loop`).
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,45 +27,37 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..channels import AnyBuffer, Channel, Traffic, Wire, shared
-from ..channels.accelerator import DeviceBuffer, Event, Tensor
+from ..channels.accelerator import DeviceBuffer
 from ..channels.bulk import Bulk
 from ..channels.device import Devices
-from ..channels.device.outbox import Inbox, Outbox
 from ..channels.inline import Inline
 from ..channels.landing import Landing
-from ..channels.routes import Route, returning
+from ..channels.routes import Route
 from ..channels.shared import SharedMemory
 from ..errors import ProtocolError
 from ..protocol.codec import pack, unpack
 from ..protocol.frames import CHUNK, PARCEL, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
-from .accelerators import Handover
-from .current import registry
+from .link_devices import DEVICE, PIECES, LinkDevices
+from .second import PIPE, SecondConnection
 
 if TYPE_CHECKING:
     from .worker import Worker
 
-logger = logging.getLogger("aiorpc")
 
-HELLO, PIPE = "hello", "pipe"
-LINK, SHARED, BULK, INLINE, DEVICE = range(5)
-# Added to the numbers of messages that bring pieces of tensors on devices: not those of calls.
-_PIECES = 1 << 63
+HELLO = "hello"
+# Who a CHANNEL frame is for, and what takes a buffer of a PARCEL; and DEVICE.
+LINK, SHARED, BULK, INLINE = range(4)
 # Frames that `Link.admit` has to see.
 OF_LINKS = frozenset((int(Kind.CHANNEL), PARCEL, CHUNK))
 # What is copied on a loop at most, in bytes; a thread copies the rest.
 LOOP_COPY = 1024 * 1024
 # What was released travels with the next message, or by itself after this many seconds.
 RELEASE_PAUSE = 0.01
-# Seconds until a second connection is opened that nothing waits for yet.
-PIPE_PAUSE = 0.02
-# Seconds in which the end of the first connection says why the second one has ended; and in which the second one brings
-# what was written before the first one ended. Looked at so often.
-PIPE_GRACE = 1.0
+# Seconds in which the second connection brings what was written before the first one ended. Looked at so often.
+DRAIN_GRACE = 1.0
 DRAIN_PAUSE = 0.01
-# Frames that wait in the second connection, so that it never runs dry and a withdrawal takes effect soon.
-_AHEAD = 2
 
 
 class Receiver(Protocol):
@@ -136,35 +124,24 @@ class Link:
         self.held: dict[int, _Held] = {}
         self.released: Sequence[Any] = ()  # what `flush` would send
         self.shared: SharedMemory | None = None
+        self.opener = opener
         options = worker.options
-        self.bulk = Bulk(limit=options.max_tensor_bytes, wake=self._wake_pump, least=options.min_bulk_bytes)
+        self.second = SecondConnection(self)
+        self.bulk = Bulk(limit=options.max_tensor_bytes, wake=self.second.wake, least=options.min_bulk_bytes)
         self.inline = Inline()
-        self.pipe: Connection | None = None
         self.route_back: Route | None = None  # for tensors on devices, from the acceptor to the opener
-        self.handover = Handover()
-        devices, wanted = worker.accelerators, options.device_channel
-        self.devices = Devices(
-            devices.accelerator,
-            _DeviceSurroundings(self),
-            way=devices.way(record),
-            forced=wanted == "ipc",
-            box_size=options.device_buffer,
-            limit=options.max_tensor_bytes,
-        )
-        self.slots = self.devices.released  # the same, of the device channel
-        self._pieces = itertools.count(_PIECES)
+        self.on_devices = LinkDevices(self)
+        self.devices = self.on_devices.channel
+        self.slots = self.devices.released  # as `released`, of the device channel
         # The buffers of a message are worth no channel below this, in bytes; nor is one that comes alone.
         self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes)
         self._least = min(shared.PACK_LEAST, self._least_alone)
         self._receiver = receiver
-        self.opener = opener
-        self._pipe_asked = False
         # In order of priority; `devices` beside them takes what lies on a device, and nothing else.
         self._channels: dict[int, Channel] = {BULK: self.bulk, INLINE: self.inline}
         self._underway: dict[int, Sequence[tuple[int, Wire]]] = {}  # of calls that may still be given up
-        self._pumping = False
         self._timed = False
-        self._closed = False
+        self.closed = False
         connection.decoder.place = self.bulk.place
         self._introduce()
 
@@ -253,7 +230,7 @@ class Link:
         for code, wire in parcel.wires:
             if code == DEVICE:
                 away.append(wire)
-            elif code == BULK and parcel.call_id < _PIECES:
+            elif code == BULK and parcel.call_id < PIECES:
                 # Several of a stream, of which each item is a message.
                 self._underway[parcel.call_id] = [*self._underway.get(parcel.call_id, ()), (code, wire)]
         if self.released or self.slots:
@@ -281,6 +258,10 @@ class Link:
         if away:
             self.devices.withdraw(away, named=named)
 
+    def all_sent(self) -> None:
+        """All chunks are written: nothing that was posted can be given up any more."""
+        self._underway.clear()
+
     def flush(self, *, more: bool = False) -> None:
         """Say what was released, if anything was. more: another frame follows at once."""
         if self.released and self.shared is not None:
@@ -293,7 +274,7 @@ class Link:
     def admit(self, frame: Frame) -> Frame | None:
         """The message that a frame brings. None: the frame was the link's own, or waits and is handed over later."""
         if frame.kind == CHUNK:  # its call id is the number of a transfer
-            self._on_chunk(frame)
+            self.on_chunk(frame)
             return None
         held = self.held.get(frame.call_id)
         if held is not None:  # an earlier message of that call
@@ -331,8 +312,12 @@ class Link:
         return None
 
     def _receive_on_devices(self, frame: Frame, wires: list[Any], held: _Held) -> None:
+        landing: Landing | None = None
         try:
             landing = held.landing = self.worker.accelerators.land()
+        except RuntimeError as error:  # received all the same: its sender waits for that, and others lent memory for it
+            held.failure = error
+        try:
             with landing.entered() if landing is not None else nullcontext():
                 self._receive(frame, wires, held)
         except RuntimeError as error:
@@ -361,7 +346,7 @@ class Link:
         self._hand_over(call_id, held)
 
     def _hand_over(self, call_id: int, held: _Held) -> None:
-        if held.missing or self._closed or self.held.get(call_id) is not held:
+        if held.missing or self.closed or self.held.get(call_id) is not held:
             return
         del self.held[call_id]
         frame: Frame = Message(held.kind, call_id, held.body, held.buffers).landed(held.landing)
@@ -376,16 +361,18 @@ class Link:
         except ProtocolError as error:  # whoever brought the last buffer has nothing to do with it
             self.connection.abort(error)
 
+    def on_chunk(self, frame: Frame) -> None:
+        """A CHUNK frame, on either connection. Raises ProtocolError."""
+        if not self.closed:
+            self.bulk.on_frame(frame)
+
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
         """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
         code, *fields = unpack(frame.body) or [None]
         if code == LINK:
             self._on_message(fields)
         elif code == DEVICE:
-            if frame.call_id < _PIECES:
-                self.devices.on_message(fields)
-            else:
-                self.devices.on_piece(fields, failure or frame.segments[0])
+            self.on_devices.on_frame(frame, fields, failure)
         elif code == SHARED and self.shared is None:
             return  # it was on its way when we found that we cannot
         elif type(code) is int and code in self._channels:
@@ -396,24 +383,23 @@ class Link:
     # --- which channels -----------------------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
-        mine = {}
+        mine = {Devices.name: self.on_devices.descriptor()}
         if self.connection.local and self.worker.options.shared_memory:
             mine[SharedMemory.name] = shared.descriptor()
-        mine[Devices.name] = self.worker.accelerators.descriptor(self.record.name, opener=self.opener)
-        self._say([LINK, HELLO, mine])
+        self.connection.send(self.own_frame(HELLO, mine))
 
     def _on_message(self, fields: list[Any]) -> None:
         match fields:
             case [str(tag), dict(theirs)] if tag == HELLO:
                 self._choose(theirs)
             case [str(tag), str(reason)] if tag == PIPE:
-                self._on_pipe_message(reason)
+                self.second.on_message(reason)
             case _:
                 raise ProtocolError(f"a message about channels that is none: {fields!r:.100}")
 
     def _choose(self, theirs: dict[str, Any]) -> None:
         """Both ends come to the same choice; whether memory really is shared, a first segment proves (shared.py)."""
-        self._choose_for_devices(theirs.get(Devices.name))
+        self.on_devices.choose(theirs.get(Devices.name))
         if not self.connection.local or not self.worker.options.shared_memory or self.shared is not None:
             return
         reason = shared.obstacle(theirs.get(SharedMemory.name))
@@ -427,124 +413,23 @@ class Link:
         self._channels = {SHARED: channel, **self._channels}  # another one: other threads may be looking through it
         self.worker.memory.add(channel, self.record)
 
-    def _choose_for_devices(self, theirs: Any) -> None:
-        if type(theirs) is not dict:
-            raise ProtocolError(f"a worker that says of its devices {theirs!r:.40}")
-        devices = self.worker.accelerators
-        if not self.opener:
-            self.route_back = returning(devices.accelerator, devices.their_map(theirs), self.record.name) or None
-        self.devices.choose(*devices.choose(self.record, theirs))
+    def own_frame(self, *fields: Any) -> list[Buffer]:
+        """A message of the link itself to its other end."""
+        return encode_frame(Kind.CHANNEL, 0, pack([LINK, *fields]))
 
-    def other_end(self) -> Link | None:
-        """The other end of this link, if that is in this process."""
-        for worker in registry.workers():
-            if worker.record.incarnation == self.record.incarnation:
-                return worker.find_link(self.worker.record, self.number, opener=not self.opener)
-        return None
-
-    def _say(self, message: list[Any], *, more: bool = False) -> None:
+    def say(self, message: list[Any], *, more: bool = False) -> None:
+        """Send a message of a channel, which begins with its number. more: another frame follows at once."""
         self.connection.send(encode_frame(Kind.CHANNEL, 0, pack(message)), more=more)
 
     def flush_later(self) -> None:
         """Something was released. From any thread, and from inside the garbage collector."""
         if not self._timed:
             self._timed = True
-            self.worker.call_on_loop(self._start_flush_timer)
-
-    def _start_flush_timer(self) -> None:
-        self.worker.loop.call_later(RELEASE_PAUSE, self._time_is_up)
+            self.worker.call_on_loop(self.worker.loop.call_later, RELEASE_PAUSE, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self._timed = False
         self.flush()
-
-    # --- the second connection ----------------------------------------------------------------------------------------
-
-    def _wake_pump(self) -> None:
-        if not self._pumping:
-            self._pumping = True
-            self.worker.call_on_loop(self._pump)
-
-    def _pump(self) -> None:
-        """Keep the pipe full, and no fuller."""
-        self._pumping = False
-        pipe = self.pipe
-        if pipe is None:
-            if self.bulk.sending:
-                self._need_pipe()
-            else:  # it will be of use: not at the cost of the message that has shown it
-                self.worker.loop.call_later(PIPE_PAUSE, self._need_pipe)
-            return
-        while pipe.unsent < _AHEAD and not self._closed:
-            frame = self.bulk.next_frame()
-            if frame is None:
-                self._underway.clear()
-                return
-            pipe.send(frame)
-
-    def _need_pipe(self) -> None:
-        if self._pipe_asked or self._closed:
-            return
-        self._pipe_asked = True
-        if self.opener:
-            self.worker.open_pipe(self)
-        else:
-            self._say([LINK, PIPE, ""])
-
-    def _on_pipe_message(self, reason: str) -> None:
-        if self.opener:
-            self._need_pipe()
-        elif self.pipe is None:
-            self.no_pipe(reason)
-
-    def no_pipe(self, reason: str) -> None:
-        """There is no second connection to be had: chunks go over the first."""
-        if self._closed:
-            return
-        logger.info("no second connection to %s: %s; large tensors go over the first", self.record.describe(), reason)
-        if self.opener:
-            self._say([LINK, PIPE, reason])
-        self._use_pipe(self.connection)
-
-    def attach(self, pipe: Connection) -> None:
-        """The second connection is there, and both sides have proved who they are.
-
-        The acceptor waits for the opener's word: what it sent right behind the end of the handshake could be read
-        together with that, and by then nobody has told the opener's decoder where chunks belong.
-        """
-        if self._closed or self.pipe is not None:
-            pipe.abort()
-            return
-        pipe.decoder.place = self.bulk.place
-        pipe.on_frames = partial(self._on_pipe_frames, pipe)
-        if self.opener:
-            pipe.send(encode_frame(Kind.CHANNEL, 0, pack([LINK, PIPE])))
-            self._use_pipe(pipe)
-
-    def _use_pipe(self, pipe: Connection) -> None:
-        self.pipe = pipe
-        self.bulk.ready = True
-        pipe.on_drained = self._pump
-        self._pump()
-
-    def _on_pipe_frames(self, pipe: Connection, frames: list[Frame]) -> None:
-        for frame in frames:
-            if frame.kind == Kind.CHUNK:
-                self._on_chunk(frame)
-            elif frame.kind == Kind.CHANNEL and not self.opener and self.pipe is None:
-                self._use_pipe(pipe)
-            else:
-                raise ProtocolError(f"{frame} does not belong on a connection for chunks")
-
-    def _on_chunk(self, frame: Frame) -> None:
-        """A CHUNK frame, on either connection. Raises ProtocolError."""
-        if not self._closed:
-            self.bulk.on_frame(frame)
-
-    def pipe_closed(self, cause: BaseException | None) -> None:
-        """The second connection has ended; if the first goes on without it, that is a loss."""
-        if not self._closed and cause is not None:
-            self.worker.loop.call_later(PIPE_GRACE, self.connection.abort, cause)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -554,12 +439,17 @@ class Link:
         What was written to the second one before that may come after it; `limit` bounds the wait.
         """
         now = time.monotonic()
-        limit = limit or now + PIPE_GRACE
+        limit = limit or now + DRAIN_GRACE
         over = self.pipe is None or self.pipe is self.connection or self.pipe.ended
-        if over or not self.held or self._closed or self.worker.closed or now >= limit:
+        if over or not self.held or self.closed or self.worker.closed or now >= limit:
             then()
         else:
             self.worker.loop.call_later(DRAIN_PAUSE, self.when_drained, then, limit)
+
+    @property
+    def pipe(self) -> Connection | None:
+        """What chunks go over: the second connection, or the first for want of one; None until that is settled."""
+        return self.second.connection
 
     @property
     def busy(self) -> bool:
@@ -572,15 +462,14 @@ class Link:
 
     def close(self) -> None:
         """The connection has ended, or we leave. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.held.clear()
         self._underway.clear()
         for channel in list(self._channels.values()):
             channel.close()
-        self.devices.close()
-        self.handover.clear()
+        self.on_devices.close()
         if self.pipe is not None and self.pipe is not self.connection:
             self.pipe.close()
         if self.shared is not None:
@@ -607,40 +496,4 @@ class _Surroundings:
         self._link.worker.memory.cannot_share(self._link.record, reason)
 
     def post(self, fields: list[Any], *, more: bool = False) -> None:
-        self._link._say([SHARED, *fields], more=more)
-
-
-class _DeviceSurroundings:
-    """A link, as its device channel sees it."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self.in_background = link.worker.accelerators.in_background
-        self.on_loop = link.worker.call_on_loop
-        self.on_release = link.flush_later
-
-    def post(self, fields: list[Any], *, more: bool = False) -> None:
-        self._link._say([DEVICE, *fields], more=more)
-
-    def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
-        link = self._link
-        link.post(link.prepare(Kind.CHANNEL, next(link._pieces), pack([DEVICE, *fields]), [buffer]))
-
-    def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
-        self.on_loop(self._link.worker.loop.call_later, seconds, function, *args)
-
-    def on_chosen(self, way: str, reason: str) -> None:
-        self._link.worker.accelerators.on_chosen(self._link.record, way, reason)
-
-    def hand_over(self, carrier: Tensor, event: Event) -> int:
-        return self._link.handover.leave(carrier, event)
-
-    def take_over(self, number: int) -> tuple[Tensor, Event] | None:
-        other = self._link.other_end()
-        return None if other is None else other.handover.take(number)
-
-    def take_back(self, number: int) -> None:
-        self._link.handover.take(number)
-
-    def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
-        self._link.worker.accelerators.ended(self._link.record, outboxes, inboxes)
+        self._link.say([SHARED, *fields], more=more)

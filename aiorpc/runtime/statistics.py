@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..channels import Traffic
+from ..channels.bulk import Bulk
+from ..channels.device import DIRECT, IPC, STAGING
+from ..channels.inline import Inline
+from ..channels.shared import SharedMemory
+from ..transport.connection import Connection
 
 if TYPE_CHECKING:
+    from .link import Link
     from .worker import Worker
 
 
@@ -24,11 +30,24 @@ class Counters:
         self.bytes_sent = 0  # of connections that have ended
         self.bytes_received = 0
         self.refused = 0
+        self.traffic: dict[str, Traffic] = {}  # of links that have ended, by channel
         self._latencies = [0] * 48  # answers by the number of bits of their latency in microseconds
 
     def record_latency(self, seconds: float) -> None:
         """One call was answered."""
         self._latencies[min(47, int(seconds * 1e6).bit_length())] += 1
+
+    def add_connection(self, connection: Connection) -> None:
+        """It has ended; its bytes still count."""
+        self.bytes_sent += connection.bytes_sent
+        self.bytes_received += connection.bytes_received
+
+    def add_link(self, link: Link) -> None:
+        """It has ended; what it has moved still counts."""
+        for name, traffic in link.traffic().items():
+            self.traffic.setdefault(name, Traffic()).add(traffic)
+        if link.pipe is not None and link.pipe is not link.connection:
+            self.add_connection(link.pipe)
 
     def answered(self) -> int:
         """Calls that got an answer."""
@@ -94,6 +113,15 @@ class PendingCall:
     made_at: str = field(default="")
 
 
+def traffic(worker: Worker) -> dict[str, Traffic]:
+    """What went by which channel since the worker started, by its name. Any thread."""
+    total = {name: Traffic() for name in (SharedMemory.name, Bulk.name, Inline.name, DIRECT, IPC, STAGING)}
+    for moved in (worker.counters.traffic, *(link.traffic() for link in worker.links())):
+        for name, part in list(moved.items()):
+            total[name].add(part)
+    return total
+
+
 def collect(worker: Worker) -> Statistics:
     """A worker's statistics, now. Any thread."""
     counters, monitor = worker.counters, worker.monitor
@@ -125,7 +153,7 @@ def collect(worker: Worker) -> Statistics:
         references_owned=references.owned,
         references_held=references.users,
         references_pending=references.pending,
-        channels=worker.traffic(),
+        channels=traffic(worker),
         shared_lent=worker.memory.lent,
         shared_leases=worker.memory.leases,
         shared_used=worker.memory.arena.used,

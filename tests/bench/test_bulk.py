@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from bench import bulk, bulk_clients, functions
-from bench.report import read_json
 from bench.stats import BenchError
 from bench.ticker import Ticker
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class Here:
-    """Runs calls where they are made, and notes them. spoil: what to make of an answer."""
-
-    TensorPipeRpcBackendOptions: Any = None
-    init_rpc: Any = None
-    shutdown: Any = None
-    rpc_async: Any = None
-
-    def __init__(self, spoil: Callable[[Any], Any] = lambda answer: answer) -> None:
-        self.calls: list[tuple[Callable[..., Any], int]] = []
-        self._spoil = spoil
-
-    def rpc_sync(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
-        self.calls.append((func, sum(each.nbytes for each in args)))
-        return self._spoil(func(*args))
+from tests.bench.here import Here, one_element_wrong
 
 
 @pytest.fixture(autouse=True)
@@ -84,19 +61,15 @@ def test_warming_up_sends_and_echoes() -> None:
     """Both kinds of calls are made as often as asked."""
     rpc = Here()
     bulk_clients.warm_up(rpc, 1024, seconds=0.0, least=2)
-    assert [function for function, _ in rpc.calls].count(functions.sink) == 2
-    assert [function for function, _ in rpc.calls].count(functions.echo) == 2 + 1
+    assert rpc.functions.count(functions.sink) == 2
+    assert rpc.functions.count(functions.echo) == 2 + 1
     assert {size for _, size in rpc.calls} == {1024}
 
 
 def test_side_that_echoes_wrongly_is_not_measured() -> None:
     """An echo that differs in one element ends the measurement."""
-
-    def spoil(answer: Any) -> Any:
-        return answer.index_fill(0, torch.tensor([7]), -1.0) if isinstance(answer, torch.Tensor) else answer
-
     with pytest.raises(BenchError, match="different"):
-        bulk_clients.warm_up(Here(spoil), 1024, seconds=0.0, least=1)
+        bulk_clients.warm_up(Here(one_element_wrong), 1024, seconds=0.0, least=1)
 
 
 def test_first_sends_are_of_each_size_once() -> None:
@@ -140,18 +113,3 @@ async def test_ticker_of_the_callee_is_stopped_once() -> None:
     await functions.start_ticker()
     assert await functions.stop_ticker() >= 0.0
     assert functions.server().ticker is None
-
-
-def test_small_run_of_both_sides_gives_figures(tmp_path: Path) -> None:
-    """A tiny run of the real thing: both sides compared, aiorpc's own figures judged, nothing lent in the end."""
-    out = tmp_path / "bulk"
-    names = ["state_dict", "loop_lag", "burst"]
-    command = [sys.executable, "-m", "bench", "--quick", "--rounds", "1", "--only", ",".join(names), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = read_json(out.with_suffix(".json")).rows
-    assert list(dict.fromkeys(row.measurement for row in rows)) == names
-    assert rows[0].ratio is not None
-    assert [row.limit for row in rows if row.measurement == "loop_lag"] == [20.0, 20.0, None, 20.0, 20.0]
-    left = rows[-1]
-    assert (left.quantity, left.aiorpc, left.passed) == ("lent, after", (0.0,), True)

@@ -10,6 +10,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.report import read_json
+from bench.stats import Row
 from bench.suite import MEASUREMENTS, choose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     # A process of its own: the fork server it starts ends with it.
     command = [sys.executable, "-m", name, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=55, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_list_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,29 +55,54 @@ def test_null_run_measures_torch_against_itself(tmp_path: Path) -> None:
     assert "for the noise" in outcome.facts["sides"]
 
 
-def test_smoke_run_gives_a_ratio_for_blocking_and_awaited_calls(tmp_path: Path) -> None:
-    """A tiny run of both sides gives figures with ratios, exits 0 and writes its file."""
-    out = tmp_path / "smoke"
-    names = "noop_blocking,noop_awaited"
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
+    """Rows by measurement of a tiny run of the real thing, which compares both sides and exits 0."""
+    out = tmp_path_factory.mktemp("bench") / "small"
+    names = "noop_blocking,noop_awaited,state_dict,loop_lag,burst"
     done = run_module("bench", "--quick", "--rounds", "1", "--only", names, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    outcome = read_json(out.with_suffix(".json"))
-    assert {row.measurement for row in outcome.rows} == {"noop_blocking", "noop_awaited"}
-    assert all(row.ratio is not None for row in outcome.rows)
+    rows: dict[str, list[Row]] = {}
+    for row in read_json(out.with_suffix(".json")).rows:
+        rows.setdefault(row.measurement, []).append(row)
+    assert list(rows) == names.split(",")
+    return rows
 
 
+@pytest.mark.slow
+def test_blocking_and_awaited_calls_are_compared(small_run: dict[str, list[Row]]) -> None:
+    """Each of their figures has a ratio."""
+    assert all(row.ratio is not None for name in ("noop_blocking", "noop_awaited") for row in small_run[name])
+
+
+@pytest.mark.slow
+def test_large_tensors_are_compared_and_judged(small_run: dict[str, list[Row]]) -> None:
+    """Both sides by their speed, aiorpc's loop by its lag; and nothing is lent in the end."""
+    assert small_run["state_dict"][0].ratio is not None
+    assert [row.limit for row in small_run["loop_lag"]] == [20.0, 20.0, None, 20.0, 20.0]
+    left = small_run["burst"][-1]
+    assert (left.quantity, left.aiorpc, left.passed) == ("lent, after", (0.0,), True)
+
+
+@pytest.fixture(scope="module")
+def misbehaved() -> str:
+    """What a program whose workers misbehave, in one way after the other, has said."""
+    done = run_module("tests.bench.misbehaving")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
         ("raises", "no such luck"),
         ("dies", "client of torch (blocking) (pid "),
-        ("hangs", "client of torch (blocking) gave no answer within 3 s"),
+        ("hangs", "client of torch (blocking) gave no answer within 1 s"),
     ],
 )
-def test_misbehaving_worker_is_named_and_none_is_left(how: str, expected: str) -> None:
+def test_misbehaving_worker_is_named_and_none_is_left(misbehaved: str, how: str, expected: str) -> None:
     """A worker process that raises, is killed or hangs gives an error naming it, in bounded time, and all are ended."""
-    done = run_module("tests.bench.misbehaving", how)
-    assert done.returncode == 0, done.stderr
-    assert "client of torch (blocking)" in done.stdout
-    assert expected in done.stdout
-    assert done.stdout.splitlines()[-1] == "left: []"
+    said = misbehaved.partition(f"--- {how}\n")[2].split("--- ")[0]
+    assert "client of torch (blocking)" in said and expected in said
+    assert said.splitlines()[-1] == "left: []"

@@ -20,6 +20,7 @@ from bench.bulk import KB, MB
 from bench.gpu import AIORPC, COPY, RECEIVED, STAGING, TORCH, GpuRow
 from bench.stage import Figures, Plan, Stage
 from bench.stats import BenchError
+from tests.bench.here import Here, one_element_wrong
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ("cpu", "cpu")
@@ -95,28 +96,11 @@ def test_options_of_the_suite_are_refused(other: tuple[str, ...], capsys: pytest
     assert ended.value.code == 2 and "--gpu has one measurement" in capsys.readouterr().err
 
 
-class Here:
-    """Runs calls where they are made, and notes them. spoil: what to make of an answer."""
-
-    TensorPipeRpcBackendOptions: Any = None
-    init_rpc: Any = None
-    shutdown: Any = None
-    rpc_async: Any = None
-
-    def __init__(self, spoil: Callable[[Any], Any] = lambda answer: answer) -> None:
-        self.calls: list[Callable[..., Any]] = []
-        self._spoil = spoil
-
-    def rpc_sync(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
-        self.calls.append(func)
-        return self._spoil(func(*args))
-
-
 def test_each_call_begins_at_rest() -> None:
     """The other end's device is waited for before each timed call, by a call of its own."""
     rpc = Here()
     found = gpu_clients.calls(rpc, functions.sink, 4 * KB, CPU, seconds=0.0, least=2)
-    assert rpc.calls == [gpu_clients.synchronize, functions.sink] * 2
+    assert rpc.functions == [gpu_clients.synchronize, functions.sink] * 2
     assert found["samples"] == 2
 
 
@@ -136,17 +120,13 @@ def test_warming_up_does_all_that_is_measured() -> None:
     """Each handler has run before the clock starts."""
     rpc = Here()
     gpu_clients.warm_up(rpc, 4 * KB, "cpu")
-    assert set(rpc.calls) == set(gpu.QUANTITIES.values())
+    assert set(rpc.functions) == set(gpu.QUANTITIES.values())
 
 
 def test_side_that_echoes_wrongly_is_not_measured() -> None:
     """An echo that differs in one element ends it."""
-
-    def spoil(answer: Any) -> Any:
-        return answer.index_fill(0, torch.tensor([7]), -1.0) if isinstance(answer, torch.Tensor) else answer
-
     with pytest.raises(BenchError, match="different"):
-        gpu_clients.warm_up(Here(spoil), 4 * KB, "cpu")
+        gpu_clients.warm_up(Here(one_element_wrong), 4 * KB, "cpu")
 
 
 class MadeUpCohort:

@@ -37,15 +37,6 @@ from tests.tensors import describe_on_host
 KIB, MIB = 1 << 10, 1 << 20
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_collections() -> Iterator[None]:
-    """The collector looks at what the tests make only, not at the rest of the program."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def padded(buffer: Buffer) -> bytes:
     """Its bytes, up to where another one may begin."""
     return bytes(buffer) + bytes(-len(buffer) % ALIGN)

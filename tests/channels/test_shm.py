@@ -37,15 +37,6 @@ LIMIT = 64 * MIB
 WAIT = 20.0  # seconds: for what a process has to do
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_collections() -> Iterator[None]:
-    """The collector looks at what the tests make only, not at the rest of the program."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 class Pair:
     """Both halves in one process, over mappings of their own, and how often the borrower had something to say."""
 

@@ -5,25 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 GRACE = 5.0  # seconds: helpers of multiprocessing end a moment after the program
 POLL = 0.02
 
-#: Runs a program's ``run`` for each of the settings on its command line, and prints the results as JSON.
+#: Runs a program's ``run`` for each of the settings on its command line, and prints the results as JSON; then its
+#: ``main``, if it is given a command line for that. One process for all: most of what each takes is to import torch.
 RUN_ALL = """
 import importlib, json, sys
 program = importlib.import_module(sys.argv[1])
 results = [program.run(program.Settings(**settings)) for settings in json.loads(sys.argv[2])]
-print(json.dumps(results))
+print(json.dumps(results), flush=True)
+if len(sys.argv) > 3:
+    sys.exit(program.main(sys.argv[3:]))
 """
 
 
@@ -93,12 +99,42 @@ def run_program(command: Sequence[str], cwd: Path, *, timeout: float, env: Mappi
         return program.finish(timeout)
 
 
-def run_all(module: str, settings: Sequence[dict[str, Any]], cwd: Path, *, timeout: float) -> list[dict[str, Any]]:
-    """The results of ``module.run`` for each of the settings, in one program."""
-    outcome = run_program(["-c", RUN_ALL, module, json.dumps(list(settings))], cwd, timeout=timeout)
+@dataclass(frozen=True)
+class Ran:
+    """What a program's runs returned, and what its ``main`` said and left in the folder."""
+
+    results: list[dict[str, Any]]
+    outcome: Outcome
+    folder: Path
+
+
+def run_all(module: str, settings: Sequence[dict[str, Any]], cwd: Path, *options: str, timeout: float) -> Ran:
+    """``module.run`` for each of the settings and, if there are options, ``module.main`` with them; in one program."""
+    outcome = run_program(["-c", RUN_ALL, module, json.dumps(list(settings)), *options], cwd, timeout=timeout)
     assert outcome.code == 0, outcome.err
-    results: list[dict[str, Any]] = json.loads(outcome.out.splitlines()[-1])
-    return results
+    lines = outcome.out.splitlines(keepends=True)
+    end = next(number for number, line in enumerate(lines) if line.startswith("[{"))
+    return Ran(json.loads(lines[end]), replace(outcome, out="".join(lines[end + 1 :])), cwd)
+
+
+def matches(text: str, patterns: Sequence[str]) -> bool:
+    """Whether there is a line for each pattern, and no other."""
+    lines = text.splitlines()
+    return len(lines) == len(patterns) and all(map(re.fullmatch, patterns, lines))
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def usage_error(
+    main: Callable[[Sequence[str]], int], options: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What a program says of a command line that it does not run."""
+    with pytest.raises(SystemExit) as ended:
+        main(options)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
 
 
 def torchrun(workers: int, *command: str) -> list[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 
 from aiorpc.examples._progress import Steps
 from aiorpc.examples._ps import ServerBase, Settings
-from tests.examples.programs import run_all, run_program, torchrun
+from tests.examples.programs import run_all
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"batched": {}, "batched again": {"num_ste
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """All variants, by name, one after the other in one program."""
     settings = [{**SMALL, **variant} for variant in VARIANTS.values()]
-    found = run_all(MODULE, settings, tmp_path_factory.mktemp("anywhere"), timeout=2 * LIMIT)
+    found = run_all(MODULE, settings, tmp_path_factory.mktemp("anywhere"), timeout=2 * LIMIT).results
     return dict(zip(VARIANTS, found, strict=True))
 
 
@@ -47,16 +45,6 @@ def test_the_loss_falls(results: dict[str, dict[str, Any]], name: str) -> None:
 def test_a_seed_gives_the_same_losses_again(results: dict[str, dict[str, Any]]) -> None:
     """Batched: gradients are averaged in the trainers' order, whatever order they came in."""
     assert results["batched again"]["losses"] == pytest.approx(results["batched"]["losses"][:2], rel=1e-6)
-
-
-def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
-    """torchrun starts the workers; only rank 0 speaks."""
-    options = ("--model", "resnet18", "--image-size", "16", "--batch-size", "4", "--num-steps", "2")
-    outcome = run_program(torchrun(2, "-m", MODULE, *options), tmp_path, timeout=LIMIT)
-    assert outcome.code == 0, outcome.err
-    lines = outcome.out.splitlines()
-    assert [line.split()[:3] for line in lines[:2]] == [["step", "1", "loss"], ["step", "2", "loss"]]
-    assert re.fullmatch(r"resnet18 \(11\.2 M parameters\), 1 trainer, batched: .* samples/s; loss .* -> .*", lines[2])
 
 
 def test_an_update_is_one_step_with_the_average() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from aiorpc.examples import _sweep, batch_rl
 from aiorpc.examples._rl import Settings
-from tests.examples.programs import Program, run_all, run_program, started, torchrun
+from tests.examples.programs import Program, is_png, run_all, run_program, started, torchrun, usage_error
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,7 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """All variants of a small run, by name, one after the other in one program."""
     common = {"world_size": 3, "num_episode": 3, "num_steps": 40, "show": False, "timeout": LIMIT}
     settings = [{**common, **variant} for variant in VARIANTS.values()]
-    found = run_all(MODULE, settings, tmp_path_factory.mktemp("anywhere"), timeout=2 * LIMIT)
+    found = run_all(MODULE, settings, tmp_path_factory.mktemp("anywhere"), timeout=2 * LIMIT).results
     return dict(zip(VARIANTS, found, strict=True))
 
 
@@ -79,7 +79,7 @@ def test_the_program_shows_progress_and_speed(tmp_path: Path) -> None:
     assert [line.split()[:3] for line in lines[:2]] == [["episode", "1", "reward"], ["episode", "2", "reward"]]
     assert re.fullmatch(r"2 observers, batched: 120 steps in .* steps/s; reward .* -> .*", lines[2])
     assert lines[3:] == ["wrote new/rl.png"]
-    assert (tmp_path / "new" / "rl.png").read_bytes().startswith(b"\x89PNG")
+    assert is_png(tmp_path / "new" / "rl.png")
 
 
 def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
@@ -123,9 +123,7 @@ def test_workers_end_with_a_killed_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [("--world-size", "1"), ("--num-steps", "1"), ("--num-episode", "0")])
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], wrong: tuple[str, str]) -> None:
     """A usage error that names the option, before anything is started."""
-    with pytest.raises(SystemExit) as ended:
-        batch_rl.main(wrong)
-    assert ended.value.code == 2 and f"error: {wrong[0]} must be" in capsys.readouterr().err
+    assert f"error: {wrong[0]} must be" in usage_error(batch_rl.main, wrong, capsys)
 
 
 @pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
@@ -142,7 +140,7 @@ def test_a_sweep_writes_its_data_and_figure(tmp_path: Path, capsys: pytest.Captu
     assert [row["observers"] for row in data["rows"]] == [1, 2, 3]
     assert data["batched_wins_from"] == 2
     assert [row["ratio"] for row in data["rows"]] == pytest.approx([1 / 1.5, 2 / 1.5, 3 / 1.5])
-    assert (tmp_path / "new" / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert is_png(tmp_path / "new" / "out.png")
     assert "batches win from 2 observers on" in capsys.readouterr().out
 
 

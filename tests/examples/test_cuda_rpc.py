@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from aiorpc.examples import cuda_rpc
 from aiorpc.examples.cuda_rpc import Settings, Shard
-from tests.examples.programs import run_all, run_program, torchrun
+from tests.examples.programs import is_png, matches, run_all, run_program, torchrun, usage_error
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,10 +27,6 @@ CPU_LINES = (
     r"CPU RPC: \d+\.\d{4} s \(forward alone: \d+\.\d{4} s\)",
 )
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def matches(lines: list[str], patterns: tuple[str, ...]) -> bool:
-    return len(lines) == len(patterns) and all(map(re.fullmatch, patterns, lines))
 
 
 def a_result(**seconds: float) -> dict[str, Any]:
@@ -52,15 +47,15 @@ def test_without_a_gpu_the_cpu_part_runs_and_says_so(tmp_path: Path) -> None:
     """What is run, that there is no device, the seconds, a picture, and nothing on stderr."""
     outcome = run_program(["-m", MODULE, *SMALL, "--picture", "new/c.png"], tmp_path, timeout=LIMIT, env=NO_GPU)
     assert (outcome.code, outcome.err) == (0, "")
-    assert matches(outcome.out.splitlines(), (*CPU_LINES, r"wrote new/c\.png")), outcome.out
-    assert (tmp_path / "new" / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert matches(outcome.out, (*CPU_LINES, r"wrote new/c\.png")), outcome.out
+    assert is_png(tmp_path / "new" / "c.png")
 
 
 def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     """torchrun starts the two workers; only rank 0 speaks."""
     outcome = run_program(torchrun(2, "-m", MODULE, *SMALL), tmp_path, timeout=LIMIT, env=NO_GPU)
     assert outcome.code == 0, outcome.err
-    assert matches(outcome.out.splitlines(), CPU_LINES), outcome.out
+    assert matches(outcome.out, CPU_LINES), outcome.out
 
 
 @pytest.mark.parametrize(
@@ -106,15 +101,13 @@ def test_both_ways_are_compared_with_each_other_and_with_the_recipe() -> None:
 def test_the_picture_has_a_bar_for_each_way(tmp_path: Path) -> None:
     """A PNG in a folder that is made for it."""
     cuda_rpc.draw(a_result(cpu=0.5, cuda=0.02), tmp_path / "new" / "c.png")
-    assert (tmp_path / "new" / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert is_png(tmp_path / "new" / "c.png")
 
 
 @pytest.mark.parametrize("name", ["--rounds", "--batch", "--size"])
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """A usage error that names the option, before anything is started."""
-    with pytest.raises(SystemExit) as ended:
-        cuda_rpc.main([name, "0"])
-    assert ended.value.code == 2 and f"error: {name} must be at least 1" in capsys.readouterr().err
+    assert f"error: {name} must be at least 1" in usage_error(cuda_rpc.main, [name, "0"], capsys)
 
 
 @pytest.mark.gpu
@@ -123,7 +116,7 @@ def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], name:
 def test_with_a_gpu_both_ways_run(tmp_path: Path, channel: str) -> None:
     """Device to device and by way of the CPU, with the same result (the program checks it), and seconds of each."""
     settings = {"rounds": 3, "batch": 100, "size": 100, "device_channel": channel, "timeout": LIMIT}
-    (result,) = run_all(MODULE, [settings], tmp_path, timeout=LIMIT)
+    (result,) = run_all(MODULE, [settings], tmp_path, timeout=LIMIT).results
     assert result["devices"] == list(cuda_rpc.placement(torch.cuda.device_count()))
     assert set(result["seconds"]) == {"cpu", "cuda"} and all(taken > 0 for taken in result["seconds"].values())
     assert cuda_rpc.lines(result)[-1].startswith("ratio: ")

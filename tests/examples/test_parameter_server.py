@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 from aiorpc.examples import parameter_server
 from aiorpc.examples._progress import Steps
 from aiorpc.examples.parameter_server import ParameterServer, Settings, digits, network
-from tests.examples.programs import run_all, run_program, torchrun
+from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,11 +31,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """All variants, by name, one after the other in one program."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """All variants, one after the other, and the program as it is on the command line."""
+    options = ("--world-size", "3", "--num-steps", "4", "--check-every", "2", "--picture", "new/p.png")
     settings = [{**SMALL, **variant} for variant in VARIANTS.values()]
-    found = run_all(MODULE, settings, tmp_path_factory.mktemp("anywhere"), timeout=2 * LIMIT)
-    return dict(zip(VARIANTS, found, strict=True))
+    return run_all(MODULE, settings, tmp_path_factory.mktemp("anywhere"), *options, timeout=2 * LIMIT)
+
+
+@pytest.fixture(scope="module")
+def results(ran: Ran) -> dict[str, dict[str, Any]]:
+    """By the names of the variants."""
+    return dict(zip(VARIANTS, ran.results, strict=True))
 
 
 def a_server(trainers: int = 1, **settings: Any) -> ParameterServer:
@@ -89,28 +93,17 @@ def test_accuracy_is_looked_at_as_often_as_asked(results: dict[str, dict[str, An
     assert 0 <= results["few"]["accuracy"] <= 1
 
 
-def test_it_shows_progress_and_draws(tmp_path: Path) -> None:
+def test_it_shows_progress_and_draws(ran: Ran) -> None:
     """A line for each look, what came out, a picture, and nothing on stderr."""
-    options = ("--world-size", "3", "--num-steps", "4", "--check-every", "2", "--picture", "new/p.png")
-    outcome = run_program(["-m", MODULE, *options], tmp_path, timeout=LIMIT)
-    assert (outcome.code, outcome.err) == (0, "")
+    assert ran.outcome.err == ""
     expected = (
         r"    4 steps   loss +\d+\.\d{3}   accuracy +\d+\.\d% .*",
         r"    8 steps   loss +\d+\.\d{3}   accuracy +\d+\.\d% .*",
         r"2 trainers, 8 steps in \d+\.\d s: [\d,]+ pictures/s; accuracy \d+\.\d% -> \d+\.\d%",
         r"wrote new/p\.png",
     )
-    lines = outcome.out.splitlines()
-    assert len(lines) == len(expected) and all(map(re.fullmatch, expected, lines)), outcome.out
-    assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
-    """torchrun starts the workers; only rank 0 speaks."""
-    options = ("--num-steps", "2", "--batch-size", "4")
-    outcome = run_program(torchrun(2, "-m", MODULE, *options), tmp_path, timeout=LIMIT)
-    assert outcome.code == 0, outcome.err
-    assert re.fullmatch(r"1 trainer, 2 steps in .* accuracy .* -> .*\n", outcome.out)
+    assert matches(ran.outcome.out, expected), ran.outcome.out
+    assert is_png(ran.folder / "new" / "p.png")
 
 
 def test_a_step_between_forward_and_backward_does_no_harm() -> None:
@@ -173,6 +166,4 @@ def test_each_digit_looks_different() -> None:
 )
 def test_what_cannot_be_run_is_refused(capsys: pytest.CaptureFixture[str], option: str, value: str, words: str) -> None:
     """A usage error that names the option, before anything is started."""
-    with pytest.raises(SystemExit) as ended:
-        parameter_server.main([option, value])
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert words in usage_error(parameter_server.main, [option, value], capsys)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from aiorpc.examples import pipeline
 from aiorpc.examples._resnet import images
 from aiorpc.examples.pipeline import MOMENTUM, SIZE, Settings, Stage
-from tests.examples.programs import run_all, run_program, torchrun
+from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,10 +27,16 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One run with all numbers of micro-batches."""
-    (found,) = run_all(MODULE, [SMALL], tmp_path_factory.mktemp("anywhere"), timeout=LIMIT)
-    return found
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """One run with all numbers of micro-batches, and the program as it is on the command line."""
+    options = ("--micro", "1", "3", "--num-steps", "2", "--batch-size", "6", "--width", "8", "--depth", "1")
+    folder = tmp_path_factory.mktemp("anywhere")
+    return run_all(MODULE, [SMALL], folder, *options, "--picture", "new/p.png", timeout=2 * LIMIT)
+
+
+@pytest.fixture(scope="module")
+def result(ran: Ran) -> dict[str, Any]:
+    return ran.results[0]
 
 
 def losses_in_one_process(settings: Settings) -> list[float]:
@@ -74,11 +78,9 @@ def test_losses_are_those_of_the_model_in_one_process(result: dict[str, Any], pl
     assert result["runs"][place]["losses"] == pytest.approx(losses_in_one_process(Settings(**SMALL)), rel=1e-3)
 
 
-def test_it_shows_progress_and_draws(tmp_path: Path) -> None:
+def test_it_shows_progress_and_draws(ran: Ran) -> None:
     """A line for each step, one for each number, a picture, and nothing on stderr."""
-    options = ("--micro", "1", "3", "--num-steps", "2", "--batch-size", "6", "--width", "8", "--depth", "1")
-    outcome = run_program(["-m", MODULE, *options, "--picture", "new/p.png"], tmp_path, timeout=LIMIT)
-    assert (outcome.code, outcome.err) == (0, "")
+    assert ran.outcome.err == ""
     expected = (
         *(
             rf"micro-batches  {micro}   step   {step}   loss +\d+\.\d{{4}}   \d+\.\d{{3}} s"
@@ -89,18 +91,8 @@ def test_it_shows_progress_and_draws(tmp_path: Path) -> None:
         r" 3 micro-batches: +\d+\.\d ms for a batch of 6 \(\d+\.\d\dx\); loss .* -> .*",
         r"wrote new/p\.png",
     )
-    lines = outcome.out.splitlines()
-    assert len(lines) == len(expected) and all(map(re.fullmatch, expected, lines)), outcome.out
-    assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
-    """torchrun starts the three workers; only rank 0 speaks."""
-    options = ("--micro", "2", "--num-steps", "1", "--batch-size", "4", "--width", "8", "--depth", "1")
-    outcome = run_program(torchrun(3, "-m", MODULE, *options), tmp_path, timeout=LIMIT)
-    assert outcome.code == 0, outcome.err
-    lines = outcome.out.splitlines()
-    assert len(lines) == 2 and lines[0].startswith("micro-batches  2   step   1   loss"), outcome.out
+    assert matches(ran.outcome.out, expected), ran.outcome.out
+    assert is_png(ran.folder / "new" / "p.png")
 
 
 def test_a_stage_is_the_same_wherever_it_is_made() -> None:
@@ -144,15 +136,11 @@ def test_what_cannot_be_run_is_refused(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
 ) -> None:
     """A usage error that names the option, before anything is started."""
-    with pytest.raises(SystemExit) as ended:
-        pipeline.main(options)
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert words in usage_error(pipeline.main, options, capsys)
 
 
 def test_torchrun_must_start_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each worker has its part: with another number, a usage error."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit):
-        pipeline.main([])
-    assert "it needs 3 workers, and torchrun started 4" in capsys.readouterr().err
+    assert "it needs 3 workers, and torchrun started 4" in usage_error(pipeline.main, [], capsys)

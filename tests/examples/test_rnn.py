@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from aiorpc.examples import rnn
 from aiorpc.examples.rnn import Decoder, Embedding, Recurrent, Settings, State, Text, loss_of, perplexity, read_text
-from tests.examples.programs import run_all, run_program, torchrun
+from tests.examples.programs import Ran, is_png, matches, run_all, usage_error
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,10 +30,16 @@ SPOKEN = (
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """A run, and its first epoch once more, in one program."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A run, its first epoch once more, and the program as it is on the command line."""
+    options = ("--epochs", "2", "--hidden", "32", "--sample", "20", "--picture", "new/r.png")
     folder = tmp_path_factory.mktemp("anywhere")
-    return run_all(MODULE, [SMALL, {**SMALL, "epochs": 1}], folder, timeout=2 * LIMIT)
+    return run_all(MODULE, [SMALL, {**SMALL, "epochs": 1}], folder, *options, timeout=2 * LIMIT)
+
+
+@pytest.fixture(scope="module")
+def results(ran: Ran) -> list[dict[str, Any]]:
+    return ran.results
 
 
 def losses_in_one_process(settings: Settings) -> list[float]:
@@ -78,25 +83,11 @@ def test_a_seed_gives_the_same_losses_again(results: list[dict[str, Any]]) -> No
     assert results[1]["losses"] == pytest.approx(results[0]["losses"][:8], rel=1e-6)
 
 
-def test_it_shows_progress_and_draws(tmp_path: Path) -> None:
+def test_it_shows_progress_and_draws(ran: Ran) -> None:
     """A line for each epoch, what came out, a picture, and nothing on stderr."""
-    options = ("--epochs", "2", "--hidden", "32", "--sample", "20", "--picture", "new/r.png")
-    outcome = run_program(["-m", MODULE, *options], tmp_path, timeout=LIMIT)
-    assert (outcome.code, outcome.err) == (0, "")
-    lines = outcome.out.splitlines()
-    assert len(lines) == 5 and all(map(re.fullmatch, (*SPOKEN, r"wrote new/r\.png"), lines)), outcome.out
-    assert (tmp_path / "new" / "r.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
-    """torchrun starts the three workers, they learn from a file; only rank 0 speaks."""
-    (tmp_path / "ab.txt").write_text("ab" * 200)
-    options = ("--epochs", "2", "--hidden", "16", "--text", "ab.txt", "--sample", "8", "--lr", "0.1")
-    outcome = run_program(torchrun(3, "-m", MODULE, *options), tmp_path, timeout=LIMIT)
-    assert outcome.code == 0, outcome.err
-    lines = outcome.out.splitlines()
-    assert len(lines) == 4 and lines[2].startswith("400 letters, 2 different ones: 2 steps"), outcome.out
-    assert re.fullmatch(r"it writes: ababab[ab]{8}", lines[3])
+    assert ran.outcome.err == ""
+    assert matches(ran.outcome.out, (*SPOKEN, r"wrote new/r\.png")), ran.outcome.out
+    assert is_png(ran.folder / "new" / "r.png")
 
 
 def test_pieces_are_the_text_with_what_follows() -> None:
@@ -140,18 +131,14 @@ def test_what_cannot_be_run_is_refused(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
 ) -> None:
     """A usage error that names the option, before anything is started."""
-    with pytest.raises(SystemExit) as ended:
-        rnn.main(options)
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+    assert words in usage_error(rnn.main, options, capsys)
 
 
 def test_torchrun_must_start_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each worker has its part: with another number, a usage error."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        rnn.main([])
-    assert "it needs 3 workers, and torchrun started 2" in capsys.readouterr().err
+    assert "it needs 3 workers, and torchrun started 2" in usage_error(rnn.main, [], capsys)
 
 
 @pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
@@ -160,4 +147,4 @@ def test_the_picture_takes_any_loss(tmp_path: Path) -> None:
     for epochs in (1, 30):
         result = {"losses": [1.0] * epochs * 2, "perplexities": list(itertools.repeat(2.7, epochs))}
         rnn.draw(result, tmp_path / f"{epochs}.png")
-        assert (tmp_path / f"{epochs}.png").read_bytes().startswith(b"\x89PNG")
+        assert is_png(tmp_path / f"{epochs}.png")

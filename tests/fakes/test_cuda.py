@@ -7,6 +7,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -270,7 +271,7 @@ def test_fair_is_the_order_in_which_it_was_given() -> None:
         done: list[int] = []
         gate = hold(fake, fake.current(0))
         for number in range(20):
-            fake.machine.enqueue(fake.fresh(0), "number", lambda number=number: done.append(number))  # type: ignore[misc]
+            fake.machine.enqueue(fake.fresh(0), "number", partial(done.append, number))
         gate.set()
     assert done == list(range(20))
     with pytest.raises(ValueError, match="policy"):

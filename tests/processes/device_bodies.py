@@ -516,4 +516,4 @@ def say_by_hand(to: str, fields: list[Any]) -> None:
     """Send a message of the device channel that nobody has thought out."""
     worker = rpc.current()
     link = next(link for link in worker.links() if link.record.name == to)
-    worker.call_on_loop(link._say, fields)
+    worker.call_on_loop(link.say, fields)

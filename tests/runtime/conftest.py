@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from aiorpc import RpcBackendOptions, Worker
+from aiorpc import Worker
 from aiorpc.testing import cluster
 
 
@@ -21,11 +21,4 @@ async def pair() -> AsyncIterator[list[Worker]]:
 async def trio() -> AsyncIterator[list[Worker]]:
     """Three workers on the test's loop."""
     async with cluster(3) as workers:
-        yield workers
-
-
-@pytest.fixture
-async def apart() -> AsyncIterator[list[Worker]]:
-    """Three workers, each on a loop in a thread of its own."""
-    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True)) as workers:
         yield workers

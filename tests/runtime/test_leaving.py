@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import PeerClosed, RpcBackendOptions, RpcError, ShutdownReport, Worker, WorkerClosed, WorkerLeft
-from aiorpc.runtime import group, worker
+from aiorpc.runtime import group, life
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -88,7 +88,7 @@ async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives such a peer a bounded time, and returns with every socket closed."""
-    monkeypatch.setattr(worker, "_CONNECTION_GRACE", 0.05)
+    monkeypatch.setattr(life, "_CONNECTION_GRACE", 0.05)
     assert await pair[0].call("worker1", abs, -3) == 3
     deaf, connections = list(pair[1].connections), list(pair[0].connections)
     assert len(deaf) == len(connections) == 2
@@ -172,7 +172,7 @@ async def test_a_loss_bounds_the_wait_for_those_who_work_on() -> None:
 
 async def test_a_handler_may_shut_its_worker_down(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """The closing cancels the handler that asked for it, and goes on to its end."""
-    monkeypatch.setattr(worker, "_TASKS_GRACE", 0.05)
+    monkeypatch.setattr(life, "_TASKS_GRACE", 0.05)
     with pytest.raises(PeerClosed, match="worker1"):
         await pair[0].call("worker1", leave)
     assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
@@ -183,7 +183,7 @@ async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a worker is never left: who waits is cancelled once all is closed, and later calls get the report."""
-    monkeypatch.setattr(worker, "_POOL_GRACE", 0.1)
+    monkeypatch.setattr(life, "_POOL_GRACE", 0.1)
     a = await alone()
     call = a.call("a", wait_at_the_gate)
     await until(lambda: gate.entered)

@@ -18,6 +18,7 @@ from aiorpc.channels import inline, shared
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
 from aiorpc.protocol.frames import Buffer, Kind
 from aiorpc.runtime import link as link_module
+from aiorpc.runtime import second
 from aiorpc.runtime.link import Link
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
@@ -491,7 +492,8 @@ async def test_without_a_second_connection_chunks_go_over_the_first(
 @pytest.mark.parametrize("side", [0, 1])
 async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
     """What was on it is lost: calls under way fail with PeerLost, whichever side it breaks at."""
-    monkeypatch.setattr(link_module, "PIPE_GRACE", 0.05)
+    monkeypatch.setattr(second, "PIPE_GRACE", 0.05)
+    monkeypatch.setattr(link_module, "DRAIN_GRACE", 0.05)
     options = RpcBackendOptions(transports=("tcp",), loss_grace=0.1)
     with pytest.raises(PeerLost) as caught:
         async with cluster(2, options=options) as workers:

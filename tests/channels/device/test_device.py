@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aiorpc.channels import Wire
 from aiorpc.channels.accelerator import DeviceBuffer
 from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices, sender
 from aiorpc.errors import ProtocolError, RpcError
@@ -77,6 +78,13 @@ def post(ends: DeviceEnds, *sizes: int, **options: Any) -> Message:
     message = send(ends, *sizes, **options)
     ends.post(message)
     return message
+
+
+def first_wire(message: Message) -> Wire:
+    """What goes for its first buffer: number, target, size, chunks."""
+    wire = message.wires[0]
+    assert wire is not None
+    return wire
 
 
 def is_baseline(ends: DeviceEnds) -> bool:
@@ -194,7 +202,7 @@ def test_who_waits_gets_slots_first(make: Make, seed: int) -> None:
     for number in range(25):
         sent.append(post(ends, chance.choice([1, 64 * KIB, 700 * KIB, BOX]), seed=number))
         waiting = ends.devices[0]._sender._find_box(0).waiting
-        if waiting and waiting[-1].number != sent[-1].wires[0][0]:  # type: ignore[index]
+        if waiting and waiting[-1].number != first_wire(sent[-1])[0]:
             raise AssertionError("it went past one that waits")
         for _ in range(chance.randrange(4)):
             if ends.lanes():
@@ -212,10 +220,10 @@ def test_free_slots_are_not_for_who_comes_later(make: Make) -> None:
     warm(ends)
     filling = send(ends, *[800 * KIB] * 6)
     first = post(ends, 800 * KIB)
-    assert first.wires[0][3] == [], "there was room"  # type: ignore[index]
+    assert first_wire(first)[3] == [], "there was room"
     ends.withdraw(filling)  # its slots are free
     later = post(ends, 800 * KIB)
-    assert later.wires[0][3] == [], "it went past"  # type: ignore[index]
+    assert first_wire(later)[3] == [], "it went past"
     ends.settle()
     first.check()
     later.check()
@@ -226,7 +234,7 @@ def test_slots_of_a_message_that_was_not_sent_go_to_who_waits(make: Make) -> Non
     ends = make(IpcEnds)
     warm(ends)
     filling: list[Message] = []
-    while not filling or filling[-1].wires[0][3]:  # type: ignore[index]
+    while not filling or first_wire(filling[-1])[3]:
         filling.append(send(ends, 800 * KIB))
     waits = filling.pop()  # the first one that got no slot
     ends.post(waits)
@@ -596,11 +604,11 @@ def test_a_piece_that_is_lost_fails_its_transfer(make: Make) -> None:
         ends.holds = False
         message = send(ends, MIB)
         if held:
-            ends.devices[1].on_piece(["piece", message.wires[0][0], 0], RpcError("it was lost"))  # type: ignore[index]
+            ends.devices[1].on_piece(["piece", first_wire(message)[0], 0], RpcError("it was lost"))
         super(DeviceEnds, ends).post(message)
         settle_but(ends, "nothing")
         if not held:
-            ends.devices[1].on_piece(["piece", message.wires[0][0], 0], RpcError("it was lost"))  # type: ignore[index]
+            ends.devices[1].on_piece(["piece", first_wire(message)[0], 0], RpcError("it was lost"))
         ends.devices[0].posted(message.taken, 1)
         ends.settle()
         check_errors(message, "it was lost")

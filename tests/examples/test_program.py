@@ -1,0 +1,121 @@
+"""What the examples share as programs: options and settings, exit codes, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiorpc.examples._launch import WorkerFailed
+from aiorpc.examples._program import CommandLine, exit_code, figure, tell
+from tests.examples.programs import is_png
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of each kind that examples have."""
+
+    num_steps: int = 3
+    lr: float = 0.5
+    name: str = "one"
+    sizes: tuple[int, ...] = (1, 2)
+    batch: bool = True
+    seed: int = 7
+    timeout: float = 60.0
+
+
+def command_line() -> CommandLine[Settings]:
+    made = CommandLine("nothing", "Does nothing.", Settings())
+    made.option("num_steps", "how many", least=2, why="one is none")
+    made.option("lr")
+    made.option("name", choices=("one", "two"))
+    made.option("sizes")
+    made.add_argument("--no-batch", dest="batch", action="store_false")
+    made.common_options(picture="nothing")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", Settings()),
+        ("--num-steps 4 --seed 1 --timeout 2", Settings(num_steps=4, seed=1, timeout=2.0)),
+        ("--lr 1 --name two --no-batch", Settings(lr=1.0, name="two", batch=False)),
+        ("--sizes 3 --picture p.png", Settings(sizes=(3,))),
+        ("--sizes 3 4 5", Settings(sizes=(3, 4, 5))),
+    ],
+)
+def test_options_set_fields_of_their_type(options: str, expected: Settings) -> None:
+    """Each field that has an option takes its value and its type; the others keep theirs."""
+    line = command_line()
+    settings = line.settings(line.parse(options.split()))
+    assert settings == expected
+    assert [type(value) for value in vars(settings).values()] == [type(value) for value in vars(expected).values()]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--num-steps 1", "--num-steps must be at least 2: one is none"),
+        ("--lr fast", "argument --lr: invalid float value: 'fast'"),
+        ("--name three", "argument --name: invalid choice"),
+        ("--sizes", "argument --sizes: expected at least one argument"),
+        ("--lr 2", "no more than 1"),
+    ],
+)
+def test_what_cannot_be_run_is_a_usage_error(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its type, its least value, or the program's own check; nothing is run."""
+    line = command_line()
+
+    def check(settings: Settings) -> None:
+        if settings.lr > 1:
+            line.error("no more than 1")
+
+    def run(settings: Settings) -> dict[str, Any]:
+        raise AssertionError("it was run")
+
+    with pytest.raises(SystemExit) as ended:
+        line.main(options.split(), run, lambda result: [], check=check)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def program() -> None:
+        raise error
+
+    return program
+
+
+def test_exit_codes_are_those_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """0, 1 for a worker's failure, 130 for Ctrl-C, each with a word on stderr; errors of the program itself go on."""
+    assert exit_code(lambda: None) == 0
+    assert exit_code(raises(WorkerFailed("w1 died", ["w1"]))) == 1
+    assert exit_code(raises(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "error: w1 died\ninterrupted\n"
+    with pytest.raises(ValueError, match="mine"):
+        exit_code(raises(ValueError("mine")))
+
+
+def test_a_result_is_told_and_drawn_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines, and the file that was asked for; ranks without a result say nothing."""
+    drawn: list[Path] = []
+    tell(None, lambda result: ["no"], lambda result, path: drawn.append(path), "p.png")
+    tell({"a": 1}, lambda result: [f"a is {result['a']}", "b"], lambda result, path: drawn.append(path), None)
+    assert capsys.readouterr().out == "a is 1\nb\n" and drawn == []
+    tell({"a": 2}, lambda result: [f"a is {result['a']}"], lambda result, path: drawn.append(path), "p.png")
+    assert capsys.readouterr().out == "a is 2\nwrote p.png\n" and drawn == [Path("p.png")]
+
+
+@pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
+def test_a_figure_is_written_at_the_end_of_its_block(tmp_path: Path) -> None:
+    """A PNG file in a folder that is made for it; nothing is written when drawing fails."""
+    path = tmp_path / "new" / "p.png"
+    with pytest.raises(ValueError, match="mine"), figure(path, 2.0, 1.0):
+        raise ValueError("mine")
+    assert not path.parent.exists()
+    with figure(path, 2.0, 1.0, grid=True) as page:
+        axes = page.add_subplot()
+    assert is_png(path) and not axes.spines["top"].get_visible() and axes.spines["left"].get_visible()
