@@ -8,13 +8,14 @@ DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0 --picture 
 TEST_ARGS ?=
 # Test files run side by side in so many processes.
 TEST_JOBS ?= 3
+ARGS ?=
 BENCH_ARGS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong lint format types check bench wheel hooks clean distclean
+.PHONY: help demo test testlong conformance lint format types check bench wheel hooks clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -27,6 +28,9 @@ test: $(VENV)/.installed-test ## run the tests (TEST_ARGS)
 
 testlong: $(VENV)/.installed-test ## run the tests that take minutes (TEST_ARGS)
 	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist worksteal -m long $(TEST_ARGS)
+
+conformance: $(VENV)/.installed-test ## run PyTorch's own RPC tests on aiorpc (ARGS; see tests/conformance/README.md)
+	$(BIN)/python -m tests.conformance $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and formatting
 	$(BIN)/ruff check .

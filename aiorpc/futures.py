@@ -339,7 +339,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call `callback(self)` once it settles (at once if it has), in a pool thread when a loop thread settles it.
 
-        Errors of the callback are logged. The callback may block, and make blocking calls.
+        Callbacks run one after the other, in their order, those of `then` among them. Errors of the callback are
+        logged. The callback may block, and make blocking calls.
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
@@ -389,12 +390,18 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _run_callbacks(self) -> None:
         callbacks = self._callbacks
+        users: list[_UserCallback] = []
         while callbacks:
             try:
                 callback = callbacks.pop(0)
             except IndexError:
-                return
-            callback(self)
+                break
+            if type(callback) is _UserCallback and _running_loop() is not None:
+                users.append(callback)
+            else:
+                callback(self)
+        if users:
+            _hand_over(self, users)
 
 
 class _UserCallback:
@@ -408,21 +415,6 @@ class _UserCallback:
         self.autograd = current_autograd.get()
 
     def __call__(self, future: Future[Any]) -> None:
-        if _running_loop() is None:
-            self.run(future)
-        else:
-            self.hand_over(future)
-
-    def hand_over(self, future: Future[Any]) -> None:
-        if self.executor is not None:
-            try:
-                self.executor.submit(self.run, future)
-                return
-            except WorkerClosed:  # its worker has shut down, which may be what settled the Future
-                pass
-        threading.Thread(target=self.run, args=(future,), name="aiorpc-callback", daemon=True).start()
-
-    def run(self, future: Future[Any]) -> None:
         token = current_autograd.set(self.autograd)
         try:
             self.callback(future)
@@ -430,6 +422,23 @@ class _UserCallback:
             logger.exception("a callback of %s raised", future.describe())
         finally:
             current_autograd.reset(token)
+
+
+def _hand_over(future: Future[Any], callbacks: Sequence[_UserCallback]) -> None:
+    """Run them off the loop: one after the other, in their order."""
+    executor = callbacks[0].executor
+    if executor is not None:
+        try:
+            executor.submit(_run_all, callbacks, future)
+            return
+        except WorkerClosed:  # its worker has shut down, which may be what settled the Future
+            pass
+    threading.Thread(target=_run_all, args=(callbacks, future), name="aiorpc-callback", daemon=True).start()
+
+
+def _run_all(callbacks: Sequence[_UserCallback], future: Future[Any]) -> None:
+    for callback in callbacks:
+        callback(future)
 
 
 class _Failure:

@@ -410,7 +410,7 @@ def new_module(
     if not isinstance(module, Module):
         name = getattr(module_cls, "__qualname__", module_cls)
         raise RemoteModuleError(
-            f"Expect `module_cls(*args, **kwargs)` returns an instance of torch.nn.Module, but {name} returned a "
+            f"Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but {name} returned a "
             f"{type(module).__qualname__}"
         )
     return RRef(module.to(device))

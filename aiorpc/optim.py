@@ -29,11 +29,15 @@ from .runtime.current import check_cancelled, current_call, registry
 from .runtime.references import RRef
 from .runtime.worker import Worker
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "NoGradients"]
 
 Tensor = torch.Tensor
 T = TypeVar("T")
 State = dict[str, Any]
+
+
+class NoGradients(RpcUsageError):
+    """A step that would do nothing: no parameter of the optimizer has a gradient in the context."""
 
 
 class DistributedOptimizer:
@@ -79,10 +83,10 @@ class DistributedOptimizer:
         gradients in place changes those of the context. As with a local optimizer, parameters change in place: a
         backward pass whose graph has saved them raises torch's error, also if another trainer stepped.
 
-        Raises RpcUsageError if no such context is open here, or if no owner has a gradient for any parameter, as such
-        a step does nothing; what the optimizer raises on an owner, with a note that names it; PeerLost at once if an
-        owner is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error, and if it is cancelled, some
-        owners may have stepped; one that waits for its turn then does not.
+        Raises RpcUsageError if no such context is open here; NoGradients, a kind of it, if no owner has a gradient for
+        any parameter, as such a step does nothing; what the optimizer raises on an owner, with a note that names it;
+        PeerLost at once if an owner is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error, and if it
+        is cancelled, some owners may have stepped; one that waits for its turn then does not.
         """
         worker = _worker_of(self.remote_optimizers)
         if isinstance(context_id, bool) or not isinstance(context_id, int):
@@ -91,7 +95,7 @@ class DistributedOptimizer:
 
         def finish(stepped: Mapping[str, int]) -> None:
             if not any(stepped.values()):
-                raise RpcUsageError(
+                raise NoGradients(
                     f"no parameter of this optimizer has a gradient in autograd context {int(context_id)}, on any of "
                     f"its owners ({', '.join(stepped)}): was backward() run in this context, and does its loss depend "
                     "on these parameters?"

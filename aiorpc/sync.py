@@ -47,11 +47,18 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    host(Worker(name, rank=None if rank < 0 else rank, world_size=world_size, options=rpc_backend_options))
+
+
+def host(worker: Worker) -> None:
+    """Start a worker on a loop in a thread of its own, which `shutdown` ends; blocks until its group is there.
+
+    Raises what starting it raises; RpcUsageError if this process has a worker already.
+    """
     running = registry.workers()
     if running:
         raise RpcUsageError(f"RPC is already initialized: worker {running[0].name!r} runs in this process")
-    worker = Worker(name, rank=None if rank < 0 else rank, world_size=world_size, options=rpc_backend_options)
-    thread = LoopThread(name)
+    thread = LoopThread(worker.name)
     try:
         thread.run(worker.start())
     except BaseException:
@@ -108,6 +115,7 @@ __all__ = [
     "DEFAULT_SHUTDOWN_TIMEOUT",
     "UNSET_RPC_TIMEOUT",
     "BackendType",
+    "host",
     "init_rpc",
     "rpc_async",
     "rpc_sync",

@@ -1,4 +1,4 @@
-"""For users' tests: a group of workers in one process, on the running loop.
+"""For users' tests: a group of workers in one process, on the running loop; and faults on purpose.
 
     import aiorpc, aiorpc.testing, pytest_asyncio
 
@@ -11,6 +11,18 @@
         assert await workers[0].call("worker1", double, 21) == 42
 
 The workers are real ones: calls travel over sockets, are encoded and decoded, handlers run in their worker's threads.
+
+`Faults` drops, delays and refuses messages that one worker sends, by kind, receiver and function, and kills workers:
+
+    async def test_a_lost_answer_is_a_timeout(workers):
+        with aiorpc.testing.Faults(workers[1]) as faults:
+            faults.drop("reply", times=1)
+            with pytest.raises(aiorpc.RpcTimeout):
+                await workers[0].peer("worker1", timeout=0.2).call(double, 21)
+            assert await workers[0].call("worker1", double, 21) == 42
+
+Only what that worker sends is concerned, with whatever process it talks to; it works for a worker of `init_rpc` as well
+(``Faults(aiorpc.current())``), in programs whose workers are processes.
 """
 
 from __future__ import annotations
@@ -23,9 +35,11 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 
 from .errors import RpcUsageError
 from .options import RpcBackendOptions
+from .runtime.fault_ways import MessageKind, SentMessage
+from .runtime.faults import Fault, Faults
 from .runtime.worker import Worker
 
-__all__ = ["cluster"]
+__all__ = ["Fault", "Faults", "MessageKind", "SentMessage", "cluster"]
 
 
 @contextlib.asynccontextmanager

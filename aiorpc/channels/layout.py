@@ -2,9 +2,9 @@
 
 Tensors of one message that share a storage share one at the receiver: the span of the storage that they cover travels
 once. A tensor alone in its storage travels as its bytes; strides are kept unless they would make the span more than
-twice as long as the elements, in which case the receiver gets a contiguous copy. The bits that say "to be conjugated"
-and "to be negated" travel as such, so that nothing has to be computed and a conjugate shares with its origin. How the
-buffers travel is a matter of the channels; nothing here knows of them.
+twice as long as the elements, and longer than `EMBEDDED_SIZE`, in which case the receiver gets a contiguous copy. The
+bits that say "to be conjugated" and "to be negated" travel as such, so that nothing has to be computed and a conjugate
+shares with its origin. How the buffers travel is a matter of the channels; nothing here knows of them.
 
 Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a buffer of its own costs more
 than the copy.
@@ -231,7 +231,7 @@ def _is_scattered(tensor: torch.Tensor) -> bool:
     if not tensor.nbytes or tensor.is_contiguous():
         return False
     first, last = _span(tensor)
-    return last - first > 2 * tensor.nbytes
+    return last - first > max(2 * tensor.nbytes, EMBEDDED_SIZE)
 
 
 def _describe_alone(

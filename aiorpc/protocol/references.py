@@ -202,12 +202,13 @@ class ReferenceTable:
         Raises RpcUsageError if `rref` is given and does not exist here.
         """
         if rref is None:
-            rref = self._new_id()
+            fork = rref = self._new_id()  # as torch has it: programs compare the numbers
             self._owned[rref] = _Owned(rref, _Value.CREATED)
+        else:
+            fork = self._new_id()
         owned = self._owned.get(rref)
         if owned is None or owned.value is not _Value.CREATED:
             raise RpcUsageError(f"reference {rref} does not exist on this worker")
-        fork = self._new_id()
         owned.forks[fork] = self.worker_id
         self._forks[fork] = _Fork(rref, fork, self.worker_id, _State.CONFIRMED, counted=True)
         return rref, fork

@@ -274,8 +274,8 @@ class Service:
         self.answer_error(
             context,
             RpcUsageError(
-                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object: "
-                f"{target.name} returned {type(result).__qualname__}"
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"but {target.name} returned {type(result).__qualname__}"
             ),
         )
 
@@ -511,6 +511,8 @@ class Service:
             self.worker.references.settle_created(context, None, error)
         self.worker.counters.failed += 1
         logger.debug("%s for %s raised", context.function, context.caller, exc_info=error)
+        if self.worker.on_handler_error is not None:
+            self.worker.on_handler_error(error)
         body = pack(encode_error(error, self.worker.name))
         self._send_answer(encode_frame(Kind.ERROR, context.call_id, body))
 

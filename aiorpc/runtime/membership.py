@@ -102,6 +102,22 @@ def check_unique_names(records: Sequence[WorkerRecord]) -> None:
             raise RendezvousError(f"name {name!r} is not unique: ranks {ranks} have it: {who}")
 
 
+def check_unmixed(board: Board, here: str) -> None:
+    """RendezvousError if a group of fixed size lives at this store: nobody can join it."""
+    generation = int(board.get("generation") or 0)
+    world = board.get(f"{generation}/world") if generation else None
+    for rank in range(load_json(world)[0] if world is not None else 0):
+        entry = board.get(f"{generation}/slot/{rank}")
+        holder = _load(entry).record if entry is not None else None
+        if holder is None or provably_dead(holder, here):
+            continue
+        if board.get(f"{generation}/end/{rank}") != holder.incarnation:
+            raise RendezvousError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. "
+                f"{holder.describe()} belongs to a group of fixed size; give a world_size to join one"
+            )
+
+
 class FixedWorld:
     """A group whose size all its members know beforehand."""
 
@@ -287,8 +303,10 @@ class FreeWorld:
     def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
         """Enter the list under a free id; the members there are now.
 
-        RendezvousError if the name or rank is taken. DeviceMapError if the claims do not fit with those of the others.
+        RendezvousError if the name or rank is taken, or a group of fixed size lives here. DeviceMapError if the claims
+        do not fit with those of the others.
         """
+        check_unmixed(self.board, self._here)
         record = make_record(self._free_id() if self.rank is None else self.rank)
 
         def enter(members: list[Member], used: set[int]) -> list[Member]:

@@ -264,6 +264,7 @@ class References:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+        self.handle_class: type[RRef[Any]] = worker.handle_class
         self._table = ReferenceTable(worker.id)
         self._lock = threading.Lock()
         self._values: dict[ReferenceId, Future[Any]] = {}
@@ -302,7 +303,7 @@ class References:
         owner = self.worker.peers.id_of(peer)
         with self._lock:
             rref, fork = self._table.create(owner)
-        handle: RRef[Any] = RRef.__new__(RRef)
+        handle = self.handle_class.__new__(self.handle_class)
         handle._bind(self, rref, fork, owner, sys._getframe(depth))
         handle._confirmed = False
         self._handles[fork] = handle
@@ -335,7 +336,7 @@ class References:
         for wire in wires:
             with self._lock:
                 rref, owner, fork, outputs = self._table.decode(wire[:5], sender)
-                handle: RRef[Any] = RRef.__new__(RRef)
+                handle = self.handle_class.__new__(self.handle_class)
                 handle._bind(self, rref, fork, owner)
                 self._handles[fork] = handle
                 freed = self._carry_out(outputs)

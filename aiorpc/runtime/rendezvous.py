@@ -51,6 +51,7 @@ _SECRET_BYTES = 32
 _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
+_READING_TIME = 2.0
 
 
 def _environment_secret() -> bytes | None:
@@ -174,10 +175,12 @@ class Rendezvous:
     def close(self) -> None:
         """Let go of the store, and end the server if this process hosts it. Idempotent.
 
-        The host first waits up to 2 s for ranks that have not yet read that the group is complete.
+        The host first waits up to 2 s for ranks that have not yet read that the group is complete; whoever made the
+        group's secret as long for those that have not read it.
         """
-        if self.hosts_store:
-            with contextlib.suppress(StoreGone):
+        with contextlib.suppress(StoreGone):
+            self._await_readers()
+            if self.hosts_store:
                 self._announce_end()
         self._board.close()
         self.remove_secret()
@@ -186,6 +189,14 @@ class Rendezvous:
         """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
         if self._held is not None and self._held.path is not None:
             self._held.path.unlink(missing_ok=True)
+
+    def _await_readers(self) -> None:
+        """A rank may leave before others have begun: the file with the secret has to stay until they have read it."""
+        if isinstance(self._world, FixedWorld) and self._held is not None and self._held.path is not None:
+            others = self._world.world_size - 1
+            for _ in Patience(_READING_TIME).tries():
+                if int(self._board.get(self._secret_key("secret/read")) or 0) >= others:
+                    return
 
     def _announce_end(self) -> None:
         if isinstance(self._world, FixedWorld) and self._world.members():
@@ -289,6 +300,7 @@ class Rendezvous:
         for _ in self._patience.tries():
             _, offer = self._offer()
             if offer.get("owner") == first.incarnation and held.take(offer):
+                self._board.count(self._secret_key("secret/read"))
                 return held.value
         raise RendezvousError(f"no secret from {first.describe()} within {self._patience.seconds:g} s")
 

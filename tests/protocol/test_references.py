@@ -346,10 +346,12 @@ def made(world: World, creator: int = A) -> Fork:
 
 
 def test_ids_are_one_counter_under_the_workers_id() -> None:
-    """The first create gives reference number 0 and fork number 1; the next handle goes on from there."""
+    """The first create gives reference number 0 and fork number 1; the next go on from there. A value's own handle has
+    the number of the reference."""
     table = ReferenceTable(7)
     assert table.create(3) == ((7, 0), (7, 1))
-    assert table.own() == ((7, 2), (7, 3))
+    assert table.own() == ((7, 2), (7, 2))
+    assert table.own(ReferenceId(7, 2)) == ((7, 2), (7, 3))
 
 
 def test_g1_the_value_is_freed_when_the_last_of_several_forks_is_dropped(world: World) -> None:

@@ -1,0 +1,1 @@
+"""aiorpc under the names of other packages, for programs that were written for those."""

@@ -1,0 +1,151 @@
+"""torch's agent that injects faults, over aiorpc's own faults: backend ``FAULTY_TENSORPIPE`` and its options.
+
+Importing ``torch.distributed.rpc._testing`` registers the backend. Types of messages are named as torch names them:
+
+    PYTHON_CALL, SCRIPT_CALL                 a call; SCRIPT for operators of torch and script functions
+    PYTHON_REMOTE_CALL, SCRIPT_REMOTE_CALL   a call that creates a reference's value
+    PYTHON_RREF_FETCH_CALL, SCRIPT_...       the value of a reference is asked for; SCRIPT if an operator made it
+    FORWARD_AUTOGRAD_REQ                     any of these within an autograd context, whatever it is apart from that
+    BACKWARD_AUTOGRAD_REQ                    a step of a backward pass
+    CLEANUP_AUTOGRAD_CONTEXT_REQ             an autograd context has ended
+    RREF_FORK_REQUEST, RREF_CHILD_ACCEPT, RREF_USER_DELETE    counting of references
+
+A call of a type that is to fail raises at its caller. torch sends the last four again until they arrive, after longer
+and longer pauses. aiorpc sends nothing twice, as its connections lose nothing: such a message arrives as late as the
+pauses of `num_fail_sends` attempts would have made it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import RpcError
+from ...futures import current_autograd
+from ...runtime.fault_ways import MessageKind, SentMessage
+from ...runtime.faults import Faults
+from . import script
+from .rpc import backend_registry, constants
+from .rpc.agent import TensorPipeAgent
+from .rpc.options import TensorPipeRpcBackendOptions
+
+__all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "register"]
+
+BACKEND = "FAULTY_TENSORPIPE"
+_CALLS = {MessageKind.CALL: "CALL", MessageKind.REMOTE: "REMOTE_CALL", MessageKind.FETCH: "RREF_FETCH_CALL"}
+_COUNTING = {"ADD": "RREF_FORK_REQUEST", "CHILD_OK": "RREF_CHILD_ACCEPT", "DEL": "RREF_USER_DELETE"}
+_AGAIN = frozenset((*_COUNTING.values(), "CLEANUP_AUTOGRAD_CONTEXT_REQ"))
+_TYPES = _AGAIN | {
+    *(f"{language}_{call}" for language in ("PYTHON", "SCRIPT") for call in _CALLS.values()),
+    "FORWARD_AUTOGRAD_REQ",
+    "BACKWARD_AUTOGRAD_REQ",
+}
+# Seconds before the second attempt, and how much longer each further pause is.
+_FIRST_PAUSE, _GROWTH = 0.25, 1.5
+
+# The agent of torch's name is a worker like any other; its faults are rules beside it.
+FaultyTensorPipeAgent = TensorPipeAgent
+
+
+class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """Options with faults.
+
+    messages_to_fail: types of messages. messages_to_delay: seconds by type. num_fail_sends: how many attempts to send
+    such a message fail; 0 for none. ValueError for a type that does not exist.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = constants.DEFAULT_INIT_METHOD,
+        messages_to_fail: list[str] | None = None,
+        messages_to_delay: dict[str, float] | None = None,
+        num_fail_sends: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method, **options
+        )
+        self.messages_to_fail = list(messages_to_fail or ())
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+        unknown = {*self.messages_to_fail, *self.messages_to_delay} - _TYPES
+        if unknown:
+            raise ValueError(f"No mapping to rpc::MessageType exists for string {', '.join(sorted(unknown))}")
+
+
+class _Types:
+    """Says of messages what torch would call them."""
+
+    def __init__(self) -> None:
+        self._made_by_operators: set[tuple[int, int]] = set()
+
+    def of(self, message: SentMessage) -> str:
+        if message.kind == MessageKind.REFERENCE:
+            return _COUNTING.get(message.name, "")
+        if message.kind == MessageKind.CONTEXT:
+            return "CLEANUP_AUTOGRAD_CONTEXT_REQ"
+        if message.kind == MessageKind.GRADIENT:
+            return "BACKWARD_AUTOGRAD_REQ"
+        if message.kind not in _CALLS:
+            return ""
+        if current_autograd.get():  # rules are asked where the call is made
+            return "FORWARD_AUTOGRAD_REQ"
+        if message.kind == MessageKind.FETCH:
+            scripted = message.reference in self._made_by_operators
+        else:
+            scripted = _is_script(message.function)
+            if scripted and message.reference is not None:
+                self._made_by_operators.add(message.reference)
+        return f"{'SCRIPT' if scripted else 'PYTHON'}_{_CALLS[message.kind]}"
+
+
+def _is_script(function: Any) -> bool:
+    if function in (script.run, script.run_async):  # which carry a script function
+        return True
+    return torch.jit._builtins._find_builtin(function) is not None
+
+
+def inject(faults: Faults, options: FaultyTensorPipeRpcBackendOptions) -> None:
+    """Make the rules that the options ask for."""
+    types = _Types()
+    # Asked for each message, first of all: it also remembers which references operators have made.
+    kinds = [*_CALLS, MessageKind.REFERENCE, MessageKind.CONTEXT, MessageKind.GRADIENT]
+    failing = frozenset(options.messages_to_fail if options.num_fail_sends > 0 else ())
+
+    def fails(message: SentMessage) -> bool:
+        kind = types.of(message)
+        return kind in failing and kind not in _AGAIN
+
+    faults.fail(
+        *(kind for kind in kinds if kind != MessageKind.REFERENCE),
+        when=fails,
+        error=RpcError("it was made to fail (FaultyTensorPipeRpcBackendOptions); if an RRef: RRef creation failed"),
+    )
+    late = sum(_FIRST_PAUSE * _GROWTH**attempt for attempt in range(options.num_fail_sends))
+    faults.delay(late, *kinds, when=lambda message: types.of(message) in failing & _AGAIN)
+    for name, seconds in options.messages_to_delay.items():
+        faults.delay(seconds, *kinds, when=lambda message, name=name: types.of(message) == name)  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+
+
+def make_options(rpc_timeout: float, init_method: str, **options: Any) -> FaultyTensorPipeRpcBackendOptions:
+    """Options of a worker with faults; registered with the backend."""
+    return FaultyTensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)
+
+
+def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> TensorPipeAgent:
+    """Start this process's worker, with its faults; registered with the backend."""
+    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
+        raise TypeError(f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}")
+    agent = backend_registry.start_worker(store, name, rank, world_size, rpc_backend_options)
+    inject(Faults(agent.worker).__enter__(), rpc_backend_options)  # for as long as the worker lives
+    return agent
+
+
+def register() -> None:
+    """Add the backend, if it is not there."""
+    if not backend_registry.backend_registered(BACKEND):
+        backend_registry.register_backend(BACKEND, make_options, start_worker)

@@ -1,0 +1,264 @@
+"""Stands as ``torch.distributed.rpc``."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+import os
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed
+
+from ....errors import RpcUsageError
+from .. import autograd as dist_autograd
+from . import (
+    agent as agent,
+)
+from . import (
+    api,
+    backend_registry,
+    constants,
+)
+from . import (
+    functions as functions,
+)
+from . import (
+    internal as internal,
+)
+from . import (
+    options as options,
+)
+from . import (
+    rref as rref,
+)
+from . import (
+    rref_proxy as rref_proxy,
+)
+from . import (
+    server_process_global_profiler as server_process_global_profiler,
+)
+from . import (
+    workers as workers,
+)
+from .agent import RpcAgent, TensorPipeAgent
+from .api import (
+    AllGatherStates,
+    RRef,
+    enable_gil_profiling,
+    get_rpc_timeout,
+    get_worker_info,
+    method_factory,
+    new_method,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from .api import (
+    _cleanup_python_rpc_handler as _cleanup_python_rpc_handler,
+)
+from .api import (
+    _delete_all_user_and_unforked_owner_rrefs as _delete_all_user_and_unforked_owner_rrefs,
+)
+from .api import (
+    _destroy_rref_context as _destroy_rref_context,
+)
+from .api import (
+    _get_current_rpc_agent as _get_current_rpc_agent,
+)
+from .api import (
+    _is_current_rpc_agent_set as _is_current_rpc_agent_set,
+)
+from .api import (
+    _reset_current_rpc_agent as _reset_current_rpc_agent,
+)
+from .api import (
+    _rref_context_get_debug_info as _rref_context_get_debug_info,
+)
+from .api import (
+    _set_and_start_rpc_agent as _set_and_start_rpc_agent,
+)
+from .api import (
+    _set_rpc_timeout as _set_rpc_timeout,
+)
+from .api import (
+    _wait_all as _wait_all,
+)
+from .backend_registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from .options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from .rref import PyRRef
+from .server_process_global_profiler import _server_process_global_profile as _server_process_global_profile
+from .workers import WorkerInfo
+
+_UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
+_DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
+_DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
+_init_counter = itertools.count()
+c10d: Any = torch.distributed  # torch's stubs lack parts of it
+
+__all__ = [
+    "AllGatherStates",
+    "BackendType",
+    "BackendValue",
+    "PyRRef",
+    "RRef",
+    "RpcAgent",
+    "RpcBackendOptions",
+    "TensorPipeAgent",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "enable_gil_profiling",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "is_available",
+    "method_factory",
+    "new_method",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+
+def is_available() -> bool:
+    """Always."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Start this process's worker and wait until its group is there; see `aiorpc.init_rpc`.
+
+    backend: of the program's own, if it registered one. RuntimeError if the group cannot be formed in ``rpc_timeout``
+    seconds, or RPC is initialized already; TypeError for a backend or options that are none.
+    """
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None:
+        backend = _infer_backend(rpc_backend_options)
+    chosen: Any = rpc_backend_options or backend_registry.construct_rpc_backend_options(backend)
+    if _is_current_rpc_agent_set():
+        raise RpcUsageError("RPC is already initialized")
+    if not world_size and rank < 0:
+        _check_rank(chosen.init_method)
+    dist_autograd._init(rank)
+    if backend.value.init_backend_handler is backend_registry.start_worker:
+        store = None  # the worker meets the others by itself, with more patience for those that come late or die
+    else:
+        store = _open_store(chosen, rank, world_size)
+    _start(backend, store, name, rank, world_size, chosen)
+
+
+def _infer_backend(given: RpcBackendOptions | None) -> Any:
+    """The backend that options are for; the usual one if there are none."""
+    if given is None:
+        return backend_registry.BackendType["TENSORPIPE"]
+    for candidate in backend_registry.BackendType:
+        if isinstance(given, type(backend_registry.construct_rpc_backend_options(candidate))):
+            return candidate
+    raise TypeError(f"Could not infer backend for options {given}")
+
+
+def _check_rank(init_method: str) -> None:
+    """A group that is joined freely wants a rank, as with torch; `aiorpc.init` finds a free one by itself."""
+    url = urlsplit(init_method)
+    if url.scheme == "env" and "RANK" not in os.environ:
+        raise ValueError(
+            "Error initializing torch.distributed using env:// rendezvous: environment variable RANK "
+            "expected, but not set"
+        )
+    if url.scheme in ("file", "tcp") and "rank" not in parse_qs(url.query):
+        raise ValueError(
+            f"Error initializing torch.distributed using {url.scheme}:// rendezvous: rank parameter missing"
+        )
+
+
+def _open_store(given: Any, rank: int, world_size: int | None) -> Any:
+    """A store as torch's backends get it; each init has a part of it for itself."""
+    if world_size:
+        store, _, _ = next(c10d.rendezvous(given.init_method, rank=rank, world_size=world_size))
+    else:
+        store = c10d._create_store_from_options(given, rank)
+    store.set_timeout(timedelta(seconds=given.rpc_timeout))
+    return c10d.PrefixStore(f"rpc_prefix_{next(_init_counter)}", store)
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: Any = None,
+    rank: Any = -1,
+    world_size: Any = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """The same as `init_rpc`, meeting at a torch store."""
+    backend = backend or backend_registry.BackendType["TENSORPIPE"]
+    _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
+    if _is_current_rpc_agent_set():
+        raise RpcUsageError("RPC is already initialized")
+    _start(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _validate_rpc_args(
+    backend: Any, store: Any, name: Any, rank: Any, world_size: Any, rpc_backend_options: Any
+) -> None:
+    kinds: list[tuple[Any, Any]] = [
+        (backend, backend_registry.BackendType),
+        (store, c10d.Store),
+        (name, str),
+        (rank, numbers.Integral),
+        (world_size, (numbers.Integral, type(None))),
+        (rpc_backend_options, RpcBackendOptions),
+    ]
+    for value, kind in kinds:
+        if not isinstance(value, kind):
+            raise RuntimeError(f"Argument {value} must be of type {kind} but got type {type(value)}")
+
+
+def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | None, given: Any) -> None:
+    started = backend_registry.init_backend(
+        backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=given
+    )
+    api._init_rpc_states(started)
+
+
+def _get_debug_info() -> dict[str, str]:
+    """Figures of references, of the worker and of autograd, as text."""
+    found = api._rref_context_get_debug_info()
+    found.update(api._get_current_rpc_agent().get_debug_info())
+    found.update(dist_autograd._get_debug_info())
+    return found
+
+
+def _enable_jit_rref_pickle() -> None:
+    """Nothing to do: aiorpc has no part of TorchScript's pickles."""
+
+
+def _disable_jit_rref_pickle() -> None:
+    """Nothing to do."""
+
+
+def _set_profiler_node_id(node_id: int) -> None:
+    """Nothing to do."""

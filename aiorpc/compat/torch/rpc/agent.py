@@ -1,0 +1,106 @@
+"""What torch calls the agent of a process: its worker, with the names that programs ask for.
+
+`process` holds the one agent of this process, as torch's C++ does; a backend of a program's own may put its own there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .... import sync
+from ....errors import RpcUsageError
+from ....options import RpcBackendOptions
+from ....protocol.identity import WorkerInfo
+from ....runtime.group import ShutdownReport
+from ....runtime.worker import Worker
+
+
+class RpcAgent:
+    """What all agents have in common, for ``isinstance``."""
+
+
+class TensorPipeAgent(RpcAgent):
+    """The agent of a worker of aiorpc. The name is the one that programs ask for; TensorPipe is not there."""
+
+    def __init__(self, worker: Worker, store: Any = None) -> None:
+        self.worker = worker
+        self.store = store  # torch's, that the program gave; None if it gave an address
+        self.report: ShutdownReport | None = None
+        self.gil_profiling = False
+
+    # --- the group ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_static_group(self) -> bool:
+        """Whether the group has a fixed size."""
+        return not self.worker.dynamic
+
+    def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
+        """Name and id of this worker, or of the one of that name or id. RuntimeError if there is none."""
+        if isinstance(worker_name, str) or worker_name is None:
+            return self.worker.get_worker_info(worker_name)
+        self.worker.check_open()
+        peer = self.worker.peers.find(worker_name)
+        return self.worker.peers.info(self.worker.peers.id_of(peer))
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Of all members."""
+        return self.worker.worker_infos()
+
+    def _get_device_map(self, to: WorkerInfo) -> dict[torch.device, torch.device]:
+        """The device map of this worker to another one."""
+        return dict(self.worker.accelerators.claims.maps.get(to.name, {}))
+
+    def _get_backend_options(self) -> RpcBackendOptions:
+        """The options, as they were at init."""
+        return self.worker.options
+
+    # --- figures ------------------------------------------------------------------------------------------------------
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Figures of this worker, as text."""
+        figures = self.worker.statistics()
+        found = {
+            "agent.thread_pool_size": self.worker.options.num_worker_threads,
+            "agent.num_idle_threads": figures.threads_idle,
+            "agent.num_pending_requests": figures.calls_running,
+            "agent.client_active_calls": figures.calls_pending,
+            "agent.server_active_calls": figures.calls_running,
+            "agent.server_active_async_calls": max(0, figures.calls_running - figures.threads + figures.threads_idle),
+        }
+        if self.gil_profiling:  # what the loop waits for, if it is not computing itself, is the interpreter lock
+            found["agent.gil_average_wait_time_us"] = math.ceil(1e6 * figures.loop_lag_mean)
+        return {name: str(value) for name, value in found.items()}
+
+    def get_metrics(self) -> dict[str, str]:
+        """The same as `get_debug_info`."""
+        return self.get_debug_info()
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
+        """Serve until all members' work is over. shutdown: leave then. timeout: seconds, 0 for no limit."""
+        if not shutdown:
+            raise RpcUsageError("join() without shutdown=True: aiorpc has no use for it; use api._wait_all_workers()")
+        self.report = sync.shutdown(True, timeout)
+
+    def sync(self) -> None:
+        """Nothing to do: messages are sent at once."""
+
+    def shutdown(self) -> None:
+        """Leave at once, if that has not happened."""
+        if self.report is None:
+            self.report = sync.shutdown(False)
+
+
+class Process:
+    """What belongs to this process."""
+
+    def __init__(self) -> None:
+        self.agent: Any = None
+
+
+process = Process()

@@ -1,0 +1,457 @@
+"""Stands as ``torch.distributed.rpc.api``: the verbs, and the steps of joining and leaving that programs replace.
+
+The steps are looked up here each time, so a program that puts its own function in place of one is heard.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ....errors import NotInitialized, PeerClosed, PeerLost, RpcUsageError
+from ....futures import Future, wait_all
+from ....protocol.identity import WorkerInfo
+from ....protocol.reference_messages import Role
+from ....runtime.current import registry
+from ....runtime.peer import Peer
+from ....runtime.worker import Worker
+from .. import script
+from .agent import process
+from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from .internal import PythonUDF, _internal_rpc_pickler, run_serialized
+from .rref import PyRRef, RRef
+
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_worker_info",
+    "method_factory",
+    "new_method",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger("aiorpc")
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What is still referred to when the group leaves is no error, unless somebody wants it to be.
+_ignore_rref_leak = True
+_default_pickler: Any = _internal_rpc_pickler
+_thread_local_var = threading.local()
+_LOOK = 0.1  # seconds between two looks at whether somebody was lost
+
+
+# --- the agent --------------------------------------------------------------------------------------------------------
+
+
+def _is_current_rpc_agent_set() -> bool:
+    """Whether RPC was initialized in this process."""
+    return process.agent is not None
+
+
+def _get_current_rpc_agent() -> Any:
+    """The agent of this process. RuntimeError if RPC was not initialized."""
+    if process.agent is None:
+        raise NotInitialized("Current RPC agent is not set! Did you initialize the RPC framework (e.g. init_rpc)?")
+    return process.agent
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    """From now on the process has that agent."""
+    process.agent = agent
+
+
+def _reset_current_rpc_agent() -> None:
+    """From now on it has none."""
+    process.agent = None
+
+
+def _require_initialized(func: F) -> F:
+    """A decorator: the function raises RuntimeError if RPC was not initialized."""
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _is_current_rpc_agent_set():
+            raise NotInitialized("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
+        return func(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]  # wraps keeps the signature
+
+
+def _init_rpc_states(agent: Any) -> None:
+    """An agent has joined its group."""
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+@_require_initialized
+def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+    """Name and id of this worker, or of the one of that name. RuntimeError if the group has none."""
+    info: WorkerInfo = _get_current_rpc_agent().get_worker_info(worker_name)
+    return info
+
+
+# --- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def _find(worker: Worker, to: str | int | WorkerInfo) -> Peer:
+    if not isinstance(to, (str, int, WorkerInfo)):
+        raise ValueError(f"Cannot get WorkerInfo from name {to}")
+    return worker.peers.find(to)
+
+
+def _start(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
+    worker = registry.get()
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    func, args, kwargs = _callable(func, args, kwargs)
+    return _find(worker, to).call(func, args or (), kwargs, worker.timeout(timeout), depth=3)
+
+
+def _callable(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """What is sent in place of a script function, or while the program has a pickler of its own."""
+    if script.is_script(func):
+        return (*script.by_name(func, args, kwargs), None)
+    if _default_pickler is _internal_rpc_pickler:
+        return func, args, kwargs
+    data, tensors = _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {}))
+    return run_serialized, (_default_pickler.deserialize, data, tensors), None
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised."""
+    registry.get().refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
+    future = _start(to, func, args, kwargs, timeout)
+    try:
+        return future.wait()
+    except TypeError as error:
+        if _is_operator(func) and not isinstance(error, RuntimeError):
+            raise RpcUsageError(
+                f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}"
+            ) from error
+        raise
+
+
+def _is_operator(func: Callable[..., Any]) -> bool:
+    return torch.jit._builtins._find_builtin(func) is not None
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await."""
+    future = _start(to, func, args, kwargs, timeout)
+    collected = getattr(_thread_local_var, "future_list", None)
+    if collected is not None:
+        collected.append(future)
+    return future
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> PyRRef[Any]:
+    """An RRef of the result of ``func(*args, **kwargs)`` on a worker; returns at once, the result stays there."""
+    worker = registry.get()
+    func, args, kwargs = _callable(func, args, kwargs)
+    made = worker.references.create(_find(worker, to), func, args or (), kwargs, worker.timeout(timeout), depth=2)
+    return made  # type: ignore[return-value]  # what references make is PyRRef while this is installed
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Within it all Futures of `rpc_async` in this thread are collected; at its end they are waited for."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+@contextlib.contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Within it calls are pickled by another pickler, with ``serialize`` and ``deserialize`` as in `internal`."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
+    """A method that calls the one of that name on an RRef."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, method_name)(*args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+new_method = method_factory("to_here", PyRRef.to_here.__doc__ or "")
+
+
+# --- meeting ----------------------------------------------------------------------------------------------------------
+
+
+class AllGatherStates:
+    """What one `_all_gather` has so far: objects by the worker's name, and whether they are all there."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
+_ALL_WORKER_NAMES: set[str] = set()
+_all_gather_dict_lock = threading.RLock()
+_all_gather_sequence_id: dict[str, int] = {}
+_all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = collections.defaultdict(
+    AllGatherStates
+)
+
+
+def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
+    """Handler, on the leader: a worker has come, with its object."""
+    with _all_gather_dict_lock:
+        expected = set(worker_names or _ALL_WORKER_NAMES)
+        if worker_name not in expected:
+            raise AssertionError(f"{worker_name} is not expected by leader.")
+        states = _all_gather_sequence_id_to_states[sequence_id]
+        if worker_name in states.gathered_objects:
+            raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
+        states.gathered_objects[worker_name] = obj
+        if expected == set(states.gathered_objects):
+            states.proceed_signal.set()
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    """Handler, on all others: everybody has come."""
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    if states.proceed_signal.is_set():
+        raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
+    states.gathered_objects = objects_map
+    states.proceed_signal.set()
+
+
+@_require_initialized
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """What all workers of those names, all there are by default, gave here, by name; blocks until all have come.
+
+    The first by name leads. timeout: seconds, 0 for no limit; by default calls have the worker's. RuntimeError for a
+    worker that does not answer in time; PeerLost once one of them is lost.
+    """
+    names = set(worker_names or _ALL_WORKER_NAMES)
+    agent, leader = _get_current_rpc_agent(), min(names)
+    own = agent.get_worker_info().name
+    sequence_id = _next_sequence_id(names)
+    calls = agent.worker.default_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+    if own == leader:
+        _gather_to_leader(sequence_id, own, obj, names)
+    else:
+        rpc_sync(leader, _gather_to_leader, (sequence_id, own, obj, names), timeout=calls)
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
+    _await_signal(states.proceed_signal, timeout if limited else None, names, agent.worker)
+    if own == leader:
+        _tell_followers(sequence_id, states.gathered_objects, sorted(names - {leader}), calls)
+    with _all_gather_dict_lock:
+        return _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
+
+
+def _next_sequence_id(names: set[str]) -> str:
+    joined = "".join(sorted(names))
+    with _all_gather_dict_lock:
+        number = _all_gather_sequence_id.get(joined, 0)
+        _all_gather_sequence_id[joined] = number + 1
+    return f"{joined}{number}"
+
+
+def _await_signal(signal: threading.Event, seconds: float | None, names: set[str], worker: Worker) -> None:
+    """Until it is set, or the time is up. PeerLost once one of those workers is gone."""
+    limit = None if seconds is None else time.monotonic() + seconds
+    while not signal.wait(_LOOK if limit is None else max(0.0, min(_LOOK, limit - time.monotonic()))):
+        gone = [each for each in worker.group.members.values() if each.name in names and worker.group.is_gone(each)]
+        if signal.is_set() or (limit is not None and time.monotonic() >= limit):
+            return
+        if gone:
+            raise PeerLost(f"{gone[0].describe()} is gone, and will not come", worker=gone[0].name, rank=gone[0].id)
+
+
+def _tell_followers(sequence_id: str, gathered: dict[str, Any], names: list[str], seconds: float) -> None:
+    calls = {name: rpc_async(name, _broadcast_to_followers, (sequence_id, gathered), timeout=seconds) for name in names}
+    errors: dict[str, BaseException] = {}
+    for name, call in calls.items():
+        try:
+            call.wait()
+        except Exception as error:
+            errors[name] = error
+    if errors:
+        first = next(iter(errors.values()))
+        raise RuntimeError(
+            f"Followers {list(errors)} timed out in _all_gather after {seconds:.2f} seconds. "
+            f"The first exception is {first}"
+        ) from first
+
+
+@_require_initialized
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Block until all workers of those names have come here. An error is logged."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Block until all workers have come here. timeout: seconds, 0 for no limit; RuntimeError when it has passed."""
+    try:
+        _all_gather(None, timeout=timeout)
+    except (PeerLost, PeerClosed) as error:
+        # With torch they hang. Here those that live leave together (`Worker.shutdown`), which is bounded.
+        logger.warning("not everybody comes to the shutdown: %s", error)
+    except RuntimeError:
+        logger.exception("Failed to respond to 'Shutdown Proceed' in time")
+        raise
+
+
+def _delete_all_user_and_unforked_owner_rrefs() -> None:
+    """All references here end, though the program may still have them: their owners may let go of the values."""
+    worker: Worker = _get_current_rpc_agent().worker
+    for handle in list(worker.references._handles.values()):
+        if isinstance(handle, PyRRef) and not handle._deleted:
+            handle._deleted = True
+            worker.references.drop_later(handle._rref, handle._fork)
+
+
+def _destroy_rref_context(ignore_rref_leak: bool) -> None:
+    """References end. RuntimeError, unless that is to be ignored, if workers still held some."""
+    agent = _get_current_rpc_agent()
+    report = agent.report
+    leaked = report.references if report is not None else agent.worker.references.leaked()
+    if leaked and not ignore_rref_leak and report is not None:
+        raise RuntimeError(
+            "Leaking RRefs: these were still referred to when the group left: " + "; ".join(map(str, leaked))
+        )
+
+
+def _cleanup_python_rpc_handler() -> None:
+    """Nothing to do."""
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group.
+
+    graceful: serve until all workers have come here and their work is over. timeout: seconds to wait for them, 0 for no
+    limit; RuntimeError when it has passed, and the worker has left all the same.
+    """
+    agent = _get_current_rpc_agent()
+    if getattr(agent, "worker", None) is not None:
+        agent.worker.refuse_on_loop("shutdown()", "await worker.shutdown()")
+    if not graceful:
+        _finalize_shutdown()
+        return
+    try:
+        if getattr(agent, "is_static_group", True):
+            _wait_all_workers(timeout)
+            _delete_all_user_and_unforked_owner_rrefs()
+        agent.join(shutdown=True, timeout=timeout)
+    finally:
+        _finalize_shutdown()
+
+
+def _finalize_shutdown() -> None:
+    try:
+        _destroy_rref_context(_ignore_rref_leak)
+    finally:
+        _get_current_rpc_agent().shutdown()
+        _cleanup_python_rpc_handler()
+        _reset_current_rpc_agent()
+
+
+# --- figures and settings ---------------------------------------------------------------------------------------------
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """How many references there are, as text: values here, handles not confirmed yet, handles of values here.
+
+    As with torch, ``RRef(value)`` counts once it was shared with another worker.
+    """
+    references = registry.get().references
+    references.flush()
+    counts = references.counts()
+    with references._lock:
+        records = references._table.live()
+    handles: dict[Any, Any] = dict(references._handles)
+    counted = [each for each in records if each.role is Role.FORK or _was_remote(handles.get(each.fork))]
+    figures = {
+        "num_owner_rrefs": len({each.rref for each in counted if each.role is not Role.USER}),
+        "num_pending_users": counts.pending,
+        "num_pending_futures": counts.placeholders,
+        "num_forks": sum(each.role is not Role.USER for each in counted),
+    }
+    return {name: str(value) for name, value in figures.items()}
+
+
+def _was_remote(handle: Any) -> bool:
+    """Whether a handle was made by `remote`, and not by ``RRef(value)``."""
+    return handle is not None and handle._creation is not None
+
+
+def get_rpc_timeout() -> float:
+    """Seconds that calls have by default."""
+    return _worker_of_agent().default_timeout
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    """Set the seconds that calls have by default, 0 for no limit."""
+    if seconds < 0:
+        raise RpcUsageError(f"a timeout is a number of seconds >= 0, not {seconds}")
+    _worker_of_agent().default_timeout = float(seconds)
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Whether the agent's figures include the time that the worker waits for the interpreter lock."""
+    _get_current_rpc_agent().gil_profiling = flag
+
+
+def _worker_of_agent() -> Worker:
+    worker: Worker = _get_current_rpc_agent().worker
+    return worker

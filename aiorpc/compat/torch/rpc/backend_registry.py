@@ -1,0 +1,123 @@
+"""Stands as ``torch.distributed.rpc.backend_registry``: backends by name, also of a program's own."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ....runtime.worker import Worker
+from ....sync import host
+from . import constants
+from .agent import TensorPipeAgent, process
+from .options import TensorPipeRpcBackendOptions
+from .rref import PyRRef
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
+
+BackendValue = collections.namedtuple("BackendValue", ["construct_rpc_backend_options_handler", "init_backend_handler"])
+BackendType: Any = enum.Enum("BackendType", {})  # type: ignore[misc]  # empty: members come with `register_backend`
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Whether there is a backend of that name."""
+    return backend_name in BackendType.__members__
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., Any],
+    init_backend_handler: Callable[..., Any],
+) -> Any:
+    """Add a backend; its member of BackendType, which is a new class then, as with torch.
+
+    The first handler makes options; the second gets ``store, name, rank, world_size, rpc_backend_options`` and returns
+    an agent. RuntimeError if there is one of that name.
+    """
+    global BackendType
+    if backend_registered(backend_name):
+        raise RuntimeError(f"RPC backend {backend_name}: already registered")
+    value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    members = {backend_name: value} | {member.name: member.value for member in BackendType}
+    BackendType = enum.Enum("BackendType", members)  # type: ignore[misc]  # made at run time, as its members are
+    BackendType.__repr__ = _repr  # type: ignore[method-assign]  # as its members, made at run time
+    return BackendType[backend_name]
+
+
+def _repr(member: Any) -> str:
+    return f"BackendType.{member.name}"
+
+
+def construct_rpc_backend_options(
+    backend: Any,
+    rpc_timeout: float = constants.DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = constants.DEFAULT_INIT_METHOD,
+    **kwargs: Any,
+) -> Any:
+    """Options for a backend."""
+    return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
+
+
+def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Start an agent of that backend."""
+    return backend.value.init_backend_handler(*args, **kwargs)
+
+
+def make_options(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+    _transports: list[str] | None = None,
+    _channels: list[str] | None = None,
+    **_: Any,
+) -> TensorPipeRpcBackendOptions:
+    """Options of a worker."""
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
+    )
+
+
+def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> TensorPipeAgent:
+    """Start this process's worker; its agent. store: a torch Store to meet at; None: where the options say."""
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
+    worker = Worker(
+        name,
+        rank=None if rank < 0 else rank,
+        world_size=world_size or None,
+        options=rpc_backend_options,
+        store=store,
+    )
+    worker.handle_class = PyRRef
+    worker.on_handler_error = _report
+    # Others may call as soon as it serves, before we know of it: handlers find everything in its place.
+    process.agent = agent = TensorPipeAgent(worker, store)
+    try:
+        host(worker)
+    except BaseException:
+        process.agent = None
+        raise
+    return agent
+
+
+def _report(error: BaseException) -> None:
+    """What a handler raised is written to stderr where it ran, as torch does."""
+    if isinstance(error, Exception):
+        traceback.print_exception(error, file=sys.stderr)
+
+
+register_backend("TENSORPIPE", make_options, start_worker)

@@ -1,0 +1,63 @@
+"""Installs aiorpc.compat.torch in a Python process once it has imported torch; `children.lead` puts this on its path.
+
+Nothing is imported here that the process does not need: most children of a program never see torch.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _Loader(importlib.abc.Loader):
+    """The module's own, and then `install`."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        outer = sys.modules.get("aiorpc")
+        if outer is None or module is outer or not getattr(outer.__spec__, "_initializing", False):
+            importlib.import_module("aiorpc.compat.torch").install()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Sees torch come, once; and aiorpc, which imports torch while it is not whole itself."""
+
+    def __init__(self) -> None:
+        self._awaited = {"aiorpc", "torch"}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._awaited:
+            return None
+        self._awaited.remove(name)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+def _run_next() -> None:
+    """The sitecustomize that would have been imported without this one."""
+    path = [part for part in sys.path if os.path.abspath(part) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+sys.path[:] = [part for part in sys.path if os.path.abspath(part) != _HERE]
+sys.meta_path.insert(0, _Finder())
+_run_next()

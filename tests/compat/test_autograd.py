@@ -1,0 +1,126 @@
+"""torch.distributed.autograd, the optimizer and remote modules on one worker that calls itself."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise KeyError("Simulate error")
+
+
+@pytest.fixture
+def autograd(alone: Any) -> Any:
+    return importlib.import_module("torch.distributed.autograd")
+
+
+def test_gradients_and_the_graph(alone: Any, autograd: Any) -> None:
+    """A pass through a call; the context shows torch's names of what was sent and received."""
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id:
+        result = alone.rpc_sync("me", add, (x, y))
+        context = autograd._current_context()
+        assert context._context_id() == context_id
+        sent = next(iter(context._send_functions().values()))
+        assert [node.variable is leaf for (node, _), leaf in zip(sent.next_functions, (x, y), strict=True)] == [
+            True
+        ] * 2
+        received = list(context._recv_functions().values())
+        assert len(received) == 2  # the arguments here, and the result
+        assert result.grad_fn == received[1]
+        assert received[0].name() == "torch::distributed::autograd::RecvRpcBackward"
+        autograd.backward(context_id, [result.sum()])
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(3))
+        assert autograd._get_debug_info()["num_autograd_contexts"] == "1"
+    with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
+        autograd._retrieve_context(context_id)
+    assert x.grad is None
+
+
+def test_gradients_of_sparse_tensors(alone: Any, autograd: Any) -> None:
+    """A sparse tensor that is sent gets its gradient."""
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    x = torch.eye(3).to_sparse().requires_grad_()
+    with autograd.context() as context_id:
+        result = alone.rpc_sync("me", add, (x, torch.eye(3).to_sparse()))
+        autograd.backward(context_id, [torch.sparse.sum(result)])
+        assert torch.equal(autograd.get_gradients(context_id)[x].to_dense(), torch.eye(3))
+
+
+def test_errors_of_a_pass(alone: Any, autograd: Any) -> None:
+    """torch's types and texts: for arguments that are none, for what a node raises."""
+    with autograd.context() as context_id:
+        x = torch.ones(3, requires_grad=True)
+        for wrong in (None, [1], x):
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                autograd.backward(context_id, wrong)
+        with pytest.raises(RuntimeError, match="No tensors provided"):
+            autograd.backward(context_id, [])
+        with pytest.raises(RuntimeError, match="is not a scalar, all roots need to be scalar"):
+            autograd.backward(context_id, [x])
+        loss = alone.rpc_sync("me", add, (Broken.apply(x), x)).sum()  # type: ignore[no-untyped-call]  # torch's
+        with pytest.raises(RuntimeError, match="Error on Node 0: 'Simulate error'"):
+            autograd.backward(context_id, [loss])
+        with pytest.raises(RuntimeError, match="Already have an autograd context id"):
+            autograd.context().__enter__()
+
+
+def test_backward_from_an_rref(alone: Any, autograd: Any) -> None:
+    """With a context into it, without one into ``.grad``, on the owner."""
+    x = torch.ones(3, requires_grad=True)
+    alone.RRef(x.sum()).backward()
+    assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]  # it is not None
+    with autograd.context() as context_id:
+        alone.RRef(x.sum()).backward(context_id)
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.ones(3))
+
+
+def test_optimizer(alone: Any, autograd: Any) -> None:
+    """A step changes the parameters; one without gradients changes nothing, as with torch."""
+    optim = importlib.import_module("torch.distributed.optim")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, [alone.RRef(parameter)], lr=0.5)
+    with autograd.context() as context_id:
+        optimizer.step(context_id)
+        assert torch.equal(parameter.detach(), torch.ones(2))
+        autograd.backward(context_id, [parameter.sum()])
+        optimizer.step(context_id)
+    assert torch.equal(parameter.detach(), torch.full((2,), 0.5))
+
+
+def test_remote_module(alone: Any) -> None:
+    """It runs, refuses what torch's refuses, and travels with the attributes that torch's has."""
+    nn = importlib.import_module("torch.distributed.nn")
+    api = importlib.import_module("torch.distributed.nn.api.remote_module")
+    module = nn.RemoteModule("me/cpu", torch.nn.Linear, args=(2, 3))
+    module.added = 1
+    assert module(torch.ones(1, 2)).shape == (1, 3)
+    assert len(module.remote_parameters()) == 2
+    for name in ("state_dict", "parameters", "cuda", "children"):
+        with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
+            getattr(module, name)()
+    received = alone.rpc_sync("me", names_of, (module,))
+    assert received == [*api._REMOTE_MODULE_PICKLED_ATTRIBUTES, "forward_async", "forward"]
+    assert alone.rpc_sync("me", run, (module, torch.ones(1, 2))).shape == (1, 3)
+
+
+def names_of(module: Any) -> list[str]:
+    return list(vars(module))
+
+
+def run(module: Any, x: torch.Tensor) -> Any:
+    return module(x)

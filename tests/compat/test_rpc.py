@@ -1,0 +1,223 @@
+"""torch's names and texts, on one worker that calls itself."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+
+def add(x: Any, y: Any) -> Any:
+    return x + y
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+@torch.jit.script
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, n: int) -> int:
+        self.count += n
+        return self.count
+
+
+def test_verbs_take_names_ranks_and_infos(alone: Any) -> None:
+    """All three verbs find a worker by each of them; other things are a ValueError."""
+    info = alone.get_worker_info("me")
+    for to in ("me", 0, info):
+        assert alone.rpc_sync(to, add, args=(1, 2)) == 3
+        assert alone.rpc_async(to, add, kwargs={"x": 1, "y": 2}).wait() == 3
+        assert alone.remote(to, add, (1, 2)).to_here() == 3
+    with pytest.raises(ValueError, match="Cannot get WorkerInfo"):
+        alone.rpc_sync(0.5, add, (1, 2))
+    with pytest.raises(RuntimeError, match="could not find destination"):
+        alone.rpc_sync("nobody", add, (1, 2))
+
+
+def test_without_init(rpc: Any) -> None:
+    """Verbs and RRefs raise torch's texts."""
+    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
+        rpc.rpc_sync("me", add, (1, 2))
+    with pytest.raises(RuntimeError, match="Current RPC agent is not set! Did you initialize the RPC framework"):
+        rpc.RRef(1)
+    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
+        rpc.shutdown()
+
+
+def test_wrong_arguments_of_init(rpc: Any) -> None:
+    """Backends, options and names that are none are refused before anything is done."""
+    with pytest.raises(TypeError, match="Argument backend must be a member of BackendType"):
+        rpc.init_rpc("me", backend="TENSORPIPE", rank=0, world_size=1)
+    with pytest.raises(TypeError, match="Could not infer backend for options"):
+        rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions())
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
+        rpc.TensorPipeRpcBackendOptions(rpc_timeout=timedelta(seconds=1))
+    with pytest.raises(ValueError, match="rank parameter missing"):
+        rpc.init_rpc("me", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method="file:///tmp/none"))
+    with pytest.raises(RuntimeError, match="Worker name must match"):
+        rpc.WorkerInfo("a b", 0)
+    assert not rpc.api._is_current_rpc_agent_set()
+
+
+def test_initialized_twice(alone: Any) -> None:
+    """One worker for each process, as with torch."""
+    with pytest.raises(RuntimeError, match="is already initialized"):
+        alone.init_rpc("again", rank=0, world_size=1)
+
+
+def test_rrefs(alone: Any) -> None:
+    """One class for those made here and by `remote`; proxies, and an attribute that does not exist."""
+    native = importlib.import_module("torch._C._distributed_rpc")
+    rref = alone.remote("me", Counter)
+    assert type(rref) is native.PyRRef
+    assert isinstance(alone.RRef(1), alone.RRef)
+    assert rref.rpc_sync().add(2) == 2
+    assert rref.remote().add(3).to_here() == 5
+    assert rref.owner_name() == "me" and rref.is_owner() and rref.confirmed_by_owner()
+    assert rref._get_type() is Counter
+    assert rref._get_type(blocking=False) is rref._get_type(blocking=False)
+    with pytest.raises(AttributeError, match="has no attribute 'none'"):
+        rref.remote().none()
+    assert re.fullmatch(r"OwnerRRef\(GloballyUniqueId\(created_on=0, local_id=\d+\)\)", str(rref))
+
+
+def test_futures_end_with_the_first_error(alone: Any) -> None:
+    """`torch.futures.wait_all` does not wait for the others."""
+    never: torch.futures.Future[int] = torch.futures.Future()
+    bad = alone.rpc_async("me", fail, ("Expected error",))
+    with pytest.raises(ValueError, match="Expected error"):
+        torch.futures.wait_all([never, bad])
+    assert torch.futures.wait_all([alone.rpc_async("me", add, (1, n)) for n in range(3)]) == [1, 2, 3]
+
+
+def test_callbacks(alone: Any) -> None:
+    """They run in the order of their registration; what one raises is a RuntimeError, too."""
+    seen: list[int] = []
+    for _ in range(5):
+        seen.clear()
+        future = alone.rpc_async("me", add, (1, 2))
+        for number in range(4):
+            future.add_done_callback(lambda _, number=number: seen.append(number))
+        future.then(lambda done: done.wait()).wait()
+        assert seen == [0, 1, 2, 3]
+    broken = alone.rpc_async("me", add, (1, 2)).then(lambda done: done + 1)
+    with pytest.raises(RuntimeError, match="unsupported operand"):
+        broken.wait()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        broken.wait()
+
+
+def test_wait_all_collects_futures(alone: Any) -> None:
+    """What `rpc_async` gives inside of ``_wait_all`` is waited for at its end."""
+    with alone._wait_all():
+        future = alone.rpc_async("me", add, (1, 2))
+        assert alone.api._thread_local_var.future_list == [future]
+    assert future.done()
+    assert not hasattr(alone.api._thread_local_var, "future_list")
+
+
+def test_gathering_and_steps_that_programs_replace(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_all_gather` gives what all gave; shutdown calls the steps that stand in the module then."""
+    assert alone.api._all_gather("mine") == {"me": "mine"}
+    alone.api._barrier({"me"})
+    called = threading.Event()
+    monkeypatch.setattr(alone.api, "_wait_all_workers", lambda timeout: called.set())
+    alone.shutdown()
+    assert called.is_set()
+    assert not alone.api._is_current_rpc_agent_set()
+
+
+def test_leaks_are_reported_if_that_is_wanted(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``_ignore_rref_leak`` off, and nobody to delete them, references fail the shutdown; RPC has ended then."""
+    kept = alone.RRef(torch.ones(2))
+    monkeypatch.setattr(alone.api, "_ignore_rref_leak", False)
+    monkeypatch.setattr(alone.api, "_delete_all_user_and_unforked_owner_rrefs", lambda: None)
+    with pytest.raises(RuntimeError, match="Leaking RRef"):
+        alone.shutdown()
+    assert not alone.api._is_current_rpc_agent_set()
+    del kept
+
+
+def test_figures(alone: Any) -> None:
+    """Counts are those of the worker; ``RRef(value)`` does not count before it is shared."""
+    kept = alone.RRef(1)
+    assert alone._rref_context_get_debug_info()["num_owner_rrefs"] == "0"
+    made = alone.remote("me", add, (1, 2))
+    made.to_here()
+    assert alone._rref_context_get_debug_info()["num_owner_rrefs"] == "1"
+    assert alone._get_debug_info()["agent.thread_pool_size"] == "16"
+    alone._set_rpc_timeout(3)
+    assert alone.get_rpc_timeout() == 3
+    del kept
+
+
+def test_script_functions_go_by_name(alone: Any) -> None:
+    """A function of TorchScript runs on the other side; too many arguments are refused here."""
+    assert torch.equal(alone.rpc_sync("me", twice, (torch.ones(2),)), torch.full((2,), 2.0))
+    with pytest.raises(RuntimeError, match=r"twice\(\) expected at most 1"):
+        alone.rpc_async("me", twice, (torch.ones(2), 1))
+
+
+def test_a_pickler_of_the_programs_own(alone: Any) -> None:
+    """Within ``_use_rpc_pickler`` its bytes are what travels."""
+    internal = alone.internal._internal_rpc_pickler
+    pickled = []
+
+    class Pickler:
+        deserialize = internal.deserialize
+
+        def serialize(self, udf: Any) -> Any:
+            pickled.append(udf.func)
+            return internal.serialize(udf)
+
+    with alone.api._use_rpc_pickler(Pickler()):
+        assert torch.equal(alone.rpc_sync("me", add, (torch.ones(2), 1)), torch.full((2,), 2.0))
+    assert pickled == [add]
+    assert alone.rpc_sync("me", add, (1, 1)) == 2
+
+
+def test_an_error_of_a_handler_is_written_to_stderr(alone: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """The worker where it was raised shows the traceback, as with torch."""
+    with pytest.raises(ValueError, match="Expected error"):
+        alone.rpc_sync("me", fail, ("Expected error",))
+    assert "ValueError: Expected error" in capfd.readouterr().err
+
+
+def test_backends_of_a_program(rpc: Any, tmp_path: Any) -> None:
+    """A registered backend makes its own options, and an agent with a store to meet at."""
+    made: dict[str, Any] = {}
+
+    class Agent:
+        def get_worker_infos(self) -> list[Any]:
+            return [rpc.WorkerInfo("me", 0)]
+
+    def start(store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Any) -> Agent:
+        made.update(store=store, name=name)
+        return Agent()
+
+    registry = rpc.backend_registry
+    before = registry.BackendType
+    try:
+        backend = registry.register_backend("own", lambda *_, **__: rpc.RpcBackendOptions(), start)
+        with pytest.raises(RuntimeError, match=r"^RPC backend .+: already registered$"):
+            registry.register_backend("own", start, start)
+        options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+        rpc.init_rpc("me", backend=backend, rank=0, world_size=1, rpc_backend_options=options)
+        made["store"].set("key", "value")
+        assert made["name"] == "me" and rpc.api._is_current_rpc_agent_set()
+    finally:
+        rpc.api._reset_current_rpc_agent()
+        registry.BackendType = before
