@@ -13,5 +13,6 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
     awake.py        keeps cores from halting
     stage.py        the cohorts that are up, and the loop of rounds
     latency.py, throughput.py, bulk.py, scaling.py, idle.py, memory.py, training.py, gradients.py    the measurements
+    dropin.py       one more, of a whole program: dropin_program.py
     suite.py        their list;  report.py, picture.py, hardware.py: what comes out
 """

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import bulk, gradients, hardware, idle, latency, memory, scaling, throughput, training
+from . import bulk, dropin, gradients, hardware, idle, latency, memory, scaling, throughput, training
 from .stage import Plan, Stage, progress
 from .stats import Failure, Outcome, Row
 
@@ -40,6 +40,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("autograd_shards", "two large layers, against one process and the copies, ms", gradients.shards),
     Measurement("autograd_chain", "cost of a round trip in the graph, µs", gradients.chain),
     Measurement("autograd_memory", "memory of both ends over many training steps", gradients.memory),
+    Measurement("dropin", "steps/s of an old program, unmodified, by python -m aiorpc.compat.torch", dropin.dropin),
     Measurement("beside_compute", "no-op beside a handler that computes in pure Python, µs", latency.beside_compute),
     Measurement("workers", "cost per call and start-up as workers grow", scaling.workers),
     Measurement("idle", "processor time of idle workers", idle.idle),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....errors import NotInitialized, PeerClosed, PeerLost, RpcUsageError
+from ....errors import NotInitialized, PeerClosed, PeerLost, RpcError, RpcUsageError
 from ....futures import Future, wait_all
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
@@ -48,6 +48,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
+_TELL = 5.0  # seconds, for telling others that somebody is gone
 _LOOK = 0.1  # seconds between two looks at whether somebody was lost
 
 
@@ -224,11 +225,15 @@ new_method = method_factory("to_here", PyRRef.to_here.__doc__ or "")
 
 
 class AllGatherStates:
-    """What one `_all_gather` has so far: objects by the worker's name, and whether they are all there."""
+    """What one `_all_gather` has so far: objects by the worker's name, and whether they are all there.
+
+    missing: who is gone and will not come, once that is known; nobody waits then.
+    """
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal = threading.Event()
+        self.missing: WorkerInfo | None = None
 
 
 _ALL_WORKER_NAMES: set[str] = set()
@@ -285,6 +290,7 @@ def _all_gather(
         states = _all_gather_sequence_id_to_states[sequence_id]
     limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
     _await_signal(states.proceed_signal, timeout if limited else None, names, agent.worker)
+    _fail_if_missing(sequence_id, states, names, agent.worker)
     if own == leader:
         _tell_followers(sequence_id, states.gathered_objects, sorted(names - {leader}), calls)
     with _all_gather_dict_lock:
@@ -300,14 +306,40 @@ def _next_sequence_id(names: set[str]) -> str:
 
 
 def _await_signal(signal: threading.Event, seconds: float | None, names: set[str], worker: Worker) -> None:
-    """Until it is set, or the time is up. PeerLost once one of those workers is gone."""
+    """Until it is set, the time is up, or one of those workers is gone."""
     limit = None if seconds is None else time.monotonic() + seconds
     while not signal.wait(_LOOK if limit is None else max(0.0, min(_LOOK, limit - time.monotonic()))):
-        gone = [each for each in worker.group.members.values() if each.name in names and worker.group.is_gone(each)]
-        if signal.is_set() or (limit is not None and time.monotonic() >= limit):
+        if _gone(names, worker) or (limit is not None and time.monotonic() >= limit):
             return
-        if gone:
-            raise PeerLost(f"{gone[0].describe()} is gone, and will not come", worker=gone[0].name, rank=gone[0].id)
+
+
+def _gone(names: set[str], worker: Worker) -> list[WorkerInfo]:
+    members = list(worker.group.members.values())
+    return [each.info for each in members if each.name in names and worker.group.is_gone(each)]
+
+
+def _nobody_waits(sequence_id: str, missing: WorkerInfo) -> None:
+    """Handler: that worker is gone. A member without a connection to it does not see it leave."""
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+        if not states.proceed_signal.is_set():
+            states.missing = missing
+            states.proceed_signal.set()
+
+
+def _fail_if_missing(sequence_id: str, states: AllGatherStates, names: set[str], worker: Worker) -> None:
+    """PeerLost once one of those workers is gone before all were there; the others come to know."""
+    gone = _gone(names, worker)
+    if states.missing is None and gone and not states.proceed_signal.is_set():
+        _nobody_waits(sequence_id, gone[0])
+        others = names - {each.name for each in gone} - {worker.name}
+        calls = [rpc_async(name, _nobody_waits, (sequence_id, gone[0]), timeout=_TELL) for name in sorted(others)]
+        for call in calls:
+            with contextlib.suppress(RpcError):  # that one is gone as well
+                call.wait()
+    if states.missing is not None:
+        name, rank = states.missing.name, states.missing.id
+        raise PeerLost(f"worker {name} (rank {rank}) is gone, and will not come", worker=name, rank=rank)
 
 
 def _tell_followers(sequence_id: str, gathered: dict[str, Any], names: list[str], seconds: float) -> None:
