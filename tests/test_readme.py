@@ -29,7 +29,7 @@ PACKAGE = ROOT / "aiorpc"
 DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",
-    *(f"docs/{name}.md" for name in ("guide", "cuda", "design", "contributing", "references")),
+    *(f"docs/{name}.md" for name in ("guide", "migrating", "cuda", "design", "contributing", "references")),
 )
 LIMIT = 60.0  # seconds for what takes about four
 

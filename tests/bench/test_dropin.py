@@ -25,9 +25,6 @@ class MadeUpStage:
         self.plan = Plan()
         self._figures = figures
 
-    def pause(self) -> None:
-        """Nothing runs."""
-
     def side(self, side: str) -> str:
         """The side itself."""
         return side
