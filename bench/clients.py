@@ -44,7 +44,7 @@ def latency(
 
 def check_echo(function: Callable[..., Any], args: Sequence[torch.Tensor], answer: object) -> None:
     """A side that answers wrongly has no speed."""
-    if function in (functions.echo, functions.async_echo) and not torch.equal(args[0], answer):  # type: ignore[arg-type]
+    if function in (functions.echo, functions.async_echo) and not torch.equal(args[0], answer):  # type: ignore[arg-type]  # both echo a tensor
         raise BenchError(f"echo of {tuple(args[0].shape)} came back different")
 
 

@@ -662,7 +662,7 @@ def test_callbacks_run_in_order() -> None:
     future = pending()
     ran: list[tuple[int, int]] = []
     for number in range(5):
-        future.add_done_callback(lambda _, number=number: ran.append((number, threading.get_ident())))  # type: ignore[misc]
+        future.add_done_callback(lambda _, number=number: ran.append((number, threading.get_ident())))  # type: ignore[misc]  # a default that it is never called without
     future.set_result(None)
     assert ran == [(number, threading.get_ident()) for number in range(5)]
     future.add_done_callback(lambda done: ran.append((99, 0)))

@@ -13,7 +13,6 @@ unpickled where the handler runs, so that a slow ``__setstate__`` blocks no loop
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import logging
 import time
@@ -23,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..channels import AnyBuffer
 from ..channels.landing import Steps, current_landing
-from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcUsageError, SerializationError, WorkerClosed
+from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcUsageError, SerializationError
 from ..futures import AnyFuture, is_future, outcome, when_done
 from ..protocol.codec import pack, unpack
 from ..protocol.frames import CALL, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
 from . import messages
+from .batches import run_batch
 from .batching import Batch, get_batcher
-from .current import CallContext, current_call, current_worker
+from .current import CallContext, current_call
 from .failures import encode_error
 from .functions import Mode, Target
 from .gradients import Tape, current_autograd
@@ -291,7 +291,7 @@ class Service:
 
         def arm(seconds: float, take: Callable[[], Batch | None]) -> None:
             def fire() -> None:
-                self._run_batch(take())
+                run_batch(self.worker, take())
 
             self.worker.call_on_loop(self.worker.loop.call_later, seconds, fire)
 
@@ -300,24 +300,7 @@ class Service:
         batch = batcher.add(tuple(args), kwargs, done, arm, context, join=arrived and arrived.join)
         if context.cancelled:
             batcher.discard(context)
-        self._run_batch(batch)
-
-    def _run_batch(self, batch: Batch | None) -> None:
-        """A full batch, or none. From the pool, or from a timer on the loop."""
-        if batch is None:
-            return
-        if batch.is_async:
-            self.worker.call_on_loop(self._start_batch, batch)
-        elif self.worker.pool.is_pool_thread():
-            _batch_context(self.worker, batch).run(batch.run)
-        else:
-            self.worker.pool.submit(_batch_context(self.worker, batch).run, batch.run)
-
-    def _start_batch(self, batch: Batch) -> None:
-        task = self.worker.tasks.spawn(batch.run_async(), context=_batch_context(self.worker, batch))
-        # A task that is cancelled before its first step never gets to tell its callers.
-        error = WorkerClosed(f"worker {self.worker.name!r} shut down before the batch was run")
-        task.add_done_callback(lambda _: batch.abort(error))
+        run_batch(self.worker, batch)
 
     def _start_task(self, target: Target, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
         if len(fields) > 8 and fields[8] and len(fields[8]) > LARGE_PICKLE:
@@ -577,17 +560,6 @@ class Service:
     def user_calls(self) -> int:
         """Calls of users that are being served."""
         return sum(not context.system for context in list(self.calls.values()))
-
-
-def _batch_context(worker: Worker, batch: Batch) -> contextvars.Context:
-    """A batch serves many calls: none of them is the current one, but the worker is, and their autograd context if all
-    are of one."""
-    scope = contextvars.copy_context()
-    scope.run(current_call.set, None)
-    within = {getattr(token, "autograd", None) for token in batch.tokens()}
-    scope.run(current_autograd.set, within.pop() if len(within) == 1 else None)
-    scope.run(current_worker.set, worker)
-    return scope
 
 
 def _is_over(context: CallContext) -> bool:

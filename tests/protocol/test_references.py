@@ -321,7 +321,7 @@ class World:
 def messages(world: World, source: int, to: int) -> list[Tag]:
     """Tags of the reference messages on their way."""
     queue = world.queues.get((source, to), ())
-    return [Tag(frame.body[0]) for frame in queue if frame.kind == "message"]  # type: ignore[index]
+    return [Tag(frame.body[0]) for frame in queue if frame.kind == "message"]  # type: ignore[index]  # messages have a body
 
 
 OWNER, A, B, C = 0, 1, 2, 3

@@ -44,7 +44,7 @@ def watchers() -> list[threading.Thread]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the condition is set by timers and threads that signal nobody
+    while not condition():  # noqa: ASYNC110  # the condition is set by timers and threads that signal nobody
         await asyncio.sleep(0.005)
 
 

@@ -63,8 +63,6 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         raise TypeError("backward(): incompatible function arguments: it takes an int and a list of tensors")
     if any(not isinstance(root, Tensor) for root in roots):
         raise TypeError("backward(): incompatible function arguments: the roots are tensors")
-    registry.get().gradients.get(context_id)
-    _check_roots(roots)
     _run(context_id, roots, retain_graph)
 
 
@@ -89,18 +87,6 @@ def _rank_of(error: Exception) -> int:
     return worker.id
 
 
-def _check_roots(roots: Sequence[Tensor]) -> None:
-    if not roots:
-        raise RpcUsageError("No tensors provided for gradient computation.")
-    for root in roots:
-        if not root.requires_grad:
-            raise RpcUsageError("requires_grad not set on root")
-        if root.numel() != 1:
-            raise RpcUsageError(f"{tuple(root.shape)} is not a scalar, all roots need to be scalar")
-        if root.grad_fn is None:
-            raise RpcUsageError("root does not have a valid gradient function.")
-
-
 def backward_from_value(value: Any, context_id: int, retain_graph: bool) -> None:
     """A pass from one tensor; without a context (-1) the gradients go to ``.grad``, as of a local ``backward()``."""
     if not isinstance(value, Tensor):
@@ -108,7 +94,6 @@ def backward_from_value(value: Any, context_id: int, retain_graph: bool) -> None
     if context_id == -1:
         value.backward(retain_graph=retain_graph)
     else:
-        registry.get().gradients.get(context_id)
         _run(context_id, [value], retain_graph)
 
 
