@@ -13,7 +13,8 @@ Invariants
 2. ``_state`` is written after the outcome, so whoever sees VALUE or ERROR can read the outcome without a lock.
 3. Each registered callback runs exactly once: it is taken from the list by an atomic ``list.pop``, by the settler or
    by a registrar that finds the Future settled after it appended.
-4. User code (`then`, `add_done_callback`) never runs on a thread that runs an event loop; it is handed to the pool.
+4. User code (`then`, `add_done_callback`) never runs on a thread that runs an event loop, nor in one that waits for a
+   call and reads its answer; it is handed to the pool.
 5. torch's C++ half is completed once, by the winner, before any callback runs: `torch.futures.wait_all` sees it.
 """
 
@@ -24,6 +25,7 @@ import contextlib
 import copy
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
@@ -57,9 +59,19 @@ class BlockObserver(Protocol):
 
 
 class Executor(Protocol):
-    """Where callbacks of users run when the settling thread must not run them."""
+    """Where callbacks of users run when the settling thread must not run them; and what it knows of threads."""
 
     def submit(self, fn: Callable[..., None], *args: object) -> None: ...
+
+    def stay_awake(
+        self, look: Callable[[Callable[[], bool]], None], done: Callable[[], bool], timeout: float | None
+    ) -> None:
+        """Call `look(enough)` where a wait without sleeping pays, with a function that says when to stop it."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """This thread has waited for so long, one way or the other."""
+        ...
 
 
 class Arrival(Protocol):
@@ -141,6 +153,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     _site: CallSite | None = None
     _arrival: Arrival | None = None  # where the tensors of the value come from; set before it settles
     _marks: Marks | None = None  # makes the arrival of what a callback returns
+    _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
+    _sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
@@ -172,7 +186,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             _CFuture._set_unwrap_func(self, _raise)
             _CFuture.set_result(self, _Failure(self, error))
         if self._callbacks:
-            self._run_callbacks()
+            self._run_callbacks(self._apart)
         return True
 
     def set_result(self, result: T) -> None:
@@ -285,6 +299,22 @@ class Future(torch.futures.Future[T], Generic[T]):
                 f"wait() on {self.describe()} would block the event loop that has to answer it; "
                 "use `await future` here, or call it from a `def` handler or another thread"
             )
+        executor = self._executor
+        if executor is None:
+            self._sleep(timeout)
+            return
+        began = time.monotonic()
+        executor.stay_awake(self._look_out, self.done, timeout)
+        if self._state == PENDING:
+            self._sleep(timeout)
+        executor.waited(time.monotonic() - began)
+
+    def _look_out(self, enough: Callable[[], bool]) -> None:
+        """Do what this thread can do for it to settle, until `enough()`: read the answers that it waits for."""
+        for source in self._sources:
+            source._look_out(enough)
+
+    def _sleep(self, timeout: float | None) -> None:
         # A Python lock, not torch's C++ wait: it can be interrupted by a signal on the main thread.
         gate = threading.Lock()
         gate.acquire()
@@ -337,7 +367,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     # --- callbacks ----------------------------------------------------------------------------------------------------
 
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
-        """Call `callback(self)` once it settles (at once if it has), in a pool thread when a loop thread settles it.
+        """Call `callback(self)` once it settles (at once if it has), in a pool thread if it stands for a call.
 
         Callbacks run one after the other, in their order, those of `then` among them. Errors of the callback are
         logged. The callback may block, and make blocking calls.
@@ -388,7 +418,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             return False
         return True
 
-    def _run_callbacks(self) -> None:
+    def _run_callbacks(self, apart: bool = False) -> None:
         callbacks = self._callbacks
         users: list[_UserCallback] = []
         while callbacks:
@@ -396,7 +426,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 callback = callbacks.pop(0)
             except IndexError:
                 break
-            if type(callback) is _UserCallback and _running_loop() is not None:
+            if type(callback) is _UserCallback and (apart or _running_loop() is not None):
                 users.append(callback)
             else:
                 callback(self)
@@ -517,6 +547,7 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
         if isinstance(future, Future):
             result._loop = result._loop or future._loop
             result._executor = result._executor or future._executor
+    result._sources = [future for future in futures if isinstance(future, Future)]
     left = iter(range(len(futures) - 1, -1, -1))  # `next` of an iterator is atomic: counts down without a lock
 
     def one_done(_: AnyFuture) -> None:

@@ -255,7 +255,8 @@ class _Gathered(Future[T]):
     """
 
     def __init__(self, worker: Worker, what: str, finish: Callable[[dict[str, Any]], T]) -> None:
-        """finish: from results, by worker and in the order of `add`, to the value; quick, called on the loop."""
+        """finish: from results, by worker and in the order of `add`, to the value; quick, called by whoever
+        reads the last answer."""
         super().__init__()
         self._loop, self._executor, self._what = worker.loop, worker.pool, what
         self._site = call_site(_users_frame())
@@ -278,6 +279,7 @@ class _Gathered(Future[T]):
                 raise
         left = iter(range(len(self._calls) - 1, -1, -1))  # `next` of an iterator is atomic
         self._starts.clear()
+        self._sources = [*self._calls.values()]
         for name, call in self._calls.items():
             call._add_callback(partial(self._answered, name, left))
         return self

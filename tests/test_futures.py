@@ -720,11 +720,18 @@ async def test_callbacks_go_to_the_executor() -> None:
     """With an executor the callback goes there; when that is closed it still runs."""
     jobs: list[tuple[Any, ...]] = []
 
-    class Open:
+    class Threads:
+        def stay_awake(self, look: Any, done: Any, timeout: float | None) -> None:
+            raise AssertionError("nobody waits")
+
+        def waited(self, seconds: float) -> None:
+            raise AssertionError("nobody waits")
+
+    class Open(Threads):
         def submit(self, fn: Callable[..., None], *args: object) -> None:
             jobs.append((fn, *args))
 
-    class Closed:
+    class Closed(Threads):
         def submit(self, fn: Callable[..., None], *args: object) -> None:
             raise WorkerClosed("closed")
 

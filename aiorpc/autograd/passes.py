@@ -87,6 +87,7 @@ class Pass:
         self._part = part_of(worker, context, self._number)
         self._plans: dict[int, list[SentName]] = {}
         self._answers = 0  # that are missing
+        self._calls: list[Future[Wire | bytes]] = []
         self._lock = threading.Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._gate: Future[None] | None = None  # of the thread that drives it
@@ -117,7 +118,9 @@ class Pass:
         for worker_id, wanted in self._plans.items():
             given = to_wire(held.pop(worker_id, {}))
             said = (context.id, self._number, pack_names(wanted), self._retain, seconds, *given)
-            ask(self._worker, worker_id, plan, *said, until=self._until)._add_callback(self._answered)
+            call = ask(self._worker, worker_id, plan, *said, until=self._until)
+            self._calls.append(call)
+            call._add_callback(self._answered)
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""
@@ -226,7 +229,8 @@ class Pass:
             self.start()
             while not self.done.done() or self._jobs:
                 gate: Future[None] = Future()
-                gate._loop, gate._what = self._worker.loop, self.done._what
+                gate._loop, gate._executor, gate._what = self._worker.loop, self._worker.pool, self.done._what
+                gate._sources = self._calls
                 self._gate = gate
                 if self._jobs:
                     self._guarded(self._jobs.popleft())

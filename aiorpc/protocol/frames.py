@@ -92,6 +92,38 @@ def _new_bytes(size: int) -> bytearray:
     return bytearray(size)
 
 
+def lone_frame(data: bytes) -> Frame | None:
+    """The frame that these bytes are, if they are exactly one; None if they are less or more, or none of ours."""
+    size = HEAD.size
+    if len(data) < size:
+        return None
+    call_id, body_length, count, kind, magic = HEAD.unpack_from(data)
+    at = size + 8 * count
+    if magic != MAGIC or len(data) < at + body_length:
+        return None
+    body = data[at : at + body_length]
+    at += body_length
+    segments: list[bytearray] = []
+    for length in struct.unpack_from(f"<{count}Q", data, size) if count else ():
+        segments.append(bytearray(data[at : at + length]))
+        at += length
+    return Frame(kind, call_id, body, segments) if at == len(data) else None
+
+
+def least_length(data: bytes) -> int:
+    """How long the frame that begins so is at least, exactly so once its lengths are there; 0 if it is none of ours."""
+    size = HEAD.size
+    if len(data) < size:
+        return size
+    _, body_length, count, _, magic = HEAD.unpack_from(data)
+    if magic != MAGIC:
+        return 0
+    length: int = size + 8 * count + body_length
+    if count and len(data) >= size + 8 * count:
+        length += sum(struct.unpack_from(f"<{count}Q", data, size))
+    return length
+
+
 class FrameDecoder:
     """Turns a stream of bytes into frames. Feed it with `get_buffer` and `received`.
 
@@ -117,6 +149,23 @@ class FrameDecoder:
         self._large: _LargeFrame | None = None
         #: Whether a large buffer is under way.
         self.filling = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether all that came were whole frames."""
+        return self._large is None and self._start == self._end
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Take bytes of the stream that were read elsewhere; returns and raises what `received` does."""
+        rest = memoryview(data)
+        frames: list[Frame] = []
+        while rest:
+            buffer = self.get_buffer()
+            count = min(len(buffer), len(rest))
+            buffer[:count] = rest[:count]
+            frames += self.received(count)
+            rest = rest[count:]
+        return frames
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes of the stream belong; as long as may usefully be read at once."""

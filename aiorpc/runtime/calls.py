@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import RpcError
+from ..errors import RpcCancelled, RpcError
 from ..futures import PENDING, Executor, Future, Marks
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class CallFuture(Future[Any]):
         "_unclaimed",
         "_value",
     )
+
+    _apart = True
 
     def __init__(self, peer: Peer, system: bool) -> None:
         _CFuture.__init__(self, [])
@@ -70,6 +73,26 @@ class CallFuture(Future[Any]):
 
     def _subject(self) -> str:
         return f"the call of {self._function} on worker {self._peer.name!r}"
+
+    def _look_out(self, enough: Callable[[], bool]) -> None:
+        peer = self._peer
+        connection, link = peer.connection, peer.link
+        # What is held, of a stream or for a device is the loop's.
+        if connection is None or link is None or link.held or self._streamed or peer.devices:
+            return
+        try:
+            frame = connection.read_here(self._call_id, enough)
+            if frame is not None:
+                peer.on_answer(frame)
+        except BaseException:  # a signal handler's
+            connection.read_on_loop()
+            if connection.read_answer_of == self._call_id:  # and nobody will read it again
+                lost = f"the answer of {self.describe()} was lost: its wait was interrupted"
+                self._settle(None, RpcCancelled(lost))
+                peer.cancel(self._call_id)
+            raise
+        if self._error is not None and isinstance(self._error.__cause__, KeyboardInterrupt):
+            raise self._error.__cause__  # while it was unpickled
 
     def _on_cancel(self) -> None:
         self._peer.cancel(self._call_id)

@@ -137,6 +137,8 @@ class Service:
             )
             return
         self.calls[frame.call_id] = context
+        if len(fields) > 11 and fields[11]:
+            self.worker.references.coming()
         try:
             if failure is not None:
                 raise failure
@@ -494,10 +496,13 @@ class Service:
             self.worker.references.settle_created(context, None, error)
         self.worker.counters.failed += 1
         logger.debug("%s for %s raised", context.function, context.caller, exc_info=error)
-        if self.worker.on_handler_error is not None:
-            self.worker.on_handler_error(error)
         body = pack(encode_error(error, self.worker.name))
         self._send_answer(encode_frame(Kind.ERROR, context.call_id, body))
+        if self.worker.on_handler_error is not None:
+            try:
+                self.worker.on_handler_error(error)
+            except Exception:
+                logger.exception("on_handler_error of worker %s raised", self.worker.name)
 
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""

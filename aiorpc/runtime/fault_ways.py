@@ -198,7 +198,8 @@ class Calls(Way):
             kind = MessageKind.CONTEXT if name.endswith(":forget") else MessageKind.GRADIENT
         return SentMessage(kind, worker, name, function, reference)
 
-    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, call_id: int = 0) -> None:
+    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, later: bool = False, call_id: int = 0) -> None:
+        # later: not heeded, as a delayed message might miss what it should leave with.
         number, kind, body = _read(frame)
         message: SentMessage | None = None
         lane: object = number

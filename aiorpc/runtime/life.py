@@ -107,7 +107,11 @@ class Life:
         rendezvous = worker.rendezvous = await worker.in_thread(self._open_rendezvous)
         unix_path, host, port = self._acceptor.listen(directory, rendezvous.local_address())
         worker.pool = ThreadPool(
-            worker.name, worker.options.num_worker_threads, prepare=lambda: current_worker.set(worker)
+            worker.name,
+            worker.options.num_worker_threads,
+            prepare=lambda: current_worker.set(worker),
+            # A lone core is left to whoever has to answer.
+            busy=worker.options.busy_wait if len(os.sched_getaffinity(0)) > 1 else 0.0,
         )
         worker.background = ThreadPool(f"{worker.name}-background", 2, prepare=lambda: current_worker.set(worker))
         worker.deadlines = Deadlines(worker.loop, worker.scan_deadlines)

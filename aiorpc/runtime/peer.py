@@ -204,24 +204,28 @@ class Peer:
             where = name_argument(error.position, wire_function is None, len(args), names, future)
             raise SerializationError(f"{where} {error}") from error.__cause__
         future._call_id = call_id = next(self._ids)
-        pending[call_id] = future
-        if system:
-            self._system += 1
-        else:
-            worker.counters.made += 1
-        if stream is not None:
-            self.streams[call_id] = stream
-            future._streamed = True
-        if deadline is not None:
-            worker.deadlines.add(deadline)
-        link = self.link  # read once: the loop takes it away when the connection ends
-        if buffers and not (link is not None and link.rides(buffers)):
-            self._send_buffers(_Message(call_id, body, buffers, out))
-        else:
-            if link is not None and (link.released or link.slots):
-                link.flush(more=True)
-            whole = encode_frame(CALL, call_id, body, buffers)
-            self.send(whole, urgent=len(pending) <= 1 + self._system, call_id=call_id)
+        try:
+            pending[call_id] = future
+            if system:
+                self._system += 1
+            else:
+                worker.counters.made += 1
+            if stream is not None:
+                self.streams[call_id] = stream
+                future._streamed = True
+            if deadline is not None:
+                worker.deadlines.add(deadline)
+            link = self.link  # read once: the loop takes it away when the connection ends
+            if buffers and not (link is not None and link.rides(buffers)):
+                self._send_buffers(_Message(call_id, body, buffers, out))
+            else:
+                if link is not None and (link.released or link.slots):
+                    link.flush(more=True)
+                whole = encode_frame(CALL, call_id, body, buffers)
+                self.send(whole, urgent=len(pending) <= 1 + self._system, call_id=call_id)
+        except BaseException:  # a signal handler's: nobody will have the Future
+            future.cancel()
+            raise
         if self.gone is not None:  # it went while we were at it, and may have missed this call
             self._settle(call_id, self.gone)
         return future
@@ -278,8 +282,11 @@ class Peer:
             return FunctionEntry(describe(function))
         return self._functions.setdefault(function, FunctionEntry(name, next(self._numbers)))
 
-    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, call_id: int = 0) -> None:
-        """Queue a frame for this peer, connecting first if need be. Any thread; dropped when the peer is gone."""
+    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, later: bool = False, call_id: int = 0) -> None:
+        """Queue a frame for this peer, connecting first if need be. Any thread; dropped when the peer is gone.
+
+        later: it leaves with the next one, or with `flush`, whichever comes first.
+        """
         connection = self.connection
         if connection is None:
             with self._lock:
@@ -287,7 +294,12 @@ class Peer:
                 if connection is None:
                     self._wait(call_id, frame)
                     return
-        connection.send(frame, urgent=urgent)
+        connection.send(frame, urgent=urgent, more=later)
+
+    def flush(self) -> None:
+        """Send what is queued. On the loop."""
+        if self.connection is not None:
+            self.connection.flush()
 
     def _hold_back(self, call_id: int, message: _Message) -> bool:
         """Keep it until there is a connection; False if there is one. Any thread."""
@@ -377,7 +389,7 @@ class Peer:
             ),
         )
 
-    # --- answers, on the loop -----------------------------------------------------------------------------------------
+    # --- answers, on the loop; on_answer also in a thread that waits for it -------------------------------------------
 
     def on_frames(self, frames: list[Frame]) -> None:
         """Frames from the callee."""
@@ -391,7 +403,7 @@ class Peer:
                     continue
                 frame, kind = message, message.kind
             if kind in _ANSWERS:
-                self._on_answer(frame)
+                self.on_answer(frame)
             elif kind == ITEM:
                 stream = self.streams.get(frame.call_id)
                 if stream is not None:
@@ -416,7 +428,8 @@ class Peer:
             failure = RpcError(f"the result of {future.describe()} did not arrive: {error}")
             future._settle(None, failure)
 
-    def _on_answer(self, frame: Frame) -> None:
+    def on_answer(self, frame: Frame) -> None:
+        """An answer came. By whoever reads the connection."""
         future = self._take(frame.call_id)
         if future is None:
             self.worker.counters.late_answers += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +24,15 @@ logger = logging.getLogger("aiorpc")
 _Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
+# What a new wait counts for in the mean of those of its thread.
+_WEIGHT = 0.25
+
+
 class _Local(threading.local):
-    """How many waits the thread is in; -1 in threads that do not belong to the pool."""
+    """How many waits the thread is in, -1 in threads that do not belong to the pool; seconds that its waits take."""
 
     depth = -1
+    typical_wait = 0.0
 
 
 class ThreadPool:
@@ -34,12 +40,18 @@ class ThreadPool:
 
     name: shown in thread names. limit: jobs that may run at once, those that wait for a nested call not counted.
     linger: seconds a thread above the limit stays idle before it ends (starting one costs more than keeping one).
-    prepare: called first in each thread, to set its context variables.
+    prepare: called first in each thread, to set its context variables. busy: seconds, see `stay_awake`.
     All methods may be called from any thread. The pool lives until ``close``; it belongs to the process that made it.
     """
 
     def __init__(
-        self, name: str, limit: int, *, linger: float = 1.0, prepare: Callable[[], object] | None = None
+        self,
+        name: str,
+        limit: int,
+        *,
+        linger: float = 1.0,
+        prepare: Callable[[], object] | None = None,
+        busy: float = 0.0,
     ) -> None:
         if limit < 1:
             raise ValueError(f"a thread pool needs a limit >= 1, not {limit}")
@@ -47,6 +59,7 @@ class ThreadPool:
         self._limit = limit
         self._linger = linger
         self._prepare = prepare
+        self._most_busy = busy
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
         self._idle: list[threading.Lock] = []
@@ -58,6 +71,7 @@ class ThreadPool:
         self._numbered = 0
         self._waking = False
         self._closed = False
+        self._awake = threading.RLock()  # of the thread that stays awake; what it unpickles then may wait, too
 
     # Looking in.
 
@@ -125,6 +139,33 @@ class ThreadPool:
         if local.depth == 0:
             with self._lock:
                 self._blocked -= 1
+
+    def stay_awake(
+        self, look: Callable[[Callable[[], bool]], None], done: Callable[[], bool], timeout: float | None
+    ) -> None:
+        """Call `look(enough)` in a thread that has to wait, if that pays; `enough()` says when to end it. Any thread.
+
+        A thread that sleeps needs tens of microseconds to wake up, and the core that went idle with it as long again.
+        So a thread whose waits are short looks for what it waits for itself, and lets others run between two looks: for
+        at most `busy` seconds, one thread at a time, and only while no job needs the interpreter. One whose waits take
+        longer on average sleeps at once.
+        """
+        most, local = self._most_busy, self._local
+        if not most or local.typical_wait > most or self._busy() > (local.depth >= 0) or not self._awake.acquire(False):
+            return
+        try:
+            until = time.monotonic() + (most if timeout is None else min(most, timeout))
+            look(lambda: done() or bool(self._jobs) or time.monotonic() > until)
+        finally:
+            self._awake.release()
+
+    def waited(self, seconds: float) -> None:
+        """The calling thread waited for so long: `stay_awake` goes by the mean.
+
+        Waits that are long count as twice `busy`, so that one among short ones is soon forgotten.
+        """
+        local = self._local
+        local.typical_wait += _WEIGHT * (min(seconds, 2 * self._most_busy) - local.typical_wait)
 
     def close(self, timeout: float) -> int:
         """Take no more jobs; end idle threads at once; wait up to ``timeout`` seconds for the jobs taken so far.

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiorpc")
 T = TypeVar("T")
 
+# While a handler has references among its arguments, what the table says of them waits so long, in seconds: a frame of
+# its own for each would wake up a loop on either side, in the midst of that call.
+_FLUSH_PAUSE = 0.001
+
 
 class RRef(Generic[T]):
     """A reference to a value that lives on one worker, its owner. The owner keeps the value while any RRef is alive.
@@ -270,7 +274,8 @@ class References:
         self._values: dict[ReferenceId, Future[Any]] = {}
         self._handles: WeakValueDictionary[ReferenceId, RRef[Any]] = WeakValueDictionary()
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
-        self._flushing = False
+        self._flushing = False  # whether `flush` will be called
+        self._unsaid: set[Any] = set()  # peers with frames that leave then
         self._closed = False
 
     # --- making handles -----------------------------------------------------------------------------------------------
@@ -425,9 +430,19 @@ class References:
             self._flushing = True
             self.worker.call_on_loop(self.flush)
 
+    def coming(self) -> None:
+        """A call with references came: what is to be said of them is said together, a little later. On the loop."""
+        if not self._flushing:
+            self._flushing = True
+            self.worker.loop.call_later(_FLUSH_PAUSE, self.flush)
+
     def flush(self) -> None:
-        """Tell the table which handles have died; on the loop."""
-        self._flushing = False
+        """Tell the table which handles have died, and send what is still unsaid; on the loop."""
+        with self._lock:
+            self._flushing = False
+            unsaid, self._unsaid = self._unsaid, set()
+        for peer in unsaid:
+            peer.flush()
         while self._dropped:
             rref, fork = self._dropped.popleft()
             self._run(self._table.drop, rref, fork)
@@ -442,8 +457,10 @@ class References:
         freed = []
         for output in outputs:
             if isinstance(output, Send):
-                frame = encode_frame(Kind.REFERENCE, 0, pack(output.message))
-                self.worker.peers.by_id(output.to).send(frame)
+                peer = self.worker.peers.by_id(output.to)
+                peer.send(encode_frame(Kind.REFERENCE, 0, pack(output.message)), later=self._flushing)
+                if self._flushing:
+                    self._unsaid.add(peer)
             elif isinstance(output, Free):
                 value = self._values.pop(output.rref, None)
                 if value is not None:

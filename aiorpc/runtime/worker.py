@@ -87,7 +87,7 @@ class Worker:
         self.default_timeout = self.options.rpc_timeout
         # For those who build on a worker, to be set before it starts.
         self.handle_class: type[RRef[Any]] = RRef  # of references that arrive, and of results of `remote`
-        self.on_handler_error: Callable[[BaseException], None] | None = None  # told of it in the handler's thread
+        self.on_handler_error: Callable[[BaseException], None] | None = None  # once it is answered; any thread
         self.pool: ThreadPool
         # Threads of their own for what takes too long on the loop: handlers that block must hold up no answer.
         self.background: ThreadPool

@@ -7,12 +7,21 @@ Writing. `send` appends a frame to the queue; then exactly one thread at a time 
                 through the loop would only cost time
     the loop    everything else, and when the socket was full      once per loop turn, joining what has gathered
 
+Reading. The loop does, but for a thread that waits for the answer of a call and looks out for it itself (`read_here`).
+
+    who         when                             what it does with it
+    the loop    the socket has something         all of it: `on_frames`
+    a waiter    the loop's turn is over, and     the answer, if it comes alone; else it stores the bytes as they are for
+                nothing is half read             the loop, and has read
+
 Invariants
 1. One FIFO: frames leave in the order in which they were appended, whoever writes (a cancel never overtakes its call).
 2. Whoever fails to get the write lock may go: its holder looks at the queue again after it let go of the lock.
 3. `_scheduled` is cleared before the queue is drained, so a frame appended later schedules a new drain.
 4. `on_closed` runs once, on the loop, after the last frame was handed out.
-5. All of the reading, and all registrations with the loop, happen on the loop's thread.
+5. All registrations with the loop happen on the loop's thread. Whoever reads holds `_reading`.
+6. What a waiter has read and not used is in `_unread`, which the loop takes before it reads: no byte is lost, none
+   overtakes another, even if a signal handler raises in the waiter (between any two instructions of the main thread).
 """
 
 from __future__ import annotations
@@ -21,21 +30,20 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..errors import ProtocolError
-from ..protocol.frames import Buffer, Frame, FrameDecoder
+from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_length, lone_frame
+from .send_queue import SendQueue
 
 logger = logging.getLogger("aiorpc")
 
-# Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.
-JOIN_SIZE = 16 * 1024
-BATCH_SIZE = 256 * 1024
-MAX_BUFFERS = 256
 # So many small frames are not held back for more to come: the other side starts to work on them while we make the rest.
 BATCH_FRAMES = 32
 # Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a
@@ -47,7 +55,11 @@ TURN_BYTES = 4 * 1024 * 1024
 # for each socketful costs more than the copy: wait for it where we stand, in the one system call that takes all of it,
 # in seconds. Not between hosts, where what comes next may take its time.
 PATIENCE = 0.002
+# A waiter reads so many bytes at most; an answer that is longer is the loop's.
+READ_HERE = 128 * 1024
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
+_ANSWERS = (REPLY, ERROR)
+_ENDED = "the other side closed the connection"
 
 
 class Connection:
@@ -84,12 +96,17 @@ class Connection:
         self._thread = threading.get_ident()
         self._sock = sock
         self._fd = sock.fileno()
-        self._queue: deque[Sequence[Buffer]] = deque()
-        self._lock = threading.Lock()
+        self._queue = SendQueue()
+        self._lock = threading.RLock()  # reentrant as it knows its owner; nobody enters it twice
         self._scheduled = False
         self._blocked = False  # the socket was full; the loop waits until it takes more
         self._closing = False
         self._closed = False
+        self._reading = threading.RLock()  # the loop may close the connection while it reads
+        self._unread: deque[bytes] = deque()
+        self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
+        self._sharing = False
+        self.read_answer_of = 0  # the call whose answer a waiter has read last
 
     def start(self) -> None:
         """Begin to read. On the loop's thread, with `on_frames` and `on_closed` set."""
@@ -123,23 +140,26 @@ class Connection:
         """
         if self._closed:
             return
-        self._queue.append(frame)
-        if more:
-            return
-        if not self._blocked and (len(self._queue) >= BATCH_FRAMES or (urgent and not self._scheduled)):
-            self._write()
-        elif not self._scheduled:
-            self._schedule()
+        try:
+            self._queue.append(frame)
+            if more:
+                return
+            if not self._blocked and (len(self._queue) >= BATCH_FRAMES or (urgent and not self._scheduled)):
+                self._write()
+            elif not self._scheduled:
+                self._schedule()
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def flush(self) -> None:
+        """Write what is queued. On the loop's thread."""
+        if self._queue:
+            self._flush()
 
     def _schedule(self) -> None:
         self._scheduled = True
-        if threading.get_ident() == self._thread:
-            self._loop.call_soon(self._flush)
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._flush)
-        except RuntimeError:  # the loop is closed: so is this connection, or about to be
-            self._queue.clear()
+        self._call_on_loop(self._flush)
 
     def _flush(self) -> None:
         self._scheduled = False
@@ -148,9 +168,11 @@ class Connection:
             self.on_drained()
 
     def _write(self) -> None:
+        lock = self._lock
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
         while self._queue and not self._blocked and not self._closed:
-            if not self._lock.acquire(False):
+            # Ours already: a signal handler sends something in the midst of our own writing.
+            if _is_owned(lock) or not lock.acquire(False):
                 return
             try:
                 self._drain()
@@ -158,63 +180,33 @@ class Connection:
                 self._call_on_loop(self._write_failed, error)
                 return
             finally:
-                self._lock.release()
+                lock.release()
+
+    def _interrupted(self) -> None:
+        """A signal handler has raised in the midst of a `send`: the loop goes on from there."""
+        if _is_owned(self._lock):
+            self._lock.release()
+        self._blocked = False  # maybe before the loop was asked to wait for the socket
+        self._call_on_loop(self._flush)
 
     def _drain(self) -> None:
         queue = self._queue
         flags = _DONT_WAIT
         while queue and not self._closed:
-            first = queue.popleft()
-            if not queue and len(first) == 1:
-                buffers, size = first, len(first[0])
-            elif not queue and len(first) == 2:  # head and one segment
-                buffers, size = first, len(first[0]) + len(first[1])
-            else:
-                buffers, size = self._gather(first)
             try:
-                single = len(buffers) == 1
-                sent = self._sock.send(buffers[0], flags) if single else self._sock.sendmsg(buffers, (), flags)
+                sent, whole = queue.write(self._sock, flags)
             except (BlockingIOError, InterruptedError):
-                sent = 0
+                sent, whole = 0, False
             self.bytes_sent += sent
-            if sent == size:
+            if whole:
                 flags = _DONT_WAIT
                 continue
-            queue.appendleft(_rest(buffers, sent))
             if self._patient and flags and sent:
                 flags = 0  # once more, and this time wait a little
                 continue
             self._blocked = True
             self._call_on_loop(self._wait_writable)
             return
-
-    def _gather(self, first: Sequence[Buffer]) -> tuple[Sequence[Buffer], int]:
-        """That frame and more off the queue: small buffers joined, large ones as they are."""
-        queue = self._queue
-        buffers: list[Buffer] = []
-        small: list[Buffer] = []
-        size = 0
-        frame: Sequence[Buffer] = first
-        while True:
-            for buffer in frame:
-                size += len(buffer)
-                if len(buffer) <= JOIN_SIZE:
-                    small.append(buffer)
-                    continue
-                if small:
-                    buffers.append(b"".join(small))
-                    small = []
-                buffers.append(buffer)
-            if size >= BATCH_SIZE or len(buffers) >= MAX_BUFFERS or not queue:
-                break
-            frame = queue.popleft()
-        if small:
-            buffers.append(b"".join(small))
-        if len(buffers) > 2 * MAX_BUFFERS:  # one frame of very many tensors: the rest waits its turn, in order
-            queue.appendleft(buffers[MAX_BUFFERS:])
-            buffers = buffers[:MAX_BUFFERS]
-            size = sum(map(len, buffers))
-        return buffers, size
 
     def _wait_writable(self) -> None:
         if not self._closed:
@@ -230,25 +222,12 @@ class Connection:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        decoder = self.decoder
-        taken = 0
+        if not self._reading.acquire(False):  # a waiter reads; it tells us of what it leaves to us
+            return
         try:
-            while True:
-                buffer = decoder.get_buffer()
-                if self._patient and decoder.filling:
-                    count = self._sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
-                else:
-                    count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
-                if count == 0:
-                    self._fail(ConnectionResetError("the other side closed the connection"))
-                    return
-                taken += count
-                self.bytes_received += count  # now: whoever is told of an end below looks at it
-                frames = decoder.received(count)
-                if frames and self.on_frames is not None:
-                    self.on_frames(frames)
-                if self._closed or taken > TURN_BYTES or (count < len(buffer) and not decoder.filling):
-                    break
+            if self._unread:
+                self._take_unread()
+            self._read()
         except (BlockingIOError, InterruptedError):
             pass
         except (OSError, ProtocolError) as error:
@@ -256,6 +235,102 @@ class Connection:
         except Exception as error:
             logger.exception("%s: a frame could not be handled", self.label)
             self._fail(error)
+        finally:
+            self._reading.release()
+
+    def _read(self) -> None:
+        decoder = self.decoder
+        taken = 0
+        while not self._closed:
+            buffer = decoder.get_buffer()
+            if self._patient and decoder.filling:
+                count = self._sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
+            else:
+                count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
+            if count == 0:
+                raise ConnectionResetError(_ENDED)
+            taken += count
+            self.bytes_received += count  # now: whoever is told of an end below looks at it
+            frames = decoder.received(count)
+            if frames and self.on_frames is not None:
+                self.on_frames(frames)
+            if taken > TURN_BYTES or (count < len(buffer) and not decoder.filling):
+                return
+
+    def _take_unread(self) -> None:
+        while self._unread and not self._closed:
+            data = self._unread.popleft()
+            if not data:
+                raise ConnectionResetError(_ENDED)
+            self.bytes_received += len(data)
+            frames = self.decoder.feed(data)
+            if frames and self.on_frames is not None:
+                self.on_frames(frames)
+
+    def read_here(self, call_id: int, enough: Callable[[], bool]) -> Frame | None:
+        """Read in this thread until the answer of that call is there, or until `enough()`.
+
+        For a thread that has to wait for it anyway: two changes of threads less. None, and early, where the loop has to
+        go on. Any thread but the loop's. If it was interrupted, call `read_on_loop`, and see `read_answer_of`.
+        """
+        if self._epoll is None:
+            if not self._sharing:
+                self._call_on_loop(self._share_reading)
+                self._sharing = True
+            return None
+        if self._closed or _is_owned(self._reading) or not self._reading.acquire(False):
+            return None
+        try:
+            if self._unread or self._closed or not self.decoder.empty:
+                return None
+            self._epoll.modify(self._fd, 0)  # the loop sleeps on
+            return self._read_answer(call_id, enough)
+        finally:
+            self.read_on_loop()
+
+    def _read_answer(self, call_id: int, enough: Callable[[], bool]) -> Frame | None:
+        unread, receive = self._unread, self._sock.recv
+        data = b""
+        while not self._closed:
+            try:
+                # Into the deque by one call: no signal handler runs before the bytes are there.
+                unread.extend(map(receive, (READ_HERE,), (_DONT_WAIT,)))
+            except (BlockingIOError, InterruptedError):
+                if enough():
+                    return None
+                os.sched_yield()  # without the interpreter lock
+                continue
+            except OSError:  # the loop will see for itself
+                return None
+            data = data + unread[-1] if data else unread[-1]
+            frame = lone_frame(data)
+            if frame is not None and frame.call_id == call_id and frame.kind in _ANSWERS:
+                self.read_answer_of = call_id
+                unread.clear()
+                self.bytes_received += len(data)
+                return frame
+            if frame is not None or not unread[-1] or not len(data) < least_length(data) <= READ_HERE:
+                return None  # another frame, the end, more than one frame, a long one
+        return None
+
+    def read_on_loop(self) -> None:
+        """This thread reads no more here. Idempotent."""
+        if _is_owned(self._reading):
+            if not self._closed and self._epoll is not None:
+                self._epoll.modify(self._fd, select.EPOLLIN)
+            self._reading.release()
+        if self._unread:  # only now: the loop does not wait for us
+            self._call_on_loop(self._readable)
+
+    def _share_reading(self) -> None:
+        """From now on waiters can read while the loop sleeps: it watches the socket through an epoll of ours."""
+        if self.closed:
+            return
+        epoll = select.epoll()
+        epoll.register(self._fd, select.EPOLLIN)
+        self._loop.remove_reader(self._fd)
+        self._loop.add_reader(epoll.fileno(), self._readable)
+        self._epoll = epoll
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -283,12 +358,15 @@ class Connection:
         self._queue.clear()
         if self._sock.fileno() >= 0:
             os.close(self._sock.detach())
+        if self._epoll is not None:
+            self._epoll.close()
 
     def _write_failed(self, error: BaseException) -> None:
         # What the other side said before it went may still be unread, and a goodbye makes all the difference.
-        if not self._closed:
-            self._readable()
-        self._fail(error)
+        with self._reading:
+            if not self._closed:
+                self._readable()
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self._finish(None if self._closing else error)
@@ -297,12 +375,14 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._fd)
+        self._loop.remove_reader(self._fd if self._epoll is None else self._epoll.fileno())
         self._loop.remove_writer(self._fd)
-        # A thread in the middle of a write holds the lock; closing under it could write into another descriptor.
-        with self._lock:
+        # A thread in the middle of a write or read holds a lock; closing under it could meet another descriptor.
+        with self._reading, self._lock:
             self._queue.clear()
             self._sock.close()
+            if self._epoll is not None:
+                self._epoll.close()
         if self.on_closed is not None:
             self.on_closed(cause)
 
@@ -314,10 +394,7 @@ class Connection:
                 self._loop.call_soon_threadsafe(callback, *args)
 
 
-def _rest(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
-    """What remains of some buffers after `sent` bytes were written."""
-    for index, buffer in enumerate(buffers):
-        if sent < len(buffer):
-            return [memoryview(buffer)[sent:], *buffers[index + 1 :]]
-        sent -= len(buffer)
-    return []
+def _is_owned(lock: Any) -> bool:
+    """Whether this thread holds that RLock; as threading.Condition asks."""
+    owned: bool = lock._is_owned()
+    return owned

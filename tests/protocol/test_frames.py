@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 from hypothesis import given
@@ -22,6 +22,7 @@ from aiorpc.protocol.frames import (
     FrameDecoder,
     Kind,
     encode_frame,
+    lone_frame,
 )
 
 MAX_BODY = 4 * READ_SIZE
@@ -262,3 +263,106 @@ def test_small_frames_are_one_buffer_and_large_ones_are_not_copied() -> None:
 def test_frame_prints_within_a_line(frame: Frame, expected: str) -> None:
     """Whatever a peer sends, a log line stays a line of bounded length."""
     assert str(frame) == expected
+
+
+# --- bytes that somebody else has read --------------------------------------------------------------------------------
+
+
+@given(frames_of_any_kind)
+def test_lone_frame_is_exactly_one_frame(frame: Frame) -> None:
+    """The bytes of one frame are that frame, whatever segments it has, and it owns them."""
+    lone = lone_frame(on_the_wire([frame]))
+    assert lone is not None
+    assert plain([lone]) == plain([frame])
+    assert all(not memoryview(segment).readonly for segment in lone.segments)
+
+
+@given(frames_of_any_kind, st.data())
+def test_lone_frame_is_not_less_and_not_more(frame: Frame, data: st.DataObject) -> None:
+    """With bytes missing, one of them or many, and with a byte or another frame behind it, it is no lone frame."""
+    stream = on_the_wire([frame])
+    assert lone_frame(stream[:-1]) is None
+    assert lone_frame(stream[: data.draw(st.integers(0, len(stream) - 1))]) is None
+    assert lone_frame(stream + b"\0") is None
+    assert lone_frame(stream + stream) is None
+
+
+@given(st.binary(max_size=300))
+def test_lone_frame_is_none_of_somebody_elses_bytes(garbage: bytes) -> None:
+    """Bytes that do not begin as frames do are no frame, and no error: that is for whoever takes them."""
+    if len(garbage) < HEAD.size or garbage[HEAD.size - 1] != MAGIC:
+        assert lone_frame(garbage) is None
+
+
+@pytest.mark.parametrize("length", [1, 1 << 31, (1 << 64) - 1])
+def test_lone_frame_believes_no_length(length: int) -> None:
+    """A segment or a body that is longer than what is there takes no memory for more than that."""
+    assert lone_frame(HEAD.pack(1, 0, 1, Kind.REPLY, MAGIC) + struct.pack("<Q", length)) is None
+    assert lone_frame(HEAD.pack(1, min(length, 0xFFFFFFFF), 0, Kind.REPLY, MAGIC)) is None
+    assert lone_frame(HEAD.pack(1, 0, min(length, 0xFFFFFFFF), Kind.REPLY, MAGIC)) is None
+
+
+@given(frames_of_any_kind, st.data())
+def test_lone_frame_finds_what_the_decoder_finds(frame: Frame, data: st.DataObject) -> None:
+    """Of bytes that were changed, cut or added to it makes a frame just when the decoder makes that one alone."""
+    stream = bytearray(on_the_wire([frame]))
+    for _ in range(data.draw(st.integers(0, 2))):
+        at = data.draw(st.integers(0, min(len(stream) - 1, 60)))
+        stream[at] = data.draw(st.integers(0, 255))
+    whole = bytes(stream)[: data.draw(st.none() | st.integers(0, len(stream)))] + data.draw(st.binary(max_size=20))
+    lone = lone_frame(whole)
+    decoder = make_decoder()
+    try:
+        found = put(decoder, whole)
+    except ProtocolError:  # its limits are not those of lone_frame; nor does it take a CHUNK
+        return
+    assert plain([] if lone is None else [lone]) == plain(found if len(found) == 1 and decoder.empty else [])
+
+
+@given(st.lists(frames_of_any_kind, max_size=4), st.data())
+def test_feed_gives_what_received_gives(frames: list[Frame], data: st.DataObject) -> None:
+    """Pieces of any length, longer than the decoder's own buffer too, give each frame with the same piece."""
+    stream = on_the_wire(frames)
+    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=6).map(sorted))
+    fed, read = make_decoder(), make_decoder()
+    found: list[Frame] = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        new = fed.feed(stream[start:end])
+        assert plain(new) == plain(put(read, stream[start:end]))
+        assert fed.empty == read.empty
+        found += new
+    assert plain(found) == plain(frames)
+    assert fed.empty
+
+
+@given(frames_of_any_kind, st.data())
+def test_feed_raises_what_received_raises(frame: Frame, data: st.DataObject) -> None:
+    """Bytes that are wrong are as wrong when somebody else has read them."""
+    stream = bytearray(on_the_wire([frame, frame]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(stream) - 1, 100)))
+        stream[at] = data.draw(st.integers(0, 255))
+
+    def outcome(take: Callable[[bytes], list[Frame]]) -> object:
+        try:
+            return plain(take(bytes(stream)))
+        except ProtocolError as error:
+            return str(error)
+
+    fed, read = make_decoder(), make_decoder()
+    assert outcome(fed.feed) == outcome(lambda data: put(read, data))
+
+
+@pytest.mark.parametrize("size", [0, 10, DIRECT_SIZE, 2 * READ_SIZE])
+def test_decoder_is_empty_between_frames_only(size: int) -> None:
+    """It is empty at first and behind a whole frame; not with a first byte, half a body or half a segment in it."""
+    decoder = make_decoder()
+    assert decoder.empty
+    stream = on_the_wire([Frame(Kind.CALL, 1, b"body", [bytearray(size)])])
+    for start, end in ((0, 1), (1, len(stream) // 2), (len(stream) // 2, len(stream) - 1)):
+        assert decoder.feed(stream[start:end]) == []
+        assert not decoder.empty
+    assert len(decoder.feed(stream[-1:])) == 1
+    assert decoder.empty
+    decoder.feed(stream + stream[:5])
+    assert not decoder.empty

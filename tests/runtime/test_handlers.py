@@ -577,3 +577,20 @@ async def test_threads_end_with_their_worker() -> None:
         return [thread for thread in set(threading.enumerate()) - before if "aiorpc" in thread.name]
 
     await asyncio.to_thread(wait_until, lambda: not ours())
+
+
+async def test_whoever_is_told_of_errors_cannot_keep_the_answer(
+    pair: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`on_handler_error` gets the handler's error; an error of its own is logged, and the caller has its answer."""
+    told: list[BaseException] = []
+
+    def tell(error: BaseException) -> None:
+        told.append(error)
+        raise OSError("nobody reads this")
+
+    pair[1].on_handler_error = tell
+    with pytest.raises(ZeroDivisionError):
+        await pair[0].call("worker1", divmod, 1, 0)
+    await until(lambda: "on_handler_error of worker worker1 raised" in caplog.text)
+    assert [type(error) for error in told] == [ZeroDivisionError]

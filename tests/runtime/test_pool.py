@@ -48,8 +48,8 @@ def pools() -> Iterator[Callable[..., ThreadPool]]:
     """Makes pools that are closed at the end, all their jobs done."""
     made: list[ThreadPool] = []
 
-    def make(limit: int, linger: float = 0.05) -> ThreadPool:
-        made.append(ThreadPool("test", limit, linger=linger))
+    def make(limit: int, linger: float = 0.05, busy: float = 0.0) -> ThreadPool:
+        made.append(ThreadPool("test", limit, linger=linger, busy=busy))
         return made[-1]
 
     yield make
@@ -466,3 +466,102 @@ def test_submitting_is_cheap(pools: Callable[..., ThreadPool]) -> None:
         costs.append(time.perf_counter() - start)
     gate.open.set()
     assert sorted(costs)[10_000] < 10e-6
+
+
+# Waiting without sleep.
+
+
+def looked(pool: ThreadPool, done: Callable[[], bool] = lambda: False, timeout: float | None = None) -> int:
+    """How often a thread that stays awake for that looked at it."""
+    looks = 0
+
+    def look(enough: Callable[[], bool]) -> None:
+        nonlocal looks
+        while not enough():
+            looks += 1
+
+    pool.stay_awake(look, done, timeout)
+    return looks
+
+
+def test_a_thread_stays_awake_until_it_is_done(pools: Callable[..., ThreadPool]) -> None:
+    """Or until its time is up, that of the pool or its own, whichever is shorter."""
+    pool = pools(2, busy=LIMIT_S)
+    done = threading.Event()
+    timer = threading.Timer(0.01, done.set)
+    timer.start()
+    assert looked(pool, done.is_set) > 0
+    assert done.is_set()
+    timer.join()
+    assert looked(pools(2, busy=0.01)) > 0
+    assert looked(pool, timeout=0.01) > 0
+    assert looked(pool, lambda: True) == 0
+
+
+def test_without_time_for_it_threads_sleep(pools: Callable[..., ThreadPool]) -> None:
+    """A pool whose threads may not stay awake does not look at all."""
+    pool = pools(2)
+    pool.waited(0.0)
+    assert looked(pool) == 0
+
+
+def test_a_thread_whose_waits_are_long_sleeps_at_once(pools: Callable[..., ThreadPool]) -> None:
+    """Until they are short again; one long wait among short ones does not count; each thread has its own mean."""
+    pool = pools(2, busy=0.01)
+    pool.waited(60.0)
+    assert looked(pool) > 0
+    for _ in range(8):
+        pool.waited(60.0)
+    assert looked(pool) == 0
+    counts: list[int] = []
+    other = threading.Thread(target=lambda: counts.append(looked(pool)))
+    other.start()
+    other.join(LIMIT_S)
+    assert counts[0] > 0
+    for _ in range(8):
+        pool.waited(0.001)
+    assert looked(pool) > 0
+
+
+def test_nobody_stays_awake_beside_a_job(pools: Callable[..., ThreadPool]) -> None:
+    """Neither when one runs, nor when one comes; in the pool's own threads the job itself does not count."""
+    pool = pools(1, busy=LIMIT_S)
+    release = threading.Event()
+
+    def hold() -> None:
+        release.wait(LIMIT_S)
+
+    pool.submit(hold)
+    wait_until(lambda: pool.idle == 0 and pool.queued == 0)
+    assert looked(pool) == 0
+    release.set()
+    wait_until(lambda: pool.idle == 1)
+    counts: list[int] = []
+    second: list[bool] = []
+
+    def job() -> None:
+        timer = threading.Timer(0.01, pool.submit, [lambda: second.append(True)])
+        timer.start()
+        counts.append(looked(pool))
+        timer.join()
+
+    pool.submit(job)
+    wait_until(lambda: bool(second))
+    assert counts[0] > 0
+
+
+def test_one_thread_at_a_time_stays_awake(pools: Callable[..., ThreadPool]) -> None:
+    """The second sleeps; the first one's error ends its own look, and lets the next one in."""
+    pool = pools(2, busy=LIMIT_S)
+    inside: list[int] = []
+
+    def look(enough: Callable[[], bool]) -> None:
+        other = threading.Thread(target=lambda: inside.append(looked(pool)))
+        other.start()
+        other.join(LIMIT_S)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        pool.stay_awake(look, lambda: False, None)
+    assert inside == [0]
+    assert looked(pool, timeout=0.001) > 0

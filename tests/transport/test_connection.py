@@ -8,82 +8,18 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
 
 from aiorpc.errors import ProtocolError
-from aiorpc.protocol.frames import DIRECT_SIZE, Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.transport.connection import BATCH_FRAMES, Connection
-
-LONG = 20.0
-
-
-class End:
-    """A connection with what it has received."""
-
-    def __init__(self, sock: socket.socket, label: str) -> None:
-        decoder = FrameDecoder(max_body=1 << 24, max_segment=1 << 28)
-        self.connection = Connection(asyncio.get_running_loop(), sock, decoder, label=label)
-        self.frames: list[Frame] = []
-        self.causes: list[BaseException | None] = []
-        self.changed = asyncio.Event()
-        self.connection.on_frames = self._on_frames
-        self.connection.on_closed = self._on_closed
-
-    def _on_frames(self, frames: list[Frame]) -> None:
-        self.frames += frames
-        self.changed.set()
-
-    def _on_closed(self, cause: BaseException | None) -> None:
-        self.causes.append(cause)
-        self.changed.set()
-
-    def send(self, call_id: int, body: bytes = b"", *segments: bytes | bytearray, urgent: bool = False) -> None:
-        self.connection.send(encode_frame(Kind.CALL, call_id, body, segments), urgent=urgent)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for frames or the end until the condition holds."""
-        async with asyncio.timeout(LONG):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def received(self, count: int) -> list[Frame]:
-        await self.until(lambda: len(self.frames) >= count)
-        return self.frames
-
-    async def closed(self) -> BaseException | None:
-        await self.until(lambda: bool(self.causes))
-        (cause,) = self.causes
-        return cause
-
-
-@pytest.fixture
-async def ends() -> AsyncIterator[tuple[End, End]]:
-    """Two connections, tied together, that read; small socket buffers, so that writes are often partial."""
-    left, right = socket.socketpair()
-    left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    pair = End(left, "left"), End(right, "right")
-    for end in pair:
-        end.connection.start()
-    yield pair
-    for end in pair:
-        end.connection.abort()
-
-
-@pytest.fixture
-async def half() -> AsyncIterator[tuple[End, socket.socket]]:
-    """A connection and the bare socket at its other end."""
-    left, right = socket.socketpair()
-    left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    right.setblocking(False)
-    end = End(left, "half")
-    end.connection.start()
-    with right:
-        yield end, right
-        end.connection.abort()
+from aiorpc.protocol.frames import DIRECT_SIZE, HEAD, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.transport import connection as connection_module
+from aiorpc.transport import send_queue
+from aiorpc.transport.connection import BATCH_FRAMES
+from tests.transport.ends import LONG, SOON, End, encoded, interrupted, until
 
 
 async def read_all(sock: socket.socket) -> bytes:
@@ -465,3 +401,83 @@ async def test_forked_child_lets_go_of_what_has_ended(ends: tuple[End, End]) -> 
     left.connection.abort()
     left.connection.close_in_child()
     assert left.causes == [None]
+
+
+async def test_many_small_frames_behind_a_full_socket(half: tuple[End, socket.socket]) -> None:
+    """A backlog of more small frames than one system call takes buffers is written as the peer reads."""
+    end, far = half
+    end.connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    for number in range(20_000):
+        end.send(number, b"x" * 20)
+    assert end.connection.unsent > 10_000, "the test needs a socket that takes less than everything"
+    reading = asyncio.ensure_future(read_all(far))
+    async with asyncio.timeout(LONG):
+        while end.connection.unsent and not end.causes:  # noqa: ASYNC110  # nothing announces it
+            await asyncio.sleep(0.001)
+    end.connection.close()
+    assert len(await reading) == 20_000 * (18 + 20)
+    assert await end.closed() is None
+
+
+async def test_flush_writes_what_is_queued(half: tuple[End, socket.socket]) -> None:
+    """Frames with more to come wait for flush, which writes them in one go; with nothing queued it does nothing."""
+    end, far = half
+    end.connection.flush()
+    for number in range(3):
+        end.connection.send(encode_frame(Kind.CALL, number, b""), more=True)
+    with pytest.raises(BlockingIOError):
+        far.recv(1000)
+    end.connection.flush()
+    assert far.recv(1000) == b"".join(encoded(number, kind=Kind.CALL) for number in range(3))
+
+
+@pytest.mark.parametrize(("size", "urgent"), [(20, True), (20, False), (30_000, True)])
+async def test_interruption_of_a_sender_loses_and_doubles_nothing(
+    half: tuple[End, socket.socket], size: int, urgent: bool
+) -> None:
+    """An exception between any two instructions of send in a thread: what was queued arrives once, in order."""
+    end, far = half
+    end.connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    queued: list[int] = []
+
+    class Noting(deque[Any]):
+        def append(self, frame: Any) -> None:
+            queued.append(HEAD.unpack_from(frame[0])[0])
+            super().append(frame)
+
+    end.connection._queue._frames = Noting()
+    decoder = FrameDecoder(max_body=1 << 24)
+    found: list[int] = []
+    stuck: list[str] = []
+
+    def read() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while data := far.recv(1 << 16):
+                found.extend(frame.call_id for frame in decoder.feed(data))
+        return len(found) >= len(queued)
+
+    at = 0
+    for at in range(5_000):
+        place = await asyncio.to_thread(
+            interrupted,
+            partial(end.send, at, bytes(size), urgent=urgent),
+            at,
+            connection_module.__file__,
+            send_queue.__file__,
+        )
+        try:
+            await until(read, SOON)
+        except TimeoutError:
+            stuck.append(f"{place}: waits for ever")
+            end.send(1 << 32)
+            try:
+                await until(read, SOON)
+            except TimeoutError:
+                stuck[-1] += ", and so do those behind it"
+                break
+        if place is None or len(stuck) >= 3:
+            break
+    assert stuck == []
+    assert found == queued
+    assert 50 < at < 4_999, "it was not interrupted"
+    assert end.causes == []

@@ -1,0 +1,127 @@
+"""Frames on their way into a socket, and how far that has got.
+
+    frames      appended by any thread, not begun
+    begun       handed to the socket, in part or as a whole; one writer at a time
+    sent        what each system call took of those that are begun, in bytes
+
+Invariants
+1. What is still to be written is `begun` without its first `sum(sent)` bytes, and then `frames`.
+2. Frames go from `frames` to `begun` by one call of C, and so does what a system call took into `sent`: if a signal
+   handler raises, between any two instructions of a writer on the main thread, no frame is broken or lost.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+from ..protocol.frames import Buffer
+
+# Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.
+JOIN_SIZE = 16 * 1024
+BATCH_SIZE = 256 * 1024
+MAX_BUFFERS = 256
+
+
+class SendQueue:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._frames: deque[Sequence[Buffer]] = deque()
+        self._begun: deque[Sequence[Buffer]] = deque()
+        self._sent: deque[int] = deque()
+
+    def __len__(self) -> int:
+        """Frames that are not written as a whole; one of very many buffers counts as several."""
+        return len(self._frames) + len(self._begun)
+
+    def append(self, frame: Sequence[Buffer]) -> None:
+        """Any thread."""
+        if len(frame) <= MAX_BUFFERS:
+            self._frames.append(frame)
+        else:  # in one call, so that nobody's gets between them
+            self._frames.extend([frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)])
+
+    def clear(self) -> None:
+        """Forget all of them. No writer may be at work."""
+        self._frames.clear()
+        self._begun.clear()
+
+    def write(self, sock: socket.socket, flags: int) -> tuple[int, bool]:
+        """One system call, with something to write: bytes that it took, and whether that was all it was given.
+
+        Raises what the socket raises; nothing is written then.
+        """
+        begun, sent = self._begun, self._sent
+        buffers: Sequence[Buffer]
+        if begun:
+            rest = _rest(list(chain.from_iterable(begun)), sum(sent))
+            left = sum(map(len, rest))
+            buffers, size = _joined([rest])
+        else:
+            sent.clear()
+            buffers, size = self._begin()
+            left = size
+        if len(buffers) == 1:
+            sent.extend(map(sock.send, buffers, (flags,)))
+        else:
+            sent.extend(map(sock.sendmsg, (buffers,), ((),), (flags,)))
+        count = sent[-1]
+        if count == left:
+            begun.clear()
+        return count, count == size
+
+    def _begin(self) -> tuple[Sequence[Buffer], int]:
+        """The next frames, as buffers to write, and their size."""
+        frames, begun = self._frames, self._begun
+        begun.extend(map(deque.popleft, (frames,)))
+        first = begun[0]
+        if not frames and len(first) == 1:
+            return first, len(first[0])
+        if not frames and len(first) == 2:  # head and one segment
+            return first, len(first[0]) + len(first[1])
+        return _joined(self._next_frames())
+
+    def _next_frames(self) -> Iterator[Sequence[Buffer]]:
+        yield self._begun[0]
+        while self._frames:
+            self._begun.extend(map(deque.popleft, (self._frames,)))
+            yield self._begun[-1]
+
+
+def _joined(frames: Iterable[Sequence[Buffer]]) -> tuple[list[Buffer], int]:
+    """Buffers for one system call, of as many frames as are good for one, and their size.
+
+    Small buffers are joined, large ones stay as they are. Of a frame that is too much the rest is left out.
+    """
+    buffers: list[Buffer] = []
+    small: list[Buffer] = []
+    size = 0
+    for frame in frames:
+        for buffer in frame:
+            if len(buffers) >= 2 * MAX_BUFFERS:
+                break
+            size += len(buffer)
+            if len(buffer) <= JOIN_SIZE:
+                small.append(buffer)
+                continue
+            if small:
+                buffers.append(b"".join(small))
+                small = []
+            buffers.append(buffer)
+        if size >= BATCH_SIZE or len(buffers) >= MAX_BUFFERS:
+            break
+    if small:
+        buffers.append(b"".join(small))
+    return buffers, size
+
+
+def _rest(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
+    """What remains of some buffers after `sent` bytes were written."""
+    for index, buffer in enumerate(buffers):
+        if sent < len(buffer):
+            return [memoryview(buffer)[sent:], *buffers[index + 1 :]]
+        sent -= len(buffer)
+    return []

@@ -1,0 +1,72 @@
+"""Signal handlers that raise in the midst of a blocking call: Ctrl-C in a notebook, a script's own alarm clock."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc as rpc
+from tests.runtime.waiting import wait_until
+
+from . import bodies
+from .workers import Link, Place, meeting_file, places, processes, serve
+
+INTERRUPTS = 1500
+SECONDS = 20.0
+# Shorter than a call at its shortest, longer than one at its longest: the alarm hits any part of it.
+EARLIEST, LATEST = 2e-5, 1.2e-3
+
+
+class _Alarm(Exception):
+    """Raised by the signal handler."""
+
+
+def _ring(_: int, frame: FrameType | None) -> None:
+    raise _Alarm
+
+
+def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
+    """Calls without pause, interrupted at any moment; after each interruption another call has to be answered."""
+    chance = random.Random(seed)
+    place.init_rpc(busy_wait=busy_wait)
+    signal.signal(signal.SIGALRM, _ring)
+    values: list[Any] = [7, torch.arange(8192.0)]
+    hits, until = 0, time.monotonic() + SECONDS
+    while hits < INTERRUPTS and time.monotonic() < until:
+        value = chance.choice(values)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(EARLIEST, LATEST))
+            try:
+                while True:
+                    rpc.rpc_sync("w1", bodies.echo, args=(value,))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except _Alarm:
+            hits += 1
+        except rpc.RpcError as error:  # it rang while the answer was unpickled
+            assert "_Alarm" in str(error)
+            hits += 1
+        assert rpc.rpc_sync("w1", bodies.echo, args=(hits,), timeout=5.0) == hits
+    wait_until(lambda: rpc.current().statistics().calls_pending == 0)  # those that nobody waited for any more
+    link.tell((hits, rpc.current().statistics().calls_timed_out))
+    rpc.shutdown()
+
+
+@pytest.mark.time_limit(90)
+@pytest.mark.parametrize("busy_wait", [0.001, 0.0])
+def test_an_interrupted_call_harms_no_other(busy_wait: float) -> None:
+    """Whatever instruction the signal comes at: later calls are answered, and no call stays pending."""
+    with meeting_file() as init_method, processes() as children:
+        first, second = places(2, init_method)
+        children.start(second, serve)
+        caller = children.start(first, interrupted, 20, busy_wait)
+        hits, timed_out = caller.hear(60.0)
+        assert hits > INTERRUPTS // 10
+        assert timed_out == 0
+        children.check_ended()

@@ -1,0 +1,265 @@
+"""Threads that wait for an answer: who reads it, who runs what, and what ends the wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker, rpc_async, rpc_sync
+from aiorpc.errors import PeerLost, RpcError, WouldBlockLoop
+from aiorpc.futures import wait_all
+from aiorpc.protocol.frames import Frame
+from aiorpc.runtime.peer import Peer
+from aiorpc.testing import cluster
+from tests import scripts
+
+from .waiting import LIMIT, until
+
+BUSY = 5.0  # seconds: far longer than any of these waits
+
+
+@pytest.fixture
+async def awake() -> AsyncIterator[list[Worker]]:
+    """Two workers on loops of their own, whose waiting threads do not sleep, and have called each other before."""
+    options = RpcBackendOptions(dedicated_loop=True, busy_wait=BUSY)
+    async with cluster(2, options=options) as workers, asyncio.timeout(LIMIT):
+        for worker, other in (workers, workers[::-1]):
+            # The first call connects; the first that has to wait after it asks the loop to share its reading.
+            while not is_shared(worker.peers.find(other.name)):
+                await scripts.run(worker, rpc_sync, other.name, echo, (0,))
+        yield workers
+
+
+def is_shared(peer: Peer) -> bool:
+    """Whether its answers may be read by other threads than the loop's."""
+    return peer.connection is not None and peer.connection._epoll is not None
+
+
+def is_awake(worker: Worker) -> bool:
+    """Whether a thread stays awake for an answer."""
+    free = worker.pool._awake.acquire(False)
+    if free:
+        worker.pool._awake.release()
+    return not free
+
+
+@pytest.fixture
+def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The thread that read each answer."""
+    found: list[int] = []
+    on_answer = Peer.on_answer
+
+    def spy(peer: Peer, frame: Frame) -> None:
+        found.append(threading.get_ident())
+        on_answer(peer, frame)
+
+    monkeypatch.setattr(Peer, "on_answer", spy)
+    return found
+
+
+def echo(value: Any) -> Any:
+    """Handler."""
+    return value
+
+
+def double(value: Any) -> Any:
+    """Handler."""
+    return value * 2
+
+
+def fail() -> None:
+    """Handler."""
+    raise ZeroDivisionError("on purpose")
+
+
+async def forever() -> None:
+    """Handler: ends when it is cancelled."""
+    await asyncio.Event().wait()
+
+
+TRIES = 200  # within one process the loop is often quicker than the thread that waits
+
+
+def read_by_itself(readers: list[int], call: Callable[[], None]) -> bool:
+    """Whether this thread reads an answer that it waits for, in one of many tries."""
+    for _ in range(TRIES):
+        call()
+        if readers[-1] == threading.get_ident():
+            return True
+    return False
+
+
+@pytest.mark.parametrize("value", [7, "text", [1, {"a": 2}], torch.arange(4.0), torch.arange(8192.0)], ids=str)
+async def test_a_waiting_thread_reads_its_answer(awake: list[Worker], readers: list[int], value: Any) -> None:
+    """Of whatever kind, as long as it is short."""
+
+    def call() -> None:
+        result = rpc_sync("worker1", echo, (value,))
+        assert torch.equal(result, value) if isinstance(value, torch.Tensor) else result == value
+
+    assert await scripts.run(awake[0], read_by_itself, readers, call)
+
+
+async def test_a_long_answer_is_read_by_the_loop(awake: list[Worker], readers: list[int]) -> None:
+    """In pieces or by way of shared memory; what comes after it is as before."""
+    long = torch.arange(200_000.0)
+
+    def call() -> None:
+        assert torch.equal(rpc_sync("worker1", echo, (long,)), long)
+
+    assert not await scripts.run(awake[0], read_by_itself, readers, call)
+    assert await scripts.run(awake[0], read_by_itself, readers, partial(rpc_sync, "worker1", echo, (1,)))
+
+
+async def test_errors_come_the_same_way(awake: list[Worker], readers: list[int]) -> None:
+    """The handler's own error, raised in the thread that has read it."""
+
+    def call() -> None:
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            rpc_sync("worker1", fail)
+
+    assert await scripts.run(awake[0], read_by_itself, readers, call)
+
+
+async def test_without_busy_wait_the_loop_reads(readers: list[int]) -> None:
+    """busy_wait=0: threads sleep until the loop wakes them."""
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True, busy_wait=0)) as workers:
+        call = partial(rpc_sync, "worker1", echo, (1,))
+        assert not await scripts.run(workers[0], read_by_itself, readers, call)
+
+
+async def test_all_of_several_are_waited_for(awake: list[Worker]) -> None:
+    """Whichever answer comes first, whoever reads it."""
+
+    def body() -> list[int]:
+        return wait_all([rpc_async("worker1", double, (n,)) for n in range(50)])
+
+    for _ in range(20):
+        assert await scripts.run(awake[0], body) == [2 * n for n in range(50)]
+
+
+async def test_many_threads_wait_at_once(awake: list[Worker]) -> None:
+    """One of them stays awake at a time; none gets another's answer, and the loop's own calls go on beside them."""
+
+    def body(seed: int) -> None:
+        for n in range(100):
+            assert rpc_sync("worker1", echo, ((seed, n),)) == (seed, n)
+
+    async def beside() -> None:
+        for n in range(100):
+            assert await awake[0].call("worker1", echo, n) == n
+
+    await asyncio.gather(beside(), *(scripts.run(awake[0], body, seed) for seed in range(6)))
+
+
+async def test_callbacks_do_not_run_in_the_thread_that_waits(awake: list[Worker]) -> None:
+    """One that blocks until the waiting thread goes on would wait for ever."""
+    gone_on = threading.Event()
+    seen: list[bool] = []
+
+    def body() -> None:
+        future = rpc_async("worker1", echo, (1,))
+        future.add_done_callback(lambda _: seen.append(gone_on.wait(LIMIT)))
+        child = future.then(lambda done: (gone_on.wait(LIMIT), done.value() + 1)[1])
+        assert future.wait() == 1
+        gone_on.set()
+        assert child.wait() == 2
+
+    await scripts.run(awake[0], body)
+    assert seen == [True]
+
+
+async def test_what_interrupts_unpickling_interrupts_the_wait(awake: list[Worker]) -> None:
+    """Ctrl-C while the answer is unpickled is Ctrl-C, not an error of the call."""
+
+    def body() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            rpc_sync("worker1", make_interrupting)
+        assert rpc_sync("worker1", echo, (1,)) == 1
+
+    await scripts.run(awake[0], body)
+
+
+class Interrupting:
+    """Unpickled, it raises what Ctrl-C does."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return press_ctrl_c, ()
+
+
+def press_ctrl_c() -> None:
+    """As the signal handler does on the main thread."""
+    raise KeyboardInterrupt
+
+
+def make_interrupting() -> Interrupting:
+    """Handler."""
+    return Interrupting()
+
+
+class Asking:
+    """Unpickled, it asks the worker that it comes from."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return rpc_sync, ("worker1", echo, ("asked",))
+
+
+def make_asking() -> Asking:
+    """Handler."""
+    return Asking()
+
+
+async def test_unpickling_an_answer_may_call_where_a_thread_waits(awake: list[Worker], readers: list[int]) -> None:
+    """Nothing is held while it is unpickled. On the loop such a call is refused, as ever."""
+
+    def call() -> None:
+        try:
+            assert rpc_sync("worker1", make_asking, timeout=LIMIT) == "asked"
+        except RpcError as error:
+            assert isinstance(error.__cause__, WouldBlockLoop), error
+
+    assert await scripts.run(awake[0], read_by_itself, readers, call)
+
+
+async def test_a_wait_ends_at_its_timeout_and_at_the_deadline(awake: list[Worker]) -> None:
+    """The one leaves the call alone, the other ends it."""
+
+    def body() -> Future[Any]:
+        future = rpc_async("worker1", forever)
+        with pytest.raises(RpcTimeout, match=r"waited 0\.05 s"):
+            future.wait(0.05)
+        assert not future.done()
+        with pytest.raises(RpcTimeout, match="set timeout"):
+            rpc_sync("worker1", forever, timeout=0.05)
+        return future
+
+    future = await scripts.run(awake[0], body)
+    future.cancel()
+
+
+async def test_cancelling_ends_a_wait_that_is_awake(awake: list[Worker]) -> None:
+    """From another thread; the answer that comes later disturbs nobody."""
+    future = await scripts.run(awake[0], partial(rpc_async, "worker1", forever))
+    waiting = asyncio.ensure_future(scripts.run(awake[0], future.wait))
+    await until(partial(is_awake, awake[0]))
+    future.cancel()
+    with pytest.raises(RpcCancelled):
+        await waiting
+    assert await scripts.run(awake[0], rpc_sync, "worker1", echo, (1,)) == 1
+
+
+async def test_the_end_of_a_peer_ends_a_wait_that_is_awake(awake: list[Worker]) -> None:
+    """The thread that reads sees the end of the stream, and leaves it to the loop."""
+    future = await scripts.run(awake[0], partial(rpc_async, "worker1", forever))
+    waiting = asyncio.ensure_future(scripts.run(awake[0], future.wait))
+    await until(partial(is_awake, awake[0]))
+    for service in list(awake[1].services):
+        service.connection.abort()
+    with pytest.raises(PeerLost):
+        await waiting

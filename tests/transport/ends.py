@@ -1,0 +1,97 @@
+"""Ends of connections for tests, what tests wait for, and interruptions."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.transport.connection import Connection
+
+LONG = 20.0
+SOON = 2.0  # for what would otherwise never happen
+
+
+class End:
+    """A connection with what it has received."""
+
+    def __init__(self, sock: socket.socket, label: str) -> None:
+        decoder = FrameDecoder(max_body=1 << 24, max_segment=1 << 28)
+        self.connection = Connection(asyncio.get_running_loop(), sock, decoder, label=label)
+        self.frames: list[Frame] = []
+        self.causes: list[BaseException | None] = []
+        self.changed = asyncio.Event()
+        self.connection.on_frames = self._on_frames
+        self.connection.on_closed = self._on_closed
+
+    def _on_frames(self, frames: list[Frame]) -> None:
+        self.frames += frames
+        self.changed.set()
+
+    def _on_closed(self, cause: BaseException | None) -> None:
+        self.causes.append(cause)
+        self.changed.set()
+
+    def send(self, call_id: int, body: bytes = b"", *segments: bytes | bytearray, urgent: bool = False) -> None:
+        self.connection.send(encode_frame(Kind.CALL, call_id, body, segments), urgent=urgent)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for frames or the end until the condition holds."""
+        async with asyncio.timeout(LONG):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def received(self, count: int) -> list[Frame]:
+        await self.until(lambda: len(self.frames) >= count)
+        return self.frames
+
+    async def closed(self) -> BaseException | None:
+        await self.until(lambda: bool(self.causes))
+        (cause,) = self.causes
+        return cause
+
+
+async def until(condition: Callable[[], bool], seconds: float = LONG) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  # nothing announces it
+            await asyncio.sleep(0.0005)
+
+
+def encoded(call_id: int, body: bytes = b"", kind: Kind = Kind.REPLY) -> bytes:
+    return b"".join(bytes(part) for part in encode_frame(kind, call_id, body))
+
+
+class Interruption(BaseException):
+    """Raised where a signal handler might."""
+
+
+def interrupted(work: Callable[[], None], at: int, *files: str) -> str | None:
+    """Run `work`, and raise before the instruction of that number in those files: the place, None if it is done."""
+    left = at
+    place = None
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left, place
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                place = f"{frame.f_code.co_name}, line {frame.f_lineno}, byte {frame.f_lasti}"
+                raise Interruption
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except Interruption:
+        return place
+    finally:
+        sys.settrace(before)
+    return None

@@ -1,0 +1,273 @@
+"""The queue of frames on their way into a socket: order and bytes, however little it takes and whatever interrupts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiorpc.protocol.frames import Buffer, Kind, encode_frame
+from aiorpc.transport import send_queue
+from aiorpc.transport.send_queue import BATCH_SIZE, JOIN_SIZE, MAX_BUFFERS, SendQueue
+from tests.transport.ends import interrupted
+
+DONT_WAIT = int(socket.MSG_DONTWAIT)
+MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
+EVERYTHING = 1 << 30
+
+
+class Taker:
+    """A socket that takes the given amounts, None for nothing now, and everything once they are used up."""
+
+    def __init__(self, amounts: Iterable[int | None] = ()) -> None:
+        self.amounts: Iterator[int | None] = iter(amounts)
+        self.data = bytearray()
+        self.handed: list[list[Buffer]] = []
+
+    def send(self, data: Buffer, flags: int) -> int:
+        return self._take([data])
+
+    def sendmsg(self, buffers: Sequence[Buffer], ancillary: Sequence[Any], flags: int) -> int:
+        if len(buffers) > MOST_BUFFERS:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        return self._take(buffers)
+
+    def _take(self, buffers: Sequence[Buffer]) -> int:
+        amount = next(self.amounts, EVERYTHING)
+        if amount is None:
+            raise BlockingIOError
+        self.handed.append(list(buffers))
+        data = b"".join(buffers)[:amount]
+        self.data += data
+        return len(data)
+
+
+def write(queue: SendQueue, sock: Taker) -> tuple[int, bool]:
+    return queue.write(cast(socket.socket, sock), DONT_WAIT)
+
+
+def drain(queue: SendQueue, sock: Taker, calls: int = 10_000) -> None:
+    """Write until all is written, in so many calls at most."""
+    for _ in range(calls):
+        if not queue:
+            return
+        try:
+            write(queue, sock)
+        except BlockingIOError:
+            continue
+    raise AssertionError(f"{len(queue)} frames are left")
+
+
+def filled(frames: Iterable[Sequence[Buffer]]) -> SendQueue:
+    queue = SendQueue()
+    for frame in frames:
+        queue.append(frame)
+    return queue
+
+
+def joined(frames: Iterable[Sequence[Buffer]]) -> bytes:
+    return b"".join(bytes(buffer) for frame in frames for buffer in frame)
+
+
+sizes = st.sampled_from([1, 5, 700, JOIN_SIZE, JOIN_SIZE + 1, 50_000]) | st.integers(1, 100)
+frame_sizes = st.lists(st.lists(sizes, min_size=1, max_size=5), max_size=10)
+some_amounts = st.lists(st.none() | st.integers(0, 100) | st.integers(1, 100_000), max_size=30)
+
+
+def make_frames(lengths: Sequence[Sequence[int]]) -> list[list[Buffer]]:
+    """Frames of such buffers, whose bytes tell them apart."""
+    numbers = iter(range(1 << 30))
+    return [
+        [next(numbers).to_bytes(4, "little") * (size // 4) + b"." * (size % 4) for size in frame] for frame in lengths
+    ]
+
+
+# --- what it writes ---------------------------------------------------------------------------------------------------
+
+
+@given(frame_sizes, frame_sizes, some_amounts)
+def test_bytes_leave_in_order_however_little_is_taken(
+    first: list[list[int]], second: list[list[int]], amounts: list[int | None]
+) -> None:
+    """Whatever frames, and whatever the socket takes of them while more are appended: each byte once, in order."""
+    frames = make_frames([*first, *second])
+    sock = Taker(amounts)
+    queue = filled(frames[: len(first)])
+    for frame in frames[len(first) :]:
+        queue.append(frame)
+        try:
+            write(queue, sock)
+        except BlockingIOError:
+            continue
+    drain(queue, sock)
+    assert bytes(sock.data) == joined(frames)
+
+
+@given(frame_sizes.filter(bool), st.integers(0, 1000))
+def test_write_says_what_was_taken(lengths: list[list[int]], amount: int) -> None:
+    """Its answer is the number of bytes, and whether that was all that it offered; a frame counts until it is whole."""
+    frames = make_frames(lengths)
+    queue = filled(frames)
+    assert len(queue) == len(frames)
+    sock = Taker([amount])
+    count, whole = write(queue, sock)
+    assert count == len(sock.data) <= amount
+    assert whole == (count == sum(map(len, sock.handed[0])))
+    assert bool(queue) == (count < len(joined(frames)))
+    drain(queue, sock)
+    assert len(queue) == 0
+
+
+def test_frames_cross_a_real_socket() -> None:
+    """Small frames and large ones, more than the socket holds at once, arrive bit for bit."""
+    frames = [
+        encode_frame(Kind.CALL, number, b"x" * number, [os.urandom(40_000)] * (number % 3)) for number in range(60)
+    ]
+    queue = filled(frames)
+    expected, found = joined(frames), bytearray()
+    left, right = socket.socketpair()
+    with left, right:
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for _ in range(10_000):
+            if not queue:
+                break
+            try:
+                queue.write(left, DONT_WAIT)
+            except BlockingIOError:
+                found += right.recv(1 << 16)
+        left.close()
+        while data := right.recv(1 << 16):
+            found += data
+    assert found == expected
+
+
+@pytest.mark.parametrize("taken", [None, 1, 8000])
+def test_very_many_small_frames_behind_a_full_socket(taken: int | None) -> None:
+    """The rest of a batch that was taken in part is written, also if it has more frames than a call takes buffers."""
+    frames: list[Sequence[Buffer]] = [[b"%5d" % number] for number in range(3 * MOST_BUFFERS)]
+    sock = Taker([taken])
+    drain(filled(frames), sock)
+    assert bytes(sock.data) == joined(frames)
+
+
+@pytest.mark.parametrize("size", [1, JOIN_SIZE + 1])
+def test_very_many_buffers_in_one_frame(size: int) -> None:
+    """A frame of more buffers than one system call takes leaves in several, nobody's frame within it."""
+    frame: list[Buffer] = [bytes([number % 256]) * size for number in range(2 * MOST_BUFFERS + 3)]
+    frames: list[Sequence[Buffer]] = [[b"before"], frame, [b"behind"]]
+    queue = filled(frames)
+    assert len(queue) == 2 + -(-len(frame) // MAX_BUFFERS)
+    sock = Taker([3, None, 5000])
+    drain(queue, sock)
+    assert bytes(sock.data) == joined(frames)
+
+
+def test_small_frames_leave_in_one_buffer() -> None:
+    """Joining many small frames takes one system call with one buffer, up to a batch."""
+    sock = Taker()
+    queue = filled([[b"head", b"tail"] for _ in range(100)])
+    assert write(queue, sock) == (800, True)
+    assert [len(buffers) for buffers in sock.handed] == [1]
+    queue = filled([[b"x" * 1000] for _ in range(2 * BATCH_SIZE // 1000)])
+    count, _ = write(queue, sock)
+    assert BATCH_SIZE <= count < BATCH_SIZE + 1000
+
+
+def test_large_buffers_are_not_copied() -> None:
+    """What is larger than joining pays for goes to the system as the very same object, between joined small ones."""
+    large: list[Buffer] = [bytearray(JOIN_SIZE + 1), memoryview(bytearray(50_000))]
+    sock = Taker()
+    drain(filled([[b"a"], [b"b", large[0], b"c"], [b"d", large[1]]]), sock)
+    ((first, second, third, fourth),) = sock.handed
+    assert (first, third) == (b"ab", b"cd")
+    assert second is large[0]
+    assert fourth is large[1]
+
+
+def test_a_frame_alone_is_handed_over_as_it_is() -> None:
+    """With nothing else to write, neither a short frame nor head and segment are joined or copied."""
+    frames: list[list[Buffer]] = [[b"short"], [b"head", bytearray(50_000)]]
+    for frame in frames:
+        sock = Taker()
+        drain(filled([frame]), sock)
+        ((*handed,),) = sock.handed
+        assert len(handed) == len(frame)
+        assert all(one is other for one, other in zip(handed, frame, strict=True))
+
+
+def test_clear_forgets_what_was_begun_too() -> None:
+    """After clear nothing is left, and what is appended then is written from its first byte on."""
+    queue, sock = filled([[b"begun" * 10], [b"waits"]]), Taker([7])
+    write(queue, sock)
+    queue.clear()
+    assert len(queue) == 0
+    queue.append([b"new"])
+    drain(queue, sock)
+    assert bytes(sock.data) == b"begunbe" + b"new"
+
+
+def test_error_of_the_socket_loses_nothing() -> None:
+    """When the socket raises, write raises that, and the same bytes are offered again."""
+    queue, sock = filled([[b"one"], [b"two" * JOIN_SIZE]]), Taker([2, None, None])
+    write(queue, sock)
+    for _ in range(2):
+        with pytest.raises(BlockingIOError):
+            write(queue, sock)
+    drain(queue, sock)
+    assert bytes(sock.data) == b"one" + b"two" * JOIN_SIZE
+
+
+# --- interruption -----------------------------------------------------------------------------------------------------
+
+
+LARGE = b"L" * (JOIN_SIZE + 1)
+
+
+@pytest.mark.parametrize("amounts", [[], [3, 0, 4], [None, 2, None, EVERYTHING, 1], [1, JOIN_SIZE, None, 1]], ids=str)
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [[b"a frame"]],
+        [[b"head"], [b"next"]],
+        [[b"head", LARGE]],
+        [[b"one", b"two"], [b"three"], [LARGE, b"four"], [b"five"]],
+    ],
+    ids=lambda frames: "+".join(str(len(frame)) for frame in frames),
+)
+def test_interruption_anywhere_loses_and_doubles_nothing(frames: list[list[Buffer]], amounts: list[int | None]) -> None:
+    """An exception between any two instructions of the writer: who goes on writing sends each byte once, in order."""
+    expected = joined([*frames, [b"later"]])
+    wrong: list[str] = []
+    at = 0
+    for at in range(10_000):
+        queue, sock = filled(frames), Taker(amounts)
+        place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__)  # type: ignore[misc]  # defaults
+        if place is None:
+            break
+        queue.append([b"later"])
+        drain(queue, sock)
+        if bytes(sock.data) != expected:
+            wrong.append(f"{place}: {bytes(sock.data)[:60]!r}")
+    assert wrong == []
+    assert 50 < at < 9_999, "it was not interrupted"
+
+
+def test_interruption_of_append_leaves_all_or_nothing() -> None:
+    """A frame whose append was interrupted is there as a whole or not at all, one of very many buffers too."""
+    frame: list[Buffer] = [b"%d," % number for number in range(2 * MAX_BUFFERS + 1)]
+    seen: set[bytes] = set()
+    at = 0
+    for at in range(10_000):
+        queue, sock = filled([[b"before"]]), Taker()
+        if interrupted(lambda queue=queue: queue.append(frame), at, send_queue.__file__) is None:  # type: ignore[misc]  # defaults
+            break
+        drain(queue, sock)
+        seen.add(bytes(sock.data))
+    assert 5 < at < 9_999, "it was not interrupted"
+    assert seen <= {b"before", b"before" + b"".join(frame)}
