@@ -92,35 +92,41 @@ def _new_bytes(size: int) -> bytearray:
     return bytearray(size)
 
 
-def lone_frame(data: bytes) -> Frame | None:
-    """The frame that these bytes are, if they are exactly one; None if they are less or more, or none of ours."""
+def whole_frames(data: bytes) -> tuple[list[Frame], int]:
+    """The frames that these bytes begin with, as far as they are whole, and their length. No limits are looked at."""
     size = HEAD.size
-    if len(data) < size:
-        return None
-    call_id, body_length, count, kind, magic = HEAD.unpack_from(data)
-    at = size + 8 * count
-    if magic != MAGIC or len(data) < at + body_length:
-        return None
-    body = data[at : at + body_length]
-    at += body_length
-    segments: list[bytearray] = []
-    for length in struct.unpack_from(f"<{count}Q", data, size) if count else ():
-        segments.append(bytearray(data[at : at + length]))
-        at += length
-    return Frame(kind, call_id, body, segments) if at == len(data) else None
+    frames: list[Frame] = []
+    start = 0
+    while len(data) - start >= size:
+        call_id, body_length, count, kind, magic = HEAD.unpack_from(data, start)
+        at = start + size + 8 * count
+        if magic != MAGIC or len(data) < at + body_length:
+            break
+        body = data[at : at + body_length]
+        at += body_length
+        lengths = struct.unpack_from(f"<{count}Q", data, start + size) if count else ()
+        if len(data) < at + sum(lengths):
+            break
+        segments: list[bytearray] = []
+        for length in lengths:
+            segments.append(bytearray(data[at : at + length]))
+            at += length
+        frames.append(Frame(kind, call_id, body, segments))
+        start = at
+    return frames, start
 
 
-def least_length(data: bytes) -> int:
-    """How long the frame that begins so is at least, exactly so once its lengths are there; 0 if it is none of ours."""
+def least_length(data: bytes, start: int = 0) -> int:
+    """Bytes that the frame that begins there has at least, exactly so once its lengths are there; 0: none of ours."""
     size = HEAD.size
-    if len(data) < size:
+    if len(data) - start < size:
         return size
-    _, body_length, count, _, magic = HEAD.unpack_from(data)
+    _, body_length, count, _, magic = HEAD.unpack_from(data, start)
     if magic != MAGIC:
         return 0
     length: int = size + 8 * count + body_length
-    if count and len(data) >= size + 8 * count:
-        length += sum(struct.unpack_from(f"<{count}Q", data, size))
+    if count and len(data) - start >= size + 8 * count:
+        length += sum(struct.unpack_from(f"<{count}Q", data, start + size))
     return length
 
 

@@ -80,16 +80,26 @@ class CallFuture(Future[Any]):
         # What is held, of a stream or for a device is the loop's.
         if connection is None or link is None or link.held or self._streamed or peer.devices:
             return
+        loop = peer.worker.call_on_loop
+        current: CallFuture | None = None
         try:
-            frame = connection.read_here(self._call_id, enough)
-            if frame is not None:
-                peer.on_answer(frame)
+            while self._state == PENDING:
+                frames = connection.read_here(enough)
+                if not frames:
+                    return
+                for frame in frames:
+                    current = peer.pending.get(frame.call_id)
+                    if link.held or (current is not None and current._streamed):
+                        loop(peer.on_frames, [frame])
+                    else:
+                        peer.on_answer(frame)
         except BaseException:  # a signal handler's
+            for frame in connection.answers:
+                if frame.call_id in peer.pending:
+                    loop(peer.on_frames, [frame])
             connection.read_on_loop()
-            if connection.read_answer_of == self._call_id:  # and nobody will read it again
-                lost = f"the answer of {self.describe()} was lost: its wait was interrupted"
-                self._settle(None, RpcCancelled(lost))
-                peer.cancel(self._call_id)
+            if current is not None and current._call_id not in peer.pending:  # it was about to settle
+                current._settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
             raise
         if self._error is not None and isinstance(self._error.__cause__, KeyboardInterrupt):
             raise self._error.__cause__  # while it was unpickled

@@ -35,7 +35,7 @@ from .current import CallContext, current_call
 from .failures import encode_error
 from .functions import Mode, Target
 from .gradients import Tape, current_autograd
-from .link import OF_LINKS, Link, Message, Parcel
+from .link import FEW, OF_LINKS, Link, Message, Parcel
 from .peer import LARGE_PICKLE
 from .resolver import Resolver
 from .statistics import PendingCall
@@ -463,7 +463,7 @@ class Service:
         if parcel is None:
             return
         if self._may_answer(context):
-            self.link.post(parcel, urgent=len(self.calls) <= self._system)
+            self.link.post(parcel, urgent=len(self.calls) < FEW + self._system)
         else:
             self.link.withdraw(parcel)
 
@@ -484,8 +484,8 @@ class Service:
         link = self.link
         if link.released or link.slots:
             link.flush(more=True)
-        # With no other call under way nothing will join it: no reason to wait for the loop.
-        self.connection.send(frame, urgent=len(self.calls) <= self._system)
+        # With few other calls under way little would join it: no reason to wait for the loop.
+        self.connection.send(frame, urgent=len(self.calls) < FEW + self._system)
 
     def answer_error(self, context: CallContext, error: BaseException) -> None:
         """Send the exception, unless the call has ended."""

@@ -53,6 +53,9 @@ LINK, SHARED, BULK, INLINE = range(4)
 OF_LINKS = frozenset((int(Kind.CHANNEL), PARCEL, CHUNK))
 # What is copied on a loop at most, in bytes; a thread copies the rest.
 LOOP_COPY = 1024 * 1024
+# With so many calls under way each message is written at once, by the thread that made it; with more the loop joins
+# what comes meanwhile. Waking the loop costs as much as a write, and takes the interpreter from that thread.
+FEW = 8
 # What was released travels with the next message, or by itself after this many seconds.
 RELEASE_PAUSE = 0.01
 # Seconds in which the second connection brings what was written before the first one ended. Looked at so often.

@@ -45,7 +45,7 @@ from .current import current_call
 from .failures import decode_error, without_frames
 from .functions import describe, find_name
 from .gradients import Tape, current_autograd
-from .link import OF_LINKS, Link, Message
+from .link import FEW, OF_LINKS, Link, Message
 from .statistics import PendingCall
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Peer:
                 if link is not None and (link.released or link.slots):
                     link.flush(more=True)
                 whole = encode_frame(CALL, call_id, body, buffers)
-                self.send(whole, urgent=len(pending) <= 1 + self._system, call_id=call_id)
+                self.send(whole, urgent=len(pending) <= FEW + self._system, call_id=call_id)
         except BaseException:  # a signal handler's: nobody will have the Future
             future.cancel()
             raise
@@ -265,7 +265,7 @@ class Peer:
             if message.out is not None:
                 message.out.unsend()
             return
-        link.post(parcel, urgent=len(self.pending) <= 1 + self._system)
+        link.post(parcel, urgent=len(self.pending) <= FEW + self._system)
         if call_id not in self.pending:
             self._call_off(call_id)  # the word that it was given up may have come before it
 

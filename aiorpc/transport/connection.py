@@ -3,7 +3,7 @@
 Writing. `send` appends a frame to the queue; then exactly one thread at a time drains it.
 
     who         when                                               how
-    the caller  `urgent`: nothing else is under way, so one hop    tries the write lock, writes itself
+    the caller  `urgent`: little else is under way, so one hop     tries the write lock, writes itself
                 through the loop would only cost time
     the loop    everything else, and when the socket was full      once per loop turn, joining what has gathered
 
@@ -11,8 +11,8 @@ Reading. The loop does, but for a thread that waits for the answer of a call and
 
     who         when                             what it does with it
     the loop    the socket has something         all of it: `on_frames`
-    a waiter    the loop's turn is over, and     the answer, if it comes alone; else it stores the bytes as they are for
-                nothing is half read             the loop, and has read
+    a waiter    the loop's turn is over, and     answers of calls, if there is nothing else; else it stores the bytes as
+                nothing is half read             they are for the loop, and has read
 
 Invariants
 1. One FIFO: frames leave in the order in which they were appended, whoever writes (a cancel never overtakes its call).
@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ProtocolError
-from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_length, lone_frame
+from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_length, whole_frames
 from .send_queue import SendQueue
 
 logger = logging.getLogger("aiorpc")
@@ -106,7 +106,7 @@ class Connection:
         self._unread: deque[bytes] = deque()
         self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
         self._sharing = False
-        self.read_answer_of = 0  # the call whose answer a waiter has read last
+        self.answers: Sequence[Frame] = ()  # that a waiter has read last, and the loop will not
 
     def start(self) -> None:
         """Begin to read. On the loop's thread, with `on_frames` and `on_closed` set."""
@@ -183,7 +183,7 @@ class Connection:
                 lock.release()
 
     def _interrupted(self) -> None:
-        """A signal handler has raised in the midst of a `send`: the loop goes on from there."""
+        """A signal handler has raised in the midst of a write: the loop goes on from there."""
         if _is_owned(self._lock):
             self._lock.release()
         self._blocked = False  # maybe before the loop was asked to wait for the socket
@@ -267,28 +267,35 @@ class Connection:
             if frames and self.on_frames is not None:
                 self.on_frames(frames)
 
-    def read_here(self, call_id: int, enough: Callable[[], bool]) -> Frame | None:
-        """Read in this thread until the answer of that call is there, or until `enough()`.
+    def read_here(self, enough: Callable[[], bool]) -> Sequence[Frame]:
+        """Read in this thread until there are answers and nothing else, or until `enough()`: those answers.
 
-        For a thread that has to wait for it anyway: two changes of threads less. None, and early, where the loop has to
-        go on. Any thread but the loop's. If it was interrupted, call `read_on_loop`, and see `read_answer_of`.
+        For a thread that has to wait for one anyway: two changes of threads less. None, and early, where the loop has
+        to go on. Any thread but the loop's. If it was interrupted, see `answers`, and call `read_on_loop`.
         """
         if self._epoll is None:
             if not self._sharing:
                 self._call_on_loop(self._share_reading)
                 self._sharing = True
-            return None
+            return ()
         if self._closed or _is_owned(self._reading) or not self._reading.acquire(False):
-            return None
+            return ()
         try:
             if self._unread or self._closed or not self.decoder.empty:
-                return None
+                return ()
             self._epoll.modify(self._fd, 0)  # the loop sleeps on
-            return self._read_answer(call_id, enough)
+            if self._queue:
+                self._write()  # rather than wait until the loop does
+            return self._read_answers(enough)
+        except BaseException:
+            if self._unread:  # the loop will have them
+                self.answers = ()
+            self._interrupted()
+            raise
         finally:
             self.read_on_loop()
 
-    def _read_answer(self, call_id: int, enough: Callable[[], bool]) -> Frame | None:
+    def _read_answers(self, enough: Callable[[], bool]) -> Sequence[Frame]:
         unread, receive = self._unread, self._sock.recv
         data = b""
         while not self._closed:
@@ -297,21 +304,24 @@ class Connection:
                 unread.extend(map(receive, (READ_HERE,), (_DONT_WAIT,)))
             except (BlockingIOError, InterruptedError):
                 if enough():
-                    return None
+                    break
                 os.sched_yield()  # without the interpreter lock
                 continue
             except OSError:  # the loop will see for itself
-                return None
+                break
             data = data + unread[-1] if data else unread[-1]
-            frame = lone_frame(data)
-            if frame is not None and frame.call_id == call_id and frame.kind in _ANSWERS:
-                self.read_answer_of = call_id
+            frames, length = whole_frames(data)
+            for frame in frames:
+                if frame.kind not in _ANSWERS:
+                    return ()
+            if frames and length == len(data):
+                self.answers = frames
                 unread.clear()
-                self.bytes_received += len(data)
-                return frame
-            if frame is not None or not unread[-1] or not len(data) < least_length(data) <= READ_HERE:
-                return None  # another frame, the end, more than one frame, a long one
-        return None
+                self.bytes_received += length
+                return frames
+            if not unread[-1] or not len(data) - length < least_length(data, length) <= READ_HERE - length:
+                break  # the end, garbage, a long one
+        return ()
 
     def read_on_loop(self) -> None:
         """This thread reads no more here. Idempotent."""

@@ -22,7 +22,8 @@ from aiorpc.protocol.frames import (
     FrameDecoder,
     Kind,
     encode_frame,
-    lone_frame,
+    least_length,
+    whole_frames,
 )
 
 MAX_BODY = 4 * READ_SIZE
@@ -268,55 +269,56 @@ def test_frame_prints_within_a_line(frame: Frame, expected: str) -> None:
 # --- bytes that somebody else has read --------------------------------------------------------------------------------
 
 
-@given(frames_of_any_kind)
-def test_lone_frame_is_exactly_one_frame(frame: Frame) -> None:
-    """The bytes of one frame are that frame, whatever segments it has, and it owns them."""
-    lone = lone_frame(on_the_wire([frame]))
-    assert lone is not None
-    assert plain([lone]) == plain([frame])
-    assert all(not memoryview(segment).readonly for segment in lone.segments)
-
-
-@given(frames_of_any_kind, st.data())
-def test_lone_frame_is_not_less_and_not_more(frame: Frame, data: st.DataObject) -> None:
-    """With bytes missing, one of them or many, and with a byte or another frame behind it, it is no lone frame."""
-    stream = on_the_wire([frame])
-    assert lone_frame(stream[:-1]) is None
-    assert lone_frame(stream[: data.draw(st.integers(0, len(stream) - 1))]) is None
-    assert lone_frame(stream + b"\0") is None
-    assert lone_frame(stream + stream) is None
+@given(st.lists(frames_of_any_kind, max_size=4), st.data())
+def test_whole_frames_are_those_that_are_there(frames: list[Frame], data: st.DataObject) -> None:
+    """Of the beginning of a stream, cut anywhere: its whole frames, which own their segments, and how long they are."""
+    each = [on_the_wire([frame]) for frame in frames]
+    stream = b"".join(each)
+    cut = data.draw(st.integers(0, len(stream)))
+    found, length = whole_frames(stream[:cut])
+    count = sum(len(b"".join(each[: number + 1])) <= cut for number in range(len(each)))
+    assert plain(found) == plain(frames[:count])
+    assert length == sum(map(len, each[:count]))
+    assert all(not memoryview(segment).readonly for frame in found for segment in frame.segments)
+    if count < len(frames):
+        assert cut - length < least_length(stream[:cut], length) <= len(each[count])
+        assert least_length(stream, length) == len(each[count])
 
 
 @given(st.binary(max_size=300))
-def test_lone_frame_is_none_of_somebody_elses_bytes(garbage: bytes) -> None:
-    """Bytes that do not begin as frames do are no frame, and no error: that is for whoever takes them."""
-    if len(garbage) < HEAD.size or garbage[HEAD.size - 1] != MAGIC:
-        assert lone_frame(garbage) is None
+def test_somebody_elses_bytes_are_no_frames(garbage: bytes) -> None:
+    """Nor an error: that is for whoever takes them."""
+    if len(garbage) >= HEAD.size and garbage[HEAD.size - 1] != MAGIC:
+        assert whole_frames(garbage) == ([], 0)
+        assert least_length(garbage) == 0
 
 
 @pytest.mark.parametrize("length", [1, 1 << 31, (1 << 64) - 1])
-def test_lone_frame_believes_no_length(length: int) -> None:
+def test_whole_frames_believe_no_length(length: int) -> None:
     """A segment or a body that is longer than what is there takes no memory for more than that."""
-    assert lone_frame(HEAD.pack(1, 0, 1, Kind.REPLY, MAGIC) + struct.pack("<Q", length)) is None
-    assert lone_frame(HEAD.pack(1, min(length, 0xFFFFFFFF), 0, Kind.REPLY, MAGIC)) is None
-    assert lone_frame(HEAD.pack(1, 0, min(length, 0xFFFFFFFF), Kind.REPLY, MAGIC)) is None
+    for head in (
+        HEAD.pack(1, 0, 1, Kind.REPLY, MAGIC) + struct.pack("<Q", length),
+        HEAD.pack(1, min(length, 0xFFFFFFFF), 0, Kind.REPLY, MAGIC),
+        HEAD.pack(1, 0, min(length, 0xFFFFFFFF), Kind.REPLY, MAGIC),
+    ):
+        assert whole_frames(head) == ([], 0)
+        assert least_length(head) > len(head)
 
 
 @given(frames_of_any_kind, st.data())
-def test_lone_frame_finds_what_the_decoder_finds(frame: Frame, data: st.DataObject) -> None:
-    """Of bytes that were changed, cut or added to it makes a frame just when the decoder makes that one alone."""
+def test_whole_frames_are_what_the_decoder_finds(frame: Frame, data: st.DataObject) -> None:
+    """Of bytes that were changed, cut or added to, too."""
     stream = bytearray(on_the_wire([frame]))
     for _ in range(data.draw(st.integers(0, 2))):
         at = data.draw(st.integers(0, min(len(stream) - 1, 60)))
         stream[at] = data.draw(st.integers(0, 255))
     whole = bytes(stream)[: data.draw(st.none() | st.integers(0, len(stream)))] + data.draw(st.binary(max_size=20))
-    lone = lone_frame(whole)
     decoder = make_decoder()
     try:
         found = put(decoder, whole)
-    except ProtocolError:  # its limits are not those of lone_frame; nor does it take a CHUNK
+    except ProtocolError:  # its limits are not those of whole_frames; nor does it take a CHUNK
         return
-    assert plain([] if lone is None else [lone]) == plain(found if len(found) == 1 and decoder.empty else [])
+    assert plain(whole_frames(whole)[0]) == plain(found)
 
 
 @given(st.lists(frames_of_any_kind, max_size=4), st.data())

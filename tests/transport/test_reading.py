@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -19,20 +19,18 @@ from tests.transport.ends import LONG, SOON, End, encoded, interrupted, until
 class Waiter:
     """A thread that reads on a connection until the answer of that call is there, or until it is told to stop."""
 
-    def __init__(self, end: End, call_id: int) -> None:
+    def __init__(self, end: End) -> None:
         self.connection = end.connection
         self.taken: list[Frame] = []
         self.errors: list[BaseException] = []
         self.stop = threading.Event()
         self.looking = threading.Event()  # it has found nothing for the first time
-        self.thread = threading.Thread(target=self._run, args=(call_id,))
+        self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
-    def _run(self, call_id: int) -> None:
+    def _run(self) -> None:
         try:
-            frame = self.connection.read_here(call_id, self._enough)
-            if frame is not None:
-                self.taken.append(frame)
+            self.taken += self.connection.read_here(self._enough)
         except BaseException as error:
             self.errors.append(error)
 
@@ -64,7 +62,7 @@ class Waiter:
 
 async def share(end: End) -> None:
     """Have threads read for themselves from now on."""
-    await asyncio.to_thread(end.connection.read_here, 0, lambda: True)
+    await asyncio.to_thread(end.connection.read_here, lambda: True)
     await until(lambda: end.connection._epoll is not None)
 
 
@@ -79,13 +77,13 @@ async def test_first_waiter_only_asks_for_its_turn(half: tuple[End, socket.socke
     """The first call of read_here takes nothing, what is there goes to the loop; from then on threads may read."""
     end, far = half
     far.send(encoded(1))
-    taken: list[Frame | None] = []
-    thread = threading.Thread(target=lambda: taken.append(end.connection.read_here(1, lambda: False)))
+    taken: list[Sequence[Frame]] = []
+    thread = threading.Thread(target=lambda: taken.append(end.connection.read_here(lambda: False)))
     thread.start()
     thread.join(LONG)  # blocks the loop: nobody has told `read_here` that it is enough
     assert not thread.is_alive()
     await end.received(1)
-    assert taken == [None]
+    assert taken == [()]
     far.send(encoded(2))
     await end.received(2)
     assert end.connection._epoll is not None
@@ -95,7 +93,7 @@ async def test_first_waiter_only_asks_for_its_turn(half: tuple[End, socket.socke
 async def test_waiter_takes_its_answer(shared: tuple[End, socket.socket], kind: Kind) -> None:
     """The answer that a thread waits for is taken in that thread, and the loop does not see it."""
     end, far = shared
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     far.send(encoded(7, b"answer", kind))
     await waiter.ended()
     assert [(frame.kind, frame.body) for frame in waiter.taken] == [(kind, b"answer")]
@@ -108,7 +106,7 @@ async def test_waiter_takes_an_answer_that_is_there_already(shared: tuple[End, s
     """An answer that came before the thread looked is read by it, not waited for."""
     end, far = shared
     far.send(encoded(7))
-    waiter = Waiter(end, 7)
+    waiter = Waiter(end)
     waiter.thread.join(LONG)  # blocks the loop: only the thread can have read
     assert [frame.call_id for frame in waiter.taken] == [7]
     await waiter.stopped()
@@ -118,7 +116,7 @@ async def test_waiter_takes_an_answer_in_pieces(shared: tuple[End, socket.socket
     """An answer that comes in pieces is taken whole, with its segments, and counted once."""
     end, far = shared
     data = b"".join(bytes(part) for part in encode_frame(Kind.REPLY, 7, b"answer", [b"one", b"two"]))
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     for number, start in enumerate(range(0, len(data) - 10, 10)):
         far.send(data[start : start + 10])
         await waiter.has_read(number + 1)
@@ -135,24 +133,37 @@ async def test_waiter_takes_an_answer_in_pieces(shared: tuple[End, socket.socket
     assert end.frames == []
 
 
+ITEM = encoded(7, kind=Kind.ITEM)
+
+
+@pytest.mark.parametrize("data", [encoded(8), encoded(8) + encoded(7)], ids=["one", "two"])
+async def test_waiter_takes_all_answers(shared: tuple[End, socket.socket], data: bytes) -> None:
+    """Also those of other calls, as long as they come together."""
+    end, far = shared
+    waiter = await Waiter(end).looks()
+    far.send(data)
+    await waiter.ended()
+    assert b"".join(encoded(frame.call_id) for frame in waiter.taken) == data
+    assert end.frames == []
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (encoded(8), [8]),
-        (encoded(7, kind=Kind.ITEM), [7]),
-        (encoded(8) + encoded(7), [8, 7]),
-        (encoded(7) + encoded(8), [7, 8]),
-        (encoded(7) + encoded(8)[:-5], [7]),
+        (ITEM, [7]),
+        (ITEM + encoded(8), [7, 8]),
+        (encoded(8) + ITEM, [8, 7]),
+        (encoded(8) + encoded(9, b"x" * READ_HERE), [8, 9]),
         (encoded(7, b"x" * READ_HERE), [7]),
     ],
-    ids=["another", "no answer", "another before it", "another behind it", "part of another", "too long"],
+    ids=["no answer", "something before it", "something behind it", "a long one behind it", "too long"],
 )
-async def test_waiter_leaves_what_is_not_its_answer_alone_to_the_loop(
+async def test_waiter_leaves_all_else_to_the_loop(
     shared: tuple[End, socket.socket], data: bytes, expected: list[int]
 ) -> None:
-    """Whatever else comes, or comes with the answer: the thread has read, and the loop gets all of it, in order."""
+    """Whatever else comes, or comes with answers: the thread has read, and the loop gets all of it, in order."""
     end, far = shared
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(far, data))
     await waiter.ended()
     await sending
@@ -165,8 +176,8 @@ async def test_waiter_leaves_what_is_not_its_answer_alone_to_the_loop(
 async def test_loop_does_not_read_while_a_thread_does(shared: tuple[End, socket.socket]) -> None:
     """What comes in pieces while a thread reads is the thread's; it is the loop's as soon as the thread has enough."""
     end, far = shared
-    data = encoded(8, b"another")
-    waiter = await Waiter(end, 7).looks()
+    data = encoded(8, b"something")
+    waiter = await Waiter(end).looks()
     far.send(data[:9])
     await waiter.has_read(1)
     far.send(data[9:-1])
@@ -184,7 +195,7 @@ async def test_waiter_does_not_read_behind_half_a_frame(shared: tuple[End, socke
     data = encoded(7)
     far.send(data[:-1])
     await until(lambda: not end.connection.decoder.empty)
-    waiter = Waiter(end, 7)
+    waiter = Waiter(end)
     await waiter.ended()
     far.send(data[-1:])
     assert [frame.call_id for frame in await end.received(1)] == [7]
@@ -192,21 +203,21 @@ async def test_waiter_does_not_read_behind_half_a_frame(shared: tuple[End, socke
 
 
 async def test_second_waiter_goes_at_once(shared: tuple[End, socket.socket]) -> None:
-    """One thread reads at a time; the answer of another one's call reaches that through the loop."""
+    """One thread reads at a time."""
     end, far = shared
-    first = await Waiter(end, 7).looks()
-    second = Waiter(end, 8)
+    first = await Waiter(end).looks()
+    second = Waiter(end)
     await second.ended()
     far.send(encoded(8))
-    assert [frame.call_id for frame in await end.received(1)] == [8]
-    assert second.taken == []
     await first.ended()
+    assert [frame.call_id for frame in first.taken] == [8]
+    assert second.taken == []
 
 
 async def test_enough_ends_the_waiter(shared: tuple[End, socket.socket]) -> None:
     """With nothing to read, the thread stays until it is told to go; the loop reads on."""
     end, far = shared
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     assert waiter.thread.is_alive()
     await waiter.stopped()
     far.send(encoded(7))
@@ -217,7 +228,7 @@ async def test_enough_ends_the_waiter(shared: tuple[End, socket.socket]) -> None
 async def test_garbage_ends_the_connection_while_a_thread_reads(shared: tuple[End, socket.socket]) -> None:
     """What is no frame at all is the loop's to judge, also when a thread has read it."""
     end, far = shared
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     far.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await until(lambda: bool(end.connection._unread or end.causes))  # it may go at once, or read on
     await waiter.stopped()
@@ -225,17 +236,17 @@ async def test_garbage_ends_the_connection_while_a_thread_reads(shared: tuple[En
     assert (waiter.taken, waiter.errors) == ([], [])
 
 
-@pytest.mark.parametrize("before", [b"", encoded(8), encoded(8)[:-1]], ids=["nothing", "a frame", "half a frame"])
+@pytest.mark.parametrize("before", [b"", ITEM, ITEM[:-1]], ids=["nothing", "a frame", "half a frame"])
 async def test_end_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[End, socket.socket], before: bytes) -> None:
     """The other side's end ends the waiter without an error; on_closed gets it, behind what was said before."""
     end, far = shared
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     far.send(before)
     far.shutdown(socket.SHUT_WR)
     await waiter.ended()
     assert isinstance(await end.closed(), ConnectionResetError)
     assert waiter.errors == []
-    assert [frame.call_id for frame in end.frames] == ([8] if before == encoded(8) else [])
+    assert [frame.call_id for frame in end.frames] == ([7] if before == ITEM else [])
     assert end.connection.bytes_received == len(before)
 
 
@@ -243,7 +254,7 @@ async def test_reset_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[En
     """A connection that breaks ends the waiter without an error; on_closed gets it."""
     end, far = shared
     end.send(1, b"never read", urgent=True)
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     far.close()  # with something unread: a reset
     await waiter.ended()
     assert isinstance(await end.closed(), ConnectionError)
@@ -254,19 +265,19 @@ async def test_reset_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[En
 async def test_connection_ends_under_a_waiter(shared: tuple[End, socket.socket], way: str) -> None:
     """The loop may end the connection while a thread reads: that one goes, and nothing is raised."""
     end, _ = shared
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     getattr(end.connection, way)()
     assert end.connection.ended
     await waiter.ended()
     assert await end.closed() is None
     assert (waiter.taken, waiter.errors) == ([], [])
-    assert await asyncio.to_thread(end.connection.read_here, 8, lambda: False) is None  # and none begins
+    assert await asyncio.to_thread(end.connection.read_here, lambda: False) == ()  # and none begins
 
 
 async def test_write_that_fails_under_a_waiter_hears_the_last_words(shared: tuple[End, socket.socket]) -> None:
     """What a thread has read is handed out before the failure of a write ends the connection."""
     end, far = shared
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     far.send(encoded(0, kind=Kind.GOODBYE))
     far.close()
     end.send(1, b"call", urgent=True)
@@ -280,7 +291,7 @@ async def test_read_on_loop_again_does_nothing(shared: tuple[End, socket.socket]
     """Whoever does not read may say so as often as it likes, before, after and while another thread reads."""
     end, far = shared
     end.connection.read_on_loop()
-    waiter = await Waiter(end, 7).looks()
+    waiter = await Waiter(end).looks()
     for _ in range(2):
         end.connection.read_on_loop()
         await asyncio.to_thread(end.connection.read_on_loop)
@@ -295,16 +306,14 @@ async def test_read_on_loop_again_does_nothing(shared: tuple[End, socket.socket]
 async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
     shared: tuple[End, socket.socket], pieces: list[str]
 ) -> None:
-    """An exception between any two instructions of read_here: taken here or by the loop, each frame is had once.
-
-    Or it is the answer, read and dropped with the exception, and the connection tells so.
-    """
+    """An exception between any two instructions of read_here: taken here or by the loop, each frame is had once."""
     end, far = shared
     lost: list[str] = []
+    done: set[int] = set()
     at = 0
     for at in range(2_000):
         first, second = 2 * at + 1, 2 * at + 2
-        one, two = encoded(first), encoded(second)
+        one, two = encoded(first), encoded(second, kind=Kind.ITEM)
         names = {"7": one, "7a": one[:10], "7b": one[10:], "8": two, "8a": two[:10]}
         rest = [names[piece] for piece in pieces]
         taken: list[Frame] = []
@@ -317,15 +326,13 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
             looks.append(None)
             return len(looks) > 3
 
-        def work(
-            call_id: int = first, at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more
-        ) -> str | None:
+        def work(at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more) -> str | None:
             def read() -> None:
-                frame = end.connection.read_here(call_id, more)
-                if frame is not None:
-                    taken.append(frame)
+                taken.extend(end.connection.read_here(more))
 
             place = interrupted(read, at, connection_module.__file__)
+            if place is not None:
+                taken.extend(end.connection.answers)
             end.connection.read_on_loop()
             return place
 
@@ -336,11 +343,9 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
             far.send(left)
         expected = sorted({first if piece.startswith("7") else second for piece in pieces})
 
-        def had(taken: list[Frame] = taken, before: int = before, first: int = first) -> list[int]:
-            found = [frame.call_id for frame in [*taken, *end.frames[before:]]]
-            if end.connection.read_answer_of == first and first not in found:
-                found.append(first)  # who waits for it is told that it was lost
-            return sorted(found)
+        def had(taken: list[Frame] = taken, before: int = before, done: set[int] = done) -> list[int]:
+            # An answer that was read in an earlier turn is none of this one's: its call is not pending any more.
+            return sorted({frame.call_id for frame in taken} - done) + [each.call_id for each in end.frames[before:]]
 
         try:
             await until(lambda: len(had()) >= len(expected), SOON)  # noqa: B023  # within this turn
@@ -352,6 +357,7 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
         else:
             if had() != expected:
                 lost.append(f"{place}: {had()} instead of {expected}")
+        done |= {first, second}
         if place is None or len(lost) >= 3:
             break
     assert lost == []
