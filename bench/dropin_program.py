@@ -126,7 +126,7 @@ class Training:
             torch.optim.SGD, self.layer.rpc_sync().parameter_rrefs(), lr=LEARNING_RATE
         )
         self.inputs, self.targets = torch.randn(8, LAYER), torch.zeros(8, LAYER)
-        self.first = self.last = self.loss_of_pass()
+        self.first = self.loss_of_pass()
 
     def loss_of_pass(self) -> float:
         """Train once; the loss before."""

@@ -21,7 +21,7 @@ from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.current import current_call
 from ..runtime.functions import async_execution, inline
-from ..runtime.gradients import AutogradContext, current_autograd
+from ..runtime.gradients import AutogradContext, LeafSink, current_autograd
 from ..runtime.messages import Results
 from ..runtime.reach import FOREIGN, ReceivedTensor, SentName, Target
 from ..runtime.worker import Worker
@@ -65,6 +65,8 @@ class Part:
         self._root = -1
         self._until: float | None = None
         self._running = False
+        self._ended = False
+        self._sink: LeafSink | None = None  # that has taken gradients of leaves
         self._delivering = 0
         self._home: Gradients = {}
 
@@ -87,6 +89,7 @@ class Part:
         """It cannot be done; the first reason counts."""
         if self.done._settle(None, error):
             self.done._look()  # whoever waits is told; if nobody does, that is no news
+        self._kept()
 
     def advance(self) -> None:
         """Run what is ready, here and now; whatever then is ready, too."""
@@ -105,6 +108,7 @@ class Part:
                 deliveries = self._run(used, ready, self._retain or not last, arrivals)
             except BaseException as error:
                 _say_where(error, self._worker.name)
+                self._running = False
                 self.fail(error)
                 return
             self._hand_on(ready, deliveries)
@@ -144,8 +148,26 @@ class Part:
         for target, gradient, count in zip(targets, results, holders, strict=True):
             if gradient is not None and isinstance(target, Tensor):
                 leaves.append((target, gradient.clone() if count > _ALONE else _own(gradient, taken)))
-        self._context.accumulate(leaves, arrival_of(self._worker, [gradient for _, gradient in leaves]))
+        self._accumulate(leaves)
         return deliveries
+
+    def _accumulate(self, leaves: Sequence[tuple[Tensor, Tensor]]) -> None:
+        sink, gradients = self._worker.gradients.sink, [gradient for _, gradient in leaves]
+        if sink is not None and leaves:
+            self._sink = sink
+            leaves = sink.take(self._context, leaves)
+        self._context.accumulate(leaves, arrival_of(self._worker, gradients))
+
+    def _kept(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """What the sink has kept, once it is at rest; nothing the second time."""
+        with self._lock:
+            if self._running:  # whoever runs comes here afterwards
+                return ()
+            sink, self._sink = self._sink, None
+        if sink is None:
+            return ()
+        self._context.accumulate((), None)  # this thread's streams wait for what `take` has begun on devices
+        return sink.finish(self._context)
 
     def _hand_on(self, ready: int, deliveries: dict[int, Gradients]) -> None:
         """Some targets are done: their gradients go to whoever has sent them."""
@@ -183,13 +205,18 @@ class Part:
         self._finish()
 
     def _finish(self) -> None:
+        if self.done.done():  # it failed meanwhile
+            self._kept()
+            return
         with self._lock:
-            if self._entries is None or self._running or self._left or self._delivering:
+            if self._ended or self._entries is None or self._running or self._left or self._delivering:
                 return
             if self._ready(self._entries)[1]:
                 return
-            home, self._home = self._home, {}
-        self.done._settle(to_wire(home))
+            self._ended = True
+        if kept := self._kept():
+            self._context.accumulate(kept, arrival_of(self._worker, [gradient for _, gradient in kept]))
+        self.done._settle(to_wire(self._home))
 
 
 def to_wire(gradients: Gradients) -> Wire:

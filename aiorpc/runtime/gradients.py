@@ -18,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 _REMEMBERED = 4096
 # A message says of a tensor where its gradient goes on to, up to so many tensors.
 _MOST_BEHIND = 512
-_WORKER_BITS = 48
+WORKER_BITS = 48  # of a context's id are the number; the worker's id is above them
 
 
 class _Received(torch.autograd.Function):
@@ -177,10 +177,26 @@ class Tape:
         return [self._context.id, *sent]
 
 
+class LeafSink(Protocol):
+    """Sees the gradients of a worker's leaves before their context does, while the worker has a part in a pass."""
+
+    def take(
+        self, context: AutogradContext, leaves: Sequence[tuple[Tensor, Tensor]]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        """Gradients of these leaves are there: those that the context gets now. In a thread, never on a loop."""
+
+    def finish(self, context: AutogradContext) -> Sequence[tuple[Tensor, Tensor]]:
+        """The part has ended, and no `take` runs: what the context gets besides, unless the part failed.
+
+        Any thread, the loop's too.
+        """
+
+
 class Gradients:
     """All contexts of one worker."""
 
     def __init__(self, worker: Worker) -> None:
+        self.sink: LeafSink | None = None  # set before the worker starts
         self._worker = worker
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
@@ -193,7 +209,7 @@ class Gradients:
 
     def next_number(self) -> int:
         """A number for a context or a pass that no other worker gives to one."""
-        return self._worker.id << _WORKER_BITS | next(self._numbers)
+        return self._worker.id << WORKER_BITS | next(self._numbers)
 
     def open(self) -> AutogradContext:
         """A new context of this worker."""
@@ -265,7 +281,7 @@ class Gradients:
 
     def on_gone(self, worker_id: int) -> None:
         """A worker is gone, and leaves its contexts. On the loop."""
-        for id in [id for id in list(self._contexts) if id >> _WORKER_BITS == worker_id]:
+        for id in [id for id in list(self._contexts) if id >> WORKER_BITS == worker_id]:
             self.leave(id)
 
     def close(self) -> None:

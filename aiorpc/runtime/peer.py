@@ -485,7 +485,7 @@ class Peer:
 
     def _settle_error(self, future: CallFuture, frame: Frame) -> None:
         try:
-            error = decode_error(unpack(frame.body), future._function)
+            error = self.worker.read_error(future._function, decode_error(unpack(frame.body), future._function))
         except Exception as broken:
             error = RpcError(f"{future.describe()} failed, and its error cannot be read: {broken}")
         future._settle(None, error)

@@ -88,6 +88,8 @@ class Worker:
         # For those who build on a worker, to be set before it starts.
         self.handle_class: type[RRef[Any]] = RRef  # of references that arrive, and of results of `remote`
         self.on_handler_error: Callable[[BaseException], None] | None = None  # once it is answered; any thread
+        # The error of a call of that function, as its caller gets it.
+        self.read_error: Callable[[str, BaseException], BaseException] = lambda function, error: error
         self.pool: ThreadPool
         # Threads of their own for what takes too long on the loop: handlers that block must hold up no answer.
         self.background: ThreadPool

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 
 def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -77,6 +80,37 @@ def test_errors_of_a_pass(alone: Any, autograd: Any) -> None:
             autograd.backward(context_id, [loss])
         with pytest.raises(RuntimeError, match="Already have an autograd context id"):
             autograd.context().__enter__()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_the_gradient_that_ddp_averages_through(alone: Any, autograd: Any, tmp_path: Path, view: bool) -> None:
+    """``.grad`` of a parameter has what it had before once a pass is over, also in the context, and after an error."""
+    one = torch.ones(1, 2)
+    init_method = f"file://{tmp_path}/processes"
+    torch.distributed.init_process_group("gloo", init_method=init_method, rank=0, world_size=1)
+    try:
+        module: Any = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), gradient_as_bucket_view=view)
+        parameter = module.module.weight
+        parameter.grad = torch.full((1, 2), 10.0)
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [module(one).sum()])
+            assert parameter.grad.tolist() == [[10, 10]]
+            assert autograd.get_gradients(context_id)[parameter].tolist() == [[1, 1]]
+            (2 * module.module(one)).sum().backward()
+            assert parameter.grad.tolist() == [[12, 12]]
+            autograd.backward(context_id, [(3 * module(one)).sum()])
+            assert autograd.get_gradients(context_id)[parameter].tolist() == [[4, 4]]
+            before = parameter.grad
+            with pytest.raises(RuntimeError, match="Simulate error"):
+                autograd.backward(context_id, [module(Broken.apply(one.requires_grad_())).sum()])  # type: ignore[no-untyped-call]  # torch's
+            assert parameter.grad is before
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ddp_looks_as_before(rpc: Any) -> None:
+    """Tools that look at how DDP modules are made see torch's signature."""
+    assert "module" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 def test_backward_from_an_rref(alone: Any, autograd: Any) -> None:

@@ -60,6 +60,25 @@ def test_everything_is_put_back() -> None:
     assert differences(before, contents()) == []
 
 
+def test_modules_that_come_late_get_torchs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was first imported while aiorpc was installed has torch's after uninstall; so do names in ``rpc``."""
+    late, testing = "torch.testing._internal.dist_utils", "torch.distributed.rpc._testing"
+    monkeypatch.delitem(sys.modules, late, raising=False)
+    theirs = importlib.import_module(testing)
+    install()
+    try:
+        ours = importlib.import_module("torch.distributed.rpc")
+        assert importlib.import_module(late).rpc is ours
+        assert importlib.import_module(testing) is not theirs
+        assert ours.backend_registry.backend_registered("FAULTY_TENSORPIPE")
+    finally:
+        uninstall()
+    real = importlib.import_module("torch.distributed.rpc")
+    assert importlib.import_module(late).rpc is real is not ours
+    assert importlib.import_module(testing) is theirs
+    assert real.backend_registry.backend_registered("FAULTY_TENSORPIPE")
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_both_ways_of_importing_get_the_same(rpc: Any, name: str) -> None:
     """``import a.b.c`` and attributes of the packages give the module of aiorpc."""
@@ -98,6 +117,15 @@ def test_install_twice_is_undone_once() -> None:
     assert not installed()
 
 
+def test_not_while_rpc_is_initialized(alone: Any) -> None:
+    """The program would lose its worker; to install once more is nothing."""
+    install()
+    with pytest.raises(RuntimeError, match="shut RPC down first"):
+        uninstall()
+    assert installed()
+    assert alone.rpc_sync("me", max, (1, 2)) == 2
+
+
 def test_replacements_put_back_what_was_missing() -> None:
     """An attribute or an item that was not there is not there again."""
 
@@ -109,6 +137,9 @@ def test_replacements_put_back_what_was_missing() -> None:
         replaced.attribute(Owner, name, 2)
         replaced.item(mapping, name, 2)
     replaced.attribute(Owner, "there", 3)
+    replaced.no_item(mapping, "there")
+    replaced.no_item(mapping, "never")
+    assert mapping == {"missing": 2}
     replaced.undo()
     assert Owner.there == 1
     assert not hasattr(Owner, "missing")

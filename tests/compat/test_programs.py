@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from aiorpc.compat.torch.children import SITE, lead
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # What a program of torch.distributed.rpc looks like; nothing in it knows of aiorpc.
@@ -30,8 +32,8 @@ def run(rank, world_size, path):
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank == 0:
-        print(rpc_async("worker1", torch.add, args=(torch.ones(2), 1)).wait().tolist())
-        print(*rpc.rpc_sync("worker1", whose))
+        print(rpc_async("worker1", torch.add, args=(torch.ones(2), 1)).wait().tolist(), flush=True)
+        print(*rpc.rpc_sync("worker1", whose), flush=True)
     rpc.shutdown()
 
 
@@ -65,9 +67,10 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def run(arguments: list[str], directory: Path) -> list[str]:
+def run(arguments: list[str], directory: Path, python_path: str | Path = ROOT) -> list[str]:
     """The lines that a Python process prints; it has to end well."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # Buffered: lines of several processes do not mix.
+    environment = os.environ | {"PYTHONPATH": str(python_path), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=60
     )
@@ -150,6 +153,157 @@ def test_the_environments_own_customization_still_runs(tmp_path: Path) -> None:
         "sys.exit(subprocess.run([sys.executable, '-c', code], env={**os.environ, 'PYTHONPATH': path}).returncode)\n"
     )
     assert run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path) == ["customized", "False"]
+
+
+def test_a_spawned_child_waits_for_torch(tmp_path: Path) -> None:
+    """It finds aiorpc as its parent did, by ``sys.path`` alone, and imports neither before it imports torch."""
+    (tmp_path / "script.py").write_text(
+        "import multiprocessing, sys\n"
+        "def loaded():\n"
+        "    return 'torch' in sys.modules, 'aiorpc' in sys.modules\n"
+        "def whose():\n"
+        "    import torch.distributed.rpc as rpc\n"
+        "    return rpc.__name__\n"
+        "if __name__ == '__main__':\n"
+        f"    sys.path.append({str(ROOT)!r})\n"
+        "    from aiorpc.compat.torch import install\n"
+        "    install()\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(*pool.apply(loaded), pool.apply(whose))\n"
+    )
+    assert run(["script.py"], tmp_path, "") == ["False False aiorpc.compat.torch.rpc"]
+
+
+def test_what_children_find_on_their_path() -> None:
+    """Those of another Python do not get what is installed beside aiorpc."""
+    environment = {"PYTHONPATH": "first"}
+    for _ in range(2):
+        lead(environment)
+        assert environment == {"PYTHONPATH": os.pathsep.join([SITE, "first"])}
+
+
+def test_a_child_without_aiorpc_on_its_path(tmp_path: Path) -> None:
+    """It is found once torch comes, behind all else."""
+    code = (
+        "import os, sys\n"
+        "sys.path[:] = [each for each in sys.path if not os.path.isdir(os.path.join(each, 'aiorpc', 'compat'))]\n"
+        "import torch.distributed.rpc as rpc\n"
+        "print(rpc.__name__, sys.path[-1])\n"
+    )
+    assert run(["-c", code], tmp_path, SITE) == [f"aiorpc.compat.torch.rpc {ROOT}"]
+
+
+@pytest.mark.parametrize("name", ["torch.distributed.nn.api.remote_module", "torch.distributed.optim.optimizer"])
+def test_modules_that_are_imported_first_of_all(name: str, tmp_path: Path) -> None:
+    """``import a.b.c as d`` gives ours, though nothing has imported a.b."""
+    assert run(["-c", f"import {name} as m; import {name}; print(m.__name__, {name} is m)"], tmp_path, SITE) == [
+        f"aiorpc.compat.torch.{'nn' if 'nn' in name else 'optim'} True"
+    ]
+
+
+@pytest.mark.parametrize("how", [[], ["-P"]])
+def test_a_thread_that_outlives_the_script(how: list[str], tmp_path: Path) -> None:
+    """It finds the script's names in ``__main__``; ``-P`` keeps the script's directory off the path."""
+    (tmp_path / "script.py").write_text(
+        "import sys, threading\n"
+        "def later():\n"
+        "    threading.main_thread().join()\n"
+        f"    print(sys.modules['__main__'].later is later, sys.path[0] == {str(tmp_path)!r})\n"
+        "threading.Thread(target=later).start()\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    arguments = [*how, "-m", "aiorpc.compat.torch", str(tmp_path / "script.py")]
+    assert run(arguments, tmp_path / "elsewhere") == [f"True {not how}"]
+
+
+@pytest.mark.slow
+def test_a_forked_child_may_initialize_rpc(tmp_path: Path) -> None:
+    """Its parent's worker is not its own."""
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "import torch.distributed.rpc as rpc\n"
+        "def init(path):\n"
+        "    options = rpc.TensorPipeRpcBackendOptions(init_method=f'file://{os.getcwd()}/{path}')\n"
+        "    rpc.init_rpc('me', rank=0, world_size=1, rpc_backend_options=options)\n"
+        "init('parent')\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    init('child')\n"
+        "print(rpc.rpc_sync('me', os.getpid) == os.getpid(), flush=True)\n"
+        "rpc.shutdown()\n"
+        "if child:\n"
+        "    os.wait()\n"
+    )
+    assert run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path) == ["True", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_shutdown_that_is_over_before_all_have_come(late: int, tmp_path: Path) -> None:
+    """RuntimeError at those that did not want to wait longer, in that time; those that come late leave like others."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys, time\n"
+        "import torch.distributed.rpc as rpc\n"
+        "late, child = int(sys.argv[1]), os.fork()\n"
+        "rank = late if child else 1 - late\n"
+        "options = rpc.TensorPipeRpcBackendOptions(init_method=f'file://{os.getcwd()}/store')\n"
+        "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2, rpc_backend_options=options)\n"
+        "rpc.api._barrier({'worker0', 'worker1'})\n"
+        "if child:\n"
+        "    os.wait()\n"
+        "    rpc.shutdown()\n"
+        "    print('late', flush=True)\n"
+        "    sys.exit()\n"
+        "began = time.monotonic()\n"
+        "try:\n"
+        "    rpc.shutdown(timeout=2)\n"
+        "except RuntimeError as error:\n"
+        "    print(type(error).__name__, 1.9 < time.monotonic() - began < 3.5, flush=True)\n"
+    )
+    lines = run(["-m", "aiorpc.compat.torch", "script.py", str(late)], tmp_path)
+    assert lines == ["RpcTimeout True", "late"]
+
+
+@pytest.mark.slow
+def test_releasing_a_context_tells_the_others(tmp_path: Path) -> None:
+    """A context of ``_new_context`` ends on all workers that took part."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys, torch\n"
+        "import torch.distributed.autograd as autograd, torch.distributed.rpc as rpc\n"
+        "rank = int(os.fork() == 0)\n"
+        "options = rpc.TensorPipeRpcBackendOptions(init_method=f'file://{os.getcwd()}/store')\n"
+        "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2, rpc_backend_options=options)\n"
+        "if rank == 0:\n"
+        "    context_id = autograd._new_context()._context_id()\n"
+        "    rpc.rpc_sync('worker1', torch.add, (torch.ones(1, requires_grad=True), 1))\n"
+        "    autograd._release_context(context_id)\n"
+        "    for _ in range(2):\n"
+        "        print(rpc.rpc_sync('worker1', autograd._get_debug_info)['num_autograd_contexts'])\n"
+        "        context_id = autograd._new_context()._context_id()\n"
+        "        autograd._release_context(context_id)\n"
+        "rpc.shutdown()\n"
+    )
+    assert run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path) == ["0", "0"]
+
+
+@pytest.mark.slow
+def test_not_over_torchs_own_rpc(tmp_path: Path) -> None:
+    """`install` is refused while torch's RPC is initialized."""
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "import torch.distributed.rpc as rpc\n"
+        "from aiorpc.compat.torch import install, installed\n"
+        "options = rpc.TensorPipeRpcBackendOptions(init_method=f'file://{os.getcwd()}/store')\n"
+        "rpc.init_rpc('me', rank=0, world_size=1, rpc_backend_options=options)\n"
+        "try:\n"
+        "    install()\n"
+        "except RuntimeError as error:\n"
+        "    print(installed(), error)\n"
+        "rpc.shutdown()\n"
+        "install()\n"
+    )
+    said = "False install() while RPC is initialized: shut RPC down first"
+    assert run(["script.py"], tmp_path) == [said]
 
 
 def test_what_cannot_be_run() -> None:

@@ -103,6 +103,49 @@ def test_futures_end_with_the_first_error(alone: Any) -> None:
     assert torch.futures.wait_all([alone.rpc_async("me", add, (1, n)) for n in range(3)]) == [1, 2, 3]
 
 
+def test_all_collected_futures_count(rpc: Any) -> None:
+    """`torch.futures.collect_all` fails with whichever of them fails, be it the only one or the last."""
+
+    def bad() -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        future.set_exception(ValueError("Expected error"))  # type: ignore[arg-type]  # torch annotates it so
+        return future
+
+    ok: torch.futures.Future[int] = torch.futures.Future()
+    late: torch.futures.Future[int] = torch.futures.Future()
+    collected = [torch.futures.collect_all(each) for each in ([bad()], [ok, bad()], [ok, late])]
+    ok.set_result(1)
+    late.set_exception(ValueError("Expected error"))  # type: ignore[arg-type]  # torch annotates it so
+    for future in collected:
+        with pytest.raises(ValueError, match="Expected error"):
+            future.wait()
+        with pytest.raises(ValueError, match="Expected error"):
+            future.then(lambda done: done.wait()).wait()
+    assert torch.futures.collect_all([ok]).wait() == [ok]
+    assert torch.futures.collect_all([]).wait() == []
+
+
+def test_what_cannot_be_called(alone: Any) -> None:
+    """All verbs refuse it here; operators that do not take their arguments are a RuntimeError, waited for or not."""
+    for verb in (alone.rpc_sync, alone.rpc_async, alone.remote):
+        with pytest.raises(TypeError, match="function should be callable"):
+            verb("me", 5)
+    with pytest.raises(RuntimeError, match="failed to match any schema"):
+        alone.rpc_sync("me", torch.add, (1, "a"))
+    with pytest.raises(RuntimeError, match="failed to match any schema"):
+        alone.rpc_async("me", torch.add, (1, "a")).wait()
+    assert alone.rpc_async("me", torch.add, (torch.ones(1), 1)).wait() == 2
+
+
+def test_asking_for_the_type_again(alone: Any) -> None:
+    """An RRef does not keep an error that it got once."""
+    rref = alone.remote("me", Counter)
+    rref._asked_type = alone.rpc_async("me", fail, ("too late",))
+    with pytest.raises(ValueError, match="too late"):
+        rref._asked_type.wait()
+    assert rref._get_type() is Counter
+
+
 def test_callbacks(alone: Any) -> None:
     """They run in the order of their registration; what one raises is a RuntimeError, too."""
     seen: list[int] = []
@@ -193,16 +236,27 @@ def test_an_error_of_a_handler_is_written_to_stderr(alone: Any, capfd: pytest.Ca
     """The worker where it was raised shows the traceback, as with torch."""
     with pytest.raises(ValueError, match="Expected error"):
         alone.rpc_sync("me", fail, ("Expected error",))
+    alone.shutdown()  # the call is answered before that is written; now its thread has ended
     assert "ValueError: Expected error" in capfd.readouterr().err
 
 
 def test_backends_of_a_program(rpc: Any, tmp_path: Any) -> None:
-    """A registered backend makes its own options, and an agent with a store to meet at."""
+    """A registered backend makes its own options, and an agent with a store to meet at, which leaves by its own."""
     made: dict[str, Any] = {}
+    left: list[Any] = []
 
     class Agent:
         def get_worker_infos(self) -> list[Any]:
             return [rpc.WorkerInfo("me", 0)]
+
+        def get_worker_info(self) -> Any:
+            return rpc.WorkerInfo("me", 0)
+
+        def join(self, shutdown: bool, timeout: float) -> None:
+            left.append(("join", shutdown, timeout))
+
+        def shutdown(self) -> None:
+            left.append("shutdown")
 
     def start(store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Any) -> Agent:
         made.update(store=store, name=name)
@@ -218,6 +272,9 @@ def test_backends_of_a_program(rpc: Any, tmp_path: Any) -> None:
         rpc.init_rpc("me", backend=backend, rank=0, world_size=1, rpc_backend_options=options)
         made["store"].set("key", "value")
         assert made["name"] == "me" and rpc.api._is_current_rpc_agent_set()
+        rpc.shutdown()
+        assert left == [("join", True, 0), "shutdown"]
+        assert not rpc.api._is_current_rpc_agent_set()
     finally:
         rpc.api._reset_current_rpc_agent()
         registry.BackendType = before

@@ -33,10 +33,14 @@ REASONS = {
     "torch-defect": "asserts a defect or limitation of torch that aiorpc does not share",
     UPSTREAM: "torch itself skips it on this platform",
 }
-# Seen to hang with torch's own RPC too, when the machine is busy.
+_EARLY = "a race of its own: a call may come before the trainer has its process group"
+# Seen to fail without aiorpc's doing when the machine is busy.
 FLAKY = {
     "TensorPipeDdpComparisonTest.test_ddp_comparison_uneven_inputs": "deadlock in c10d over the interpreter's lock",
     "TensorPipeTensorPipeAgentRpcTest.test_rref_proxy_timeout": "torch's shutdown may hang under load",
+    "TensorPipeDdpUnderDistAutogradTest.test_backward_ddp_inside": _EARLY,
+    "TensorPipeDdpUnderDistAutogradTest.test_backward_ddp_outside": _EARLY,
+    "TensorPipeDdpUnderDistAutogradTest.test_backward_ddp_outside_uneven_inputs": _EARLY,
 }
 _UNCLASSIFIED = "UNCLASSIFIED"
 _BEGIN, _END = "<!-- counts -->", "<!-- end of counts -->"

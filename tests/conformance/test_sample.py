@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 KNOWN = table.read()
 # Seconds for all of them on two cores that have other things to do as well.
 LIMIT = 540
+PATIENCE = 5  # seconds, for ending them
 
 pytestmark = [
     pytest.mark.time_limit(LIMIT + 10),  # the first of them waits for all
@@ -40,12 +42,26 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     command = [sys.executable, "-m", "tests.conformance", "--jobs", "2", "--tests", str(chosen)]
     command += ["--outcomes", str(found), "--logs", str(folder / "logs")]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=LIMIT
-    )
+    code, output, errors = _run(command, {**os.environ, "PYTHONPATH": path})
     lines = found.read_text().splitlines() if found.exists() else []
-    assert lines, f"nothing was run (exit code {done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert lines, f"nothing was run (exit code {code}):\n{output[-2000:]}\n{errors[-4000:]}"
     yield {outcome.id: outcome for outcome in (Outcome(**json.loads(line)) for line in lines)}
+
+
+def _run(command: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True) as runner:
+        try:
+            output, errors = runner.communicate(timeout=LIMIT)
+        except BaseException:
+            runner.send_signal(signal.SIGINT)  # it ends its tests, whose sessions are their own
+            try:
+                runner.wait(PATIENCE)
+            finally:
+                runner.kill()
+            raise
+    return runner.returncode, output, errors
 
 
 @pytest.mark.parametrize("id", table.read_sample())

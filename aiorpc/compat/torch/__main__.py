@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pkgutil
 import runpy
 import sys
+from types import ModuleType
 
 from . import install
 from .children import lead
@@ -22,13 +25,28 @@ def main() -> None:
         raise SystemExit(f"{_USAGE}\n-m needs the name of a module")
     lead(os.environ)
     install()
+    # For good, not as `runpy` has it: threads, and what runs at exit, may outlive the program's last line.
+    sys.modules["__main__"] = ModuleType("__main__")
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what ``python -m`` calls
     else:
         sys.argv[:] = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+        _run_path(arguments[0])
+
+
+def _run_path(path: str) -> None:
+    if pkgutil.get_importer(path) is not None:  # a directory or an archive, with a ``__main__.py``
+        sys.path.insert(0, path)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # as above
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.abspath(path))
+    with io.open_code(os.path.abspath(path)) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    names = vars(sys.modules["__main__"])
+    names["__file__"] = path
+    exec(code, names)
 
 
 if __name__ == "__main__":

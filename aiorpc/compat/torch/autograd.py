@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,7 +22,6 @@ from .replace import Replacements
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
-_WORKER_BITS = 48
 Tensor = torch.Tensor
 
 
@@ -185,27 +185,35 @@ def _is_valid_context(context_id: int) -> None:
     registry.get().gradients.get(context_id)
 
 
+_entered: WeakKeyDictionary[AutogradContext, aiorpc_context] = WeakKeyDictionary()
+
+
 def _new_context() -> DistAutogradContext:
     """A context without ``with``; `_release_context` ends it."""
     if current_autograd.get():
         raise RpcUsageError(f"Already have an autograd context id for this thread: {current_autograd.get()}")
-    opened = registry.get().gradients.open()
-    current_autograd.set(opened.id)
+    entered = aiorpc_context()
+    opened = registry.get().gradients.get(entered.__enter__())
+    _entered[opened] = entered
     return DistAutogradContext(opened)
 
 
 def _release_context(context_id: int) -> None:
     """End a context of `_new_context`. RuntimeError if there is none."""
     contexts = registry.get().gradients
-    contexts.get(context_id)
+    entered = _entered.pop(contexts.get(context_id), None)
+    if entered is None:  # another worker's
+        contexts.leave(context_id)
+    else:
+        entered._token = current_autograd.set(None)  # this may be another thread than that which entered it
+        entered.__exit__()
     if current_autograd.get() == context_id:
         current_autograd.set(None)
-    contexts.leave(context_id)
 
 
 def _get_max_id() -> int:
     """The highest id that a context of this worker can have."""
-    return (registry.get().id << _WORKER_BITS) + (1 << _WORKER_BITS) - 1
+    return ((registry.get().id + 1) << gradients.WORKER_BITS) - 1
 
 
 def _get_debug_info() -> dict[str, str]:

@@ -1,16 +1,16 @@
 """Child processes install aiorpc as well.
 
 Forked ones have what their parent has. Those that ``multiprocessing`` spawns get a word about how to prepare themselves
-from their parent, before they import the program: it says `install`, too. All others, like torchrun's, get it from
-``python -m aiorpc.compat.torch`` through the environment: a directory on PYTHONPATH whose ``sitecustomize`` waits for
-torch to be imported.
+from their parent, before they import the program: it runs ``site/sitecustomize.py``, which waits for torch to be
+imported. All others, like torchrun's, get that from ``python -m aiorpc.compat.torch`` through the environment: its
+directory is on PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing.spawn
 import os
+import runpy
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,10 @@ SITE = str(Path(__file__).parent / "site")
 
 
 class _Install:
-    """Unpickles as a call of `install`, in a process that begins."""
+    """Unpickled in a process that begins, whose path is not set yet: waits there for torch, as ``sitecustomize``."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return install_here, ()
-
-
-def install_here() -> None:
-    """In a spawned child: before its main module is imported."""
-    importlib.import_module(f"{__package__}.substitute").install()
+        return runpy.run_path, (os.path.join(SITE, "sitecustomize.py"),)
 
 
 def follow(replaced: Replacements) -> None:
@@ -45,5 +40,4 @@ def follow(replaced: Replacements) -> None:
 def lead(environment: MutableMapping[str, str]) -> None:
     """From now on all Python processes that are started with this environment install aiorpc, if they import torch."""
     path = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != SITE]
-    root = str(Path(__file__).parents[3])
-    environment["PYTHONPATH"] = os.pathsep.join([SITE, *path, *([] if root in path else [root])])
+    environment["PYTHONPATH"] = os.pathsep.join([SITE, *path])

@@ -2,12 +2,13 @@
 
 DDP averages when torch's engine accumulates into ``.grad``, and aiorpc's passes do not. So the gradients of its
 parameters go through that once more: they are given to the parameters themselves, and what DDP makes of them is taken
-from ``.grad``, which gets back what it had, when the context's gradients are asked for. Hooks that a program registered
+from ``.grad``, which has what it had before when the worker's part in the pass is over. Hooks that a program registered
 on such a parameter run twice then. As with DDP alone, one pass at a time.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -23,65 +24,46 @@ Gradients = Sequence[tuple[Tensor, Tensor]]
 
 
 class Averaging:
-    """What passes do to the parameters of DDP modules that were made since `follow`."""
+    """What passes do to the parameters of DDP modules that were made since `follow`; the sink of workers."""
 
     def __init__(self) -> None:
         self._parameters: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by identity
         self._held: WeakKeyDictionary[AutogradContext, dict[int, tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()
-        self._accumulate = AutogradContext.accumulate
-        self._gradients = AutogradContext.gradients
-        self._end = AutogradContext.end
 
     def follow(self, replaced: Replacements) -> None:
         """From now on."""
         make: Callable[..., None] = DistributedDataParallel.__init__
-        averaging = self
+        parameters = self._parameters
 
+        @functools.wraps(make)
         def init(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             make(module, *args, **kwargs)
-            averaging._parameters.update({id(each): each for each in module.parameters() if each.requires_grad})
-
-        def accumulate(context: AutogradContext, gradients: Gradients, arrival: Any) -> None:
-            averaging.accumulate(context, gradients, arrival)
-
-        def gradients(context: AutogradContext) -> dict[Tensor, Tensor]:
-            averaging.collect(context)
-            return averaging._gradients(context)
-
-        def end(context: AutogradContext, error: Exception) -> None:
-            averaging.take(context)
-            averaging._end(context, error)
+            parameters.update({id(each): each for each in module.parameters() if each.requires_grad})
 
         replaced.attribute(DistributedDataParallel, "__init__", init)
-        replaced.attribute(AutogradContext, "accumulate", accumulate)
-        replaced.attribute(AutogradContext, "gradients", gradients)
-        replaced.attribute(AutogradContext, "end", end)
 
-    def accumulate(self, context: AutogradContext, gradients: Gradients, arrival: Any) -> None:
-        """A pass has gradients of these leaves."""
+    def take(self, context: AutogradContext, leaves: Gradients) -> Gradients:
+        """A pass has gradients of these leaves: those that are not to be averaged."""
         known = self._parameters
-        mine = [pair for pair in gradients if id(pair[0]) in known] if known else []
-        if mine:
-            gradients = [pair for pair in gradients if id(pair[0]) not in known]
-            held = self._held.setdefault(context, {})
-            for parameter, _ in mine:
-                if id(parameter) not in held:
-                    held[id(parameter)] = parameter, parameter.grad
-                    parameter.grad = None
-            torch.autograd.backward([leaf for leaf, _ in mine], [gradient for _, gradient in mine])
-        self._accumulate(context, gradients, arrival)
+        mine = [pair for pair in leaves if id(pair[0]) in known] if known else []
+        if not mine:
+            return leaves
+        held = self._held.setdefault(context, {})
+        for parameter, _ in mine:
+            if id(parameter) not in held:
+                held[id(parameter)] = parameter, parameter.grad
+                parameter.grad = None
+        torch.autograd.backward([leaf for leaf, _ in mine], [gradient for _, gradient in mine])
+        return [pair for pair in leaves if id(pair[0]) not in known]
 
-    def collect(self, context: AutogradContext) -> None:
-        """What DDP has made of the gradients goes to the context."""
-        averaged = self.take(context)
-        if averaged:
-            self._accumulate(context, averaged, None)
-
-    def take(self, context: AutogradContext) -> list[tuple[Tensor, Tensor]]:
+    def finish(self, context: AutogradContext) -> Gradients:
         """The averages; ``.grad`` is what it was before."""
         taken = []
-        for parameter, before in (self._held.pop(context, None) or {}).values():
+        for parameter, before in self._held.pop(context, {}).values():
             if parameter.grad is not None:
-                taken.append((parameter, parameter.grad))
+                taken.append((parameter, parameter.grad.clone()))  # it may be part of DDP's memory
             parameter.grad = before
         return taken
+
+
+averaging = Averaging()

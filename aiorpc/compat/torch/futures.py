@@ -6,27 +6,40 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from ...errors import RpcUsageError
 from ...futures import AnyFuture, Future, outcome, when_done
 from ...futures import collect_all as all_done
+from ...runtime.functions import is_loaded, resolve
 
-__all__ = ["collect_all", "torch_then", "wait_all"]
+__all__ = ["collect_all", "error_of_call", "torch_then", "wait_all"]
 
 
 def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
     """A Future of the list of `futures`; complete when all have a value, or with the first error of any of them."""
     futures = list(futures)
     gathered = all_done(futures)
+    result: Future[list[AnyFuture]] = Future()
+    result._what, result._loop, result._executor = gathered._what, gathered._loop, gathered._executor
+    result._sources = [gathered]
 
     def failed(future: AnyFuture) -> None:
         if isinstance(future, Future) and future._error is None:
             return
         error = outcome(future)[1]
         if error is not None:
-            gathered._settle(None, error)
+            result._settle(None, error)
+
+    def complete(_: AnyFuture) -> None:
+        for future in futures:  # `failed` of the last one may not have run
+            failed(future)
+        result._settle(futures)
 
     for future in futures:
         when_done(future, failed)
-    return gathered
+    when_done(gathered, complete)
+    return result
 
 
 def wait_all(futures: Sequence[AnyFuture]) -> list[Any]:
@@ -46,6 +59,17 @@ def torch_then(future: Future[Any], callback: Callable[[Future[Any]], Any]) -> F
             raise _as_runtime_error(error).with_traceback(error.__traceback__) from error
 
     return _then(future, functools.wraps(callback)(call) if callable(callback) else callback)
+
+
+def error_of_call(function: str, error: BaseException) -> BaseException:
+    """The error of a call as torch has it: RuntimeError of an operator that was called with what it does not take."""
+    if not isinstance(error, TypeError) or isinstance(error, RuntimeError) or not is_loaded(function):
+        return error
+    if torch.jit._builtins._find_builtin(resolve(function).function) is None:
+        return error
+    failed = RpcUsageError(f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}")
+    failed.__cause__ = error
+    return failed
 
 
 _then = Future.then

@@ -21,6 +21,7 @@ class Replacements:
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """``owner.name`` is `value` from now on."""
+        # A class's name is a descriptor of its metaclass: it is not in the class's own dictionary.
         before = getattr(owner, name) if name == "__name__" else vars(owner).get(name, _ABSENT)
         self._undo.append((owner, name, before))
         setattr(owner, name, value)
@@ -29,6 +30,10 @@ class Replacements:
         """``mapping[key]`` is `value` from now on."""
         self._undo.append((mapping, key, mapping.get(key, _ABSENT)))
         mapping[key] = value
+
+    def no_item(self, mapping: MutableMapping[str, Any], key: str) -> None:
+        """`mapping` has no such key from now on."""
+        self._undo.append((mapping, key, mapping.pop(key, _ABSENT)))
 
     def module(self, name: str, value: ModuleType) -> None:
         """The module of that name is another one: for imports, and as an attribute of its package if that is there."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
 import threading
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +19,7 @@ import torch.futures
 import torch.jit.annotations
 import torch.nn.parallel.distributed
 
+from ...errors import RpcUsageError
 from ...futures import Future
 from . import autograd, children, ddp, futures, natives, nn, optim, rpc, script, sparse
 from .replace import Replacements
@@ -41,19 +46,42 @@ _MODULES: dict[str, ModuleType] = {
     "torch.distributed.rpc.server_process_global_profiler": server_process_global_profiler,
     "torch.distributed.autograd": autograd,
 }
-# Modules that others take one class from, and are imported only by programs that want it.
+# Modules that others take one class from. They are slow to import, so only programs that want one pay for its package.
 _CLASSES: dict[str, tuple[ModuleType, str]] = {
     "torch.distributed.optim.optimizer": (optim, "DistributedOptimizer"),
     "torch.distributed.nn.api.remote_module": (nn, "RemoteModule"),
 }
 
 
+_Objects = dict[int, tuple[Any, Any]]
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Ours for modules of `_CLASSES` that are imported later: their packages come first, as with any import."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(name, self) if name in _CLASSES else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = _CLASSES[spec.name][0]
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None, "it is being imported"
+        module.__spec__ = module.__spec__.loader_state  # it stays what it was
+
+
 class _Installation:
-    """What `install` has done."""
+    """What `install` has done. objects: see `_objects_of_torch`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.replaced = Replacements()
+        self.objects: _Objects = {}
+        self.finder = _Finder()
 
 
 _installation = _Installation()
@@ -69,62 +97,98 @@ def install() -> None:
 
     Modules of torch that were imported before get it, too; what a program's own modules imported from torch's before
     stays torch's, so call this first. Children of ``multiprocessing`` install it before they import anything. Any
-    thread; not while RPC is initialized.
+    thread. RpcUsageError while torch's RPC is initialized.
     """
     with _installation.lock:
         if installed():
             return
+        _refuse_while_initialized("install")
         replaced = _installation.replaced
         try:
             _replace(replaced)
         except BaseException:
-            replaced.undo()
+            _put_back()
             raise
 
 
 def uninstall() -> None:
-    """Put back everything that `install` replaced. Nothing happens if it is not installed."""
+    """Put back everything that `install` replaced. Nothing happens if it is not installed.
+
+    RpcUsageError while RPC is initialized.
+    """
     with _installation.lock:
         if not installed():
             return
-        _installation.replaced.undo()
-        for name, (module, attribute) in _CLASSES.items():
-            _give_back(name, attribute, getattr(module, attribute))
+        _refuse_while_initialized("uninstall")
+        _put_back()
+
+
+def _refuse_while_initialized(what: str) -> None:
+    native: Any = importlib.import_module("torch._C._distributed_rpc")  # ours while this is installed
+    if native._is_current_rpc_agent_set():
+        raise RpcUsageError(f"{what}() while RPC is initialized: shut RPC down first")
+
+
+def _put_back() -> None:
+    finder = _installation.finder
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)
+    for name in _others_of_rpc():
+        del sys.modules[name]
+    _installation.replaced.undo()
+    for name, (module, _) in _CLASSES.items():
+        if sys.modules.get(name) is module:  # imported while this was installed
+            del sys.modules[name]
+            importlib.import_module(name)
+    objects = _installation.objects | _classes_of_torch()
+    _replace_copies(Replacements(), {id(ours): (ours, theirs) for theirs, ours in objects.values()})
+    _installation.objects = {}
+
+
+def _others_of_rpc() -> list[str]:
+    """Modules in torch's package that ours has not, like ``_testing``: each runtime imports its own."""
+    return [name for name in sys.modules if name.startswith("torch.distributed.rpc.") and name not in _MODULES]
 
 
 def _replace(replaced: Replacements) -> None:
-    before = _objects_of_torch()
-    for name, module in _MODULES.items():
-        replaced.module(name, module)
-    for name, module in natives.modules().items():
+    _installation.objects = _objects_of_torch()
+    for name in _others_of_rpc():
+        replaced.no_item(sys.modules, name)
+    for name, module in (_MODULES | natives.modules()).items():
         replaced.module(name, module)
     for name, (module, _) in _CLASSES.items():
-        replaced.module(name, module)
-    _replace_copies(replaced, before)
+        if name in sys.modules:
+            replaced.module(name, module)
+    sys.meta_path.insert(0, _installation.finder)
+    _replace_copies(replaced, _installation.objects)
     replaced.attribute(torch.futures, "wait_all", futures.wait_all)
     replaced.attribute(torch.futures, "collect_all", futures.collect_all)
     replaced.attribute(Future, "then", futures.torch_then)
     autograd.follow(replaced)
     sparse.follow(replaced)
     script.follow(replaced)
-    ddp.Averaging().follow(replaced)
+    ddp.averaging.follow(replaced)
     children.follow(replaced)
 
 
-def _objects_of_torch() -> dict[int, tuple[Any, Any]]:
+def _objects_of_torch() -> _Objects:
     """What modules of torch may have taken from those that are replaced, and ours: by the identity of torch's."""
     real = torch.distributed.rpc
     pairs: list[tuple[Any, Any]] = [
         (sys.modules[name], module) for name, module in _MODULES.items() if name in sys.modules
     ]
     pairs += [(getattr(real, name), getattr(rpc, name)) for name in ("RRef", "PyRRef") if hasattr(real, name)]
-    for name, (module, attribute) in _CLASSES.items():
-        if name in sys.modules:
-            pairs.append((getattr(sys.modules[name], attribute), getattr(module, attribute)))
+    return {id(theirs): (theirs, ours) for theirs, ours in pairs} | _classes_of_torch()
+
+
+def _classes_of_torch() -> _Objects:
+    """Of those modules that are there."""
+    there = [(sys.modules[name], *ours) for name, ours in _CLASSES.items() if name in sys.modules]
+    pairs = [(getattr(theirs, name), getattr(module, name)) for theirs, module, name in there]
     return {id(theirs): (theirs, ours) for theirs, ours in pairs}
 
 
-def _replace_copies(replaced: Replacements, objects: dict[int, tuple[Any, Any]]) -> None:
+def _replace_copies(replaced: Replacements, objects: _Objects) -> None:
     for name, module in list(sys.modules.items()):
         if not name.startswith("torch.") or not isinstance(module, ModuleType):
             continue
@@ -134,12 +198,3 @@ def _replace_copies(replaced: Replacements, objects: dict[int, tuple[Any, Any]])
             found = objects.get(id(value))
             if found is not None and found[0] is value:
                 replaced.attribute(module, attribute, found[1])
-
-
-def _give_back(name: str, attribute: str, ours: Any) -> None:
-    """Packages of torch that were first imported while aiorpc was installed have its class: they get torch's."""
-    package = name.split(".")
-    for length in range(2, len(package)):
-        holder = sys.modules.get(".".join(package[:length]))
-        if holder is not None and vars(holder).get(attribute) is ours:
-            setattr(holder, attribute, getattr(importlib.import_module(name), attribute))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ class TensorPipeAgent(RpcAgent):
         self.store = store  # torch's, that the program gave; None if it gave an address
         self.report: ShutdownReport | None = None
         self.gil_profiling = False
+        self._process = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the worker's process, which may start a worker of its own."""
+        return os.getpid() != self._process
 
     # --- the group ----------------------------------------------------------------------------------------------------
 

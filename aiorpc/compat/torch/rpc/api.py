@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
-
-from ....errors import NotInitialized, PeerClosed, PeerLost, RpcError, RpcUsageError
+from ....errors import NotInitialized, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ....futures import Future, wait_all
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
@@ -50,6 +48,7 @@ _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _TELL = 5.0  # seconds, for telling others that somebody is gone
 _LOOK = 0.1  # seconds between two looks at whether somebody was lost
+_LEAST = 0.001  # seconds, of a time that has passed: 0 is no limit
 
 
 # --- the agent --------------------------------------------------------------------------------------------------------
@@ -57,7 +56,7 @@ _LOOK = 0.1  # seconds between two looks at whether somebody was lost
 
 def _is_current_rpc_agent_set() -> bool:
     """Whether RPC was initialized in this process."""
-    return process.agent is not None
+    return process.agent is not None and not getattr(process.agent, "forked", False)
 
 
 def _get_current_rpc_agent() -> Any:
@@ -115,14 +114,14 @@ def _find(worker: Worker, to: str | int | WorkerInfo) -> Peer:
 
 def _start(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
     worker = registry.get()
-    if not callable(func):
-        raise TypeError("function should be callable.")
-    func, args, kwargs = _callable(func, args, kwargs)
-    return _find(worker, to).call(func, args or (), kwargs, worker.timeout(timeout), depth=3)
+    sent = _callable(func, args, kwargs)
+    return _find(worker, to).call(sent[0], sent[1] or (), sent[2], worker.timeout(timeout), depth=3)
 
 
 def _callable(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """What is sent in place of a script function, or while the program has a pickler of its own."""
+    if not callable(func):
+        raise TypeError("function should be callable.")
     if script.is_script(func):
         return (*script.by_name(func, args, kwargs), None)
     if _default_pickler is _internal_rpc_pickler:
@@ -140,19 +139,7 @@ def rpc_sync(
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised."""
     registry.get().refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
-    future = _start(to, func, args, kwargs, timeout)
-    try:
-        return future.wait()
-    except TypeError as error:
-        if _is_operator(func) and not isinstance(error, RuntimeError):
-            raise RpcUsageError(
-                f"Overloaded torch operator invoked from Python failed to match any schema:\n{error}"
-            ) from error
-        raise
-
-
-def _is_operator(func: Callable[..., Any]) -> bool:
-    return torch.jit._builtins._find_builtin(func) is not None
+    return _start(to, func, args, kwargs, timeout).wait()
 
 
 def rpc_async(
@@ -278,10 +265,10 @@ def _all_gather(
     worker that does not answer in time; PeerLost once one of them is lost.
     """
     names = set(worker_names or _ALL_WORKER_NAMES)
-    agent, leader = _get_current_rpc_agent(), min(names)
-    own = agent.get_worker_info().name
+    leader, worker = min(names), _worker_if_ours()
+    own = _get_current_rpc_agent().get_worker_info().name
     sequence_id = _next_sequence_id(names)
-    calls = agent.worker.default_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+    calls = timeout if worker is None or timeout != UNSET_RPC_TIMEOUT else worker.default_timeout
     if own == leader:
         _gather_to_leader(sequence_id, own, obj, names)
     else:
@@ -289,8 +276,8 @@ def _all_gather(
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
-    _await_signal(states.proceed_signal, timeout if limited else None, names, agent.worker)
-    _fail_if_missing(sequence_id, states, names, agent.worker)
+    _await_signal(states.proceed_signal, timeout if limited else None, names, worker)
+    _fail_if_missing(sequence_id, states, names, worker)
     if own == leader:
         _tell_followers(sequence_id, states.gathered_objects, sorted(names - {leader}), calls)
     with _all_gather_dict_lock:
@@ -305,7 +292,7 @@ def _next_sequence_id(names: set[str]) -> str:
     return f"{joined}{number}"
 
 
-def _await_signal(signal: threading.Event, seconds: float | None, names: set[str], worker: Worker) -> None:
+def _await_signal(signal: threading.Event, seconds: float | None, names: set[str], worker: Worker | None) -> None:
     """Until it is set, the time is up, or one of those workers is gone."""
     limit = None if seconds is None else time.monotonic() + seconds
     while not signal.wait(_LOOK if limit is None else max(0.0, min(_LOOK, limit - time.monotonic()))):
@@ -313,7 +300,9 @@ def _await_signal(signal: threading.Event, seconds: float | None, names: set[str
             return
 
 
-def _gone(names: set[str], worker: Worker) -> list[WorkerInfo]:
+def _gone(names: set[str], worker: Worker | None) -> list[WorkerInfo]:
+    if worker is None:
+        return []
     members = list(worker.group.members.values())
     return [each.info for each in members if each.name in names and worker.group.is_gone(each)]
 
@@ -327,12 +316,12 @@ def _nobody_waits(sequence_id: str, missing: WorkerInfo) -> None:
             states.proceed_signal.set()
 
 
-def _fail_if_missing(sequence_id: str, states: AllGatherStates, names: set[str], worker: Worker) -> None:
+def _fail_if_missing(sequence_id: str, states: AllGatherStates, names: set[str], worker: Worker | None) -> None:
     """PeerLost once one of those workers is gone before all were there; the others come to know."""
     gone = _gone(names, worker)
     if states.missing is None and gone and not states.proceed_signal.is_set():
         _nobody_waits(sequence_id, gone[0])
-        others = names - {each.name for each in gone} - {worker.name}
+        others = names - {each.name for each in gone} - {_get_current_rpc_agent().get_worker_info().name}
         calls = [rpc_async(name, _nobody_waits, (sequence_id, gone[0]), timeout=_TELL) for name in sorted(others)]
         for call in calls:
             with contextlib.suppress(RpcError):  # that one is gone as well
@@ -350,12 +339,13 @@ def _tell_followers(sequence_id: str, gathered: dict[str, Any], names: list[str]
             call.wait()
         except Exception as error:
             errors[name] = error
-    if errors:
-        first = next(iter(errors.values()))
-        raise RuntimeError(
-            f"Followers {list(errors)} timed out in _all_gather after {seconds:.2f} seconds. "
-            f"The first exception is {first}"
-        ) from first
+    late = [error for error in errors.values() if isinstance(error, RpcTimeout)]
+    first = next(iter([*late, *errors.values()]), None)
+    if isinstance(first, (PeerLost, PeerClosed)):
+        raise first
+    if first is not None:
+        how = f"timed out in _all_gather after {seconds:.2f} seconds" if late else "failed in _all_gather"
+        raise RuntimeError(f"Followers {list(errors)} {how}. The first exception is {first}") from first
 
 
 @_require_initialized
@@ -385,7 +375,9 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """All references here end, though the program may still have them: their owners may let go of the values."""
-    worker: Worker = _get_current_rpc_agent().worker
+    worker = _worker_if_ours()
+    if worker is None:
+        return
     for handle in list(worker.references._handles.values()):
         if isinstance(handle, PyRRef) and not handle._deleted:
             handle._deleted = True
@@ -394,12 +386,10 @@ def _delete_all_user_and_unforked_owner_rrefs() -> None:
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:
     """References end. RuntimeError, unless that is to be ignored, if workers still held some."""
-    agent = _get_current_rpc_agent()
-    report = agent.report
-    leaked = report.references if report is not None else agent.worker.references.leaked()
-    if leaked and not ignore_rref_leak and report is not None:
+    report = getattr(_get_current_rpc_agent(), "report", None)
+    if report is not None and report.references and not ignore_rref_leak:
         raise RuntimeError(
-            "Leaking RRefs: these were still referred to when the group left: " + "; ".join(map(str, leaked))
+            "Leaking RRefs: these were still referred to when the group left: " + "; ".join(map(str, report.references))
         )
 
 
@@ -411,20 +401,24 @@ def _cleanup_python_rpc_handler() -> None:
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the group.
 
-    graceful: serve until all workers have come here and their work is over. timeout: seconds to wait for them, 0 for no
+    graceful: serve until all workers have come here and their work is over. timeout: seconds for all of that, 0 for no
     limit; RuntimeError when it has passed, and the worker has left all the same.
     """
-    agent = _get_current_rpc_agent()
-    if getattr(agent, "worker", None) is not None:
-        agent.worker.refuse_on_loop("shutdown()", "await worker.shutdown()")
+    agent, worker = _get_current_rpc_agent(), _worker_if_ours()
+    if worker is not None:
+        worker.refuse_on_loop("shutdown()", "await worker.shutdown()")
     if not graceful:
         _finalize_shutdown()
         return
+    until = time.monotonic() + timeout
     try:
         if getattr(agent, "is_static_group", True):
             _wait_all_workers(timeout)
             _delete_all_user_and_unforked_owner_rrefs()
-        agent.join(shutdown=True, timeout=timeout)
+        agent.join(shutdown=True, timeout=max(_LEAST, until - time.monotonic()) if timeout else timeout)
+        report = getattr(agent, "report", None)
+        if timeout and report is not None and report.timed_out and time.monotonic() >= until:
+            raise RpcTimeout(f"shutdown: not all workers came and ended their work in {timeout:g} s", seconds=timeout)
     finally:
         _finalize_shutdown()
 
@@ -487,3 +481,8 @@ def enable_gil_profiling(flag: bool) -> None:
 def _worker_of_agent() -> Worker:
     worker: Worker = _get_current_rpc_agent().worker
     return worker
+
+
+def _worker_if_ours() -> Worker | None:
+    """The agent's; an agent of a program's own has none."""
+    return getattr(_get_current_rpc_agent(), "worker", None)

@@ -11,6 +11,8 @@ from typing import Any
 
 from ....runtime.worker import Worker
 from ....sync import host
+from ..ddp import averaging
+from ..futures import error_of_call
 from . import constants
 from .agent import TensorPipeAgent, process
 from .options import TensorPipeRpcBackendOptions
@@ -103,7 +105,9 @@ def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_b
         store=store,
     )
     worker.handle_class = PyRRef
+    worker.gradients.sink = averaging
     worker.on_handler_error = _report
+    worker.read_error = error_of_call
     # Others may call as soon as it serves, before we know of it: handlers find everything in its place.
     process.agent = agent = TensorPipeAgent(worker, store)
     try:

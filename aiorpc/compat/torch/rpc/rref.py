@@ -76,12 +76,11 @@ class PyRRef(BaseRRef[T]):
     # --- about the value ----------------------------------------------------------------------------------------------
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
-        """The type of the value; not blocking: one Future of it, the same each time."""
-        if self._asked_type is None:
-            self._asked_type = self._ask_type(timeout)
-        if not blocking:
-            return self._asked_type
-        return self._asked_type.wait()
+        """The type of the value; not blocking: one Future of it, the same each time, until one has failed."""
+        asked = self._asked_type
+        if asked is None or (asked.done() and asked.exception() is not None):
+            asked = self._asked_type = self._ask_type(timeout)
+        return asked.wait() if blocking else asked
 
     def _ask_type(self, timeout: float) -> Future[type]:
         if self.is_owner():

@@ -1,4 +1,4 @@
-"""Installs aiorpc.compat.torch in a Python process once it has imported torch; `children.lead` puts this on its path.
+"""Installs aiorpc.compat.torch in a Python process once it has imported torch; see `children`, which has it run.
 
 Nothing is imported here that the process does not need: most children of a program never see torch.
 """
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.abspath(os.path.join(_HERE, *[os.pardir] * 4))  # where aiorpc is
 
 
 class _Loader(importlib.abc.Loader):
@@ -29,7 +30,13 @@ class _Loader(importlib.abc.Loader):
         self._loader.exec_module(module)
         outer = sys.modules.get("aiorpc")
         if outer is None or module is outer or not getattr(outer.__spec__, "_initializing", False):
-            importlib.import_module("aiorpc.compat.torch").install()
+            _install()
+
+
+def _install() -> None:
+    if importlib.util.find_spec("aiorpc") is None:  # not on this process's path
+        sys.path.append(_ROOT)
+    importlib.import_module("aiorpc.compat.torch").install()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -58,6 +65,10 @@ def _run_next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.path[:] = [part for part in sys.path if os.path.abspath(part) != _HERE]
-sys.meta_path.insert(0, _Finder())
-_run_next()
+if "torch" in sys.modules:  # forked from a server that had it
+    _install()
+else:
+    sys.meta_path.insert(0, _Finder())
+if __name__ == "sitecustomize":  # and not run by a parent's word
+    sys.path[:] = [part for part in sys.path if os.path.abspath(part) != _HERE]
+    _run_next()
