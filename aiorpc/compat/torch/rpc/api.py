@@ -339,13 +339,14 @@ def _tell_followers(sequence_id: str, gathered: dict[str, Any], names: list[str]
             call.wait()
         except Exception as error:
             errors[name] = error
-    late = [error for error in errors.values() if isinstance(error, RpcTimeout)]
-    first = next(iter([*late, *errors.values()]), None)
-    if isinstance(first, (PeerLost, PeerClosed)):
-        raise first
-    if first is not None:
-        how = f"timed out in _all_gather after {seconds:.2f} seconds" if late else "failed in _all_gather"
-        raise RuntimeError(f"Followers {list(errors)} {how}. The first exception is {first}") from first
+    failed = {name: error for name, error in errors.items() if not isinstance(error, (PeerLost, PeerClosed))}
+    for first in failed.values():  # whatever they raised: torch has these words for all of it
+        raise RuntimeError(
+            f"Followers {list(failed)} timed out in _all_gather after {seconds:.2f} seconds. "
+            f"The first exception is {first}"
+        ) from first
+    for lost in errors.values():
+        raise lost
 
 
 @_require_initialized
