@@ -94,25 +94,18 @@ def _new_bytes(size: int) -> bytearray:
 
 def whole_frames(data: bytes) -> tuple[list[Frame], int]:
     """The frames that these bytes begin with, as far as they are whole, and their length. No limits are looked at."""
-    size = HEAD.size
     frames: list[Frame] = []
     start = 0
-    while len(data) - start >= size:
-        call_id, body_length, count, kind, magic = HEAD.unpack_from(data, start)
-        at = start + size + 8 * count
-        if magic != MAGIC or len(data) < at + body_length:
-            break
-        body = data[at : at + body_length]
-        at += body_length
-        lengths = struct.unpack_from(f"<{count}Q", data, start + size) if count else ()
-        if len(data) < at + sum(lengths):
-            break
+    while 0 < (length := least_length(data, start)) <= len(data) - start:
+        call_id, body_length, count, kind, _ = HEAD.unpack_from(data, start)
+        table = start + HEAD.size
+        at = table + 8 * count + body_length
         segments: list[bytearray] = []
-        for length in lengths:
-            segments.append(bytearray(data[at : at + length]))
-            at += length
-        frames.append(Frame(kind, call_id, body, segments))
-        start = at
+        for segment in struct.unpack_from(f"<{count}Q", data, table) if count else ():
+            segments.append(bytearray(data[at : at + segment]))
+            at += segment
+        frames.append(Frame(kind, call_id, data[table + 8 * count : table + 8 * count + body_length], segments))
+        start += length
     return frames, start
 
 
