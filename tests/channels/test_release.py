@@ -241,7 +241,7 @@ OF_TENSOR: dict[str, Callable[[torch.Tensor], Any]] = {
     "storage": lambda view: view.untyped_storage(),
     "set_": lambda view: torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()),
     # torch has the overload, its stubs do not.
-    "set_ to a tensor": lambda view: torch.empty(5, dtype=view.dtype).set_(view.detach()),  # type: ignore[call-overload]
+    "set_ to a tensor": lambda view: torch.empty(5, dtype=view.dtype).set_(view.detach()),  # type: ignore[call-overload]  # torch takes it
     "set_data": lambda view: with_data(view),
     "as_strided": lambda view: view.as_strided((1, 1), (7, 1)),
     "numpy": lambda view: as_bytes(view).numpy(),

@@ -101,7 +101,7 @@ async def doubled(xs: list[int]) -> list[int]:
 
 @batched(max_size=2, max_wait=30.0)
 # A default for each call of the batch, which the signature does not tell.
-def scaled(xs: list[float], factors: list[float] = 10.0, *, offset: list[float] = 0.0) -> list[Any]:  # type: ignore[assignment]
+def scaled(xs: list[float], factors: list[float] = 10.0, *, offset: list[float] = 0.0) -> list[Any]:  # type: ignore[assignment]  # as users write it
     return list(zip(xs, factors, offset, strict=True))
 
 
