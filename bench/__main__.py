@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--list", action="store_true", help="list the measurements")
     options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
-    options.add_argument("--halting", action="store_true", help="let idle cores halt in all measurements")
+    options.add_argument("--halting", action="store_true", help="let idle cores halt also while callers await")
     options.add_argument("--null", action="store_true", help="torch against itself, to see the noise")
     options.add_argument("--gpu", action="store_true", help="tensors on a GPU instead, into results/<its name>")
     return options
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _gpu(options: argparse.Namespace, given: Sequence[str]) -> int:
-    if options.only or options.null or options.check:
-        parser().error("--gpu has one measurement without targets: no --only, --null or --check")
+    if options.only or options.null or options.check or options.halting:
+        parser().error("--gpu has one measurement without targets, which blocks: no --only, --null, --check, --halting")
     out = None if options.out == DEFAULT_OUT else options.out
-    return gpu.main(_plan(options), given, out, halting=options.halting)
+    return gpu.main(_plan(options), given, out)
 
 
 def _plan(options: argparse.Namespace) -> Plan:

@@ -1,11 +1,12 @@
-"""Keeps the processor cores from halting while a side is measured whose idle workers sleep.
+"""Keeps the processor cores from halting while workers are measured that sleep as they wait.
 
 Waking a halted core costs a virtual machine tens of microseconds, more than everything else in a small call, and
 comes and goes with whatever else happens to run. torch's workers never let their cores halt: each polls shared
 memory with a whole core, also while nobody calls (see the measurement ``idle``). So that both sides are measured on
-cores that are awake, a process of the scheduling class SCHED_IDLE spins on each core while aiorpc's workers run; the
-kernel gives it only time that nobody wants. While torch's workers run it is stopped: they give way with sched_yield,
-and it could take some of what they give. The measurement ``noop_halting`` shows both sides without it.
+cores that are awake, a process of the scheduling class SCHED_IDLE spins on each core while callers of aiorpc await;
+the kernel gives it only time that nobody wants. It is stopped while torch's workers run, and while callers of aiorpc
+block: both stay awake by themselves as they wait, and give way with sched_yield, of which such a process takes
+milliseconds. The measurement ``noop_halting`` shows awaited calls without it.
 """
 
 from __future__ import annotations

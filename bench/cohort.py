@@ -64,6 +64,7 @@ class Cohort:
         self.label = f"{side} ({style})"
         self.names = list(names)
         self.side = side
+        self.style = style
         self.start_up = 0.0
         address = free_address()
         self._specs = [

@@ -31,16 +31,12 @@ _LOOPS: dict[str, tuple[str, float, str]] = {
 
 def dropin(stage: Stage) -> list[Row]:
     """Whole programs in turn; each measures its own loops."""
+    stage.pause()
     cases: dict[str, Callable[[], Figures]] = {
-        side: partial(_run_awake, stage, stage.side(side)) for side in ("aiorpc", "torch")
+        side: partial(run, stage.side(side), stage.plan.seconds) for side in ("aiorpc", "torch")
     }
     results = stage.alternate_anew(cases, stage.plan.rounds)
     return [_row(loop, results) for loop in _LOOPS]
-
-
-def _run_awake(stage: Stage, side: SideName) -> Figures:
-    with stage.awake(side):
-        return run(side, stage.plan.seconds)
 
 
 def run(side: SideName, seconds: float) -> Figures:

@@ -204,28 +204,26 @@ def measure(
     arguments: Sequence[str],
     devices: tuple[str, str],
     sizes: Sequence[int] = SIZES,
-    *,
-    halting: bool = False,
 ) -> Found:
     """Measure all sizes. devices: of the caller and the callee; ``("cpu", "cpu")`` tries the program without a GPU."""
     begin = time.monotonic()
-    facts = hardware.facts(arguments, plan.rounds, plan.seconds * SHARE, halting=halting)
-    with Stage(plan, halting=halting) as stage, contextlib.ExitStack() as stack:
+    facts = hardware.facts(arguments, plan.rounds, plan.seconds * SHARE)
+    with Stage(plan) as stage, contextlib.ExitStack() as stack:
         run = Run(stage, devices)
         run.start(stack)
         facts |= run.describe()
-        facts |= {"sides": "aiorpc against torch.distributed.rpc and a plain copy", "method": _method(plan, halting)}
+        facts |= {"sides": "aiorpc against torch.distributed.rpc and a plain copy", "method": _method(plan)}
         chosen = sizes_that_fit(sizes, int(facts["device memory"]))
         facts["left out"] = ", ".join(label(size) for size in sizes if size not in chosen) or "nothing"
         rows = [row for size in chosen for row in run.measure(size)]
     return Found(facts, tuple(rows), tuple(run.failures), time.monotonic() - begin)
 
 
-def _method(plan: Plan, halting: bool) -> str:
+def _method(plan: Plan) -> str:
     return (
         f"{plan.rounds} rounds, warm, ways in turn, {plan.seconds * SHARE:g} s each and {plan.transfers} calls at "
         "least; both devices at rest before each call; p50 of each round; the waiting ways' workers stopped (SIGSTOP); "
-        f"one OMP thread{'' if halting else hardware.AWAKE}"
+        "one OMP thread"
     )
 
 
@@ -322,7 +320,7 @@ def _draw_panel(axes: Any, quantity: str, rows: Sequence[GpuRow]) -> None:
         axes.legend(fontsize=8)
 
 
-def main(plan: Plan, arguments: Sequence[str], out: Path | None = None, *, halting: bool = False) -> int:
+def main(plan: Plan, arguments: Sequence[str], out: Path | None = None) -> int:
     """Measure, print and write (into ``bench/results/<device>`` if not told where); returns the exit code.
 
     1 when a way failed, 2 when there is no device.
@@ -333,7 +331,7 @@ def main(plan: Plan, arguments: Sequence[str], out: Path | None = None, *, halti
         return 2
     devices = devices_of(count)
     try:
-        found = measure(plan, arguments, devices, halting=halting)
+        found = measure(plan, arguments, devices)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 DISTRIBUTIONS = ("aiorpc", "torch", "uvloop", "msgpack", "numpy")
 
 
-AWAKE = "; cores kept awake for aiorpc, as torch's polling workers keep them (see noop_halting)"
+AWAKE = "; cores kept awake while aiorpc awaits, as torch's polling workers keep them (see noop_halting)"
 
 
 def facts(

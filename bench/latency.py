@@ -31,17 +31,16 @@ def noop_blocking(stage: Stage) -> list[Row]:
 
 
 def noop_halting(stage: Stage) -> list[Row]:
-    """The no-ops again on cores that may halt when idle, which a quiet machine's do."""
-    cases = {key: _case(stage, key, functions.noop) for key in ("aiorpc", "torch")}
-    if not stage.null:
-        cases["awaited"] = _case(stage, "aiorpc awaited", functions.async_noop)
+    """Awaited no-ops again on cores that may halt when idle, which a quiet machine's do."""
+    if stage.null:
+        return []
+    cases = {
+        "aiorpc": _case(stage, "aiorpc awaited", functions.async_noop),
+        "torch": _case(stage, "torch", functions.noop),
+    }
     with stage.halting():
         results = stage.alternate(cases)
-    rows = [_row("noop_halting", "p50", results, None, "blocking")]
-    if not stage.null:
-        by_await = {"aiorpc": results["awaited"], "torch": results["torch"]}
-        rows.append(_row("noop_halting", "p50", by_await, None, "awaited, async def handler"))
-    return rows
+    return [_row("noop_halting", "p50", results, None, "awaited, async def handler")]
 
 
 def noop_awaited(stage: Stage) -> list[Row]:

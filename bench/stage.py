@@ -96,17 +96,6 @@ class Stage:
             self._halting = before
             self.pause()
 
-    @contextlib.contextmanager
-    def awake(self, side: SideName) -> Iterator[None]:
-        """For processes that are no cohort: no cohort runs within, and cores do not halt if that is aiorpc's side."""
-        self.pause()
-        if side == "aiorpc" and not self._halting:
-            self._keepers.resume()
-        try:
-            yield
-        finally:
-            self.pause()
-
     def side(self, side: SideName) -> SideName:
         """The side to really use: torch in the place of aiorpc in an A/A run."""
         return "torch" if self.null else side
@@ -129,7 +118,7 @@ class Stage:
         return cohort
 
     def _keep_awake(self, cohort: Cohort) -> None:
-        if cohort.side == "aiorpc" and not self._halting:
+        if cohort.side == "aiorpc" and cohort.style == "awaited" and not self._halting:
             self._keepers.resume()
 
     def activate(self, cohort: Cohort) -> Cohort:

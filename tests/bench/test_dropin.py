@@ -29,6 +29,9 @@ class MadeUpStage:
         """The side itself."""
         return side
 
+    def pause(self) -> None:
+        """No workers run."""
+
     def alternate_anew(self, cases: Mapping[str, object], rounds: int) -> dict[str, list[Figures]]:
         """That many rounds of each case."""
         return {name: [self._figures[name]] * rounds for name in cases}
