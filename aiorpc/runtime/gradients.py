@@ -56,10 +56,14 @@ class _Received(torch.autograd.Function):
         )
 
 
-class AutogradContext:
-    """One context, as this worker sees it."""
+# Function.apply without what it looks at first, for transforms, and bindings of arguments: half of its time.
+_make_received: Any = super(torch.autograd.Function, _Received).apply
 
-    def __init__(self, id: int) -> None:
+
+class AutogradContext:
+    """One context, as this worker sees it. anchor: what makes nodes of `_Received` part of a graph."""
+
+    def __init__(self, id: int, anchor: Tensor) -> None:
         self.id = id
         self.sent: dict[SentName, GradientEdge] = {}
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
@@ -68,7 +72,7 @@ class AutogradContext:
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
         self.passed: set[int] = set()  # numbers of those that have ended
-        self._anchor: Tensor | None = None  # what makes nodes of `_Received` part of a graph
+        self._anchor = anchor
         self._arrivals: list[Arrival] = []  # of gradients on devices
         self._numbers = itertools.count(1)
         self._gradients: dict[Tensor, Tensor] = {}  # a tensor's hash is its identity
@@ -113,12 +117,12 @@ class AutogradContext:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # whatever the thread is in the midst of
             with torch.inference_mode(False), torch.enable_grad():
                 return self.receive(sender, number, places, behind, tensors)
-        if self._anchor is None:
-            self._anchor = torch.empty(0, device="cpu", requires_grad=True)
         tracked = list(tensors)
         for place, said in zip(places, behind, strict=True):
-            tensor: Tensor = _Received.apply(self._anchor, [tensors[place]])  # type: ignore[no-untyped-call]  # torch's
-            edge = get_gradient_edge(tensor)
+            tensor: Tensor = _make_received(self._anchor, [tensors[place]])
+            # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
+            # gradient comes either.
+            edge = GradientEdge(tensor.grad_fn, 0)  # type: ignore[arg-type]  # it has one
             others = None if said is None else frozenset(_named(said))
             self.received[edge.node] = ReceivedTensor(sender, SentName(number, place), edge, others)
             tracked[place] = tensor
@@ -202,6 +206,8 @@ class Gradients:
         self._left: OrderedDict[int, None] = OrderedDict()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        with torch.inference_mode(False):
+            self._anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     def __len__(self) -> int:
         """How many contexts are open."""
@@ -218,7 +224,7 @@ class Gradients:
     def _enter(self, id: int) -> AutogradContext:
         context = self._contexts.get(id)
         if context is None:
-            context = self._contexts.setdefault(id, AutogradContext(id))
+            context = self._contexts.setdefault(id, AutogradContext(id, self._anchor))
         return context
 
     def get(self, id: int) -> AutogradContext:

@@ -431,8 +431,8 @@ async def test_leaving_releases_it_everywhere(workers: list[Worker]) -> None:
         assert [len(worker.gradients) for worker in workers] == [1, 1, 1]
     assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
     del x, y
-    gc.collect()
-    assert held() is None and [context() for context in contexts] == [None, None, None]
+    # A thread that had a part in it may be on its way out still.
+    await until(lambda: gc.collect() >= 0 and held() is None and not any(context() for context in contexts))
 
 
 async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> None:

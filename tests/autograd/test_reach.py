@@ -62,7 +62,7 @@ def test_nodes_with_several_outputs() -> None:
 
 def test_received_tensors_are_targets() -> None:
     """They end the graph, as leaves do; those that come later too."""
-    context = AutogradContext(7)
+    context = AutogradContext(7, torch.empty(0, requires_grad=True))
     reach, x = Reach(context.received), leaf()
     plain, tracked = context.receive(3, 11, [1], [[2, 5, 0]], [torch.ones(2), torch.ones(2)])
     assert not plain.requires_grad and tracked.requires_grad
@@ -78,7 +78,7 @@ def test_received_tensors_are_targets() -> None:
 
 def test_what_is_behind_a_tensor() -> None:
     """All that was sent on the way to it, by whomever; None when one of them does not say, or when it is too much."""
-    context = AutogradContext(7)
+    context = AutogradContext(7, torch.empty(0, requires_grad=True))
     here, there, further = (
         context.receive(sender, 11, [0], [behind], [torch.ones(2)])[0]
         for sender, behind in ((1, []), (2, [1, 4, 0, 3, 6, 1]), (3, None))
