@@ -93,6 +93,7 @@ class CallFuture(Future[Any]):
                         loop(peer.on_frames, [frame])
                     else:
                         peer.on_answer(frame)
+                        _raise_interrupt(current)
         except BaseException:  # a signal handler's
             for frame in connection.answers:
                 if frame.call_id in peer.pending:
@@ -101,11 +102,15 @@ class CallFuture(Future[Any]):
             if current is not None and current._call_id not in peer.pending:  # it was about to settle
                 current._settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
             raise
-        if self._error is not None and isinstance(self._error.__cause__, KeyboardInterrupt):
-            raise self._error.__cause__  # while it was unpickled
 
     def _on_cancel(self) -> None:
         self._peer.cancel(self._call_id)
+
+
+def _raise_interrupt(future: CallFuture | None) -> None:
+    """Ctrl-C came while its answer was unpickled, in a thread that may wait for another one."""
+    if future is not None and future._error is not None and isinstance(future._error.__cause__, KeyboardInterrupt):
+        raise future._error.__cause__
 
 
 class FunctionEntry:

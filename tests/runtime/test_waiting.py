@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
@@ -65,6 +66,15 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def echo(value: Any) -> Any:
     """Handler."""
+    return value
+
+
+released = threading.Event()
+
+
+def echo_once_released(value: Any) -> Any:
+    """Handler."""
+    assert released.wait(LIMIT)
     return value
 
 
@@ -164,9 +174,11 @@ async def test_callbacks_do_not_run_in_the_thread_that_waits(awake: list[Worker]
     seen: list[bool] = []
 
     def body() -> None:
-        future = rpc_async("worker1", echo, (1,))
+        released.clear()
+        future = rpc_async("worker1", echo_once_released, (1,))
         future.add_done_callback(lambda _: seen.append(gone_on.wait(LIMIT)))
         child = future.then(lambda done: (gone_on.wait(LIMIT), done.value() + 1)[1])
+        released.set()
         assert future.wait() == 1
         gone_on.set()
         assert child.wait() == 2
@@ -186,6 +198,22 @@ async def test_what_interrupts_unpickling_interrupts_the_wait(awake: list[Worker
     await scripts.run(awake[0], body)
 
 
+async def test_what_interrupts_unpickling_another_answer_interrupts_the_wait(awake: list[Worker]) -> None:
+    """Whoever presses Ctrl-C knows nothing of the calls: it ends the wait that the thread is in."""
+
+    def body() -> None:
+        first = rpc_async("worker1", make_interrupting, (0.5,))  # by then the thread waits, and reads
+        second = rpc_async("worker1", forever, timeout=LIMIT)
+        with pytest.raises(KeyboardInterrupt):
+            second.wait()
+        with pytest.raises(RpcError, match="KeyboardInterrupt"):
+            first.wait()
+        second.cancel()
+        assert rpc_sync("worker1", echo, (1,)) == 1
+
+    await scripts.run(awake[0], body)
+
+
 class Interrupting:
     """Unpickled, it raises what Ctrl-C does."""
 
@@ -198,8 +226,9 @@ def press_ctrl_c() -> None:
     raise KeyboardInterrupt
 
 
-def make_interrupting() -> Interrupting:
-    """Handler."""
+def make_interrupting(after: float = 0.0) -> Interrupting:
+    """Handler. after: so many seconds."""
+    time.sleep(after)
     return Interrupting()
 
 
