@@ -166,7 +166,6 @@ async def apart() -> AsyncIterator[list[Worker]]:
 
     async with cluster(3, options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT)) as workers:
         yield workers
-        gc.collect()  # the tracebacks of errors that a test caught hold its locals
         await until_no_references(workers)
 
 

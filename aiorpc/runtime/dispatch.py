@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aiorpc")
 
+_NOTHING = pack([[None]])  # the body of an answer without a result
 Run = Callable[[Target, CallContext, list[Any], Sequence[Buffer]], None]
 
 
@@ -422,8 +423,8 @@ class Service:
         if context.cancelled:
             return
         if context.creates is not None:
-            self.worker.references.settle_created(context, result)
-            result = None
+            self._answer_creation(context, result)
+            return
         try:
             values = list(result) if type(result) is messages.Results else [result]
             body, buffers, _ = messages.encode([], values, self._target, self.link.route_back, self._tape(context))
@@ -444,6 +445,13 @@ class Service:
             parcel = self._prepare(context, body, buffers, copy)
             del buffers
             self._post(context, parcel)
+
+    def _answer_creation(self, context: CallContext, value: object) -> None:
+        """The result stays here. Whoever waits for it already is answered by the same write as its creator."""
+        if self._may_answer(context):
+            self._send_answer(encode_frame(REPLY, context.call_id, _NOTHING), more=True)
+        self.worker.references.settle_created(context, value)
+        self.connection.push()
 
     def _tape(self, context: CallContext) -> Tape | None:
         return self.worker.gradients.calls(context.autograd, self._target) if context.autograd else None
@@ -480,12 +488,12 @@ class Service:
             self._system -= 1
         return context
 
-    def _send_answer(self, frame: Sequence[Buffer]) -> None:
+    def _send_answer(self, frame: Sequence[Buffer], *, more: bool = False) -> None:
         link = self.link
         if link.released or link.slots:
             link.flush(more=True)
         # With few other calls under way little would join it: no reason to wait for the loop.
-        self.connection.send(frame, urgent=len(self.calls) < FEW + self._system)
+        self.connection.send(frame, urgent=len(self.calls) < FEW + self._system, more=more)
 
     def answer_error(self, context: CallContext, error: BaseException) -> None:
         """Send the exception, unless the call has ended."""

@@ -136,7 +136,8 @@ class Connection:
     def send(self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False) -> None:
         """Queue one frame, from any thread; never blocks. After close the frame is dropped.
 
-        urgent: nothing else is under way, so write at once. more: the caller sends another one right after this.
+        urgent: nothing else is under way, so write at once. more: the caller sends another one right after this, or
+        says `push`.
         """
         if self._closed:
             return
@@ -144,10 +145,19 @@ class Connection:
             self._queue.append(frame)
             if more:
                 return
-            if not self._blocked and (len(self._queue) >= BATCH_FRAMES or (urgent and not self._scheduled)):
+            if not self._blocked and (len(self._queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
                 self._write()
             elif not self._scheduled:
                 self._schedule()
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def push(self) -> None:
+        """Write what is queued, unless the loop will; from any thread, never blocks."""
+        try:
+            if self._queue and not self._blocked and not self._scheduled:
+                self._write()
         except BaseException:
             self._interrupted()
             raise
@@ -169,10 +179,11 @@ class Connection:
 
     def _write(self) -> None:
         lock = self._lock
+        frames, begun = self._queue.frames, self._queue.begun
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
-        while self._queue and not self._blocked and not self._closed:
+        while (frames or begun) and not self._blocked and not self._closed:
             # Ours already: a signal handler sends something in the midst of our own writing.
-            if _is_owned(lock) or not lock.acquire(False):
+            if lock._is_owned() or not lock.acquire(False):  # type: ignore[attr-defined]  # see `_is_owned`
                 return
             try:
                 self._drain()
@@ -191,8 +202,9 @@ class Connection:
 
     def _drain(self) -> None:
         queue = self._queue
+        frames, begun = queue.frames, queue.begun
         flags = _DONT_WAIT
-        while queue and not self._closed:
+        while (frames or begun) and not self._closed:
             try:
                 sent, whole = queue.write(self._sock, flags)
             except (BlockingIOError, InterruptedError):
@@ -284,7 +296,7 @@ class Connection:
             if self._unread or self._closed or not self.decoder.empty:
                 return ()
             self._epoll.modify(self._fd, 0)  # the loop sleeps on
-            if self._queue:
+            if self._queue.frames:
                 self._write()  # rather than wait until the loop does
             return self._read_answers(enough)
         except BaseException:

@@ -26,35 +26,35 @@ MAX_BUFFERS = 256
 
 
 class SendQueue:
-    """See the module."""
+    """See the module. `frames` and `begun` are there to be looked at: a call for each look costs more than the look."""
 
     def __init__(self) -> None:
-        self._frames: deque[Sequence[Buffer]] = deque()
-        self._begun: deque[Sequence[Buffer]] = deque()
+        self.frames: deque[Sequence[Buffer]] = deque()
+        self.begun: deque[Sequence[Buffer]] = deque()
         self._sent: deque[int] = deque()
 
     def __len__(self) -> int:
         """Frames that are not written as a whole; one of very many buffers counts as several."""
-        return len(self._frames) + len(self._begun)
+        return len(self.frames) + len(self.begun)
 
     def append(self, frame: Sequence[Buffer]) -> None:
         """Any thread."""
         if len(frame) <= MAX_BUFFERS:
-            self._frames.append(frame)
+            self.frames.append(frame)
         else:  # in one call, so that nobody's gets between them
-            self._frames.extend([frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)])
+            self.frames.extend([frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)])
 
     def clear(self) -> None:
         """Forget all of them. No writer may be at work."""
-        self._frames.clear()
-        self._begun.clear()
+        self.frames.clear()
+        self.begun.clear()
 
     def write(self, sock: socket.socket, flags: int) -> tuple[int, bool]:
         """One system call, with something to write: bytes that it took, and whether that was all it was given.
 
         Raises what the socket raises; nothing is written then.
         """
-        begun, sent = self._begun, self._sent
+        begun, sent = self.begun, self._sent
         buffers: Sequence[Buffer]
         if begun:
             rest = _rest(list(chain.from_iterable(begun)), sum(sent))
@@ -75,7 +75,7 @@ class SendQueue:
 
     def _begin(self) -> tuple[Sequence[Buffer], int]:
         """The next frames, as buffers to write, and their size."""
-        frames, begun = self._frames, self._begun
+        frames, begun = self.frames, self.begun
         begun.extend(map(deque.popleft, (frames,)))
         first = begun[0]
         if not frames and len(first) == 1:
@@ -85,10 +85,10 @@ class SendQueue:
         return _joined(self._next_frames())
 
     def _next_frames(self) -> Iterator[Sequence[Buffer]]:
-        yield self._begun[0]
-        while self._frames:
-            self._begun.extend(map(deque.popleft, (self._frames,)))
-            yield self._begun[-1]
+        yield self.begun[0]
+        while self.frames:
+            self.begun.extend(map(deque.popleft, (self.frames,)))
+            yield self.begun[-1]
 
 
 def _joined(frames: Iterable[Sequence[Buffer]]) -> tuple[list[Buffer], int]:

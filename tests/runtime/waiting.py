@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,7 +32,16 @@ def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:
 async def until_no_references(workers: Sequence[Worker]) -> None:
     """Return once every worker's table of references is empty; show the tables if that does not come."""
     empty = Counts(0, 0, 0, 0, 0, 0, 0)
+
+    def are_empty() -> bool:
+        if all(worker.references.counts() == empty for worker in workers):
+            return True
+        # Tracebacks of errors that a test caught hold its locals, in cycles; until just now a thread that woke the test
+        # may have been on its way out with such an error, and nothing here makes the collector run again.
+        gc.collect()
+        return False
+
     try:
-        await until(lambda: all(worker.references.counts() == empty for worker in workers))
+        await until(are_empty)
     except AssertionError:
         raise AssertionError([worker.references.counts() for worker in workers]) from None

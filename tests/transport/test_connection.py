@@ -445,7 +445,7 @@ async def test_interruption_of_a_sender_loses_and_doubles_nothing(
             queued.append(HEAD.unpack_from(frame[0])[0])
             super().append(frame)
 
-    end.connection._queue._frames = Noting()
+    end.connection._queue.frames = Noting()
     decoder = FrameDecoder(max_body=1 << 24)
     found: list[int] = []
     stuck: list[str] = []
