@@ -10,7 +10,8 @@ A message carries a list of values (the arguments of a call, the one result of a
     table       the channel's description of the tensors (None: there are none)
     references  wire forms of the remote references inside; a message that cannot be unpickled still has to take them.
                 One that is a value by itself ends with its position, and needs no pickle
-    gradients   inside of an autograd context: its id, the number of the message, and which tensors require gradients
+    gradients   inside of an autograd context: its id, the number of the message, and which tensors require gradients;
+                those that were taken apart count on from the last one in the table
 
 Trailing fields that would be empty are left out. Tensors always leave the body: also those inside pickled objects,
 where ``(load_tensor, index)`` stands for them; one with Python attributes is pickled for their sake. Tensors of other
@@ -63,14 +64,17 @@ class Outgoing:
     """What is collected while one message is encoded.
 
     target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so
-    that what it defines can go by name. route: for tensors on devices; None: there is none. on_unsent: what to undo if
-    the frame never leaves.
+    that what it defines can go by name. route: for tensors on devices; None: there is none. apart: whether to note the
+    sparse tensors that require gradients; they are taken apart. on_unsent: what to undo if the frame never leaves.
     """
 
-    __slots__ = ("buffers", "on_unsent", "references", "route", "same_main", "target", "tensors")
+    __slots__ = ("apart", "buffers", "on_unsent", "references", "route", "same_main", "target", "tensors")
 
-    def __init__(self, target: Any = None, *, same_main: bool = False, route: Route | None = None) -> None:
+    def __init__(
+        self, target: Any = None, *, same_main: bool = False, route: Route | None = None, apart: bool = False
+    ) -> None:
         self.target = target
+        self.apart: list[Tensor] | None = [] if apart else None
         self.route = route
         self.same_main = same_main
         self.tensors: list[Tensor] = []
@@ -86,10 +90,14 @@ class Outgoing:
 
 
 class Incoming(NamedTuple):
-    """What the pickle of a message being decoded can refer to."""
+    """What the pickle of a message being decoded can refer to.
+
+    past: gives a tensor that was taken apart, by its number among those, the place in its graph that the message says.
+    """
 
     tensors: Sequence[Tensor]
     references: Sequence[Any]
+    past: Callable[[int, Tensor], Tensor] | None = None
 
 
 # Objects with a meaning of their own on the wire (RRef) ask these while they are pickled and unpickled.
@@ -305,7 +313,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if not is_dense(value, self._out.route):
-                return reductions.reduce_tensor(value, self._out.route)
+                apart = self._out.apart
+                if apart is None or not reductions.has_sparse_past(value):
+                    return reductions.reduce_tensor(value, self._out.route)
+                apart.append(value)
+                return reductions.with_state((load_past, (len(apart) - 1, value.detach())), value)
             tensors = self._out.tensors
             tensors.append(value)
             made = load_tensor, (len(tensors) - 1,)
@@ -327,6 +339,14 @@ def load_tensor(index: int) -> Tensor:
     if message is None:
         raise ProtocolError("a tensor reference outside of a message")
     return message.tensors[index]
+
+
+def load_past(index: int, tensor: Tensor) -> Tensor:
+    """Used in pickles: a tensor that was taken apart and requires gradients, number `index` of those in the message."""
+    message = incoming.get()
+    if message is None or message.past is None:  # the context was left meanwhile
+        return tensor.requires_grad_()
+    return message.past(index, tensor)
 
 
 def load_reference(index: int) -> Any:

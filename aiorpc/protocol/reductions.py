@@ -13,7 +13,7 @@ The parts are dense tensors, which leave the pickle and travel as buffers; the p
 Whatever pickles itself (jagged nested tensors, subclasses with ``__reduce_ex__`` or in ``copyreg``), wrapper
 subclasses, meta tensors and Parameters of these kinds are left to torch; the tensors inside come back here. Attributes
 travel. Hooks, graphs and ``grad`` stay behind, as with ``torch.save``; tensors that require gradients arrive as leaves
-that require them.
+that require them, but for sparse ones inside of an autograd context (`codec.load_past`).
 
 Devices: what lies on one travels if the route of the message leads from it (`codec.Route`; None: there is no route).
 The parts say where they arrived, and what is made of them is made there.
@@ -44,7 +44,8 @@ _SMALL = 4096
 _STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 _SPARSE_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
-_KNOWN_LAYOUTS = (torch.strided, torch.sparse_coo, *_SPARSE_BY_ROW, *_SPARSE_BY_COLUMN, torch.jagged)
+_SPARSE = (torch.sparse_coo, *_SPARSE_BY_ROW, *_SPARSE_BY_COLUMN)
+_KNOWN_LAYOUTS = (torch.strided, *_SPARSE, torch.jagged)
 
 
 def reduce_tensor(tensor: Tensor, route: Any = None) -> Any:
@@ -90,10 +91,11 @@ def _reduce_plain(tensor: Tensor) -> Any:
         return NotImplemented
     else:
         reduced = _reduce_sparse(tensor)
-    return _with_state(reduced, tensor)
+    return with_state(reduced, tensor)
 
 
-def _with_state(reduced: tuple[Any, ...], tensor: Tensor) -> tuple[Any, ...]:
+def with_state(reduced: tuple[Any, ...], tensor: Tensor) -> tuple[Any, ...]:
+    """The same, and the attributes of the tensor."""
     state = tensor.__getstate__()
     return reduced if not state else (*reduced, state, None, None, restore_state)
 
@@ -110,6 +112,11 @@ def restore_state(tensor: Tensor, state: Any) -> None:
 
 
 # --- sparse -----------------------------------------------------------------------------------------------------------
+
+
+def has_sparse_past(tensor: Tensor) -> bool:
+    """Whether it is a sparse tensor that requires gradients."""
+    return type(tensor) is Tensor and tensor.requires_grad and tensor.layout in _SPARSE
 
 
 def _reduce_sparse(tensor: Tensor) -> tuple[Any, ...]:
@@ -210,7 +217,7 @@ def _reduce_subclass(tensor: Tensor) -> Any:
         return NotImplemented
     else:
         plain = tensor.detach()
-    return _with_state((load_subclass, (kind, plain, grad)), tensor)
+    return with_state((load_subclass, (kind, plain, grad)), tensor)
 
 
 def load_subclass(kind: type[Tensor], plain: Tensor, grad: bool) -> Tensor:
@@ -224,7 +231,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def _reduce_uninitialized(tensor: Tensor) -> tuple[Any, ...]:
     data = tensor.data  # what may be asked of one before it has a shape
-    return _with_state((type(tensor), (tensor.requires_grad, data.device, data.dtype)), tensor)
+    return with_state((type(tensor), (tensor.requires_grad, data.device, data.dtype)), tensor)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -90,7 +90,7 @@ class AutogradContext:
         number = next(self._numbers)
         behind = []
         for place in places:
-            edge = self.sent[SentName(number, place)] = get_gradient_edge(tensors[place])
+            edge = self.sent[SentName(number, place)] = _edge_of(tensors[place])
             found = self.behind(edge)
             behind.append(None if found is None else [part for id, name in found for part in (id, *name)])
         return number, places, behind
@@ -110,23 +110,18 @@ class AutogradContext:
         for place in places:
             self.sent.pop(SentName(number, place), None)
 
-    def receive(
-        self, sender: int, number: int, places: Sequence[int], behind: Sequence[Any], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The tensors of a message from that worker; those at `places` get a node that stands for their past."""
+    def receive(self, sender: int, name: SentName, behind: Any, tensor: Tensor) -> Tensor:
+        """A tensor of a message from that worker, as what comes out of a node that stands for its past."""
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # whatever the thread is in the midst of
             with torch.inference_mode(False), torch.enable_grad():
-                return self.receive(sender, number, places, behind, tensors)
-        tracked = list(tensors)
-        for place, said in zip(places, behind, strict=True):
-            tensor: Tensor = _make_received(self._anchor, [tensors[place]])
-            # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
-            # gradient comes either.
-            edge = GradientEdge(tensor.grad_fn, 0)  # type: ignore[arg-type]  # it has one
-            others = None if said is None else frozenset(_named(said))
-            self.received[edge.node] = ReceivedTensor(sender, SentName(number, place), edge, others)
-            tracked[place] = tensor
-        return tracked
+                return self.receive(sender, name, behind, tensor)
+        received: Tensor = _make_received(self._anchor, [tensor])
+        # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
+        # gradient comes either.
+        edge = GradientEdge(received.grad_fn, 0)  # type: ignore[arg-type]  # it has one
+        others = None if behind is None else frozenset(_named(behind))
+        self.received[edge.node] = ReceivedTensor(sender, name, edge, others)
+        return received
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -158,6 +153,31 @@ def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
         return gradient
     # torch adds a sparse tensor to a dense one, in this order only.
     return gradient + before if before.is_sparse and not gradient.is_sparse else before + gradient
+
+
+def _edge_of(tensor: Tensor) -> GradientEdge:
+    """What `get_gradient_edge` gives; that takes a view of the tensor, which a sparse one does not have."""
+    if tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    with torch.enable_grad():
+        behind: Any = torch.neg(tensor).grad_fn
+    node = tensor.grad_fn
+    if node is None:
+        return GradientEdge(behind.next_functions[0][0], 0)
+    return GradientEdge(node, tensor.output_nr, behind)  # which keeps the node alive, as in torch's own
+
+
+def _receive_apart(
+    context: AutogradContext, sender: int, apart: dict[int, tuple[SentName, Any]], number: int, tensor: Tensor
+) -> Tensor:
+    try:
+        return context.receive(sender, *apart[number], tensor)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _impossible(error) from None
+
+
+def _impossible(error: Exception) -> ProtocolError:
+    return ProtocolError(f"a message that says of gradients what cannot be: {error}")
 
 
 def _named(said: Any) -> list[tuple[int, SentName]]:
@@ -258,20 +278,33 @@ class Gradients:
         self._enter(id).known.add(peer)
         return id
 
-    def receive(self, peer: Peer, said: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors of a message from that peer that says so of them. Raises ProtocolError."""
+    def receive(
+        self, peer: Peer, said: Any, tensors: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Callable[[int, Tensor], Tensor] | None]:
+        """The tensors of a message from that peer, with the past that it says they have.
+
+        And what does the same for a tensor that was taken apart, given its number among those; None: there are none.
+        Both raise ProtocolError.
+        """
         assert peer.record is not None, "a message came from it"
         try:
             id, number, places, behind = said
-            if type(number) is not int or any(not 0 <= place < len(tensors) for place in places):
+            if type(number) is not int or any(place < 0 for place in places):
                 raise ValueError(f"{number!r:.40}, {places!r:.40}")
             context = self._contexts.get(id)
             if context is None:  # left meanwhile: they are tensors like others
-                return tensors
+                return tensors, None
             context.known.add(peer)
-            return context.receive(peer.record.id, number, places, behind, tensors)
+            sender, tracked = peer.record.id, list(tensors)
+            apart: dict[int, tuple[SentName, Any]] = {}
+            for place, past in zip(places, behind, strict=True):
+                if place < len(tracked):
+                    tracked[place] = context.receive(sender, SentName(number, place), past, tracked[place])
+                else:
+                    apart[place - len(tracked)] = SentName(number, place), past
+            return tracked, partial(_receive_apart, context, sender, apart) if apart else None
         except (TypeError, ValueError) as error:
-            raise ProtocolError(f"a message that says of gradients what cannot be: {error}") from None
+            raise _impossible(error) from None
 
     def leave(self, id: int) -> set[Peer]:
         """That context has ended: what is kept for it is dropped. Who else may know of it."""

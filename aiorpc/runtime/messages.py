@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,10 +45,14 @@ class Recorder(Protocol):
         """What the message says of them; None: nothing. on_unsent: gets what undoes it."""
 
 
-class GradientLoader(Protocol):
-    """Gives the tensors of a message the place in their graph that the message says of them."""
+Past = Callable[[int, torch.Tensor], torch.Tensor]
 
-    def __call__(self, said: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
+
+class GradientLoader(Protocol):
+    """Gives the tensors of a message the place in their graph that the message says of them; and what gives it to those
+    that are taken apart in the pickle, by their number among these."""
+
+    def __call__(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]: ...
 
 
 class Target(Protocol):
@@ -80,7 +84,7 @@ def encode(
         quick = _encode_quickly(prefix, values, target, tape)
         if quick is not None:
             return quick
-    out = Outgoing(target, same_main=target.same_main, route=route)
+    out = Outgoing(target, same_main=target.same_main, route=route, apart=tape is not None)
     try:
         fields = encode_values(values, out)
         table = None
@@ -88,13 +92,14 @@ def encode(
         if out.tensors:
             table, buffers = layout.describe(out.tensors, route)
         buffers = _checked([*buffers, *out.buffers], target.max_segment)
-        said = tape.record(out.tensors, out.on_unsent) if tape is not None and out.tensors else None
-        if table or out.references:
+        said = tape.record([*out.tensors, *(out.apart or ())], out.on_unsent) if tape is not None else None
+        if table or out.references or said:
             fields += [None] * (5 - len(fields))
             fields[4] = len(out.buffers)
             fields += [table, out.references, said]
             for place in said[2] if said else ():
-                table[place][5] &= ~layout.OF_A_LEAF  # type: ignore[index]  # what was recorded is in the table
+                if place < len(out.tensors):
+                    table[place][5] &= ~layout.OF_A_LEAF  # type: ignore[index]  # there are tensors, so there is one
             while not fields[-1]:
                 fields.pop()
         return _pack(prefix, fields, target.max_body), buffers, out
@@ -251,6 +256,7 @@ def decode(
             raise ProtocolError(f"a message of {len(segments)} segments that says {str(fields[4])[:80]} are buffers")
         buffers = segments[len(segments) - fields[4] :]
     tensors: Sequence[torch.Tensor] = layout.rebuild(fields[5], segments, landing) if count > 5 and fields[5] else ()
+    past: Past | None = None
     if count > 7 and fields[7] and track is not None:
-        tensors = track(fields[7], tensors)
-    return decode_values(fields, Incoming(tensors, references), buffers)
+        tensors, past = track(fields[7], tensors)
+    return decode_values(fields, Incoming(tensors, references, past), buffers)

@@ -506,8 +506,8 @@ class Peer:
         assert self.record is not None, "an answer came over a connection, so the peer is known"
         return self.worker.references.load(wires, self.record.id)
 
-    def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The tensors of a message from this peer, with the place in their graph that it says of them."""
+    def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], messages.Past | None]:
+        """The tensors of a message from this peer, with the past that it says they have. See `Gradients.receive`."""
         return self.worker.gradients.receive(self, said, tensors)
 
     # --- connection, on the loop --------------------------------------------------------------------------------------

@@ -489,6 +489,52 @@ async def test_a_sparse_gradient_goes_to_another_worker(workers: list[Worker]) -
         torch.testing.assert_close(gradient.to_dense(), wanted, rtol=0, atol=1e-12)
 
 
+def multiply(matrices: list[Tensor], other: Tensor) -> Tensor:
+    """Handler: the first of some matrices, sparse ones, times another one."""
+    product: Tensor = torch.sparse.mm(matrices[0], other)
+    return product
+
+
+def in_sparse(dense: Tensor, layout: torch.layout) -> Tensor:
+    """Handler: the same matrix, twice as large."""
+    return (dense * 2).to_sparse(layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("is_leaf", [True, False])
+async def test_sparse_tensors_that_are_sent(workers: list[Worker], layout: torch.layout, is_leaf: bool) -> None:
+    """Arguments and results, also inside of containers: gradients go to where they came from."""
+    dense = torch.diag(vector()).detach()
+    matrix = dense.to_sparse(layout=layout).requires_grad_() if is_leaf else dense.requires_grad_()
+    other = torch.randn(SIZE, SIZE, dtype=double, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    async with autograd.context() as ctx:
+        sent = matrix if is_leaf else await workers[0].call("worker2", in_sparse, matrix, layout)
+        y = await workers[0].call("worker1", multiply, [sent], other)
+        await ctx.backward([(y * y).sum()])
+        found = ctx.gradients()
+    local = torch.sparse.mm(matrix if is_leaf else in_sparse(matrix, layout), other)
+    wanted = expected((local * local).sum(), [matrix, other])
+    assert set(found) == {matrix, other}
+    assert found[matrix].layout == wanted[0].layout
+    for leaf, gradient in zip((matrix, other), wanted, strict=True):
+        torch.testing.assert_close(found[leaf].to_dense(), gradient.to_dense(), rtol=0, atol=1e-12)
+
+
+async def test_attributes_of_a_sparse_tensor_travel_with_its_past(workers: list[Worker]) -> None:
+    """As those of others do. Outside of a context, and once it was left, it arrives as a leaf."""
+    matrix = torch.eye(SIZE, dtype=double).to_sparse().requires_grad_()
+    matrix.label = "mine"  # type: ignore[attr-defined]  # tensors take attributes
+    assert await workers[0].call("worker1", label_and_leaf, matrix) == ("mine", True)
+    async with autograd.context():
+        assert await workers[0].call("worker1", label_and_leaf, matrix) == ("mine", False)
+
+
+def label_and_leaf(matrix: Tensor) -> tuple[str, bool]:
+    """Handler."""
+    return matrix.label, matrix.is_leaf  # type: ignore[attr-defined]  # it came with one
+
+
 def _checkpointed(x: Tensor) -> Tensor:
     w = parts.weight(0)
     y: Tensor = checkpoint(lambda x: step(step(x, w), w).exp(), x, use_reentrant=False)

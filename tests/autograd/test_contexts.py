@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
+from aiorpc.errors import ProtocolError
 from aiorpc.runtime.current import current_worker
 from aiorpc.runtime.gradients import current_autograd
 from aiorpc.testing import cluster
@@ -630,3 +631,26 @@ async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(monkeypa
         async with asyncio.timeout(10):
             await context.__aexit__(None, None, None)
         assert [len(worker.gradients) for worker in workers] == [0, 1]
+
+
+async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> None:
+    """A peer that says it is at fault, and nothing else breaks of it."""
+    peer = workers[0].peers.find("worker1")
+    await workers[0].call("worker1", parts.weight, 0)
+    async with autograd.context() as ctx:
+        for said in (
+            [ctx],
+            [ctx, "1", [0], [[]]],
+            [ctx, 1, [-1], [[]]],
+            [ctx, 1, [0], []],
+            [ctx, 1, [0], [[1]]],
+            [ctx, 1, ["0"], [[]]],
+        ):
+            with pytest.raises(ProtocolError, match="gradients"):
+                workers[0].gradients.receive(peer, said, [vector().detach()])
+        tensors, past = workers[0].gradients.receive(peer, [ctx, 1, [1, 2], [[], ["x"]]], [vector().detach()])
+        assert not tensors[0].requires_grad and past is not None
+        assert past(0, vector().detach()).grad_fn is not None
+        for number in (1, 2):
+            with pytest.raises(ProtocolError, match="gradients"):
+                past(number, vector().detach())

@@ -64,12 +64,12 @@ def test_received_tensors_are_targets() -> None:
     """They end the graph, as leaves do; those that come later too."""
     context = AutogradContext(7, torch.empty(0, requires_grad=True))
     reach, x = Reach(context.received), leaf()
-    plain, tracked = context.receive(3, 11, [1], [[2, 5, 0]], [torch.ones(2), torch.ones(2)])
-    assert not plain.requires_grad and tracked.requires_grad
+    tracked = context.receive(3, SentName(11, 1), [2, 5, 0], torch.ones(2))
+    assert tracked.requires_grad
     (found,) = reached(reach, tracked * 2)
     assert isinstance(found, ReceivedTensor) and (found.sender, found.name) == (3, SentName(11, 1))
     assert found.behind == frozenset({(2, SentName(5, 0))})
-    (later,) = context.receive(4, 12, [0], [None], [torch.ones(2)])
+    later = context.receive(4, SentName(12, 0), None, torch.ones(2))
     targets = reached(reach, later * tracked + x)
     assert len(targets) == 3 and any(target is x for target in targets)
     mask = reach.of(get_gradient_edge(later * tracked + x).node)
@@ -80,7 +80,7 @@ def test_what_is_behind_a_tensor() -> None:
     """All that was sent on the way to it, by whomever; None when one of them does not say, or when it is too much."""
     context = AutogradContext(7, torch.empty(0, requires_grad=True))
     here, there, further = (
-        context.receive(sender, 11, [0], [behind], [torch.ones(2)])[0]
+        context.receive(sender, SentName(11, 0), behind, torch.ones(2))
         for sender, behind in ((1, []), (2, [1, 4, 0, 3, 6, 1]), (3, None))
     )
     edge = get_gradient_edge
@@ -89,9 +89,9 @@ def test_what_is_behind_a_tensor() -> None:
     names = {(1, SentName(11, 0)), (2, SentName(11, 0)), (1, SentName(4, 0)), (3, SentName(6, 1))}
     assert context.behind(edge(here * there)) == names
     assert context.behind(edge(here * further)) is None
-    (many,) = context.receive(4, 11, [0], [[1, 2, 3] * 4000], [torch.ones(2)])
+    many = context.receive(4, SentName(11, 0), [1, 2, 3] * 4000, torch.ones(2))
     assert context.behind(edge(many * 2)) == {(4, SentName(11, 0)), (1, SentName(2, 3))}
-    crowd = [context.receive(5, n, [0], [[]], [torch.ones(2)])[0] for n in range(3000)]
+    crowd = [context.receive(5, SentName(n, 0), [], torch.ones(2)) for n in range(3000)]
     assert context.behind(edge(torch.stack(crowd).sum(0))) is None
 
 

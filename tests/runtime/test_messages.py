@@ -171,7 +171,7 @@ def test_what_is_recorded_is_no_leaf_there(values: list[Any]) -> None:
 
     def track(said: Any, tensors: Any) -> Any:
         arrived.append(said)
-        return tensors
+        return tensors, None
 
     body, _, out = messages.encode([], values, To(), None, Recorder())
     assert not messages.decode(unpack(body), [], lambda wires: [], track)[0].requires_grad

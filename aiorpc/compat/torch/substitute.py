@@ -21,7 +21,7 @@ import torch.nn.parallel.distributed
 
 from ...errors import RpcUsageError
 from ...futures import Future
-from . import autograd, children, ddp, futures, natives, nn, optim, rpc, script, sparse
+from . import autograd, children, ddp, futures, natives, nn, optim, rpc, script
 from .replace import Replacements
 from .rpc import (
     api,
@@ -165,7 +165,6 @@ def _replace(replaced: Replacements) -> None:
     replaced.attribute(torch.futures, "collect_all", futures.collect_all)
     replaced.attribute(Future, "then", futures.torch_then)
     autograd.follow(replaced)
-    sparse.follow(replaced)
     script.follow(replaced)
     ddp.averaging.follow(replaced)
     children.follow(replaced)
