@@ -155,9 +155,12 @@ def test_several_results_travel_side_by_side() -> None:
     assert names == b"names" and tensor.eq(1).all()
 
 
-@pytest.mark.parametrize("values", [[torch.ones(2, requires_grad=True)], [torch.ones(2, requires_grad=True), 1 << 70]])
-def test_what_is_recorded_is_no_leaf_there(values: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "others", [[], [1 << 70], [torch.ones(3)], [torch.ones(3, requires_grad=True).to_sparse(), torch.ones(1)]], ids=str
+)
+def test_what_is_recorded_is_no_leaf_there(others: list[Any]) -> None:
     """Inside of an autograd context, by the quick way and by the general one; outside it arrives as a leaf."""
+    values = [torch.ones(2, requires_grad=True), *others]
 
     class Recorder:
         def record(self, tensors: Any, on_unsent: list[Any]) -> list[Any]:
