@@ -111,19 +111,19 @@ def encode(
 def _encode_quickly(
     prefix: list[Any], values: list[Any], target: Target, tape: Recorder | None
 ) -> tuple[bytes, Sequence[Buffer], Outgoing | None] | None:
-    """A message of plain values, simple containers of them, references, plain tensors that share nothing; None: more.
+    """A message of plain values, simple containers of them, references, at most one plain tensor; None: there is more.
 
     What the general way gives, in a fraction of its instructions: most calls that have to be quick are of this kind.
     """
-    tensors_at: list[int] = []
+    tensor_at = -1
     opaque_at: list[int] = []
     references_at: list[int] = []
     for position, value in enumerate(values):
         kind = type(value)
         if kind in PLAIN:
             continue
-        if kind is torch.Tensor:
-            tensors_at.append(position)
+        if kind is torch.Tensor and tensor_at < 0:
+            tensor_at = position
         elif is_reference(kind):
             references_at.append(position)
         elif is_simple((value,)):
@@ -132,33 +132,30 @@ def _encode_quickly(
             return None
     fields: list[Any] = [values]
     buffers: Sequence[Buffer] = ()
-    recorded: Sequence[torch.Tensor] = ()
-    if tensors_at or opaque_at or references_at:
+    recorded = False
+    if tensor_at >= 0 or opaque_at or references_at:
         plain = list(values)
         fields = [plain, (), opaque_at, None, 0]
         if opaque_at:
             fields[3] = pickle.dumps(tuple(values[position] for position in opaque_at), 5)
             for position in opaque_at:
                 plain[position] = None
-        if tensors_at:
-            tensors = [values[position] for position in tensors_at]
-            described = layout.describe_plain(tensors)
+        if tensor_at >= 0:
+            described = layout.describe_plain(values[tensor_at])
             if described is None:
                 return None
-            table, buffers = described
-            if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
+            entry, buffers = described
+            if buffers and len(buffers[0]) > target.max_segment:
                 return None  # refused with all the words that this takes
-            for position in tensors_at:
-                plain[position] = None
-            fields[1] = tensors_at
-            fields.append(table)
-            if tape is not None and any(entry[5] for entry in table):
-                recorded = tensors
+            plain[tensor_at] = None
+            fields[1] = (tensor_at,)
+            fields.append((entry,))
+            recorded = tape is not None and entry[5] != 0
     out: Outgoing | None = None
     try:
         if references_at or recorded:
             out = Outgoing(target)
-            _accompany(fields, values, references_at, out, tape, recorded)
+            _accompany(fields, values, references_at, out, tape if recorded else None)
         return _pack(prefix, fields, target.max_body), buffers, out
     except BaseException as error:
         if out is not None:
@@ -169,24 +166,19 @@ def _encode_quickly(
 
 
 def _accompany(
-    fields: list[Any],
-    values: list[Any],
-    references_at: Sequence[int],
-    out: Outgoing,
-    tape: Recorder | None,
-    recorded: Sequence[torch.Tensor],
+    fields: list[Any], values: list[Any], references_at: Sequence[int], out: Outgoing, tape: Recorder | None
 ) -> None:
-    """Add the fields behind the table. recorded: by the tape; those of the table, if any of them requires gradients."""
+    """Add the fields behind the table. tape: the tensor requires gradients, and is recorded."""
     for position in references_at:
         refer(values[position], position, out)
         fields[0][position] = None
     if len(fields) == 5:
         fields.append(None)
     fields.append(out.references)
-    if tape is not None and recorded:
-        fields.append(tape.record(recorded, out.on_unsent))
-        for entry in fields[5]:
-            entry[5] = 0  # it is no leaf there
+    if tape is not None:
+        (tensor_at,), (entry,) = fields[1], fields[5]
+        fields.append(tape.record([values[tensor_at]], out.on_unsent))
+        entry[5] = 0  # it is no leaf there
 
 
 def _pack(prefix: list[Any], fields: list[Any], limit: int) -> bytes:
