@@ -406,7 +406,8 @@ async def test_with_nothing_left_out_all_is_right(place: Where, workload: Worklo
     assert await place(workload, "") == []
 
 
-ATTEMPTS = 5
+# Some are seen in two attempts of five, of which none may be the lucky one in so many runs of this suite.
+ATTEMPTS = 20
 
 
 @pytest.mark.slow
