@@ -89,15 +89,16 @@ class Outgoing:
         self.on_unsent.clear()
 
 
-class Incoming(NamedTuple):
-    """What the pickle of a message being decoded can refer to.
+# Gives a tensor that was taken apart, by its number among those, the place in its graph that the message says.
+Past = Callable[[int, Tensor], Tensor]
 
-    past: gives a tensor that was taken apart, by its number among those, the place in its graph that the message says.
-    """
+
+class Incoming(NamedTuple):
+    """What the pickle of a message being decoded can refer to. past: None if no tensor that was taken apart has one."""
 
     tensors: Sequence[Tensor]
     references: Sequence[Any]
-    past: Callable[[int, Tensor], Tensor] | None = None
+    past: Past | None = None
 
 
 # Objects with a meaning of their own on the wire (RRef) ask these while they are pickled and unpickled.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..channels.landing import Arrival
 from ..errors import ProtocolError, RpcError, RpcUsageError
 from ..futures import current_autograd as current_autograd
+from ..protocol.codec import Past
 from .reach import Reach, ReceivedTensor, SentName
 
 if TYPE_CHECKING:
@@ -278,9 +279,7 @@ class Gradients:
         self._enter(id).known.add(peer)
         return id
 
-    def receive(
-        self, peer: Peer, said: Any, tensors: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Callable[[int, Tensor], Tensor] | None]:
+    def receive(self, peer: Peer, said: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
         """The tensors of a message from that peer, with the past that it says they have.
 
         And what does the same for a tensor that was taken apart, given its number among those; None: there are none.

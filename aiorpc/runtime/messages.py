@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from ..protocol.codec import (
     PLAIN,
     Incoming,
     Outgoing,
+    Past,
     decode_values,
     encode_values,
     is_reference,
@@ -43,9 +44,6 @@ class Recorder(Protocol):
 
     def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Any]) -> list[Any] | None:
         """What the message says of them; None: nothing. on_unsent: gets what undoes it."""
-
-
-Past = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class GradientLoader(Protocol):

@@ -35,7 +35,7 @@ from ..channels import AnyBuffer
 from ..channels.landing import Landing
 from ..errors import Overloaded, PeerClosed, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
 from ..futures import describe_site
-from ..protocol.codec import unpack
+from ..protocol.codec import Past, unpack
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ..protocol.identity import WorkerRecord
 from ..transport.connection import Connection
@@ -506,7 +506,7 @@ class Peer:
         assert self.record is not None, "an answer came over a connection, so the peer is known"
         return self.worker.references.load(wires, self.record.id)
 
-    def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], messages.Past | None]:
+    def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
         """The tensors of a message from this peer, with the past that it says they have. See `Gradients.receive`."""
         return self.worker.gradients.receive(self, said, tensors)
 
