@@ -249,31 +249,43 @@ def open_tcp(place: Place, patience: Patience) -> tuple[Store, bool]:
 
 
 def _host_tcp(place: Place, patience: Patience) -> Store:
-    # A store that torch already serves in this process on that port (for a process group) is shared.
     host = next(iter(_addresses(place)), place.host)
     limit = timedelta(seconds=max(1.0, patience.attempt()))
-    listener = _loopback_listener(place)
-    descriptor = None if listener is None else listener.detach()
+    with _listener(place) or contextlib.nullcontext() as listener:
+        if not is_local(place):
+            _check_leads_here(place, patience)
+        descriptor = listener.detach() if listener else None
+    # A store that torch already serves in this process on that port (for a process group) is shared.
     make = partial(TCPStore, host, place.port, None, True, limit, False, True, master_listen_fd=descriptor)
     return bounded(make, patience.attempt())
 
 
-def _loopback_listener(place: Place) -> socket.socket | None:
-    # torch listens on all interfaces, which a group that lives on one host has no need of.
+def _listener(place: Place) -> socket.socket | None:
+    """A socket for torch to serve the store on; None where its own will do, or where the port is taken."""
     addresses = _addresses(place)
-    if len(addresses) != 1 or not (place.host == "localhost" or place.host == addresses[0]):
-        return None
-    if not ipaddress.ip_address(addresses[0]).is_loopback:
-        return None
-    listener = socket.socket(socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET)
+    with contextlib.suppress(OSError):
+        if not is_local(place):
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            return socket.create_server(("", place.port), family=family, backlog=512, dualstack_ipv6=dual)
+        # torch listens on all interfaces, which a group that lives on one host has no need of.
+        named = place.host == "localhost" or place.host == addresses[0]
+        if len(addresses) == 1 and named and ipaddress.ip_address(addresses[0]).is_loopback:
+            family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+            return socket.create_server((addresses[0], place.port), family=family, backlog=512)
+    return None
+
+
+def _check_leads_here(place: Place, patience: Patience) -> None:
+    """RuntimeError if nobody answers at the place, where this host listens under an address not its own.
+
+    Behind a translated address (a container's, a service's) that may still be right. torch connects to its own store
+    with no way to end that, so a wrong address would leave a thread and an open port behind.
+    """
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((addresses[0], place.port))
-        listener.listen(512)
-    except OSError:
-        listener.close()
-        return None
-    return listener
+        socket.create_connection((place.host, place.port), min(patience.attempt(), 5.0)).close()
+    except OSError as error:
+        raise RuntimeError(f"{place.host} is no address of this host and does not lead to it ({error})") from error
 
 
 def reach_tcp(place: Place, patience: Patience) -> Store:

@@ -370,9 +370,21 @@ def test_a_server_that_never_speaks_is_not_waited_for() -> None:
 
 
 def test_rank_0_that_cannot_host_says_why() -> None:
-    """An address of no interface of this host."""
-    with pytest.raises(RendezvousError, match=r"(host|reach) the store at tcp://192\.0\.2\.1:4000"):
+    """An address of no interface of this host: it is told so, and no port stays open behind its back."""
+    wrong = r"cannot host the store at tcp://192\.0\.2\.1:4000 .* is no address of this host and does not lead to it"
+    with pytest.raises(RendezvousError, match=wrong):
         Rendezvous.open("tcp://192.0.2.1:4000", rank=0, world_size=2, timeout=1.0)
+    assert "aiorpc-store" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_rank_0_hosts_at_an_address_that_leads_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose port is mapped: the address is no interface's, and still the right one."""
+    monkeypatch.setattr("aiorpc.runtime.stores.is_local", lambda place: False)
+    group = Group(f"tcp://127.0.0.1:{free_port()}", None)
+    found = group.join_all(2)
+    assert not any(isinstance(records, Exception) for records in found), found
+    assert {opened.rank: opened.hosts_store for opened in group.opened} == {0: True, 1: False}
+    group.close()
 
 
 def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_once(tmp_path: Path) -> None:
