@@ -18,9 +18,10 @@ Invariants
 1. One FIFO: frames leave in the order in which they were appended, whoever writes (a cancel never overtakes its call).
 2. Whoever fails to get the write lock may go: its holder looks at the queue again after it let go of the lock.
 3. `_scheduled` is cleared before the queue is drained, so a frame appended later schedules a new drain.
-4. `on_closed` runs once, on the loop, after the last frame was handed out.
-5. All registrations with the loop happen on the loop's thread. Whoever reads holds `_reading`.
-6. What a waiter has read and not used is in `_unread`, which the loop takes before it reads: no byte is lost, none
+4. Once the queue is empty `on_drained` runs: after a drain on the loop at once, after any other one soon.
+5. `on_closed` runs once, on the loop, after the last frame was handed out.
+6. All registrations with the loop happen on the loop's thread. Whoever reads holds `_reading`.
+7. What a waiter has read and not used is in `_unread`, which the loop takes before it reads: no byte is lost, none
    overtakes another, even if a signal handler raises in the waiter (between any two instructions of the main thread).
 """
 
@@ -67,7 +68,7 @@ class Connection:
 
     on_frames: called on the loop with the frames that arrived; an error it raises closes the connection.
     on_closed: called once on the loop with the cause, None when `close` was called here.
-    on_drained: called on the loop when it has written all that was queued.
+    on_drained: called on the loop when all that was queued has been written, by whomever.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Connection:
             if more:
                 return
             if not self._blocked and (len(self._queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
-                self._write()
+                self._write_here()
             elif not self._scheduled:
                 self._schedule()
         except BaseException:
@@ -157,7 +158,7 @@ class Connection:
         """Write what is queued, unless the loop will; from any thread, never blocks."""
         try:
             if self._queue and not self._blocked and not self._scheduled:
-                self._write()
+                self._write_here()
         except BaseException:
             self._interrupted()
             raise
@@ -174,8 +175,16 @@ class Connection:
     def _flush(self) -> None:
         self._scheduled = False
         self._write()
-        if self.on_drained is not None and not self._queue:
+        self._drained()
+
+    def _drained(self) -> None:
+        if self.on_drained is not None and not self._queue and not self._closed:
             self.on_drained()
+
+    def _write_here(self) -> None:
+        self._write()
+        if self.on_drained is not None:  # the loop may have left its frames to this thread
+            self._call_on_loop(self._drained)
 
     def _write(self) -> None:
         lock = self._lock
@@ -297,7 +306,7 @@ class Connection:
                 return ()
             self._epoll.modify(self._fd, 0)  # the loop sleeps on
             if self._queue.frames:
-                self._write()  # rather than wait until the loop does
+                self._write_here()  # rather than wait until the loop does
             return self._read_answers(enough)
         except BaseException:
             if self._unread:  # the loop will have them

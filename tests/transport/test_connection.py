@@ -211,33 +211,60 @@ async def test_close_does_not_wait_for_a_peer_that_does_not_read(half: tuple[End
     assert await end.closed() is None
 
 
+class Slow:
+    """A socket that is in the midst of a `send` until `go`; `inside` says when."""
+
+    def __init__(self, end: End) -> None:
+        self.inside, self.go = threading.Event(), threading.Event()
+        self._sock: Any = end.connection._sock
+        end.connection._sock = self  # type: ignore[assignment]  # a stand-in
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def send(self, data: bytes, flags: int) -> int:
+        """As of a socket."""
+        self.inside.set()
+        assert self.go.wait(LONG)
+        return int(self._sock.send(data, flags))
+
+
 async def test_close_waits_for_a_thread_that_is_writing(half: tuple[End, socket.socket]) -> None:
     """What another thread has taken off the queue and not yet written is not lost by close."""
     end, far = half
-    inside, go = threading.Event(), threading.Event()
-
-    class Slow:
-        def __init__(self, sock: Any) -> None:
-            self.sock = sock
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.sock, name)
-
-        def send(self, data: bytes, flags: int) -> int:
-            inside.set()
-            assert go.wait(LONG)
-            return int(self.sock.send(data, flags))
-
-    real = end.connection._sock
-    end.connection._sock = Slow(real)  # type: ignore[assignment]  # a stand-in
+    slow = Slow(end)
     body = b"x" * 1_000_000
     thread = threading.Thread(target=end.send, args=(1, body), kwargs={"urgent": True})
     thread.start()
-    assert await asyncio.to_thread(inside.wait, LONG)
-    threading.Timer(0.05, go.set).start()
+    assert await asyncio.to_thread(slow.inside.wait, LONG)
+    threading.Timer(0.05, slow.go.set).start()
     end.connection.close()
     assert len(await read_all(far)) == 18 + len(body)
     await asyncio.to_thread(thread.join, LONG)
+
+
+@pytest.mark.parametrize("later", [False, True])
+async def test_that_all_is_written_is_told_whoever_wrote_it(half: tuple[End, socket.socket], later: bool) -> None:
+    """Also when the loop found another thread at work and left its frames to that, or when no loop wrote anything."""
+    end, far = half
+    drained = asyncio.Event()
+    slow = Slow(end)
+    thread = threading.Thread(target=end.send, args=(1, b"first"), kwargs={"urgent": True})
+    if later:
+        end.connection.on_drained = drained.set
+    thread.start()
+    assert await asyncio.to_thread(slow.inside.wait, LONG)
+    end.connection.on_drained = drained.set
+    if later:
+        end.send(2, b"second")
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert not drained.is_set()
+    slow.go.set()
+    async with asyncio.timeout(LONG):
+        await drained.wait()
+    await asyncio.to_thread(thread.join, LONG)
+    assert far.recv(1000) == encoded(1, b"first", Kind.CALL) + (encoded(2, b"second", Kind.CALL) if later else b"")
 
 
 async def test_abort_drops_what_is_queued(half: tuple[End, socket.socket]) -> None:
