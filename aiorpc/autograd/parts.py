@@ -153,10 +153,17 @@ class Part:
 
     def _accumulate(self, leaves: Sequence[tuple[Tensor, Tensor]]) -> None:
         sink, gradients = self._worker.gradients.sink, [gradient for _, gradient in leaves]
+        hooks = self._context.reach.hooks
         if sink is not None and leaves:
             self._sink = sink
             leaves = sink.take(self._context, leaves)
+        hooked = [leaf for leaf, _ in leaves if hooks[leaf]]
+        if hooked:
+            leaves = [(leaf, hooks[leaf].before(gradient)) for leaf, gradient in leaves]
         self._context.accumulate(leaves, arrival_of(self._worker, gradients))
+        if hooked:
+            for leaf, gradient in leaves:
+                hooks[leaf].after(gradient)
 
     def _kept(self) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""

@@ -6,7 +6,7 @@ These are the targets of a backward pass. Each has a bit, and each node the bits
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,55 @@ class Foreign:
 
 
 FOREIGN = Foreign()
+
+
+class LeafHooks:
+    """What a program registered on a leaf's ``AccumulateGrad`` node, now or later.
+
+    Passes do not run that node, which would write to ``.grad``; they run its hooks, as it would.
+    """
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, node: Node) -> None:
+        self._before = _registered(node.register_prehook)
+        self._after = _registered(node.register_hook)
+
+    def __bool__(self) -> bool:
+        return bool(self._before or self._after)
+
+    def before(self, gradient: Tensor) -> Tensor:
+        """Run those that come before the gradient is added: what is to be added, in memory of its own."""
+        given = gradient
+        for hook in list(self._before.values()):
+            changed = hook((given,))
+            if changed is not None:
+                (given,) = changed if isinstance(changed, tuple) else (changed,)
+        if given.shape != gradient.shape:
+            raise RuntimeError(
+                f"a hook of an AccumulateGrad node changed the shape of a gradient from {tuple(gradient.shape)} to "
+                f"{tuple(given.shape)}"
+            )
+        return given.clone() if self._before else given
+
+    def after(self, gradient: Tensor) -> None:
+        """Run those that come when it was added."""
+        for hook in list(self._after.values()):
+            hook((), (gradient,))
+
+
+def _registered(register: Callable[[Callable[..., None]], Any]) -> Mapping[int, Callable[..., Any]]:
+    """torch's own dictionary of a node's hooks, which only the handle of a hook tells of."""
+    handle = register(_nothing)
+    hooks: Mapping[int, Callable[..., Any]] = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that an engine running meanwhile may see."""
+
+
 # A leaf, or what stands for the past of a tensor that was received.
 Target = Tensor | ReceivedTensor | Foreign
 _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
@@ -51,6 +100,7 @@ class Reach:
     def __init__(self, received: Mapping[Node, ReceivedTensor], kind: type | tuple[()] = ()) -> None:
         """received: the nodes that stand for the past of received tensors; it may grow. kind: of such nodes."""
         self.targets: list[Target] = []  # by bit
+        self.hooks: dict[Tensor, LeafHooks] = {}  # of the leaves among them
         self._received = received
         self._kind = kind
         self._masks: dict[Node, int] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
@@ -87,6 +137,7 @@ class Reach:
     def _target(self, node: Node) -> Target | None:
         if isinstance(node, _Leaf):
             leaf: Tensor = node.variable
+            self.hooks[leaf] = LeafHooks(node)
             return leaf
         received = self._received.get(node)
         return FOREIGN if received is None and isinstance(node, self._kind) else received

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import aiorpc
@@ -685,6 +686,88 @@ def handler_like(x: Tensor, w: Tensor) -> Tensor:
     y = step(x, w)
     y.register_hook(lambda g: g * 2)
     return y
+
+
+class NodeHooks:
+    """Hooks on the ``AccumulateGrad`` node of a leaf, which only lives as long as somebody holds it."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.node = get_gradient_edge(leaf).node
+        self.before: list[Tensor] = []
+        self.after: list[Tensor] = []
+        self.handles = [self.node.register_prehook(self._halve), self.node.register_hook(self._look)]
+
+    def _halve(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.before += gradients
+        return tuple(gradient / 2 for gradient in gradients)
+
+    def _look(self, none: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+        assert none == ()
+        self.after += gradients
+
+
+async def test_hooks_on_nodes_of_leaves(workers: list[Worker]) -> None:
+    """They run as in one process, once each, with what they change; not when they were removed; `.grad` stays None."""
+    leaves = x, w, _ = vector(), weight_of(workers[1], 0), weight_of(workers[1], 2)
+    of_x, of_w = expected(step(x, w).sum(), [x, w])
+    hooked = [NodeHooks(leaf) for leaf in leaves]
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, x)
+        await ctx.backward([y.sum()], retain_graph=True)
+        check(gradients_of(workers[0], ctx), [(x, of_x / 2)])
+        check(gradients_of(workers[1], ctx), [(w, of_w / 2)])
+        hooked[0].handles[0].remove()
+        await ctx.backward([y.sum()])
+        check(gradients_of(workers[0], ctx), [(x, of_x * 1.5)])
+        check(gradients_of(workers[1], ctx), [(w, of_w)])
+    for seen, wanted in (
+        (hooked[0].before, [of_x]),
+        (hooked[0].after, [of_x / 2, of_x]),
+        (hooked[1].before, [of_w, of_w]),
+        (hooked[1].after, [of_w / 2, of_w / 2]),
+        (hooked[2].before + hooked[2].after, []),
+    ):
+        torch.testing.assert_close(seen, wanted)
+    assert all(leaf.grad is None for leaf in leaves)
+
+
+async def test_hooks_on_nodes_registered_after_the_first_pass(workers: list[Worker]) -> None:
+    """The node was looked at before; its hooks are those of now."""
+    x = vector()
+    node, seen = get_gradient_edge(x).node, []
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, x)
+        await ctx.backward([y.sum()], retain_graph=True)
+        node.register_hook(lambda _, gradients: seen.append(gradients))
+        await ctx.backward([y.sum()])
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("register", ["register_prehook", "register_hook"])
+async def test_exceptions_of_hooks_on_nodes_of_leaves(workers: list[Worker], register: str) -> None:
+    """They end the pass, and the caller learns where."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("in a hook")
+
+    node = get_gradient_edge(weight_of(workers[1], 0)).node
+    getattr(node, register)(fail)
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, vector())
+        with pytest.raises(ZeroDivisionError, match="in a hook") as caught:
+            await ctx.backward([y.sum()])
+    assert "in the backward pass on worker 'worker1'" in "".join(caught.value.__notes__)
+
+
+async def test_a_hook_on_the_node_of_a_leaf_may_not_change_the_shape(workers: list[Worker]) -> None:
+    """What it returns is added to a gradient of the leaf's shape."""
+    x = vector()
+    node = get_gradient_edge(x).node
+    node.register_prehook(lambda gradients: gradients[0].sum())
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, x)
+        with pytest.raises(RuntimeError, match=r"AccumulateGrad node changed the shape of a gradient from \(\d+,\) to"):
+            await ctx.backward([y.sum()])
 
 
 async def test_nodes_run_outside_of_the_loop(workers: list[Worker]) -> None:
