@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
@@ -59,26 +59,61 @@ def peer(to: To, *, timeout: float | None = None) -> PeerHandle:
     return registry.get().peer(to, timeout=timeout)
 
 
-def remote(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
+@overload
+def remote(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]: ...
+
+
+@overload
+def remote(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = -1.0,
+) -> RRef[Any]: ...
+
+
+def remote(*given: Any, **named: Any) -> RRef[Any]:
     """An RRef of the result of a call on worker `to`; returns at once, the result stays there. Any thread.
 
-    Two forms: ``remote(to, func, *args, **kwargs)`` and torch's ``remote(to, func, args=(), kwargs={}, timeout=s)``,
-    which is also taken when the third argument is a lone tuple or list. To send a lone tuple use ``peer(to).remote``.
+    Two forms: ``remote(to, func, *args, **kwargs)``, and torch's ``remote(to, func, args=(), kwargs=None, timeout=s)``,
+    with timeout in seconds. The latter is meant when there is nothing but keywords of these three names, and when a
+    lone tuple or list is given, or one and a dict, as in ``remote(to, func, (1, 2), {"k": 3})``; to send those to the
+    function use ``peer(to).remote``.
+
+    The function's error is raised by whoever asks for the value. Raised here, with nothing sent: SerializationError,
+    UnknownWorker (also for who has not joined yet), Overloaded, NotInitialized, WorkerClosed, and RendezvousError if
+    only the store can tell where the worker is and does not answer.
     """
     worker = registry.get()
-    timeout = worker.default_timeout
-    if len(args) == 1 and type(args[0]) in (tuple, list) and kwargs.keys() <= {"kwargs", "timeout"}:
-        kwargs = {"args": args[0], **kwargs}
-        args = ()
-    if (
-        not args
-        and kwargs
-        and kwargs.keys() <= {"args", "kwargs", "timeout"}
-        and type(kwargs.get("args", ())) in (tuple, list)
-    ):
-        timeout = worker.timeout(kwargs.get("timeout", -1.0))
-        args, kwargs = tuple(kwargs.get("args", ())), dict(kwargs.get("kwargs") or {})
-    return worker.references.create(worker.peers.find(to), function, args, kwargs, timeout, depth=2)
+    if len(given) < 2 or _is_torch_form(given[2:], named):
+        to, function, args, kwargs, timeout = _remote_as_in_torch(*given, **named)
+        timeout = worker.timeout(timeout)
+    else:
+        (to, function, *args), kwargs, timeout = given, named, worker.default_timeout
+    return worker.references.create(worker.peers.find(to), function, tuple(args), kwargs, timeout, depth=2)
+
+
+def _is_torch_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what follows the function is torch's ``args``, ``kwargs`` and ``timeout``."""
+    kinds: dict[str, tuple[type, ...]] = {"args": (tuple, list), "kwargs": (dict,), "timeout": (int, float)}
+    if not (args or kwargs) or len(args) > len(kinds) or not kwargs.keys() <= set(list(kinds)[len(args) :]):
+        return False
+    given = {
+        **dict(zip(kinds, args, strict=False)),
+        **{key: value for key, value in kwargs.items() if value is not None},
+    }
+    return all(type(value) in kinds[key] for key, value in given.items())
+
+
+def _remote_as_in_torch(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = -1.0,
+) -> tuple[To, Callable[..., Any], Sequence[Any], dict[str, Any], float]:
+    return to, func, args or (), dict(kwargs or {}), timeout
 
 
 def stream(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream:

@@ -65,8 +65,10 @@ async def connect(worker: Worker, peer: Peer) -> None:
             cause = f"it cannot be reached: {error}"
             worker.group.on_lost(peer.record, cause, error)
             peer.fail(failure(peer.record, cause, error))  # where the loss was no news
-        else:
+        elif worker.closed:
             peer.fail(WorkerClosed(f"worker {worker.name!r} cannot reach {peer.name!r}: {error}"))
+        else:  # only the store knows where it is
+            peer.fail(RendezvousError(f"worker {worker.name!r} cannot find {peer.name!r}: {error}"))
         return
     if peer.gone is not None:
         connection.abort()

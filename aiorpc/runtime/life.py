@@ -41,6 +41,7 @@ from .memory import Memory
 from .pool import ThreadPool
 from .references import References
 from .rendezvous import Rendezvous
+from .stores import StoreGone
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -52,6 +53,8 @@ _POOL_GRACE = 1.0
 _TASKS_GRACE = 1.0
 _CONNECTION_GRACE = 1.0
 _DEVICES_GRACE = 1.0
+_SERVING_PAUSE = 0.25
+_STORE_GRACE = 5.0  # longer than `Rendezvous.close` waits for others
 
 
 class State(Enum):
@@ -102,7 +105,10 @@ class Life:
     async def _join(self) -> None:
         worker = self._worker
         layout.warm_up()
-        directory = sockets.private_directory()
+        try:
+            directory = sockets.private_directory()
+        except OSError as error:
+            raise RendezvousError(f"worker {worker.name!r} has no directory for its sockets: {error}") from error
         sockets.remove_stale(directory)
         rendezvous = worker.rendezvous = await worker.in_thread(self._open_rendezvous)
         unix_path, host, port = self._acceptor.listen(directory, rendezvous.local_address())
@@ -164,9 +170,11 @@ class Life:
     async def _serve_rendezvous(self, rendezvous: Rendezvous) -> None:
         """In a group that is joined freely: hand newcomers from other hosts what they need."""
         while True:
-            await asyncio.sleep(0.25)
-            with contextlib.suppress(RendezvousError):
+            await asyncio.sleep(_SERVING_PAUSE)
+            try:
                 await self._worker.in_thread(rendezvous.serve_secret_requests)
+            except StoreGone:  # for good, and torch logs every look at it
+                return
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -251,8 +259,7 @@ class Life:
                 logger.warning("worker %s shut down while %d handler threads were still running", worker.name, left)
         await self._end_connections()
         await worker.accelerators.close(_DEVICES_GRACE)
-        if worker.rendezvous is not None:
-            await worker.in_thread(self._close_rendezvous)
+        await self._end_rendezvous(_STORE_GRACE if running else 0.1)
 
     async def _end_connections(self) -> None:
         """Wait until what is queued has been written; a peer that does not read must not keep us."""
@@ -262,6 +269,26 @@ class Life:
             await asyncio.sleep(0.005)
         for connection in list(worker.connections):
             connection.abort()
+
+    async def _end_rendezvous(self, patience: float) -> None:
+        """Leave it, as far as the store answers. patience: seconds for what is under way there."""
+        worker = self._worker
+        try:
+            async with asyncio.timeout(_STORE_GRACE):
+                if worker.steps:
+                    await asyncio.wait(worker.steps, timeout=patience)
+                if worker.rendezvous is not None:
+                    await worker.in_thread(self._close_rendezvous)
+        except TimeoutError:
+            logger.warning(
+                "worker %s left without a word to the store of %s, which has not answered for %g s",
+                worker.name,
+                worker.init_method,
+                _STORE_GRACE,
+            )
+            with contextlib.suppress(OSError):
+                if worker.rendezvous is not None:
+                    worker.rendezvous.remove_secret()
 
     def _close_rendezvous(self) -> None:
         worker = self._worker

@@ -34,6 +34,7 @@ from .stores import (
     Patience,
     Place,
     StoreGone,
+    bounded,
     check_ranks,
     listens,
     local_address,
@@ -52,6 +53,7 @@ _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
 _READING_TIME = 2.0
+_LOOKING_TIME = 5.0
 
 
 def _environment_secret() -> bytes | None:
@@ -161,8 +163,14 @@ class Rendezvous:
         return [member.record for member in self._world.members()]
 
     def find(self, name: str) -> WorkerRecord | None:
-        """The member of that name, or None."""
-        return next((record for record in self.members() if record.name == name), None)
+        """The member of that name, or None. On a loop, too: RendezvousError if the store does not answer for 5 s."""
+        try:
+            members = bounded(self.members, _LOOKING_TIME)
+        except TimeoutError:
+            raise RendezvousError(
+                f"cannot find worker {name!r}: the store at {self._place} has not answered for {_LOOKING_TIME:g} s"
+            ) from None
+        return next((record for record in members if record.name == name), None)
 
     def leave(self, record: WorkerRecord) -> None:
         """Take a record out of the group (one's own, or a lost peer's). Nothing happens if the store has gone."""
@@ -226,11 +234,11 @@ class Rendezvous:
         """What a member of a dynamic group does now and then: hand the secret to those who cannot read the file.
 
         Does not wait. Only one member acts: the one that offers the secret, or after it left the oldest that has it.
+        StoreGone if the process that hosts the store has.
         """
         world, held = self._world, self._held
         if held is not None and isinstance(world, FreeWorld):
-            with contextlib.suppress(StoreGone):
-                self._serve_secret(world, held)
+            self._serve_secret(world, held)
 
     def _serve_secret(self, world: FreeWorld, held: _HeldSecret) -> None:
         alive = world.alive(world.members())

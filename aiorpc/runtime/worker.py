@@ -11,7 +11,7 @@ import contextvars
 import itertools
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from .connecting import Acceptor, connect, open_pipe
 from .current import current_worker
 from .deadlines import Deadlines
 from .dispatch import Service
-from .events import Event, Events
+from .events import Events, Listener
 from .gradients import Gradients
 from .group import Group, ShutdownReport, failure
 from .handle import PeerHandle
@@ -101,6 +101,7 @@ class Worker:
         self.group: Group
         self.tasks: Tasks
         self.secret = b""
+        self.steps: set[asyncio.Task[Any]] = set()  # of `in_thread`
         self.thread = 0  # of its loop
         self._acceptor = Acceptor(self)
         self._life = Life(self, self._acceptor, rank=rank, world_size=world_size, store=store)
@@ -169,12 +170,23 @@ class Worker:
         return self
 
     async def in_thread(self, function: Callable[[], T]) -> T:
-        """Run a blocking step of the rendezvous in a thread of its own; it has its own timeout. On the loop."""
+        """Run a blocking step of the rendezvous in a thread of its own; it has its own timeout. On the loop.
+
+        Cancelled, it goes on to its end, for which whoever closes the worker waits.
+        """
+        step = self.loop.create_task(run_in_thread(function, f"aiorpc-{self.name}-rendezvous"))
+        self.steps.add(step)
+        step.add_done_callback(self._stepped)
         try:
-            return await run_in_thread(function, f"aiorpc-{self.name}-rendezvous")
+            return await asyncio.shield(step)
         except asyncio.CancelledError:
             self._life.stop_waiting.set()
             raise
+
+    def _stepped(self, step: asyncio.Task[Any]) -> None:
+        self.steps.discard(step)
+        if not step.cancelled():
+            step.exception()  # if whoever waited was cancelled, it is nobody's news
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
@@ -299,8 +311,11 @@ class Worker:
         """A link has ended; what it has moved still counts."""
         self.counters.add_link(link)
 
-    def events(self) -> AsyncGenerator[Event, None]:
-        """Workers that join, leave or are lost from now on; ends when this worker shuts down. On any loop."""
+    def events(self) -> Listener:
+        """Workers that join, leave or are lost from now on, for ``async for``; ends when this worker shuts down.
+
+        To be called from any thread, and iterated on any loop. `aclose`, or dropping it, ends it early.
+        """
         return self.news.listen()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -368,7 +383,8 @@ class Worker:
 
         graceful: serve until every live member has entered its own shutdown and no call is under way; bounded from the
         moment that all have entered, a member was lost, or the timeout passed. timeout: seconds, 0 for no limit.
-        Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left.
+        Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left,
+        but for a thread inside torch if the store of the rendezvous has not answered for 5 s (a warning says so).
         """
         report = self._life.report()
         if report is not None:

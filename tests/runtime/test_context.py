@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 from typing import Any
@@ -202,10 +203,34 @@ async def test_events_of_workers_that_join_and_leave() -> None:
 
 
 async def test_a_listener_may_stop(pair: list[Worker]) -> None:
-    """Closing the iteration takes the listener off the list."""
+    """Closing it takes the listener off the list, and so does dropping it; a wait that is cancelled does not."""
+    listeners = []
     events = pair[0].events()
-    task = asyncio.ensure_future(anext(events))
-    await until(lambda: pair[0].news.listeners)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await until(lambda: not pair[0].news.listeners)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(events), 0.01)
+    listeners.append(pair[0].news.listeners)
+    await events.aclose()
+    listeners.append(pair[0].news.listeners)
+    assert [event async for event in events] == []
+    dropped = pair[0].events()
+    listeners.append(pair[0].news.listeners)
+    del dropped
+    gc.collect()
+    listeners.append(pair[0].news.listeners)
+    assert listeners == [1, 0, 1, 0]
+
+
+async def test_events_before_the_first_look_are_kept() -> None:
+    """Events come from the moment of the call on, in order, the end behind them, on whichever loop they are read."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        events = worker.events()
+        async with aiorpc.init("late", store=store) as late:
+            info = late.info
+            await until(lambda: len(worker.worker_infos()) == 2)
+        await until(lambda: len(worker.worker_infos()) == 1)
+
+    async def read() -> list[Any]:
+        return [event async for event in events]
+
+    assert await asyncio.to_thread(asyncio.run, read()) == [WorkerJoined(info), WorkerLeft(info)]

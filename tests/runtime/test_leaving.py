@@ -14,9 +14,20 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
-from aiorpc import PeerClosed, RpcBackendOptions, RpcError, ShutdownReport, Worker, WorkerClosed, WorkerLeft
+from aiorpc import (
+    PeerClosed,
+    RendezvousError,
+    RpcBackendOptions,
+    RpcError,
+    ShutdownReport,
+    Worker,
+    WorkerClosed,
+    WorkerLeft,
+)
 from aiorpc.runtime import group, life
+from aiorpc.runtime.stores import StoreGone
 from aiorpc.testing import cluster
+from aiorpc.transport import sockets
 from tests.runtime.waiting import until
 
 LARGE = torch.zeros(1 << 22)  # 16 MiB: more than a socket takes
@@ -247,3 +258,100 @@ async def test_events_of_a_worker_that_has_left_are_over() -> None:
     await a.shutdown()
     async with asyncio.timeout(LONG):
         assert [event async for event in a.events()] == []
+
+
+# --- the rendezvous ---------------------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """A step of the rendezvous that does not return until `open`; `entered` says that it is in."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        self.entered.set()
+        assert self.open.wait(10)
+
+
+def rendezvous_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.endswith("-rendezvous")]
+
+
+@pytest.mark.parametrize("graceful", [False, True])
+async def test_a_store_that_does_not_answer_is_left_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graceful: bool
+) -> None:
+    """Its process is stopped, say: leaving is bounded all the same, says so, and takes the group's secret along."""
+    monkeypatch.setattr(life, "_STORE_GRACE", 0.1)
+    stuck = Stuck()
+    async with cluster(1, dynamic=True) as (worker,):
+        assert worker.rendezvous is not None and worker.rendezvous._held is not None
+        secret = worker.rendezvous._held.path
+        assert secret is not None and secret.exists()
+        monkeypatch.setattr(worker.rendezvous, "leave", stuck)
+        await asyncio.wait_for(worker.shutdown(graceful), LONG)
+        assert stuck.entered.is_set() and worker.closed
+        assert "worker worker0 left without a word to the store of" in caplog.text
+        assert not secret.exists()
+        stuck.open.set()
+    await until(lambda: not rendezvous_threads())
+
+
+async def test_leaving_waits_for_what_is_under_way_at_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is left inside of torch when the interpreter ends takes the process down."""
+    stuck = Stuck()
+    async with cluster(1, dynamic=True) as (worker,):
+        monkeypatch.setattr(worker.rendezvous, "serve_secret_requests", stuck)
+        assert await asyncio.to_thread(stuck.entered.wait, 10)
+        leaving = asyncio.ensure_future(worker.shutdown())
+        await until(lambda: worker.closed)
+        await asyncio.wait((leaving,), timeout=0.1)
+        assert not leaving.done()
+        stuck.open.set()
+        await leaving
+        assert not rendezvous_threads()
+
+
+async def test_nobody_looks_at_a_store_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch logs every look at it, and it does not come back."""
+    looks = []
+
+    def gone() -> None:
+        looks.append(1)
+        raise StoreGone("it has gone")
+
+    monkeypatch.setattr(life, "_SERVING_PAUSE", 0.001)
+    async with cluster(1, dynamic=True) as (worker,):
+        monkeypatch.setattr(worker.rendezvous, "serve_secret_requests", gone)
+        await until(lambda: bool(looks))
+        await asyncio.sleep(0.05)
+    assert len(looks) == 1
+
+
+async def test_without_the_store_unknown_workers_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names who is missing and why; the worker itself is well."""
+
+    def gone() -> None:
+        raise StoreGone("the store no longer answers")
+
+    async with cluster(1, dynamic=True) as (worker,):
+        monkeypatch.setattr(worker.rendezvous, "members", gone)
+        with pytest.raises(RendezvousError, match="'worker0' cannot find 'nobody': the store no longer answers"):
+            await worker.call("nobody", abs, -3)
+        with pytest.raises(RendezvousError, match="the store no longer answers"):
+            worker.remote("nobody", dict)
+        assert await worker.call("worker0", abs, -3) == 3
+
+
+async def test_no_directory_for_sockets_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user made it first, say; the worker that could not join is closed."""
+
+    def refuse() -> None:
+        raise PermissionError("/tmp/x is not a directory that only this user can enter")
+
+    monkeypatch.setattr(sockets, "private_directory", refuse)
+    worker = aiorpc.init("a", rank=0, world_size=1, store=HashStore())
+    with pytest.raises(RendezvousError, match="worker 'a' has no directory for its sockets: /tmp/x is not"):
+        await worker
+    assert worker.closed

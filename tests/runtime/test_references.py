@@ -152,6 +152,49 @@ async def test_both_forms_of_remote(workers: list[Worker]) -> None:
     current_worker.reset(token)
 
 
+def _given(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "wanted"),
+    [
+        (((1,), {"k": 2}), {}, ((1,), {"k": 2})),
+        (((1,), {"k": 2}, 5), {}, ((1,), {"k": 2})),
+        (((1,),), {"kwargs": {"k": 2}, "timeout": 5.0}, ((1,), {"k": 2})),
+        ((), {"args": None, "kwargs": None}, ((), {})),
+        ((), {"timeout": 5}, ((), {})),
+        ((), {}, ((), {})),
+        ((None,), {}, ((None,), {})),
+        (((1,), 2), {}, (((1,), 2), {})),
+        (((1,), {}, "x"), {}, (((1,), {}, "x"), {})),
+        (((1,), {}, 5, 6), {}, (((1,), {}, 5, 6), {})),
+        (((1,), {}), {"args": 3}, (((1,), {}), {"args": 3})),
+        ((1,), {"timeout": 5}, ((1,), {"timeout": 5})),
+        ((), {"args": 1}, ((), {"args": 1})),
+        ((), {"args": (1,), "more": 2}, ((), {"args": (1,), "more": 2})),
+    ],
+)
+async def test_which_form_of_remote_is_meant(
+    workers: list[Worker], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Any
+) -> None:
+    """torch's form where everything that follows the function is of the kinds that torch takes there."""
+    token = current_worker.set(workers[0])
+    assert await aiorpc.remote("worker1", _given, *args, **kwargs) == wanted
+    current_worker.reset(token)
+
+
+async def test_remote_by_keywords(workers: list[Worker]) -> None:
+    """torch's names of the first two; a function's own keywords may have these names; one too few is a TypeError."""
+    token = current_worker.set(workers[0])
+    assert await aiorpc.remote(to="worker1", func=_given, args=(1,)) == ((1,), {})
+    assert await aiorpc.remote("worker1", func=_given) == ((), {})
+    assert await aiorpc.remote("worker1", _given, to=1, func=2) == ((), {"to": 1, "func": 2})
+    with pytest.raises(TypeError, match="'func'"):
+        aiorpc.remote("worker1")  # type: ignore[call-overload]  # what is missing is the point
+    current_worker.reset(token)
+
+
 async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: list[Worker]) -> None:
     """to_here gives a copy on users and the object itself on the owner; local_value is for the owner alone."""
     rref = workers[0].remote("worker1", Thing, 1)

@@ -407,6 +407,28 @@ def test_a_store_that_goes_away_is_an_error_for_those_who_wait(prepared: Zygote,
     group.close()
 
 
+def test_looking_for_a_worker_is_bounded(prepared: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that hosts the store is stopped; whoever looks may be on a loop."""
+    monkeypatch.setattr("aiorpc.runtime.rendezvous._LOOKING_TIME", 0.1)
+    port = free_port()
+    url = f"tcp://127.0.0.1:{port}"
+    lines = f"r = Rendezvous.open({url!r}, rank=None, world_size=None, timeout=20)\nprint('up', flush=True)"
+    group = Group(url, None)
+    with prepared.run(CHILD + lines + STAY, [], tmp_path) as host:
+        host.wait_for_line("up")
+        group.join(None, None, "a")
+        opened = group.opened[0]
+        found = opened.find("a")
+        assert found is not None and opened.find("b") is None
+        os.kill(host.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(RendezvousError, match=r"cannot find worker 'a': the store at .* has not answered"):
+                opened.find("a")
+        finally:
+            os.kill(host.pid, signal.SIGCONT)
+    group.close()
+
+
 # ---- what environment and URL say
 
 
