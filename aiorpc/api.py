@@ -32,13 +32,18 @@ def init(
     name: unique in the group; letters, digits, ``-``, ``_`` and ``:``. rank, world_size: with ``env://`` as torchrun
     sets them in RANK and WORLD_SIZE if not given; elsewhere a group without a world size is open at any time.
     init_method: ``env://`` (default), ``tcp://host:port`` or ``file:///path``. store: a torch Store to meet at instead.
-    Joining raises RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed.
+    Joining raises RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
+    DeviceMapError, a kind of it, for devices or device maps that cannot be; RpcUsageError for a rank, a size or an
+    init_method that makes no sense. Raised here: RpcUsageError for a name or options that cannot be.
     """
     return Worker(name, rank=rank, world_size=world_size, init_method=init_method, options=options, store=store)
 
 
 def current() -> Worker:
-    """The worker that verbs act on here: the one whose handler runs, else the process's. NotInitialized without one."""
+    """The worker that verbs act on here: the one whose handler runs, else the process's only one.
+
+    With several, that of the ``async with`` block this runs in. NotInitialized without one, or if nothing says which.
+    """
     return registry.get()
 
 
@@ -47,7 +52,8 @@ def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
     to: name, rank or WorkerInfo. Awaiting the Future gives the result or raises what the function raised, RpcTimeout
     after the worker's ``rpc_timeout``, PeerLost when the other worker dies. Raised here, with nothing sent:
-    SerializationError, UnknownWorker, Overloaded. Cancelling the Future stops the callee as far as it can be stopped;
+    SerializationError, UnknownWorker, Overloaded; NotInitialized without a worker, WorkerClosed if it has left,
+    RpcUsageError for what names no worker. Cancelling the Future stops the callee as far as it can be stopped;
     it may have run in part.
     """
     worker = registry.get()
@@ -55,7 +61,11 @@ def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 
 def peer(to: To, *, timeout: float | None = None) -> PeerHandle:
-    """A handle of a worker with options for the calls made through it. timeout: seconds, 0 for no limit."""
+    """A handle of a worker with options for the calls made through it.
+
+    timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``. UnknownWorker if the group cannot have it;
+    RpcUsageError for a timeout below 0, or for what names no worker.
+    """
     return registry.get().peer(to, timeout=timeout)
 
 
@@ -76,10 +86,11 @@ def remote(
 def remote(*given: Any, **named: Any) -> RRef[Any]:
     """An RRef of the result of a call on worker `to`; returns at once, the result stays there. Any thread.
 
-    Two forms: ``remote(to, func, *args, **kwargs)``, and torch's ``remote(to, func, args=(), kwargs=None, timeout=s)``,
-    with timeout in seconds. The latter is meant when there is nothing but keywords of these three names, and when a
-    lone tuple or list is given, or one and a dict, as in ``remote(to, func, (1, 2), {"k": 3})``; to send those to the
-    function use ``peer(to).remote``.
+    Two forms: ``remote(to, func, *args, **kwargs)``, and torch's ``remote(to, func, args=(), kwargs=None, timeout=s)``.
+    The latter is meant when there is nothing but keywords of these three names, and when a lone tuple or list is given,
+    or one and a dict, as in ``remote(to, func, (1, 2), {"k": 3})``; to send those to the function use
+    ``peer(to).remote``. timeout: seconds, negative for the worker's ``rpc_timeout``, 0 for no limit; past it the call
+    is cancelled, and the RRef raises RpcTimeout from then on.
 
     The function's error is raised by whoever asks for the value. Raised here, with nothing sent: SerializationError,
     UnknownWorker (also for who has not joined yet), Overloaded, NotInitialized, WorkerClosed, and RendezvousError if

@@ -4,10 +4,12 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
 
     RpcError (RuntimeError)
     ├── RpcUsageError            the caller did something that cannot work; nothing was sent
-    │   ├── SerializationError       an argument or result cannot travel
+    │   ├── SerializationError (TypeError)   an argument or result cannot travel
     │   ├── WouldBlockLoop           a blocking verb on the thread that runs the worker's own loop
-    │   ├── UnknownWorker            no worker of that name
-    │   └── NotInitialized           no current worker, or more than one and no context
+    │   ├── UnknownWorker (LookupError)  no worker of that name
+    │   ├── NotInitialized           no current worker, or more than one and no context
+    │   ├── optim.NoGradients        a step of an optimizer, with no gradient in the context
+    │   └── nn.RemoteModuleError (ValueError)    a RemoteModule that cannot be, or cannot do that
     ├── RendezvousError          the workers could not agree on who they are
     │   └── DeviceMapError (ValueError)  devices or device maps that do not exist or do not fit
     ├── Overloaded               a queue is at its limit; nothing was run

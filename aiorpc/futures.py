@@ -197,7 +197,10 @@ class Future(torch.futures.Future[T], Generic[T]):
             )
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]  # torch types result as T
-        """Complete with an error, raised at whoever waits. RpcUsageError if it is already complete."""
+        """Complete with an error, raised at whoever waits. RpcUsageError if it is already complete.
+
+        AssertionError, as with torch, for what is no Exception.
+        """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
         if not self._settle(None, result):
@@ -367,10 +370,12 @@ class Future(torch.futures.Future[T], Generic[T]):
     # --- callbacks ----------------------------------------------------------------------------------------------------
 
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
-        """Call `callback(self)` once it settles (at once if it has), in a pool thread if it stands for a call.
+        """Call `callback(self)` once it settles; at once if it has.
 
-        Callbacks run one after the other, in their order, those of `then` among them. Errors of the callback are
-        logged. The callback may block, and make blocking calls.
+        Where: in this thread if it has settled, in a pool thread if it stands for a call, else in the thread that
+        settles it; never in one that runs a loop, which hands it to another. Callbacks run one after the other, in
+        their order, those of `then` among them. Errors of the callback are logged. The callback may block, and make
+        blocking calls.
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
@@ -536,6 +541,7 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
     """A Future of the list of `futures`, complete when all of them are, whether they failed or not.
 
     Unlike ``torch.futures.collect_all`` it keeps their Python identity, and its callbacks stay off loop threads.
+    TypeError if one is no torch Future.
     """
     futures = list(futures)
     for future in futures:
@@ -562,7 +568,10 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
 
 
 def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
-    """Block until all are complete and return their values in order; raises the first error in that order."""
+    """Block until all are complete and return their values in order; raises the first error in that order.
+
+    WouldBlockLoop on the thread that runs the loop which has to settle one of them; TypeError as for `collect_all`.
+    """
     done = collect_all(list(futures)).wait()
     for future in done:
         if isinstance(future, Future):

@@ -30,7 +30,7 @@ from .runtime.peers import To
 from .runtime.references import RRef
 from .runtime.worker import Worker
 
-__all__ = ["RemoteModule"]
+__all__ = ["RemoteModule", "RemoteModuleError"]
 
 Tensor = torch.Tensor
 Module = torch.nn.Module

@@ -41,7 +41,8 @@ def init_rpc(
 
     rank: -1 takes RANK from the environment, with ``env://``. world_size: None takes WORLD_SIZE from there; with
     ``tcp://`` and ``file://`` it makes a group that workers join and leave freely. Raises RendezvousError within
-    ``rpc_timeout`` seconds; RpcUsageError if this process has a worker already.
+    ``rpc_timeout`` seconds; DeviceMapError, a kind of it, for devices or device maps that cannot be; RpcUsageError for
+    a name or options that cannot be, or if this process has a worker already.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -68,16 +69,19 @@ def host(worker: Worker) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> ShutdownReport:
-    """Leave the group, then end the worker's loop and thread. Nothing happens if there is no worker.
+    """Leave the group, then end the worker's loop and thread; blocks. Nothing happens if there is no worker.
 
-    graceful: serve until every live member has called this and no call is under way; see `Worker.shutdown`.
+    graceful: serve until every live member has called this and no call is under way; in a group without a size, until
+    no call is under way here. timeout: seconds for that, 0 for no limit. Returns who was lost, whether the time was up,
+    and what was still referred to. From any thread but the loop's, where it raises WouldBlockLoop; RpcUsageError if the
+    worker runs on a loop of yours: ``await worker.shutdown()`` there.
     """
     workers = registry.workers()
     if not workers:
         return ShutdownReport()
     worker = registry.get()
     worker.refuse_on_loop("shutdown()", "await worker.shutdown()")
-    thread = worker.hosted_by
+    thread = worker.hosted_by or worker.own_loop
     if thread is None:
         raise RpcUsageError(f"worker {worker.name!r} runs on a loop of yours; use `await worker.shutdown()` there")
     try:
@@ -93,7 +97,11 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised. See `aiorpc.call`."""
+    """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised. See `aiorpc.call`.
+
+    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. From any thread but the one that runs
+    the worker's loop: there it raises WouldBlockLoop, with nothing sent.
+    """
     worker = registry.get()
     worker.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
     return worker.peers.find(to).call(func, args or (), kwargs, worker.timeout(timeout)).wait()
@@ -106,7 +114,10 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
-    """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await."""
+    """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await. See `aiorpc.call`.
+
+    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. Any thread.
+    """
     worker = registry.get()
     return worker.peers.find(to).call(func, args or (), kwargs, worker.timeout(timeout))
 

@@ -54,8 +54,9 @@ async def cluster(
 
     options: for all of them, or one for each. dynamic: a group without a world size, which others may join at `store`.
     store: where they meet; a new ``torch.distributed.HashStore`` if None. Several workers live here, so outside of
-    handlers say which one is meant: ``workers[0].call(...)``, not ``aiorpc.call(...)``; the blocking verbs belong in
-    other threads (``asyncio.to_thread``).
+    handlers say which one is meant: ``workers[0].call(...)``, not ``aiorpc.call(...)``. What is no method of a worker
+    (``RRef(value)``, ``autograd.context()``, ``RemoteModule``, ``DistributedOptimizer``) is used in a handler:
+    ``await workers[0].call("worker0", body)``. The blocking verbs belong in other threads (``asyncio.to_thread``).
 
     At the end all leave together and gracefully, so calls still under way are served to their end. If the block raises
     they leave at once, and calls under way fail with WorkerClosed or PeerClosed. Nothing of them is left afterwards.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
+from types import ModuleType
 
 import pytest
 
 import aiorpc
+import aiorpc.testing  # one of those where errors are looked for
 from aiorpc import errors
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
@@ -63,6 +66,30 @@ def test_every_error_is_public_documented_and_in_the_tree(kind: type[Exception])
     assert getattr(aiorpc, kind.__name__) is kind
     assert kind.__doc__
     assert kind.__name__ in (errors.__doc__ or "")
+
+
+def public_errors() -> dict[str, type[errors.RpcError]]:
+    """All by the names that users write after ``aiorpc.``: those of errors.py, and those of other public modules."""
+    found: dict[str, type[errors.RpcError]] = {}
+    for module in (each for each in vars(aiorpc).values() if isinstance(each, ModuleType)):
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            if issubclass(kind, errors.RpcError) and kind.__module__ == module.__name__:
+                where = "" if module is errors else module.__name__.removeprefix("aiorpc.") + "."
+                found[where + name] = kind
+    return found
+
+
+def test_the_tree_is_that_of_the_classes() -> None:
+    """The picture at the top of the module has every error below its base, with its other base."""
+    drawn = re.findall(r"^( {4}[ │├└─]*)((?:\w+\.)?[A-Z]\w+)(?: \((\w+)\))?", errors.__doc__ or "", re.MULTILINE)
+    known = public_errors()
+    assert sorted(name for _, name, _ in drawn) == sorted(known)
+    above: list[str] = []
+    for indent, name, other in drawn:
+        del above[len(indent) // 4 - 1 :]
+        bases = [base.__name__ for base in known[name].__bases__]
+        assert bases == [*above[-1:], *filter(None, [other])], name
+        above.append(name)
 
 
 FULL: list[tuple[errors.RpcError, dict[str, object]]] = [

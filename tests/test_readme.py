@@ -20,6 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc
 import aiorpc.testing  # names in the documents are looked up in it
 from tests.examples.programs import run_program, torchrun
+from tests.test_errors import public_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -200,12 +201,11 @@ def test_the_table_of_options_is_complete() -> None:
 def test_the_table_of_errors_is_complete() -> None:
     """The guide lists every error, with its other base classes."""
     section = GUIDE.partition("\n## Errors\n")[2].partition("\n## ")[0]
-    table = dict(re.findall(r"^\| `(\w+)` \|(.*?)\|", section, re.MULTILINE))
-    found = [getattr(aiorpc, name) for name in aiorpc.__all__]
-    errors = {each for each in found if isinstance(each, type) and issubclass(each, aiorpc.RpcError)}
-    assert set(table) == {each.__name__ for each in errors if each is not aiorpc.RpcError}
+    table = dict(re.findall(r"^\| `([\w.]+)` \|(.*?)\|", section, re.MULTILINE))
+    errors = public_errors()
+    assert set(table) == set(errors) - {"RpcError"}
     for name, others in table.items():
-        bases = {base.__name__ for base in getattr(aiorpc, name).__bases__} - {"RpcError"}
+        bases = {base.__name__ for base in errors[name].__bases__} - {"RpcError"}
         assert set(re.findall(r"`(\w+)`", others)) == bases, name
 
 

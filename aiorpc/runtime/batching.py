@@ -409,7 +409,7 @@ def batched(max_size: int | Callable[[], int], max_wait: float | timedelta | Non
     gathers its own callers. Called locally, the function is what it was: it takes and returns lists.
 
     max_size: callers that make a batch, or a function that says so, asked at every arrival ("all peers of the group").
-    max_wait: seconds after its first caller when an incomplete batch goes; None: only when it is full or flushed.
+    max_wait: seconds after its first caller when an incomplete batch goes; None: only when it is full.
     """
     if not callable(max_size) and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
         raise RpcUsageError(f"max_size must be an integer >= 1 or a function that returns one, not {max_size!r}")

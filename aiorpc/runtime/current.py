@@ -148,23 +148,35 @@ def _serving() -> CallContext:
 
 
 def caller() -> WorkerInfo:
-    """In a handler: which worker made this call."""
+    """In a handler: which worker made this call.
+
+    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    """
     return _serving().caller
 
 
 def cancelled() -> bool:
-    """In a handler: whether the caller has given up (cancelled, timed out or died); its result will be dropped."""
+    """In a handler: whether the caller has given up (cancelled, timed out or died); its result will be dropped.
+
+    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    """
     call = _serving()
     return call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline)
 
 
 def check_cancelled() -> None:
-    """In a handler: raise RpcCancelled if the caller has given up."""
+    """In a handler: raise RpcCancelled if the caller has given up.
+
+    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    """
     if cancelled():
         raise RpcCancelled(f"the caller of {_serving().function} has given up")
 
 
 def deadline() -> float | None:
-    """In a handler: seconds left until the caller gives up, None if it never does."""
+    """In a handler: seconds left until the caller gives up, None if it never does.
+
+    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    """
     limit = _serving().deadline
     return None if limit is None else max(0.0, limit - time.monotonic())

@@ -226,9 +226,9 @@ def _kinds(names: Sequence[str]) -> frozenset[MessageKind]:
 
 
 async def _end(worker: Worker) -> None:
-    if worker._own_loop is not None and threading.get_ident() != worker.thread:
-        await worker._own_loop.run_async(_end_on_loop(worker))
-        worker._own_loop.close()
+    if worker.own_loop is not None and threading.get_ident() != worker.thread:
+        await worker.own_loop.run_async(_end_on_loop(worker))
+        worker.own_loop.close()
     else:
         await _end_on_loop(worker)
     # Others of this process cannot see it end: they are told what a look at a process would have told them.

@@ -105,7 +105,8 @@ class LoopThread:
         """End the loop and its thread. Idempotent; not from the thread itself."""
         if self.loop.is_closed():
             return
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        with contextlib.suppress(RuntimeError):  # another thread has closed it meanwhile
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
         if not self._thread.is_alive():
             self.loop.close()

@@ -63,6 +63,7 @@ class RRef(Generic[T]):
     """
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
+        """type_hint: as torch's, without effect. NotInitialized if there is no worker, or nothing says which."""
         references = registry.get().references
         rref, fork = references.own(value)
         self._bind(references, rref, fork, references.worker.id, sys._getframe(1))
@@ -156,15 +157,22 @@ class RRef(Generic[T]):
     # --- methods of the value -----------------------------------------------------------------------------------------
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
-        """A proxy whose methods run on the owner and block until they have a result."""
+        """A proxy whose methods run on the owner and block until they have a result.
+
+        timeout: seconds for each call; negative for the worker's default, 0 for no limit. Not for the loop that runs
+        the worker, where the methods raise WouldBlockLoop: ``await rref.rpc_async().method()`` there.
+        """
         return _Proxy(self, "rpc_sync", timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
-        """A proxy whose methods run on the owner and return a Future at once."""
+        """A proxy whose methods run on the owner and return a Future at once. timeout: as in `rpc_sync`."""
         return _Proxy(self, "rpc_async", timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
-        """A proxy whose methods run on the owner and return an RRef of their result at once."""
+        """A proxy whose methods run on the owner and return an RRef of their result at once.
+
+        timeout: as in `rpc_sync`.
+        """
         return _Proxy(self, "remote", timeout)
 
     # --- travelling and ending ----------------------------------------------------------------------------------------
@@ -247,7 +255,11 @@ def _invoke(proxy: _Proxy, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 @dataclass(frozen=True)
 class LeakedReference:
-    """A reference that was still alive at shutdown. role: "user" here, or "owner" of a value still held."""
+    """A reference that was still alive at shutdown.
+
+    role: "owner" for an RRef here of a value here, "user" for an RRef here of a value elsewhere, "fork" for an RRef on
+    another worker of a value here. owner: who has the value. made_at: where the RRef was made, "?" if not known.
+    """
 
     reference: str
     role: str

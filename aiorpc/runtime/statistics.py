@@ -66,7 +66,11 @@ class Counters:
 
 @dataclass(frozen=True)
 class Statistics:
-    """A worker at one moment; see `Worker.statistics`. Times in seconds, sizes in bytes."""
+    """A worker at one moment; see `Worker.statistics`. Times in seconds, sizes in bytes.
+
+    Of calls that were made here: calls_made, calls_answered, calls_pending, calls_timed_out, late_answers, latency_p50
+    and latency_p99. Of calls that were served here: calls_served, calls_running, calls_failed and calls_cancelled.
+    """
 
     calls_made: int = 0
     calls_answered: int = 0

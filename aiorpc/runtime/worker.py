@@ -105,7 +105,7 @@ class Worker:
         self.thread = 0  # of its loop
         self._acceptor = Acceptor(self)
         self._life = Life(self, self._acceptor, rank=rank, world_size=world_size, store=store)
-        self._own_loop: LoopThread | None = None
+        self.own_loop: LoopThread | None = None
         self.hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
         self.link_numbers = itertools.count(1)
         self._token: contextvars.Token[Worker | None] | None = None
@@ -156,12 +156,12 @@ class Worker:
         """Join the group, on the running loop. Raises RendezvousError within ``rpc_timeout`` when that cannot be."""
         if self.state is not State.NEW:
             raise RpcUsageError(f"{self!r} was started before; make a new one")
-        if self.options.dedicated_loop and self._own_loop is None:
-            self._own_loop = LoopThread(self.name)
+        if self.options.dedicated_loop and self.own_loop is None:
+            self.own_loop = LoopThread(self.name)
             try:
-                return await self._own_loop.run_async(self.start())
+                return await self.own_loop.run_async(self.start())
             except BaseException:
-                self._own_loop.close()
+                self.own_loop.close()
                 raise
         self.loop = asyncio.get_running_loop()
         self.thread = threading.get_ident()
@@ -382,7 +382,8 @@ class Worker:
         """Leave the group. Idempotent: later calls wait for the first one. On the worker's loop.
 
         graceful: serve until every live member has entered its own shutdown and no call is under way; bounded from the
-        moment that all have entered, a member was lost, or the timeout passed. timeout: seconds, 0 for no limit.
+        moment that all have entered, a member was lost, or the timeout passed. In a group without a size: until no call
+        is under way here, bounded by the timeout alone. timeout: seconds, 0 for no limit.
         Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left,
         but for a thread inside torch if the store of the rendezvous has not answered for 5 s (a warning says so).
         """
@@ -390,12 +391,12 @@ class Worker:
         if report is not None:
             return report
         if asyncio.get_running_loop() is not self.loop:
-            if self._own_loop is None:
+            if self.own_loop is None:
                 raise RpcUsageError(f"{self!r} runs on another loop; shut it down there")
             try:
-                return await self._own_loop.run_async(self.shutdown(graceful, timeout))
+                return await self.own_loop.run_async(self.shutdown(graceful, timeout))
             finally:
-                self._own_loop.close()
+                self.own_loop.close()
         return await self._life.shutdown(graceful, timeout)
 
     async def _close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 from torch.nn.parallel import DistributedDataParallel
 
 import aiorpc as rpc
@@ -420,6 +421,25 @@ async def test_dedicated_loop_serves_while_the_program_blocks_its_own() -> None:
         assert [item async for item in rpc.stream("w1", numbers, 30)] == list(range(30))
         assert await rpc.remote("w1", bodies.Counter, 3).rpc_async().add(1) == 4
     assert not any("w0-loop" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_blocking_shutdown_of_a_worker_with_a_loop_of_its_own(in_thread: bool) -> None:
+    """rpc.shutdown() ends a worker of dedicated_loop=True, from a cell or a thread; on the worker's loop it refuses."""
+    options = rpc.RpcBackendOptions(dedicated_loop=True)
+    worker = await rpc.init("w0", rank=0, world_size=1, store=HashStore(), options=options)
+    with pytest.raises(rpc.WouldBlockLoop):
+        await rpc.call("w0", shuts_down)
+    assert rpc.rpc_sync("w0", bodies.add, args=(1, 2)) == 3
+    report = await asyncio.to_thread(rpc.shutdown) if in_thread else rpc.shutdown()
+    assert worker.closed and report == rpc.ShutdownReport()
+    assert await worker.shutdown() is report
+    assert not any("w0-loop" in thread.name for thread in threading.enumerate())
+
+
+async def shuts_down() -> None:
+    """On the worker's own loop."""
+    rpc.shutdown()
 
 
 def calls_back(n: int) -> int:

@@ -8,8 +8,9 @@
 
 `install` puts modules of this package in place of ``torch.distributed.rpc`` and its submodules,
 ``torch.distributed.autograd`` and ``torch._C._distributed_rpc``; its own DistributedOptimizer and RemoteModule in place
-of torch's; and `aiorpc.wait_all` and `collect_all` in place of those of ``torch.futures``. Everything else is torch's.
-The modules add names and texts that programs know, no logic: workers, calls, references and gradients are aiorpc's.
+of torch's; and a ``wait_all`` and a ``collect_all`` that end with the first error in place of those of
+``torch.futures``. `aiorpc.Future.then` raises what torch's does, until `uninstall`. Everything else is torch's. The
+modules add names and texts that programs know, no logic: workers, calls, references and gradients are aiorpc's.
 """
 
 from __future__ import annotations
