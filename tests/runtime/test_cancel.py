@@ -150,16 +150,26 @@ async def _wait(call: aiorpc.Future[str]) -> str:
     return await call
 
 
+async def _begun(worker: Worker, flags: Flags) -> aiorpc.Future[str]:
+    """A call whose handler runs: one that is given up before that is cancelled without it."""
+    flags.entered.clear()
+    flags.cancelled.clear()
+    call = worker.call("worker1", coroutine)
+    await until(flags.entered.is_set)
+    return call
+
+
 async def test_wait_for_timeout_shield_and_task_group(pair: list[Worker], flags: Flags) -> None:
     """asyncio's own tools work on calls: those that give up cancel, shield does not."""
+    call = await _begun(pair[0], flags)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(pair[0].call("worker1", coroutine), 0.02)
+        await asyncio.wait_for(call, 0.02)
     await until(flags.cancelled.is_set)
 
-    flags.cancelled.clear()
+    call = await _begun(pair[0], flags)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
-            await pair[0].call("worker1", coroutine)
+            await call
     await until(flags.cancelled.is_set)
 
     flags.cancelled.clear()

@@ -66,7 +66,7 @@ def test_a_blocked_loop_is_reported_once_with_handler_and_place(run: Run, caplog
         block_for(0.3)
         await until(lambda: watch.blocked_count > 0)
         watch.stop()
-        assert watch.lag_max > 0.2
+        assert watch.lag_max > 0.1  # less than it was blocked: time without a processor is excused
         assert 0 < watch.lag_mean < watch.lag_max
         assert watch.blocked_count == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
@@ -34,6 +33,8 @@ async def awake() -> AsyncIterator[list[Worker]]:
             # The first call connects; the first that has to wait after it asks the loop to share its reading.
             while not is_shared(worker.peers.find(other.name)):
                 await scripts.run(worker, rpc_sync, other.name, echo, (0,))
+        # A handler's thread that is not back yet counts as a job, beside which no thread stays awake.
+        await until(lambda: all(worker.pool.idle == worker.pool.threads for worker in workers))
         yield workers
 
 
@@ -43,11 +44,14 @@ def is_shared(peer: Peer) -> bool:
 
 
 def is_awake(worker: Worker) -> bool:
-    """Whether a thread stays awake for an answer."""
-    free = worker.pool._awake.acquire(False)
-    if free:
-        worker.pool._awake.release()
-    return not free
+    """Whether a thread stays awake for an answer. Without taking the lock to see: who came just then would sleep."""
+    return "unlocked" not in repr(worker.pool._awake)
+
+
+def is_reading(worker: Worker) -> bool:
+    """Whether a thread reads what comes from worker1, in place of the loop."""
+    connection = worker.peers.find("worker1").connection
+    return connection is not None and "unlocked" not in repr(connection._reading)
 
 
 @pytest.fixture
@@ -195,14 +199,14 @@ async def test_what_interrupts_unpickling_interrupts_the_wait(awake: list[Worker
             rpc_sync("worker1", make_interrupting)
         assert rpc_sync("worker1", echo, (1,)) == 1
 
-    await scripts.run(awake[0], body)
+    await answered_once_it_reads(awake[0], body)
 
 
 async def test_what_interrupts_unpickling_another_answer_interrupts_the_wait(awake: list[Worker]) -> None:
     """Whoever presses Ctrl-C knows nothing of the calls: it ends the wait that the thread is in."""
 
     def body() -> None:
-        first = rpc_async("worker1", make_interrupting, (0.5,))  # by then the thread waits, and reads
+        first = rpc_async("worker1", make_interrupting)
         second = rpc_async("worker1", forever, timeout=LIMIT)
         with pytest.raises(KeyboardInterrupt):
             second.wait()
@@ -211,7 +215,16 @@ async def test_what_interrupts_unpickling_another_answer_interrupts_the_wait(awa
         second.cancel()
         assert rpc_sync("worker1", echo, (1,)) == 1
 
-    await scripts.run(awake[0], body)
+    await answered_once_it_reads(awake[0], body)
+
+
+async def answered_once_it_reads(worker: Worker, body: Callable[[], None]) -> None:
+    """Run it, and let `make_interrupting` answer when its thread reads: an answer that the loop reads ends no wait."""
+    released.clear()
+    running = asyncio.ensure_future(scripts.run(worker, body))
+    await until(lambda: is_reading(worker) or running.done())
+    released.set()
+    await running
 
 
 class Interrupting:
@@ -226,9 +239,9 @@ def press_ctrl_c() -> None:
     raise KeyboardInterrupt
 
 
-def make_interrupting(after: float = 0.0) -> Interrupting:
-    """Handler. after: so many seconds."""
-    time.sleep(after)
+def make_interrupting() -> Interrupting:
+    """Handler."""
+    assert released.wait(LIMIT)
     return Interrupting()
 
 
