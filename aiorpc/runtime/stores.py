@@ -311,14 +311,7 @@ def bounded(make: Callable[[], T], seconds: float) -> T:
     The thread is a daemon and may be left behind, waiting inside torch for a server that never answers.
     """
     results: list[T | BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(make())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True, name="aiorpc-store")
+    thread = threading.Thread(target=_append_outcome, args=(results, make), daemon=True, name="aiorpc-store")
     thread.start()
     thread.join(seconds)
     if not results:
@@ -327,6 +320,15 @@ def bounded(make: Callable[[], T], seconds: float) -> T:
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def _append_outcome(results: list[T | BaseException], make: Callable[[], T]) -> None:
+    try:
+        results.append(make())
+    except BaseException as error:
+        results.append(error)
+    finally:
+        del results  # the error has this frame: a store in a circle would live until there is garbage collection
 
 
 def listens(place: Place) -> bool:
