@@ -66,9 +66,10 @@ class Outgoing:
     target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so
     that what it defines can go by name. route: for tensors on devices; None: there is none. apart: whether to note the
     sparse tensors that require gradients; they are taken apart. on_unsent: what to undo if the frame never leaves.
+    places: where in `tensors` those are that are values by themselves, by id: one that is given twice arrives as one.
     """
 
-    __slots__ = ("apart", "buffers", "on_unsent", "references", "route", "same_main", "target", "tensors")
+    __slots__ = ("apart", "buffers", "on_unsent", "places", "references", "route", "same_main", "target", "tensors")
 
     def __init__(
         self, target: Any = None, *, same_main: bool = False, route: Route | None = None, apart: bool = False
@@ -78,6 +79,7 @@ class Outgoing:
         self.route = route
         self.same_main = same_main
         self.tensors: list[Tensor] = []
+        self.places: dict[int, int] = {}
         self.buffers: list[Buffer] = []
         self.references: list[Any] = []
         self.on_unsent: list[Callable[[], None]] = []
@@ -167,8 +169,9 @@ def encode_values(values: list[Any], out: Outgoing) -> list[Any]:
         if plain is values:
             plain = list(values)
         plain[position] = None
-        if kind is Tensor and _goes_alone(value, position, out.route):
+        if kind is Tensor and id(value) not in out.places and _goes_alone(value, position, out.route):
             tensors_at.append(position)
+            out.places[id(value)] = len(out.tensors)
             out.tensors.append(value)
         elif is_reference(kind):
             refer(value, position, out)
@@ -319,6 +322,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                     return reductions.reduce_tensor(value, self._out.route)
                 apart.append(value)
                 return reductions.with_state((load_past, (len(apart) - 1, value.detach())), value)
+            place = self._out.places.get(id(value))
+            if place is not None:
+                return load_tensor, (place,)
             tensors = self._out.tensors
             tensors.append(value)
             made = load_tensor, (len(tensors) - 1,)

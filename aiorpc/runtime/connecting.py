@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..channels.inline import allocate
 from ..errors import PeerRefused, ProtocolError, RendezvousError, RpcError, WorkerClosed
 from ..protocol import handshake
-from ..protocol.frames import Frame, FrameDecoder
+from ..protocol.frames import MAX_SEGMENTS, Frame, FrameDecoder
 from ..protocol.handshake import Handshake
 from ..protocol.identity import WorkerRecord
 from ..transport import sockets
@@ -38,6 +38,8 @@ FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
 ACCEPT_PAUSE = 0.5
 # Connections that may be in their handshake at once; strangers must not use up our descriptors.
 MAX_HANDSHAKES = 256
+# What the runtime adds to a body, in bytes at most: errors (failures.py), and for each buffer its way (link.py).
+OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
 
 
 def _connection(worker: Worker, sock: socket.socket, label: str) -> Connection:
@@ -49,7 +51,7 @@ def _connection(worker: Worker, sock: socket.socket, label: str) -> Connection:
 
 def _trust(worker: Worker, decoder: FrameDecoder) -> None:
     """The peer has proved itself: from now on the limits of the options hold."""
-    decoder.max_body = worker.options.max_frame_bytes
+    decoder.max_body = worker.options.max_frame_bytes + OWN_WORDS
     decoder.max_segment = worker.options.max_tensor_bytes
 
 

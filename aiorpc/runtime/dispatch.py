@@ -324,7 +324,13 @@ class Service:
         except BaseException as error:
             self.answer_error(context, error)
             return
-        self.worker.call_on_loop(self._start_coroutine, target, context, args, kwargs, fields[4])
+        self.worker.call_on_loop(self._start_decoded, target, context, args, kwargs, fields[4])
+
+    def _start_decoded(self, target: Target, context: CallContext, *rest: Any) -> None:
+        if _is_over(context):  # by now
+            self.answer_error(context, _not_run(target))
+        else:
+            self._start_coroutine(target, context, *rest)
 
     def _start_coroutine(
         self, target: Target, context: CallContext, args: list[Any], kwargs: dict[str, Any], credit: Any
@@ -454,7 +460,7 @@ class Service:
         self.connection.push()
 
     def _tape(self, context: CallContext) -> Tape | None:
-        return self.worker.gradients.calls(context.autograd, self._target) if context.autograd else None
+        return self.worker.gradients.answers(context.autograd, self._target) if context.autograd else None
 
     def _answer_buffers(self, context: CallContext, body: bytes, buffers: Sequence[AnyBuffer]) -> None:
         """In a thread: copying the buffers takes long."""

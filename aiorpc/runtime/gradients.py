@@ -62,9 +62,12 @@ _make_received: Any = super(torch.autograd.Function, _Received).apply
 
 
 class AutogradContext:
-    """One context, as this worker sees it. anchor: what makes nodes of `_Received` part of a graph."""
+    """One context, as this worker sees it.
 
-    def __init__(self, id: int, anchor: Tensor) -> None:
+    anchor: what makes nodes of `_Received` part of a graph. untracked: types of tensors that are sent without a past.
+    """
+
+    def __init__(self, id: int, anchor: Tensor, untracked: type | tuple[()] = ()) -> None:
         self.id = id
         self.sent: dict[SentName, GradientEdge] = {}
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
@@ -74,6 +77,7 @@ class AutogradContext:
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
         self.passed: set[int] = set()  # numbers of those that have ended
         self._anchor = anchor
+        self._untracked = untracked
         self._arrivals: list[Arrival] = []  # of gradients on devices
         self._numbers = itertools.count(1)
         self._gradients: dict[Tensor, Tensor] = {}  # a tensor's hash is its identity
@@ -85,7 +89,12 @@ class AutogradContext:
 
         None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
         """
-        places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+        untracked = self._untracked
+        places = [
+            place
+            for place, tensor in enumerate(tensors)
+            if tensor.requires_grad and not (untracked and isinstance(tensor, untracked))
+        ]
         if not places:
             return None
         number = next(self._numbers)
@@ -143,6 +152,13 @@ class AutogradContext:
                 each.join()
             return dict(self._gradients)
 
+    def take_back(self, tensor: Tensor) -> Tensor | None:
+        """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
+        with self.lock:
+            for each in self._arrivals:
+                each.join()
+            return self._gradients.pop(tensor, None)
+
     def end(self, error: Exception) -> None:
         """It was left: whoever still waits for a pass gets the error."""
         for part in list(self.parts.values()):
@@ -158,6 +174,9 @@ def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
 
 def _edge_of(tensor: Tensor) -> GradientEdge:
     """What `get_gradient_edge` gives; that takes a view of the tensor, which a sparse one does not have."""
+    if torch.is_inference_mode_enabled():  # whatever the thread is in the midst of: a view has no node then
+        with torch.inference_mode(False):
+            return _edge_of(tensor)
     if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)
     with torch.enable_grad():
@@ -221,7 +240,10 @@ class Gradients:
     """All contexts of one worker."""
 
     def __init__(self, worker: Worker) -> None:
-        self.sink: LeafSink | None = None  # set before the worker starts
+        # Set before the worker starts. as_torch: calls under `no_grad` record nothing, and a Parameter that is sent
+        # arrives as one, without a past, so that optimizers take what has come in a module.
+        self.sink: LeafSink | None = None
+        self.as_torch = False
         self._worker = worker
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
@@ -245,7 +267,8 @@ class Gradients:
     def _enter(self, id: int) -> AutogradContext:
         context = self._contexts.get(id)
         if context is None:
-            context = self._contexts.setdefault(id, AutogradContext(id, self._anchor))
+            untracked = torch.nn.Parameter if self.as_torch else ()
+            context = self._contexts.setdefault(id, AutogradContext(id, self._anchor, untracked))
         return context
 
     def get(self, id: int) -> AutogradContext:
@@ -263,7 +286,11 @@ class Gradients:
         return self._contexts.get(id)
 
     def calls(self, id: int | None, peer: Peer) -> Tape | None:
-        """A message to that peer is made in context `id`; None outside of any, or of one that was left."""
+        """A call to that peer is made in context `id`; None outside of any, or of one that was left."""
+        return None if self.as_torch and not torch.is_grad_enabled() else self.answers(id, peer)
+
+    def answers(self, id: int | None, peer: Peer) -> Tape | None:
+        """A message to that peer is made in context `id`, as `calls`; whatever the mode of this thread is."""
         context = self._contexts.get(id) if id else None
         if context is None:
             return None

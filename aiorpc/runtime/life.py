@@ -212,6 +212,8 @@ class Life:
                 except asyncio.CancelledError:  # see `shutdown`; later calls of it are not cancelled, they get a report
                     complete = False
             worker.references.flush()
+            for link in worker.links():
+                link.flush()  # what was released here is theirs again, though this process lives on
             leaked = tuple(worker.references.leaked())
         finally:
             lost = tuple(worker.group.lost.values())
@@ -296,6 +298,8 @@ class Life:
         try:
             if hasattr(worker, "record"):
                 worker.rendezvous.leave(worker.record)
+            else:
+                worker.rendezvous.abandon()
             worker.rendezvous.close()
         except (RuntimeError, OSError) as error:
             logger.debug("leaving the rendezvous: %s", error)

@@ -150,6 +150,12 @@ class FixedWorld:
         """Give up the record's place, so that its rank can be taken in the next generation."""
         self.board.put(self._key(f"end/{record.id}"), record.incarnation)
 
+    def abandon(self, record: WorkerRecord) -> None:
+        """Give up the place of a record that has not joined, if it has one."""
+        held = self.board.get(self._key(f"slot/{self.rank}"))
+        if held is not None and _load(held).record.incarnation == record.incarnation:
+            self.leave(record)
+
     def members(self) -> list[Member]:
         """The members found at `join`."""
         return self._members
@@ -196,7 +202,7 @@ class FixedWorld:
             self._refuse_second(record, _load(held).record)
 
     def _has_ended(self, generation: int, holder: WorkerRecord) -> bool:
-        ended = self.board.get(f"{generation}/end/{self.rank}") == holder.incarnation
+        ended = self.board.get(f"{generation}/end/{holder.id}") == holder.incarnation
         return ended or provably_dead(holder, self._here)
 
     def _refuse_second(self, record: WorkerRecord, holder: WorkerRecord) -> None:
@@ -233,9 +239,11 @@ class FixedWorld:
                 return _Verdict(*load_json(held))
             self.board.check_open()
             if self.board.has(*slots):
-                dead = [m.record.describe() for m in self._read(slots) if provably_dead(m.record, self._here)]
-                # A rank that died while it waited may be started again: it is met in the next generation.
-                return self._settle(_VOID, f"{', '.join(dead)} died while joining") if dead else self._settle(_COMPLETE)
+                records = [member.record for member in self._read(slots)]
+                dead = [each.describe() for each in records if self._has_ended(self.generation, each)]
+                if dead:  # they may be started again: they are met in the next generation
+                    return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
+                return self._settle(_COMPLETE)
         return self._settle(_TIMEOUT, self._missing(record, patience))
 
     def _read(self, slots: list[str]) -> list[Member]:
@@ -334,6 +342,8 @@ class FreeWorld:
             return [member for member in members if member.record.incarnation != record.incarnation]
 
         self._change(strike, Patience(10.0))
+
+    abandon = leave  # it is in the list as soon as it has joined
 
     def trust(self, record: WorkerRecord, patience: Patience) -> None:
         """Note that this member holds the group's secret."""

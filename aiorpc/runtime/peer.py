@@ -258,12 +258,14 @@ class Peer:
             if call_id in self.pending:
                 parcel = link.prepare(CALL, call_id, message.body, message.buffers)
         except Exception as error:
-            self._settle(call_id, RpcError(f"a call to {self.describe()} could not be sent: {error}"))
+            failure = RpcError(f"a call to {self.describe()} could not be sent: {error}")
+            self.worker.call_on_loop(self._settle, call_id, failure)  # not here: as below
         if parcel is None or call_id not in self.pending:  # given up meanwhile
             if parcel is not None:
                 link.withdraw(parcel)
             if message.out is not None:
-                message.out.unsend()
+                # Not here: `ready` holds our lock, and who holds that of the references may wait for it.
+                self.worker.call_on_loop(message.out.unsend)
             return
         link.post(parcel, urgent=len(self.pending) <= FEW + self._system)
         if call_id not in self.pending:
@@ -545,8 +547,9 @@ class Peer:
             self._waiting.clear()
         for call_id in list(self.pending):
             self._settle(call_id, error)
-        if self.connection is not None:
-            self.connection.abort()
+        connection, self.connection = self.connection, None  # it has a long buffer, and we are kept
+        if connection is not None:
+            connection.abort()
 
     def _settle(self, call_id: int, error: RpcError) -> None:
         future = self._take(call_id)

@@ -79,6 +79,8 @@ class Peers:
             self._peers[record.id] = peer
             named = self._peers.get(record.name)
             if named is None or named.gone is not None or named.record is None:
+                if named is not None and named is not peer and named.gone is None:
+                    self._peers[f"#{record.id}"] = named  # its calls are looked after, too; no worker has such a name
                 self._peers[record.name] = peer
         return peer
 

@@ -219,8 +219,6 @@ class _Proxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)
         return _Method(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -81,6 +81,7 @@ class Rendezvous:
         self.claims: dict[str, DeviceClaims] = {}
         self._held: _HeldSecret | None = None
         self._warned = False
+        self._made: WorkerRecord | None = None
 
     @classmethod
     def open(
@@ -140,7 +141,7 @@ class Rendezvous:
 
         def make(number: int) -> WorkerRecord:
             nonlocal record
-            record = make_record(number)
+            record = self._made = make_record(number)
             return record
 
         for _ in self._patience.tries():
@@ -179,6 +180,12 @@ class Rendezvous:
             return
         with contextlib.suppress(StoreGone):
             self._world.leave(record)
+
+    def abandon(self) -> None:
+        """`join` was given up: the rank and the name are free, and nobody takes us for a member."""
+        if self._made is not None and not (self._is_client() and not listens(self._place)):
+            with contextlib.suppress(StoreGone):
+                self._world.abandon(self._made)
 
     def close(self) -> None:
         """Let go of the store, and end the server if this process hosts it. Idempotent.

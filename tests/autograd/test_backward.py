@@ -293,6 +293,38 @@ async def test_calls_under_no_grad(workers: list[Worker]) -> None:
         check(gradients_of(workers[1], ctx), [(w, expected(step(x, w).sum(), [w])[0])])
 
 
+async def test_calls_under_no_grad_as_in_torch(workers: list[Worker]) -> None:
+    """The drop-in's way: they record nothing, neither what is sent nor what a module behind them has."""
+    for worker in workers:
+        worker.gradients.as_torch = True
+    x = vector()
+    async with autograd.context() as ctx:
+        with torch.no_grad():
+            call = workers[0].call("worker1", parts.layer, x)
+        y = await call
+        assert y.is_leaf
+        await ctx.backward([(y * x).sum()])
+        check(gradients_of(workers[0], ctx), [(x, y.detach()), (y, x.detach())])
+        assert workers[1].gradients.find(ctx) is None
+
+
+async def test_calls_in_inference_mode(workers: list[Worker]) -> None:
+    """What leaves the mode of the caller's thread has its past all the same, a leaf's and another's."""
+    x, w = vector(), weight_of(workers[1], 0)
+    async with autograd.context() as ctx:
+        z = x * 2
+
+        def make() -> list[Any]:
+            with torch.inference_mode():
+                return [workers[0].call("worker1", parts.layer, each) for each in (x, z)]
+
+        one, two = [await call for call in await asyncio.to_thread(make)]
+        await ctx.backward([(one + two).sum()])
+        of_x, of_w = expected((step(x, w) + step(x * 2, w)).sum(), [x, w])
+        check(gradients_of(workers[0], ctx), [(x, of_x)])
+        check(gradients_of(workers[1], ctx), [(w, of_w)])
+
+
 # --- repeated passes --------------------------------------------------------------------------------------------------
 
 
@@ -1019,6 +1051,30 @@ async def test_modules_as_arguments(workers: list[Worker]) -> None:
         await ctx.backward([y.sum()])
         leaves = [x, *net.parameters()]
         check(ctx.gradients(), zip(leaves, expected(net(x).sum(), leaves), strict=True))
+
+
+async def test_modules_as_arguments_as_in_torch(workers: list[Worker]) -> None:
+    """The drop-in's way: what arrives has parameters that are ones, and can be trained, kept and copied."""
+    for worker in workers:
+        worker.gradients.as_torch = True
+
+    def train(net: Any, w: Tensor, x: Tensor) -> tuple[bool, Tensor, Tensor]:
+        parameters = [*net.parameters(), w]
+        before = net.first.weight.detach().clone()
+        net(x.detach()).sum().backward()
+        torch.optim.SGD(parameters, lr=1.0).step()
+        changed = bool((net.first.weight != before).any())
+        return changed and all(type(each) is torch.nn.Parameter for each in parameters), net(x), x * w[0]
+
+    x, net = vector(), Net()
+    w = torch.nn.Parameter(vector())
+    async with autograd.context() as ctx:
+        trained, y, z = await workers[0].call("worker1", train, net, w, x)
+        assert trained
+        await ctx.backward([y.sum() + z.sum()])
+        assert list(ctx.gradients()) == [x]
+        there = gradients_of(workers[1], ctx)
+    assert len(there) == 5 and all(type(each) is torch.nn.Parameter for each in there)
 
 
 async def test_remote_modules(workers: list[Worker]) -> None:

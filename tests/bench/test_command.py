@@ -44,6 +44,7 @@ def test_only_keeps_the_order_of_the_suite() -> None:
     assert [each.name for each in choose(["memory", "noop_blocking"])] == ["noop_blocking", "memory"]
 
 
+@pytest.mark.slow
 def test_null_run_measures_torch_against_itself(tmp_path: Path) -> None:
     """The harness itself works from start to files without aiorpc, and says that it was not measured."""
     out = tmp_path / "null"

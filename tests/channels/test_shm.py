@@ -31,6 +31,7 @@ from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
+from tests.shared_files import named_shared_files
 from tests.tensors import describe_on_host
 
 LIMIT = 64 * MIB
@@ -821,12 +822,13 @@ def lend_forever(parent: Child) -> None:
 
 def test_a_killed_lender_leaves_adopted_tensors_readable() -> None:
     """In the middle of its copies: what was adopted keeps its bytes, and all memory goes with it."""
-    before = set(os.listdir("/dev/shm"))
+    before = named_shared_files()
     borrower = Borrower(lambda: None)
     with forked(lend_forever) as child:
         segments, wire = child.receive()
         map_described(borrower, segments)
         tensor = torch.from_numpy(borrower.adopt(wire))
+        assert named_shared_files() <= before
         child.kill()
         assert bool((tensor == ord("k")).all())
         tensor.fill_(1)
@@ -835,7 +837,7 @@ def test_a_killed_lender_leaves_adopted_tensors_readable() -> None:
         assert int(tensor.sum()) == MIB
         del tensor
     assert "memfd:aiorpc" not in Path("/proc/self/maps").read_text()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert named_shared_files() <= before
 
 
 @pytest.mark.time_limit(30)

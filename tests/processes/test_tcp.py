@@ -13,9 +13,9 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.testing import cluster
+from tests.transport.test_sockets import free_range
 
 from . import bodies
-from .test_shutdown import free_port
 from .workers import Link, Place, group, meeting_file, places, processes
 
 TCP: dict[str, Any] = {"transports": ("tcp",)}
@@ -100,8 +100,7 @@ async def test_listener_is_bound_and_advertised_as_told(
     bind: str, address: str | None, listens: str, advertised: str
 ) -> None:
     """bind_address is where the listener is, address what the others are told; a wildcard is never told to anyone."""
-    port = free_port()
-    ports = (port, port + 20)
+    ports = free_range(21)
     options = {**TCP, "bind_address": bind, "address": address, "port_range": ports}
     async with group(3, **options):
         found = [await rpc.call(name, where) for name in ("w0", "w1", "w2")]
@@ -156,7 +155,7 @@ def place_port(place: Place) -> int:
 
 def test_fixed_ports_are_free_again_after_shutdown() -> None:
     """As behind a firewall with one port for each rank: the next life gets the same port at once."""
-    method = f"tcp://127.0.0.1:{free_port()}"
+    method = f"tcp://127.0.0.1:{free_range(3)[0]}"
     with processes() as children:
         for place in places(2, method):
             children.start(place, rejoin, 3)

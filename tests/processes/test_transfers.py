@@ -25,6 +25,7 @@ import torch
 
 import aiorpc as rpc
 from tests.leaks import live_threads, open_descriptors
+from tests.shared_files import named_shared_files
 
 from . import bodies
 from .workers import Child, Children, Link, Place, group, meeting_file, process_state, processes, serve, until
@@ -199,7 +200,7 @@ def held_here() -> dict[str, int]:
     """What a lost worker may leave in this process or on its machine: descriptors and threads by kind, files."""
     descriptors = [f"descriptor {re.sub('[0-9]+', '', target)}" for target in open_descriptors().values()]
     threads = [f"thread {re.sub('[0-9]+', '', thread.name)}" for thread in live_threads()]
-    return Counter([*descriptors, *threads, *(f"file {name}" for name in os.listdir("/dev/shm"))])
+    return Counter([*descriptors, *threads, *(f"file {name}" for name in named_shared_files())])
 
 
 def traffic(name: str, role: int, chance: random.Random) -> list[asyncio.Future[Any]]:
@@ -257,6 +258,7 @@ async def test_a_peer_killed_at_any_moment_of_a_transfer() -> None:
     kept: list[tuple[torch.Tensor, int]] = []
     before: dict[str, int] = {}
     lost = 0
+    files = named_shared_files()
     async with survivor() as (worker, children, init_method):
         for number in range(10):
             child = children.start(Place(f"v{number}", -1, None, init_method), join)
@@ -267,6 +269,7 @@ async def test_a_peer_killed_at_any_moment_of_a_transfer() -> None:
             lost += failed
             del more
             assert all(intact(tensor, seed) for tensor, seed in kept)
+            assert named_shared_files() <= files
             await until(partial(is_gone, worker, child.place.name), BOUND)
             await until_all_back(worker)
             assert worker.statistics().calls_pending == 0

@@ -375,6 +375,19 @@ async def test_objects_shared_within_a_message_stay_shared(pair: list[Worker]) -
     assert first is second
 
 
+async def test_a_tensor_given_twice_is_one(pair: list[Worker]) -> None:
+    """By itself, by keyword and inside of others; so what a handler adds to its `.grad` is in one place."""
+
+    def grad_of(x: torch.Tensor, y: torch.Tensor, *more: Any, z: torch.Tensor) -> Any:
+        assert x is y is z and all(x is each for each in more[0])
+        (x * y * z * more[0][0]).backward()
+        return x.grad
+
+    x = torch.tensor(2.0, requires_grad=True)
+    assert await pair[0].call("worker1", grad_of, x, x, [x, x], z=x) == 32
+    assert await pair[0].call("worker1", lambda a, b, c: a is b and a is not c, x, x, x.clone())
+
+
 @pytest.mark.parametrize(
     ("arguments", "keywords", "name"),
     [((1, Refuses()), {}, "argument 1"), ((Refuses(),), {}, "argument 0"), ((1,), {"b": Refuses()}, "argument 'b'")],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 import aiorpc
 from aiorpc import RpcCancelled, Worker
+from aiorpc.runtime.peer import LARGE_PICKLE
 from tests.runtime.waiting import until
 
 
@@ -17,6 +18,7 @@ class Flags:
     """What handlers saw, for the test."""
 
     def __init__(self) -> None:
+        self.decoding = threading.Event()
         self.entered = threading.Event()
         self.cancelled = threading.Event()
         self.release = threading.Event()
@@ -218,6 +220,51 @@ async def test_a_call_that_is_cancelled_at_once(pair: list[Worker], flags: Flags
     assert await pair[0].call("worker1", len, "abc") == 3
     await until(lambda: not pair[0].pending_calls() and not pair[1].pending_calls())
     assert not flags.finished.is_set()
+
+
+class Long:
+    """Takes long to unpickle: until the flags say `release`."""
+
+    def __init__(self) -> None:
+        self.text = "x" * (2 * LARGE_PICKLE)
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.text = state["text"]
+        _flags["it"].decoding.set()
+        assert _flags["it"].release.wait(10)
+
+
+async def take_long(value: Long) -> None:
+    await coroutine()
+
+
+async def yield_long(value: Long) -> AsyncIterator[str]:
+    yield await coroutine()
+
+
+async def test_a_call_that_is_cancelled_while_its_arguments_arrive(pair: list[Worker], flags: Flags) -> None:
+    """Long ones are unpickled in a thread: a coroutine whose caller gives up meanwhile never begins."""
+    call = pair[0].call("worker1", take_long, Long())
+    await until(flags.decoding.is_set)
+    call.cancel()
+    await _never_begins(pair, flags)
+
+
+async def test_a_stream_that_is_left_while_its_arguments_arrive(pair: list[Worker], flags: Flags) -> None:
+    """As a call: its generator never begins."""
+    stream = pair[0].stream("worker1", yield_long, Long())
+    await until(flags.decoding.is_set)
+    await stream.aclose()
+    await _never_begins(pair, flags)
+
+
+async def _never_begins(pair: list[Worker], flags: Flags) -> None:
+    callee = pair[1]
+    await until(lambda: callee.statistics().calls_cancelled == 1)
+    flags.release.set()
+    await until(lambda: callee.background.idle == callee.background.threads)
+    assert await pair[0].call("worker1", len, "abc") == 3
+    assert not flags.entered.is_set() and callee.is_idle()
 
 
 async def test_cancelling_a_finished_call_does_nothing(pair: list[Worker]) -> None:

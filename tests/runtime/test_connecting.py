@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import socket
+import threading
 import time
 import warnings
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
-from aiorpc import PeerClosed, PeerLost, RpcBackendOptions, Worker, WorkerLeft
-from aiorpc.protocol.frames import Kind, encode_frame
+from aiorpc import (
+    PeerClosed,
+    PeerLost,
+    RemoteError,
+    RpcBackendOptions,
+    RpcError,
+    SerializationError,
+    Worker,
+    WorkerLeft,
+)
+from aiorpc.channels.arena import Block
+from aiorpc.protocol.codec import pack
+from aiorpc.protocol.frames import MAX_SEGMENTS, Kind, encode_frame
+from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime import connecting
-from aiorpc.runtime.peer import Peer
+from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.failures import encode_error
+from aiorpc.runtime.link import SHARED, Link
+from aiorpc.runtime.peer import Peer, State
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
-from tests.runtime.waiting import until
+from tests.runtime.waiting import until, until_no_references, wait_until
 
 LONG = 5.0
+APART = 2048  # elements of a tensor whose bytes are a buffer, not part of the message
 TCP = RpcBackendOptions(transports=("tcp",))
 
 
@@ -47,6 +67,29 @@ async def for_ever() -> None:
 
 def listeners(worker: Worker) -> list[socket.socket]:
     return [sock for sock, _ in worker._acceptor._listeners]
+
+
+def count(*values: Any) -> int:
+    return len(values)
+
+
+def fail_with(size: int) -> None:
+    raise ValueError("x" * size)
+
+
+@pytest.fixture
+def held_back(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Nobody connects to worker2 before this is set."""
+    gate = asyncio.Event()
+    open_connection = connecting.open_connection
+
+    async def open_late(worker: Worker, record: WorkerRecord, peer: Peer) -> Any:
+        if record.name == "worker2":
+            await gate.wait()
+        return await open_connection(worker, record, peer)
+
+    monkeypatch.setattr(connecting, "open_connection", open_late)
+    return gate
 
 
 # --- the handshake ----------------------------------------------------------------------------------------------------
@@ -128,6 +171,60 @@ async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
     assert between() == ["worker1"]
 
 
+async def become_ready_beside_references(peer: Peer, held_back: asyncio.Event) -> None:
+    """Let the peer become ready while another thread has the lock of the references, as one that sends to it has."""
+    has_it = threading.Event()
+
+    def hold_the_lock() -> None:
+        with peer.worker.references._lock:
+            has_it.set()
+            wait_until(lambda: peer.state is State.READY, LONG)
+
+    holding = asyncio.ensure_future(asyncio.to_thread(hold_the_lock))
+    await until(has_it.is_set)
+    held_back.set()
+    await holding
+
+
+async def test_becoming_ready_waits_for_nobody_who_uses_references(
+    trio: list[Worker], held_back: asyncio.Event
+) -> None:
+    """That may be somebody who sends to that very peer; what a call took along that was given up comes back."""
+    caller = trio[1]
+    token = current_worker.set(caller)
+    reference = aiorpc.RRef(5)
+    current_worker.reset(token)
+    peer = caller.peers.find("worker2")
+    call = caller.call("worker2", count, torch.ones(APART), reference)
+    call.cancel()
+    assert peer.state is State.CONNECTING and len(peer._waiting) == 2
+    await become_ready_beside_references(peer, held_back)
+    assert await answer(caller.call("worker2", count, reference)) == 1
+    del reference
+    await until_no_references(trio)
+
+
+async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
+    trio: list[Worker], held_back: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The creation of a value that fails is news for the references; calls behind it go out."""
+    caller = trio[1]
+    peer, prepare = caller.peers.find("worker2"), Link.prepare
+
+    def refuse(link: Link, *args: Any, **options: Any) -> Any:
+        if link is peer.link:
+            raise MemoryError("for the test")
+        return prepare(link, *args, **options)
+
+    monkeypatch.setattr(Link, "prepare", refuse)
+    reference = caller.remote("worker2", count, torch.ones(APART))
+    behind = caller.call("worker2", abs, -3)
+    await become_ready_beside_references(peer, held_back)
+    with pytest.raises(RpcError, match="could not be sent: for the test"):
+        await answer(reference)
+    assert await answer(behind) == 3
+
+
 async def test_connecting_is_tried_again_after_growing_pauses(
     over_tcp: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +295,75 @@ async def test_broken_connection_to_oneself_ends_its_calls(pair: list[Worker]) -
         await answer(call)
     assert await pair[0].call("worker1", abs, -3) == 3
     assert pair[0].group.lost == {}
+
+
+async def test_what_we_hold_of_a_peer_that_left_is_little(pair: list[Worker]) -> None:
+    """Peers are remembered for good; the connection, with its long buffers, is not."""
+    assert await pair[0].call("worker1", abs, -3) == 3
+    peer = pair[0].peers.find("worker1")
+    connection = weakref.ref(peer.connection)
+    assert connection() is not None
+    await pair[1].shutdown(graceful=False)
+    await until(lambda: peer.state is State.GONE)
+    assert peer.connection is None
+    await until(lambda: gc.collect() < 0 or connection() is None)
+
+
+# --- the limits -------------------------------------------------------------------------------------------------------
+
+
+LIMIT = 1 << 16
+
+
+@pytest.fixture
+async def frugal() -> AsyncIterator[list[Worker]]:
+    """Two workers that take messages of 64 KiB, and send tensors beside them over a second connection."""
+    options = RpcBackendOptions(max_frame_bytes=LIMIT, shared_memory=0, min_bulk_bytes=4096)
+    async with cluster(2, options=options) as workers:
+        yield workers
+
+
+async def test_errors_longer_than_a_message_may_be_are_errors_of_their_calls(frugal: list[Worker]) -> None:
+    """The limit is for what users send; the other calls to that worker go on."""
+    other = frugal[0].call("worker1", for_ever)
+    for size in (LIMIT // 2, LIMIT, 32 * LIMIT):  # the last one travels as text
+        with pytest.raises((ValueError, RemoteError), match="x" * 100):
+            await answer(frugal[0].call("worker1", fail_with, size))
+    assert not other.done() and frugal[0].group.lost == {}
+    other.cancel()
+
+
+async def test_the_longest_message_may_have_tensors_beside_it(frugal: list[Worker]) -> None:
+    """What the runtime says of their way comes on top of what may be sent, and breaks no connection."""
+    tensors = [torch.ones(APART) for _ in range(100)]
+
+    async def is_taken(length: int) -> bool:
+        try:
+            return bool(await answer(frugal[0].call("worker1", count, "y" * length, *tensors)) == 101)
+        except SerializationError:  # refused here; the longest one that is not is what this is about
+            return False
+
+    def beside() -> int:
+        return frugal[0].statistics().channels["bulk"].sent
+
+    while not beside():
+        assert await is_taken(0)
+    low, high = 0, LIMIT
+    while high - low > 1:
+        middle, before = (low + high) // 2, beside()
+        if await is_taken(middle):
+            low = middle
+            assert beside() == before + 100
+        else:
+            high = middle
+    assert low > LIMIT // 2 and frugal[0].group.lost == {}
+
+
+def test_what_the_runtime_adds_to_a_message_is_bounded() -> None:
+    """By the longest error, and by as many buffers as a message may have, each with the longest way."""
+    error = encode_error(ValueError("\N{WHITE SMILING FACE}" * (1 << 18)), "w" * 128)
+    way = [SHARED, *Block(1 << 16, 1 << 40, 1 << 40, 1 << 40), 1, 1 << 20, 1 << 20]
+    assert max(len(pack(error)), MAX_SEGMENTS * len(pack(way))) < connecting.OWN_WORDS < 1 << 26
 
 
 # --- the listeners ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
-from aiorpc import PeerClosed, RendezvousError, RpcTimeout, UnknownWorker, Worker
+from aiorpc import PeerClosed, RendezvousError, RpcTimeout, UnknownWorker, Worker, WorkerClosed
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -64,6 +64,27 @@ async def test_it_waits_within_its_deadline(store: Store) -> None:
         assert time.monotonic() - start < 5
         async with aiorpc.init("late", store=store):
             assert await worker.call("late", where) == "late"
+
+
+async def test_a_call_to_a_newcomer_that_is_met_otherwise_is_looked_after(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference to one of its values may bring its id before its name is found: calls keep deadline and end."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        assert worker.rendezvous is not None
+        monkeypatch.setattr(worker.rendezvous, "members", list)  # its name is not found
+        short, long = (worker.peer("late", timeout=timeout).call(for_ever) for timeout in (0.5, 0))
+        known_by_id = worker.peers.by_id(7)
+        async with aiorpc.init("late", rank=7, store=store):
+            await until(lambda: "late" in names(worker))
+            assert worker.peers.find("late") is known_by_id
+            assert await worker.call("late", where) == "late"
+            assert {call.function for call in worker.pending_calls()} == {f"{__name__}:for_ever"}
+            with pytest.raises(RpcTimeout, match=r"'late'.*no connection"):
+                await asyncio.wait_for(short, 5)
+            assert len(worker.pending_calls()) == 1
+        await worker.shutdown(graceful=False)
+        assert isinstance(long.exception(), WorkerClosed)
 
 
 async def test_a_worker_that_comes_back_under_its_name_is_another(store: Store) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from aiorpc import (
     WorkerLeft,
 )
 from aiorpc.runtime import group, life
+from aiorpc.runtime.membership import FreeWorld
 from aiorpc.runtime.stores import StoreGone
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
@@ -250,6 +251,49 @@ async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(caplog: p
             await joining
     assert not os.path.exists(path) and a.closed
     assert not caplog.records
+
+
+async def give_up_once_joining(worker: Worker, in_place: Callable[[], object]) -> None:
+    """Begin to start it, and give up once it has its place among the members."""
+    joining = asyncio.ensure_future(worker.start())
+    await until(in_place)
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+
+
+async def test_init_that_is_given_up_can_be_tried_again() -> None:
+    """In the same process: the others meet the second worker of that rank, not the first."""
+    store = HashStore()
+
+    def make(rank: int) -> Worker:
+        return aiorpc.init(f"w{rank}", rank=rank, world_size=2, store=store)
+
+    await give_up_once_joining(make(1), lambda: store.check(["aiorpc/1/slot/1"]))
+    a, b = make(0), make(1)
+    await asyncio.wait_for(asyncio.gather(a.start(), b.start()), LONG)
+    assert await asyncio.wait_for(a.call("w1", abs, -3), LONG) == 3
+    assert a.group.members[1] == b.record
+    await asyncio.gather(a.shutdown(), b.shutdown())
+
+
+async def test_init_that_is_given_up_leaves_nobody_in_a_group_without_a_size() -> None:
+    """Its name is free, and the others do not look for it, whatever the store was doing for it just then."""
+    store, stuck, join = HashStore(), Stuck(), FreeWorld.join
+
+    def join_late(world: FreeWorld, *args: Any) -> Any:
+        members = join(world, *args)
+        stuck()
+        return members
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FreeWorld, "join", join_late)
+        await give_up_once_joining(aiorpc.init("a", store=store), stuck.entered.is_set)
+    async with aiorpc.init("a", store=store) as a:
+        assert [info.name for info in a.worker_infos()] == ["a"]
+        stuck.open.set()
+        assert await a.call("a", abs, -3) == 3
+    await until(lambda: not rendezvous_threads())
 
 
 async def test_events_of_a_worker_that_has_left_are_over() -> None:

@@ -15,15 +15,18 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, SerializationError, Worker
 from aiorpc.channels import arena, shared
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.channels.shm import Borrower
 from aiorpc.options import SHARE_SIZE
+from aiorpc.runtime import link
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
 from tests.runtime.waiting import until
+from tests.shared_files import named_shared_files
 
 MIB = 1 << 20
 COUNT = SHARE_SIZE // 4 + 1024  # of float32: just above what is worth a block
@@ -408,14 +411,14 @@ async def test_files_without_a_name_serve_as_well(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     monkeypatch.setenv("AIORPC_SHM_DIR", str(tmp_path))
-    before = set(os.listdir("/dev/shm"))
+    before = named_shared_files()
     async with cluster(2, options=RpcBackendOptions(shared_memory=8 * MIB)) as workers:
         await warm(*workers)
         assert any(target.startswith(str(tmp_path)) for target in open_descriptors().values())
-        assert os.listdir(tmp_path) == []
+        assert os.listdir(tmp_path) == [] and named_shared_files() <= before
         assert torch.equal(await workers[0].call("worker1", echo, large()), large())
         await until_all_back(*workers)
-    assert os.listdir(tmp_path) == [] and set(os.listdir("/dev/shm")) <= before
+    assert os.listdir(tmp_path) == [] and named_shared_files() <= before
 
 
 async def test_no_memory_at_all_is_counted_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,6 +707,20 @@ async def test_adopted_tensors_outlive_the_workers() -> None:
     assert torch.equal(kept, large())
     kept += 1
     assert torch.equal(kept, large(1))
+
+
+async def test_what_was_let_go_right_before_leaving_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker says so while it can; its process lives on, so nothing else would prove it."""
+    async with cluster(1, dynamic=True, store=(store := HashStore())) as (lender,):
+        guest = await Worker("guest", store=store)
+        await warm(guest, lender)
+        monkeypatch.setattr(link, "RELEASE_PAUSE", 60.0)
+        value = await guest.call("worker0", make, COUNT)
+        assert lent(lender) == value.nbytes
+        del value
+        assert lent(lender) > 0
+        await guest.shutdown()
+        await until_all_back(lender)
 
 
 async def test_statistics_after_a_connection_ended_count_once(warmed: list[Worker], keeper: Keeper) -> None:

@@ -184,6 +184,15 @@ async def test_which_form_of_remote_is_meant(
     current_worker.reset(token)
 
 
+async def test_special_methods_by_proxy(workers: list[Worker]) -> None:
+    """They are methods like others, for whoever calls them by name."""
+    rref = workers[0].remote("worker1", dict, a=1)
+    await rref.rpc_async().__setitem__("b", 2)
+    assert await rref.rpc_async().__len__() == 2
+    assert await rref.rpc_async().__getitem__("b") == 2
+    assert not await (await asyncio.to_thread(rref.remote().__contains__, "c"))
+
+
 async def test_remote_by_keywords(workers: list[Worker]) -> None:
     """torch's names of the first two; a function's own keywords may have these names; one too few is a TypeError."""
     token = current_worker.set(workers[0])

@@ -369,9 +369,17 @@ def test_a_server_that_never_speaks_is_not_waited_for() -> None:
         assert time.monotonic() - started < 4
 
 
-def test_rank_0_that_cannot_host_says_why() -> None:
+@pytest.mark.parametrize("kind", [TimeoutError, ConnectionRefusedError])
+def test_rank_0_that_cannot_host_says_why(monkeypatch: pytest.MonkeyPatch, kind: type[OSError]) -> None:
     """An address of no interface of this host: it is told so, and no port stays open behind its back."""
+
+    def fail(*arguments: object) -> None:
+        raise kind("nobody there")
+
+    # Some networks lead there, and even answer.
+    monkeypatch.setattr("aiorpc.runtime.stores.socket.create_connection", fail)
     wrong = r"cannot host the store at tcp://192\.0\.2\.1:4000 .* is no address of this host and does not lead to it"
+    wrong += r" \(nobody there\)"
     with pytest.raises(RendezvousError, match=wrong):
         Rendezvous.open("tcp://192.0.2.1:4000", rank=0, world_size=2, timeout=1.0)
     assert "aiorpc-store" not in [thread.name for thread in threading.enumerate()]
@@ -583,6 +591,40 @@ def test_one_that_died_while_joining_does_not_end_the_wait_of_others(here: Group
     assert {opened.generation for opened in here.opened[1:]} == {2}
 
 
+@pytest.mark.parametrize("others_first", [True, False])
+def test_one_that_gave_up_while_joining_is_no_member(here: Group, others_first: bool) -> None:
+    """Its process lives on and starts the rank anew, before or after the others have come: all meet the new one."""
+    with pytest.raises(RendezvousError, match="joining the group was stopped"):
+        stop_while_joining(here)
+    board = here.opened[0]._board
+    here.opened[0].abandon()
+
+    def others_join(rank: int) -> list[WorkerRecord]:
+        if not others_first:
+            wait_until(lambda: board.has("2/slot/1"), "rank 1 is there again")
+        return here.join(rank, 3)
+
+    def join_again() -> list[WorkerRecord]:
+        if others_first:
+            wait_until(lambda: board.has("2/slot/0", "2/slot/2"), "the others do not take it for a member")
+        return here.join(1, 3, "again")
+
+    for members in together(lambda: others_join(0), join_again, lambda: others_join(2)):
+        assert isinstance(members, list), members
+        assert [record.name for record in members] == ["worker0", "again", "worker2"]
+
+
+def test_giving_up_leaves_the_place_of_others_alone(here: Group) -> None:
+    """Whoever found the rank taken, or never got as far as to ask for it, has no place to give up."""
+    here.open(1, 2).abandon()
+    assert all(isinstance(result, list) for result in here.join_all(2))
+    with pytest.raises(RendezvousError, match="rank 1 was taken twice"):
+        here.join(1, 2, "second")
+    here.opened[-1].abandon()
+    with pytest.raises(RendezvousError, match="rank 1 was taken twice"):
+        here.join(1, 2, "third")
+
+
 def test_a_stale_holder_on_another_host_is_named(here: Group) -> None:
     """Nothing proves that it is dead: the error says who it was and what can be done."""
     with pytest.raises(RendezvousError):
@@ -639,6 +681,15 @@ def test_a_name_in_use_is_refused_to_the_newcomer(group: Group) -> None:
     with pytest.raises(RendezvousError, match=r"name 'a' is not unique: a \(rank 0, pid \d+ on node\) has it"):
         group.join(None, None, "a")
     assert [record.name for record in group.opened[0].members()] == ["a"]
+
+
+def test_a_newcomer_that_gives_up_is_off_the_list(group: Group) -> None:
+    """It may have been entered by then: nobody takes it for a member, and its name is free."""
+    assert [record.name for record in group.join(None, None, "a")] == ["a"]
+    group.join(None, None, "b")
+    group.opened[-1].abandon()
+    assert [record.name for record in group.opened[0].members()] == ["a"]
+    assert [record.name for record in group.join(None, None, "b")] == ["a", "b"]
 
 
 def test_a_rank_may_be_chosen_if_it_is_free(here: Group) -> None:

@@ -272,7 +272,7 @@ def _all_gather(
     if own == leader:
         _gather_to_leader(sequence_id, own, obj, names)
     else:
-        rpc_sync(leader, _gather_to_leader, (sequence_id, own, obj, names), timeout=calls)
+        _report(leader, (sequence_id, own, obj, names), calls)
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
@@ -282,6 +282,22 @@ def _all_gather(
         _tell_followers(sequence_id, states.gathered_objects, sorted(names - {leader}), calls)
     with _all_gather_dict_lock:
         return _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
+
+
+def _report(leader: str, args: tuple[Any, ...], seconds: float) -> None:
+    """Tell the leader. Whoever has waited long enough waits no more, but what was said counts: the leader waits for it.
+
+    So it is not the call that has a limit: that would take it back if it had not begun.
+    """
+    if seconds <= 0:
+        rpc_sync(leader, _gather_to_leader, args, timeout=seconds)
+        return
+    call = _start(leader, _gather_to_leader, args, None, 0)
+    try:
+        call.wait(seconds)
+    except RpcTimeout as error:
+        text = f"RPC ran for more than set timeout ({seconds:g} s): {error}"
+        raise RpcTimeout(text, worker=leader, function=_gather_to_leader.__qualname__, seconds=seconds) from None
 
 
 def _next_sequence_id(names: set[str]) -> str:

@@ -106,6 +106,7 @@ def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_b
     )
     worker.handle_class = PyRRef
     worker.gradients.sink = averaging
+    worker.gradients.as_torch = True
     worker.on_handler_error = _report
     worker.read_error = error_of_call
     # Others may call as soon as it serves, before we know of it: handlers find everything in its place.
