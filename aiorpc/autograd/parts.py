@@ -89,7 +89,7 @@ class Part:
         """It cannot be done; the first reason counts."""
         if self.done._settle(None, error):
             self.done._look()  # whoever waits is told; if nobody does, that is no news
-        self._kept()
+        self._kept(failed=True)
 
     def advance(self) -> None:
         """Run what is ready, here and now; whatever then is ready, too."""
@@ -165,7 +165,7 @@ class Part:
             for leaf, gradient in leaves:
                 hooks[leaf].after(gradient)
 
-    def _kept(self) -> Sequence[tuple[Tensor, Tensor]]:
+    def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
         with self._lock:
             if self._running:  # whoever runs comes here afterwards
@@ -174,7 +174,7 @@ class Part:
         if sink is None:
             return ()
         self._context.accumulate((), None)  # this thread's streams wait for what `take` has begun on devices
-        return sink.finish(self._context)
+        return sink.finish(self._context, failed)
 
     def _hand_on(self, ready: int, deliveries: dict[int, Gradients]) -> None:
         """Some targets are done: their gradients go to whoever has sent them."""
@@ -213,7 +213,7 @@ class Part:
 
     def _finish(self) -> None:
         if self.done.done():  # it failed meanwhile
-            self._kept()
+            self._kept(failed=True)
             return
         with self._lock:
             if self._ended or self._entries is None or self._running or self._left or self._delivering:
@@ -221,7 +221,7 @@ class Part:
             if self._ready(self._entries)[1]:
                 return
             self._ended = True
-        if kept := self._kept():
+        if kept := self._kept(failed=False):
             self._context.accumulate(kept, arrival_of(self._worker, [gradient for _, gradient in kept]))
         self.done._settle(to_wire(self._home))
 

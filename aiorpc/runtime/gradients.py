@@ -229,8 +229,8 @@ class LeafSink(Protocol):
     ) -> Sequence[tuple[Tensor, Tensor]]:
         """Gradients of these leaves are there: those that the context gets now. In a thread, never on a loop."""
 
-    def finish(self, context: AutogradContext) -> Sequence[tuple[Tensor, Tensor]]:
-        """The part has ended, and no `take` runs: what the context gets besides, unless the part failed.
+    def finish(self, context: AutogradContext, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
+        """The part has ended, and no `take` runs: what the context gets besides; nothing if the part failed.
 
         Any thread, the loop's too.
         """

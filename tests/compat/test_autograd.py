@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +84,30 @@ def test_errors_of_a_pass(alone: Any, autograd: Any) -> None:
             autograd.context().__enter__()
 
 
+@contextmanager
+def processes(directory: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    init_method = f"file://{directory}/processes"
+    torch.distributed.init_process_group("gloo", init_method=init_method, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """torch keeps descriptors that the first DDP module of a process opens: here, before a test is watched."""
+    with processes(tmp_path_factory.mktemp("gloo")):
+        DistributedDataParallel(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("view", [False, True])
 def test_the_gradient_that_ddp_averages_through(alone: Any, autograd: Any, tmp_path: Path, view: bool) -> None:
     """``.grad`` of a parameter has what it had before once a pass is over, also in the context, and after an error."""
     one = torch.ones(1, 2)
-    init_method = f"file://{tmp_path}/processes"
-    torch.distributed.init_process_group("gloo", init_method=init_method, rank=0, world_size=1)
-    try:
+    with processes(tmp_path):
         module: Any = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), gradient_as_bucket_view=view)
         parameter = module.module.weight
         parameter.grad = torch.full((1, 2), 10.0)
@@ -104,8 +123,72 @@ def test_the_gradient_that_ddp_averages_through(alone: Any, autograd: Any, tmp_p
             with pytest.raises(RuntimeError, match="Simulate error"):
                 autograd.backward(context_id, [module(Broken.apply(one.requires_grad_())).sum()])  # type: ignore[no-untyped-call]  # torch's
             assert parameter.grad is before
-    finally:
-        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def summing(directory: Path) -> Iterator[tuple[Any, list[list[float]]]]:
+    """A DDP module with weights 0, and what has gone into its all-reduce so far; that doubles it."""
+    reduced: list[list[float]] = []
+
+    def double(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        reduced.append(bucket.buffer().tolist())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(2 * bucket.buffer())
+        return done
+
+    with processes(directory):
+        module: Any = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+        torch.nn.init.zeros_(module.module.weight)
+        module.register_comm_hook(None, lambda _, bucket: double(bucket))  # torch looks at annotations
+        yield module, reduced
+
+
+@pytest.mark.usefixtures("gloo")
+def test_ddp_averages_what_earlier_passes_left_in_the_context(alone: Any, autograd: Any, tmp_path: Path) -> None:
+    """A pass within ``no_sync()`` adds up; the next one without reduces the sum, and that takes its place."""
+    with summing(tmp_path) as (module, reduced):
+        parameter = module.module.weight
+        parameter.grad = torch.full((1, 2), 10.0)
+        with autograd.context() as context_id:
+            for add_up, gradients in (
+                (True, [1, 1]),
+                (True, [2, 2]),
+                (False, [6, 6]),
+                (True, [7, 7]),
+                (False, [16, 16]),
+            ):
+                with module.no_sync() if add_up else nullcontext():
+                    autograd.backward(context_id, [module(torch.ones(1, 2)).sum()])
+                assert autograd.get_gradients(context_id)[parameter].tolist() == [gradients]
+        assert reduced == [[3, 3], [8, 8]]
+        assert parameter.grad.tolist() == [[10, 10]]
+        with autograd.context() as context_id:  # which knows nothing of the other
+            autograd.backward(context_id, [module(torch.ones(1, 2)).sum()])
+            assert autograd.get_gradients(context_id)[parameter].tolist() == [[2, 2]]
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = Broken.apply(x)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+@pytest.mark.usefixtures("gloo")
+def test_a_pass_that_fails_leaves_what_earlier_ones_gave_ddp(alone: Any, autograd: Any, tmp_path: Path) -> None:
+    """Though DDP has reduced by then: the context's gradient is that of the passes before, and later ones go on."""
+    with summing(tmp_path) as (module, reduced):
+        parameter, one = module.module.weight, torch.ones(1, 2)
+        with autograd.context() as context_id:
+            with module.no_sync():
+                autograd.backward(context_id, [module(one).sum()])
+            called = alone.rpc_sync("me", broken, (torch.ones(1, requires_grad=True),))
+            with pytest.raises(RuntimeError, match="Simulate error"):
+                autograd.backward(context_id, [module(one).sum() + called.sum()])
+            assert reduced == [[2, 2]]
+            assert parameter.grad is None
+            assert autograd.get_gradients(context_id)[parameter].tolist() == [[1, 1]]
+            autograd.backward(context_id, [module(one).sum()])
+            assert reduced == [[2, 2], [2, 2]]
+            assert autograd.get_gradients(context_id)[parameter].tolist() == [[4, 4]]
 
 
 def test_ddp_looks_as_before(rpc: Any) -> None:
@@ -134,6 +217,49 @@ def test_optimizer(alone: Any, autograd: Any) -> None:
         autograd.backward(context_id, [parameter.sum()])
         optimizer.step(context_id)
     assert torch.equal(parameter.detach(), torch.full((2,), 0.5))
+
+
+def test_the_learning_rate_that_torch_has_by_default(alone: Any) -> None:
+    """That of the functional optimizer which torch puts in place of a class; not of a subclass, nor if one is given."""
+    optim, utils = map(importlib.import_module, ("torch.distributed.optim", "torch.distributed.optim.utils"))
+
+    class Own(torch.optim.SGD):
+        pass
+
+    def lr(optimizer_class: Any, *args: Any, **kwargs: Any) -> Any:
+        made = optim.DistributedOptimizer(
+            optimizer_class, [alone.RRef(torch.nn.Parameter(torch.ones(2)))], *args, **kwargs
+        )
+        return made.remote_optimizers[0].local_value().optimizer.param_groups[0]["lr"]
+
+    for optimizer_class, functional in utils.functional_optim_map.items():
+        assert lr(optimizer_class) == inspect.signature(functional).parameters["lr"].default
+    assert lr(torch.optim.SGD, momentum=0.5) == 1e-2
+    assert lr(Own) == lr(torch.optim.SGD, lr=1e-3) == lr(torch.optim.SGD, 1e-3) == 1e-3
+    assert lr(torch.optim.ASGD) == 1e-2  # which has no functional one
+
+
+def test_the_learning_rate_without_torchscript(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes the class itself then, with its own default."""
+    optim = importlib.import_module("torch.distributed.optim")
+    monkeypatch.setattr(torch.jit._state._enabled, "enabled", False)
+    made = optim.DistributedOptimizer(torch.optim.Adamax, [alone.RRef(torch.nn.Parameter(torch.ones(2)))])
+    assert made.remote_optimizers[0].local_value().optimizer.param_groups[0]["lr"] == 2e-3
+
+
+def test_an_optimizer_without_parameters(alone: Any, autograd: Any) -> None:
+    """As of a RemoteModule that has none: its steps do nothing, in a context that is open."""
+    nn, optim = map(importlib.import_module, ("torch.distributed.nn", "torch.distributed.optim"))
+    module = nn.RemoteModule("me/cpu", torch.nn.ReLU)
+    for parameters in (module.remote_parameters(), iter(())):
+        optimizer = optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+        assert optimizer.remote_optimizers == []
+        with autograd.context() as context_id:
+            assert optimizer.step(context_id).wait() is None
+        with pytest.raises(RuntimeError, match=f"Could not find autograd context with id: {context_id}"):
+            optimizer.step(context_id)
+    with pytest.raises(RuntimeError, match="params_rref is a list of RRefs of parameters, not one PyRRef"):
+        optim.DistributedOptimizer(torch.optim.SGD, alone.RRef(torch.nn.Parameter(torch.ones(2))))
 
 
 def test_remote_module(alone: Any) -> None:

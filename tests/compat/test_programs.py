@@ -265,6 +265,95 @@ def test_a_shutdown_that_is_over_before_all_have_come(late: int, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_group_without_a_size(tmp_path: Path) -> None:
+    """``init_rpc(name, rank=rank)`` alone, with a place in the environment: workers find each other, as with torch."""
+    (tmp_path / "script.py").write_text(
+        "import os, socket, threading, time\n"
+        "import torch.distributed.rpc as rpc\n"
+        "called = threading.Event()\n"
+        "def call(rank):\n"
+        "    called.set()\n"
+        "    return rank + 1\n"
+        "with socket.socket() as probe:\n"
+        "    probe.bind(('127.0.0.1', 0))\n"
+        "    os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(probe.getsockname()[1]))\n"
+        "for name in ('RANK', 'WORLD_SIZE'):\n"
+        "    os.environ.pop(name, None)\n"
+        "rank = int(os.fork() == 0)\n"
+        "rpc.init_rpc(f'worker{rank}', rank=rank)\n"
+        "while len(rpc.api._get_current_rpc_agent().get_worker_infos()) < 2:\n"
+        "    time.sleep(0.05)\n"
+        "print(rank, rpc.rpc_sync(f'worker{1 - rank}', call, (rank,)), flush=True)\n"
+        "called.wait()\n"
+        "if rank == 0:\n"
+        "    os.wait()\n"
+        "rpc.shutdown()\n"
+    )
+    assert sorted(run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path)) == ["0 1", "1 2"]
+
+
+@pytest.mark.slow
+def test_replicas_that_add_up_gradients_stay_alike(tmp_path: Path) -> None:
+    """Passes within DDP's ``no_sync()`` and one without, in one context: all ranks get the average of their sums."""
+    (tmp_path / "script.py").write_text(
+        "import os, torch\n"
+        "import torch.distributed.autograd as autograd, torch.distributed.rpc as rpc\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "rank = int(os.fork() == 0)\n"
+        "place = f'file://{os.getcwd()}'\n"
+        "options = rpc.TensorPipeRpcBackendOptions(init_method=f'{place}/store')\n"
+        "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2, rpc_backend_options=options)\n"
+        "torch.distributed.init_process_group('gloo', init_method=f'{place}/processes', rank=rank, world_size=2)\n"
+        "module = DistributedDataParallel(torch.nn.Linear(2, 1))\n"
+        "with autograd.context() as context_id:\n"
+        "    with module.no_sync():\n"
+        "        autograd.backward(context_id, [module(torch.full((1, 2), float(rank))).sum()])\n"
+        "    autograd.backward(context_id, [module(torch.full((1, 2), float(rank + 1))).sum()])\n"
+        "    gradients = autograd.get_gradients(context_id)\n"
+        "    print([gradients[each].flatten().tolist() for each in module.parameters()], flush=True)\n"
+        "rpc.shutdown()\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    assert run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path) == ["[[2.0, 2.0], [2.0]]"] * 2
+
+
+@pytest.mark.slow
+def test_parameters_that_only_other_replicas_use(tmp_path: Path) -> None:
+    """With ``find_unused_parameters`` contexts get what ``.grad`` gets without them, and ``.grad`` stays as it was."""
+    (tmp_path / "script.py").write_text(
+        "import os, torch\n"
+        "import torch.distributed.autograd as autograd, torch.distributed.rpc as rpc\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "class Pair(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))\n"
+        "    def forward(self, names, x):\n"
+        "        return sum((getattr(self, name) * x).sum() for name in names)\n"
+        "rank = int(os.fork() == 0)\n"
+        "place = f'file://{os.getcwd()}'\n"
+        "options = rpc.TensorPipeRpcBackendOptions(init_method=f'{place}/store')\n"
+        "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2, rpc_backend_options=options)\n"
+        "torch.distributed.init_process_group('gloo', init_method=f'{place}/processes', rank=rank, world_size=2)\n"
+        "plain, module = (DistributedDataParallel(Pair(), find_unused_parameters=True) for _ in range(2))\n"
+        "for each in module.parameters():\n"
+        "    each.grad = torch.full((1,), 10.0)\n"
+        "with autograd.context() as context_id:\n"
+        "    for uses in (('a', 'a'), ('a', 'ab'), ('ab', 'a')):\n"
+        "        plain(uses[rank], torch.full((1,), rank + 1.0)).backward()\n"
+        "        autograd.backward(context_id, [module(uses[rank], torch.full((1,), rank + 1.0))])\n"
+        "        gradients = autograd.get_gradients(context_id)\n"
+        "        found = [gradients.get(each) for each in module.parameters()]\n"
+        "        assert found == [each.grad for each in plain.parameters()], (uses, found)\n"
+        "    print(found, [each.grad.item() for each in module.parameters()], flush=True)\n"
+        "rpc.shutdown()\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    lines = run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path)
+    assert lines == ["[tensor([4.5000]), tensor([1.5000])] [10.0, 10.0]"] * 2
+
+
+@pytest.mark.slow
 def test_releasing_a_context_tells_the_others(tmp_path: Path) -> None:
     """A context of ``_new_context`` ends on all workers that took part."""
     (tmp_path / "script.py").write_text(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import socket
 import threading
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def add(x: Any, y: Any) -> Any:
@@ -69,6 +72,105 @@ def test_wrong_arguments_of_init(rpc: Any) -> None:
         rpc.init_rpc("me", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method="file:///tmp/none"))
     with pytest.raises(RuntimeError, match="Worker name must match"):
         rpc.WorkerInfo("a b", 0)
+    assert not rpc.api._is_current_rpc_agent_set()
+
+
+@pytest.fixture(scope="module")
+def a_store() -> None:
+    """The first server in a process makes libuv open a pipe that it keeps for good."""
+    TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
+
+
+@pytest.fixture
+def environment(a_store: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What env:// looks for: a place where nobody is, and nothing else."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+
+
+def has_ipv6() -> bool:
+    """Whether this host can reach itself by it."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def group_of(rpc: Any, **arguments: Any) -> tuple[int, bool, str]:
+    """Of a worker that initializes RPC so, and leaves: its id, whether its group is static, and its init method."""
+    rpc.init_rpc("me", **arguments)
+    try:
+        agent = rpc.api._get_current_rpc_agent()
+        return rpc.get_worker_info().id, agent.is_static_group, agent._get_backend_options().init_method
+    finally:
+        rpc.shutdown()
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize(
+    ("rank", "init_method", "variables"),
+    [
+        (0, "env://", {}),
+        (0, "env://", {"RANK": "1", "WORLD_SIZE": ""}),
+        (-1, "env://", {"RANK": "0"}),
+        (-1, "env://?rank=0", {}),
+        (0, "env://", {"MASTER_ADDR": "::1"}),
+        (0, "env://", {"MASTER_ADDR": "[::1]"}),
+    ],
+)
+def test_env_without_a_world_size(
+    rpc: Any, monkeypatch: pytest.MonkeyPatch, rank: int, init_method: str, variables: dict[str, str]
+) -> None:
+    """The group is joined freely, as with torch; the program's options are left as they are."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=20)
+    host = "[::1]" if "::1" in os.environ["MASTER_ADDR"] else "127.0.0.1"
+    if host == "[::1]" and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    joined = f"tcp://{host}:{os.environ['MASTER_PORT']}"
+    assert group_of(rpc, rank=rank, rpc_backend_options=options) == (0, False, joined)
+    assert options.init_method == init_method
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize(
+    ("arguments", "init_method", "variables"),
+    [
+        ({"rank": 0, "world_size": 1}, "env://", {}),
+        ({"rank": 0}, "env://", {"WORLD_SIZE": "1"}),
+        ({}, "env://", {"WORLD_SIZE": "1", "RANK": "0"}),
+        ({"rank": 0}, "env://?world_size=1", {}),
+        ({}, "env://?rank=0&world_size=1", {}),
+    ],
+)
+def test_env_with_a_world_size(
+    rpc: Any, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, int], init_method: str, variables: dict[str, str]
+) -> None:
+    """Wherever it is said, the group has that size."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=20)
+    assert group_of(rpc, **arguments, rpc_backend_options=options) == (0, True, init_method)
+
+
+@pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("world_size", [None, 1])
+def test_env_without_a_place(rpc: Any, monkeypatch: pytest.MonkeyPatch, name: str, world_size: int | None) -> None:
+    """The variable that is missing is named, whether or not the group has a size; so is that of a missing rank."""
+    with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
+        rpc.init_rpc("me")
+    monkeypatch.delenv(name)
+    with pytest.raises(RuntimeError, match=f"env:// needs the environment variable {name}, which is not set"):
+        rpc.init_rpc("me", rank=0, world_size=world_size)
     assert not rpc.api._is_current_rpc_agent_set()
 
 
@@ -181,6 +283,21 @@ def test_gathering_and_steps_that_programs_replace(alone: Any, monkeypatch: pyte
     alone.shutdown()
     assert called.is_set()
     assert not alone.api._is_current_rpc_agent_set()
+
+
+def test_a_report_to_the_leader_is_not_taken_back(alone: Any) -> None:
+    """Whoever has waited for longer than its time says so, but the leader, which waits for the report, gets it."""
+    api, name = alone.api, "other"
+    worker = api._worker_if_ours()
+    with api._all_gather_dict_lock:  # the leader is busy
+        with pytest.raises(RuntimeError, match=r"RPC ran for more than set timeout \(0\.05 s\)"):
+            api._report("me", ("late", name, 1, {"me", name}), 0.05)
+        assert [call.function for call in worker.pending_calls() if call.direction == "made"] != []
+    states = api._all_gather_sequence_id_to_states["late"]
+    api._gather_to_leader("late", "me", 2, {"me", name})
+    assert states.proceed_signal.wait(10)
+    assert states.gathered_objects == {"me": 2, name: 1}
+    del api._all_gather_sequence_id_to_states["late"]
 
 
 def test_leaks_are_reported_if_that_is_wanted(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

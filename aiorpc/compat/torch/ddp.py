@@ -1,15 +1,18 @@
 """DistributedDataParallel inside of autograd contexts: its gradients are averaged, into the context.
 
 DDP averages when torch's engine accumulates into ``.grad``, and aiorpc's passes do not. So the gradients of its
-parameters go through that once more: they are given to the parameters themselves, and what DDP makes of them is taken
-from ``.grad``, which has what it had before when the worker's part in the pass is over. Hooks that a program registered
-on such a parameter run twice then. As with DDP alone, one pass at a time.
+parameters go through that once more: they are given to the parameters themselves, on top of what the context has from
+earlier passes, as with torch (passes within ``no_sync()`` only add up, and the next one averages the sum). What DDP
+makes of them takes the place of that, and ``.grad`` has what it had before, when the worker's part in the pass is over;
+if it failed, the context keeps what it had. Hooks that a program registered on such a parameter run twice then. As with
+DDP alone, one pass at a time.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -28,17 +31,20 @@ class Averaging:
 
     def __init__(self) -> None:
         self._parameters: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by identity
+        self._modules: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()  # by a parameter's
         self._held: WeakKeyDictionary[AutogradContext, dict[int, tuple[Tensor, Tensor | None]]] = WeakKeyDictionary()
 
     def follow(self, replaced: Replacements) -> None:
         """From now on."""
         make: Callable[..., None] = DistributedDataParallel.__init__
-        parameters = self._parameters
+        parameters, modules = self._parameters, self._modules
 
         @functools.wraps(make)
         def init(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             make(module, *args, **kwargs)
-            parameters.update({id(each): each for each in module.parameters() if each.requires_grad})
+            mine = {id(each): each for each in module.parameters() if each.requires_grad}
+            parameters.update(mine)
+            modules.update(dict.fromkeys(mine, module))
 
         replaced.attribute(DistributedDataParallel, "__init__", init)
 
@@ -48,19 +54,28 @@ class Averaging:
         mine = [pair for pair in leaves if id(pair[0]) in known] if known else []
         if not mine:
             return leaves
-        held = self._held.setdefault(context, {})
-        for parameter, _ in mine:
+        held, earlier = self._held.setdefault(context, {}), context.gradients()
+        for parameter in itertools.chain((leaf for leaf, _ in mine), self._unused(mine)):
             if id(parameter) not in held:
                 held[id(parameter)] = parameter, parameter.grad
-                parameter.grad = None
+                before = earlier.get(parameter)
+                parameter.grad = None if before is None else before.clone()  # the engine adds to it in place
         torch.autograd.backward([leaf for leaf, _ in mine], [gradient for _, gradient in mine])
         return [pair for pair in leaves if id(pair[0]) not in known]
 
-    def finish(self, context: AutogradContext) -> Gradients:
-        """The averages; ``.grad`` is what it was before."""
+    def _unused(self, mine: Gradients) -> Iterator[Tensor]:
+        """Besides these, parameters that DDP reduces, too: other ranks may have gradients of them."""
+        modules = {self._modules.get(id(parameter)) for parameter, _ in mine}
+        for module in modules:
+            if module is not None and (module.find_unused_parameters or module.static_graph):
+                yield from (each for each in module.parameters() if id(each) in self._parameters)
+
+    def finish(self, context: AutogradContext, failed: bool) -> Gradients:
+        """The averages, in place of which the context has nothing then; ``.grad`` is what it was before."""
         taken = []
         for parameter, before in self._held.pop(context, {}).values():
-            if parameter.grad is not None:
+            if parameter.grad is not None and not failed:
+                context.take_back(parameter)
                 taken.append((parameter, parameter.grad.clone()))  # it may be part of DDP's memory
             parameter.grad = before
         return taken

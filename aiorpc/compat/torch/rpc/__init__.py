@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import numbers
 import os
@@ -12,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed
 
 from ....errors import RpcUsageError
+from ....runtime.stores import parse
 from .. import autograd as dist_autograd
 from . import (
     agent as agent,
@@ -166,6 +168,7 @@ def init_rpc(
     dist_autograd._init(rank)
     if backend.value.init_backend_handler is backend_registry.start_worker:
         store = None  # the worker meets the others by itself, with more patience for those that come late or die
+        rank, chosen = _freely(rank, world_size, chosen)
     else:
         store = _open_store(chosen, rank, world_size)
     _start(backend, store, name, rank, world_size, chosen)
@@ -184,7 +187,7 @@ def _infer_backend(given: RpcBackendOptions | None) -> Any:
 def _check_rank(init_method: str) -> None:
     """A group that is joined freely wants a rank, as with torch; `aiorpc.init` finds a free one by itself."""
     url = urlsplit(init_method)
-    if url.scheme == "env" and "RANK" not in os.environ:
+    if url.scheme == "env" and "rank" not in parse_qs(url.query) and "RANK" not in os.environ:
         raise ValueError(
             "Error initializing torch.distributed using env:// rendezvous: environment variable RANK "
             "expected, but not set"
@@ -193,6 +196,19 @@ def _check_rank(init_method: str) -> None:
         raise ValueError(
             f"Error initializing torch.distributed using {url.scheme}:// rendezvous: rank parameter missing"
         )
+
+
+def _freely(rank: int, world_size: int | None, given: Any) -> tuple[int, Any]:
+    """The rank, and options of a group that is joined freely where env:// is not told its size, as with torch."""
+    url = urlsplit(given.init_method)
+    if url.scheme != "env" or world_size or "world_size" in parse_qs(url.query) or os.environ.get("WORLD_SIZE"):
+        return rank, given
+    place = parse(given.init_method, None if rank < 0 else rank, 1, os.environ)  # it wants a size, whichever
+    host = f"[{place.host}]" if ":" in place.host and not place.host.startswith("[") else place.host
+    options = copy.copy(given)
+    options.init_method = f"tcp://{host}:{place.port}"
+    assert place.rank is not None, "of env://"
+    return place.rank, options
 
 
 def _open_store(given: Any, rank: int, world_size: int | None) -> Any:
