@@ -14,6 +14,7 @@ Invariants
 1. A call is in `pending` from before its frame is queued until somebody takes it out: `dict.pop` says who settles it.
 2. A function's number goes with its name until a reply to such a call confirmed that the callee has it.
 3. GONE is final: a worker that comes back under the same name is a new peer (another incarnation).
+4. Whoever holds the lock of the references may send here, which takes `_lock`: nothing under `_lock` takes theirs.
 """
 
 from __future__ import annotations
