@@ -90,11 +90,7 @@ class AutogradContext:
         None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
         """
         untracked = self._untracked
-        places = [
-            place
-            for place, tensor in enumerate(tensors)
-            if tensor.requires_grad and not (untracked and isinstance(tensor, untracked))
-        ]
+        places = [at for at, each in enumerate(tensors) if each.requires_grad and not isinstance(each, untracked)]
         if not places:
             return None
         number = next(self._numbers)

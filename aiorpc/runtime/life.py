@@ -169,12 +169,15 @@ class Life:
 
     async def _serve_rendezvous(self, rendezvous: Rendezvous) -> None:
         """In a group that is joined freely: hand newcomers from other hosts what they need."""
+        worker = self._worker
         while True:
             await asyncio.sleep(_SERVING_PAUSE)
             try:
-                await self._worker.in_thread(rendezvous.serve_secret_requests)
+                await worker.in_thread(rendezvous.serve_secret_requests)
             except StoreGone:  # for good, and torch logs every look at it
                 return
+            except RendezvousError as error:
+                logger.debug("%s serves no secrets just now: %s", worker.name, error)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 

@@ -136,13 +136,11 @@ class Rendezvous:
         of its devices. RendezvousError, on all ranks where all are concerned: a name or rank that is not unique,
         different world sizes, missing ranks; DeviceMapError: claims that do not fit together.
         """
-        record: WorkerRecord | None = None
         mine = claims or DeviceClaims()
 
         def make(number: int) -> WorkerRecord:
-            nonlocal record
-            record = self._made = make_record(number)
-            return record
+            self._made = make_record(number)
+            return self._made
 
         for _ in self._patience.tries():
             try:
@@ -150,7 +148,7 @@ class Rendezvous:
                 if isinstance(self._world, FreeWorld):
                     members = self._world.join(make, mine, self._patience)
                 else:
-                    members = self._world.join(record or make(self._world.rank), mine, self._patience)
+                    members = self._world.join(self._made or make(self._world.rank), mine, self._patience)
                 self.claims = {member.record.name: member.claims for member in members}
                 return [member.record for member in members]
             except StoreGone:
@@ -175,17 +173,19 @@ class Rendezvous:
 
     def leave(self, record: WorkerRecord) -> None:
         """Take a record out of the group (one's own, or a lost peer's). Nothing happens if the store has gone."""
+        self._tell(self._world.leave, record)
+
+    def abandon(self) -> None:
+        """`join` was given up: the rank and the name are free, and nobody takes us for a member."""
+        if self._made is not None:
+            self._tell(self._world.abandon, self._made)
+
+    def _tell(self, step: Callable[[WorkerRecord], None], record: WorkerRecord) -> None:
         # torch logs every failed operation: do not ask a server that is not there.
         if self._is_client() and not listens(self._place):
             return
         with contextlib.suppress(StoreGone):
-            self._world.leave(record)
-
-    def abandon(self) -> None:
-        """`join` was given up: the rank and the name are free, and nobody takes us for a member."""
-        if self._made is not None and not (self._is_client() and not listens(self._place)):
-            with contextlib.suppress(StoreGone):
-                self._world.abandon(self._made)
+            step(record)
 
     def close(self) -> None:
         """Let go of the store, and end the server if this process hosts it. Idempotent.

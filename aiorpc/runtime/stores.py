@@ -249,10 +249,11 @@ def open_tcp(place: Place, patience: Patience) -> tuple[Store, bool]:
 
 
 def _host_tcp(place: Place, patience: Patience) -> Store:
-    host = next(iter(_addresses(place)), place.host)
+    addresses, local = _addresses(place), is_local(place)
+    host = addresses[0] if addresses else place.host
     limit = timedelta(seconds=max(1.0, patience.attempt()))
-    with _listener(place) or contextlib.nullcontext() as listener:
-        if not is_local(place):
+    with _listener(place, addresses, local) or contextlib.nullcontext() as listener:
+        if not local:
             _check_leads_here(place, patience)
         descriptor = listener.detach() if listener else None
     # A store that torch already serves in this process on that port (for a process group) is shared.
@@ -260,11 +261,10 @@ def _host_tcp(place: Place, patience: Patience) -> Store:
     return bounded(make, patience.attempt())
 
 
-def _listener(place: Place) -> socket.socket | None:
+def _listener(place: Place, addresses: list[str], local: bool) -> socket.socket | None:
     """A socket for torch to serve the store on; None where its own will do, or where the port is taken."""
-    addresses = _addresses(place)
     with contextlib.suppress(OSError):
-        if not is_local(place):
+        if not local:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
             return socket.create_server(("", place.port), family=family, backlog=512, dualstack_ipv6=dual)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -401,14 +401,19 @@ def test_a_file_in_a_folder_that_does_not_exist_is_refused_at_once(tmp_path: Pat
         Rendezvous.open(f"file://{tmp_path}/none/meet", rank=0, world_size=1, timeout=5)
 
 
+@contextmanager
+def hosted_elsewhere(prepared: Zygote, folder: Path, rank: int | None, size: int | None) -> Iterator[tuple[Group, int]]:
+    """A group, and the process id of who hosts its store, which ends with the block."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    lines = f"r = Rendezvous.open({url!r}, rank={rank}, world_size={size}, timeout=20)\nprint('up', flush=True)"
+    with prepared.run(CHILD + lines + STAY, [], folder) as host:
+        host.wait_for_line("up")
+        yield Group(url, None), host.pid
+
+
 def test_a_store_that_goes_away_is_an_error_for_those_who_wait(prepared: Zygote, tmp_path: Path) -> None:
     """The host dies before the group is complete: the others say that they cannot reach it."""
-    port = free_port()
-    url = f"tcp://127.0.0.1:{port}"
-    lines = f"r = Rendezvous.open({url!r}, rank=0, world_size=3, timeout=20)\nprint('up', flush=True)"
-    group = Group(url, None)
-    with prepared.run(CHILD + lines + STAY, [], tmp_path) as host:
-        host.wait_for_line("up")
+    with hosted_elsewhere(prepared, tmp_path, 0, 3) as (group, _):
         opened = group.open(1, 3, timeout=SOON)
     with pytest.raises(RendezvousError, match=r"the store at .* no longer answers|cannot reach the store at"):
         opened.join(lambda number: make_record("b", number))
@@ -418,22 +423,17 @@ def test_a_store_that_goes_away_is_an_error_for_those_who_wait(prepared: Zygote,
 def test_looking_for_a_worker_is_bounded(prepared: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that hosts the store is stopped; whoever looks may be on a loop."""
     monkeypatch.setattr("aiorpc.runtime.rendezvous._LOOKING_TIME", 0.1)
-    port = free_port()
-    url = f"tcp://127.0.0.1:{port}"
-    lines = f"r = Rendezvous.open({url!r}, rank=None, world_size=None, timeout=20)\nprint('up', flush=True)"
-    group = Group(url, None)
-    with prepared.run(CHILD + lines + STAY, [], tmp_path) as host:
-        host.wait_for_line("up")
+    with hosted_elsewhere(prepared, tmp_path, None, None) as (group, host):
         group.join(None, None, "a")
         opened = group.opened[0]
         found = opened.find("a")
         assert found is not None and opened.find("b") is None
-        os.kill(host.pid, signal.SIGSTOP)
+        os.kill(host, signal.SIGSTOP)
         try:
             with pytest.raises(RendezvousError, match=r"cannot find worker 'a': the store at .* has not answered"):
                 opened.find("a")
         finally:
-            os.kill(host.pid, signal.SIGCONT)
+            os.kill(host, signal.SIGCONT)
     group.close()
 
 

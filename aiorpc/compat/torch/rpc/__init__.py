@@ -6,6 +6,7 @@ import copy
 import itertools
 import numbers
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -204,9 +205,8 @@ def _freely(rank: int, world_size: int | None, given: Any) -> tuple[int, Any]:
     if url.scheme != "env" or world_size or "world_size" in parse_qs(url.query) or os.environ.get("WORLD_SIZE"):
         return rank, given
     place = parse(given.init_method, None if rank < 0 else rank, 1, os.environ)  # it wants a size, whichever
-    host = f"[{place.host}]" if ":" in place.host and not place.host.startswith("[") else place.host
     options = copy.copy(given)
-    options.init_method = f"tcp://{host}:{place.port}"
+    options.init_method = str(replace(place, host=place.host.strip("[]")))
     assert place.rank is not None, "of env://"
     return place.rank, options
 
