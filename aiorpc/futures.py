@@ -16,13 +16,13 @@ Invariants
 4. User code (`then`, `add_done_callback`) never runs on a thread that runs an event loop, nor in one that waits for a
    call and reads its answer; it is handed to the pool.
 5. torch's C++ half is completed once, by the winner, before any callback runs: `torch.futures.wait_all` sees it.
+6. Settling runs no code of a value's or an error's class (`foreign.py`): whatever that raised would be the settler's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import logging
 import threading
 import time
@@ -35,6 +35,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
+from . import foreign
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
 
 logger = logging.getLogger("aiorpc")
@@ -124,9 +125,8 @@ class _Unobserved:
 
     def __del__(self) -> None:
         # What we gave up ourselves, by cancelling it or by leaving, is no news.
-        if not self.seen and not isinstance(self.error, (RpcCancelled, WorkerClosed)):
-            error = self.error
-            logger.error("%s failed and nobody looked: %s: %s", self.what, type(error).__name__, error)
+        if not self.seen and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
+            logger.error("%s failed and nobody looked: %s", self.what, foreign.said(self.error))
 
 
 class Future(torch.futures.Future[T], Generic[T]):
@@ -176,10 +176,13 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._state = VALUE
             if self._arrival is not None:  # torch's helpers take the value from its half
                 _CFuture._set_unwrap_func(self, partial(_joined, self._arrival))
-            _CFuture.set_result(self, value)
+            if self._devices:
+                self._complete_on_devices(value)
+            else:
+                _CFuture.set_result(self, value)
         else:
             self._error = error
-            self._trace = error.__traceback__
+            self._trace = foreign.field(error, "__traceback__")
             if self._site is not None:  # before anybody can look at it
                 self._unobserved = _Unobserved(self.describe(), error)
             self._state = ERROR
@@ -188,6 +191,16 @@ class Future(torch.futures.Future[T], Generic[T]):
         if self._callbacks:
             self._run_callbacks(self._apart)
         return True
+
+    def _complete_on_devices(self, value: Any) -> None:
+        """torch looks for tensors in the value, and for that it pickles it."""
+        try:
+            _CFuture.set_result(self, value)
+        except BaseException as error:
+            self._value, self._error = None, RpcError(f"the value of {self.describe()} is none: {foreign.said(error)}")
+            self._state = ERROR
+            _CFuture._set_unwrap_func(self, _raise)
+            _CFuture.set_result(self, _Failure(self, self._error))
 
     def set_result(self, result: T) -> None:
         """Complete with `result`. RpcUsageError if it is already complete."""
@@ -230,7 +243,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def cancelled(self) -> bool:
         """Whether it was settled by `cancel`."""
-        return isinstance(self._error, RpcCancelled)
+        return foreign.is_a(self._error, RpcCancelled)
 
     def value(self) -> T:
         """The result of a completed Future; raises its error, or RpcUsageError if it is not complete."""
@@ -273,7 +286,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._look()
         try:
             # Each raise appends to the traceback, so it starts again from what came with the error.
-            raise self._error.with_traceback(self._trace)
+            raise foreign.with_traceback(self._error, self._trace)
         finally:
             del self  # the traceback holds this frame: a cycle would keep all of the callers' locals alive
 
@@ -453,8 +466,8 @@ class _UserCallback:
         token = current_autograd.set(self.autograd)
         try:
             self.callback(future)
-        except BaseException:  # whatever it is, the other callbacks and the settler must not suffer
-            logger.exception("a callback of %s raised", future.describe())
+        except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
+            foreign.log_error(logger, logging.ERROR, error, "a callback of %s raised", future.describe())
         finally:
             current_autograd.reset(token)
 
@@ -487,20 +500,17 @@ class _Failure:
 
     def __init__(self, future: Future[Any], error: BaseException) -> None:
         self.future = weakref.ref(future)
-        try:
-            twin = copy.copy(error)
-        except Exception:
-            twin = error
-        if twin is error or type(twin) is not type(error):
-            twin = RpcError(f"{type(error).__name__}: {error}")
-        twin.__cause__ = error.__cause__
-        self.twin = twin.with_traceback(None)
+        twin = foreign.copy_of(error)
+        if twin is None:
+            twin = RpcError(foreign.said(error))
+            foreign.set_cause(twin, foreign.field(error, "__cause__"))
+        self.twin = twin
 
 
 def _raise(failure: _Failure) -> None:
     future = failure.future()
     error = future.exception() if future is not None else None
-    raise error or failure.twin.with_traceback(None)
+    raise foreign.with_traceback(failure.twin, None) if error is None else error
 
 
 def _joined(arrival: Arrival, value: Any) -> Any:

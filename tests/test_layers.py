@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport",),
     ("protocol",),
     ("futures",),
-    ("options", "devices", "errors", "_typing"),
+    ("options", "devices", "errors", "foreign", "_typing"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -38,6 +38,7 @@ from functools import partial
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from .. import foreign
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.gradients import AutogradContext
@@ -190,9 +191,9 @@ class Pass:
     def _fail(self, error: BaseException) -> None:
         if not self.done._settle(None, error):
             return
-        self._part.fail(RpcError(f"the backward pass has failed: {error}"))
+        self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
         self._open_gate()
-        reason = f"{type(error).__name__}: {error}"
+        reason = foreign.said(error)
         for worker_id in self._plans:
             try:
                 said = (self._context.id, self._number, reason)

@@ -36,6 +36,7 @@ import msgpack
 import torch
 
 from ..errors import ProtocolError, SerializationError
+from ..foreign import text_of
 from . import reductions
 from .frames import Buffer
 
@@ -194,7 +195,7 @@ def refer(value: Any, position: int, out: Outgoing) -> None:
         value._travel(out, position)
     except Exception as cause:
         kind = type(value).__qualname__
-        raise SerializationError(f"(a {kind}) cannot be serialised: {cause}", position) from cause
+        raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
 
 
 def _goes_alone(tensor: Tensor, position: int, route: Route | None) -> bool:
@@ -273,8 +274,9 @@ def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes
                 dumps(values[position], out)
             except Exception as cause:
                 kind = type(values[position]).__qualname__
-                raise SerializationError(f"(a {kind}) cannot be serialised: {cause}", position) from cause
-        raise SerializationError(f"cannot be serialised together with the others: {error}", positions[0]) from error
+                raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
+        reason = f"cannot be serialised together with the others: {text_of(error)}"
+        raise SerializationError(reason, positions[0]) from error
     finally:
         outgoing.reset(token)
 

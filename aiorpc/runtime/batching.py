@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from .. import foreign
 from ..errors import RpcCancelled, RpcUsageError
 
 logger = logging.getLogger("aiorpc")
@@ -117,25 +118,25 @@ class Batch:
 
     def _share(self, entries: Sequence[_Entry], result: Any) -> None:
         try:
-            rows = _rows(self._batcher.name, result, len(entries))
-        except Exception as error:
+            rows = list(_rows(self._batcher.name, result, len(entries)))
+        except BaseException as error:
             self._fail(entries, error)
             return
         for entry, row in zip(entries, rows, strict=True):
-            if isinstance(row, Exception):
-                _tell(entry.done, None, row)
+            if foreign.is_a(row, Exception):
+                _tell(entry.done, None, cast("Exception", row))
             else:
                 _tell(entry.done, row, None)
 
     def _fail(self, entries: Sequence[_Entry], error: BaseException) -> None:
         """Tell every caller; an exit or a cancellation then goes on to whoever runs the batch."""
         told = error
-        if isinstance(error, asyncio.CancelledError):
+        if foreign.is_a(error, asyncio.CancelledError):
             told = RpcCancelled(f"the batched call of {self._batcher.name} was cancelled while it ran")
             told.__cause__ = error
         for entry in entries:
             _tell(entry.done, None, told)
-        if not isinstance(error, Exception):
+        if not foreign.is_a(error, Exception):
             raise error
 
 
@@ -506,5 +507,5 @@ def _tell(done: Done, result: object | None, error: BaseException | None) -> Non
     """Settle one caller; its trouble must not reach the others of the batch."""
     try:
         done(result, error)
-    except Exception:
-        logger.exception("a caller of a batch could not be told its result")
+    except Exception as broken:
+        foreign.log_error(logger, logging.ERROR, broken, "a caller of a batch could not be told its result")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import foreign
 from ..errors import RpcCancelled, RpcError
 from ..futures import PENDING, Executor, Future, Marks
 
@@ -109,8 +110,11 @@ class CallFuture(Future[Any]):
 
 def _raise_interrupt(future: CallFuture | None) -> None:
     """Ctrl-C came while its answer was unpickled, in a thread that may wait for another one."""
-    if future is not None and future._error is not None and isinstance(future._error.__cause__, KeyboardInterrupt):
-        raise future._error.__cause__
+    if future is None or future._error is None:
+        return
+    cause = foreign.field(future._error, "__cause__")
+    if foreign.is_a(cause, KeyboardInterrupt):
+        raise cause
 
 
 class FunctionEntry:
@@ -126,7 +130,7 @@ class FunctionEntry:
 
 def copy_for(error: RpcError, future: CallFuture) -> RpcError:
     """Each call gets an error of its own: raising one object at many places mixes up their tracebacks."""
-    copy = type(error)(f"{error}; {future.describe()} got no answer")
+    copy = type(error)(f"{foreign.text_of(error)}; {future.describe()} got no answer")
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
     return copy

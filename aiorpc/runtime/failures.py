@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
+import contextlib
 from typing import Any
 
+from .. import foreign
 from ..errors import RemoteError
 from ..protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
 
@@ -28,10 +29,9 @@ class RemoteTraceback(Exception):
 
 def encode_error(error: BaseException, worker: str) -> list[Any]:
     """The fields of an ERROR: type name, message, traceback text, worker, pickled exception or None. Never raises."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    pickled = _pickle(error) if isinstance(error, Exception) and not isinstance(error, NEVER_AS_ITSELF) else None
-    return [_valid(name), _text_of(error), _traceback_of(error), worker, pickled]
+    pickled = _pickle(error) if foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF) else None
+    name = _valid(_type_name(type(error)))
+    return [name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled]
 
 
 def decode_error(fields: list[Any], function: str) -> BaseException:
@@ -42,7 +42,7 @@ def decode_error(fields: list[Any], function: str) -> BaseException:
     if pickled is not None:
         try:
             loaded = loads(pickled, Incoming((), ()))
-            error = loaded if isinstance(loaded, Exception) else None
+            error = loaded if foreign.is_a(loaded, Exception) else None
         except BaseException:  # whatever rebuilding it runs, the text is there
             error = None
     if error is None:
@@ -53,8 +53,13 @@ def decode_error(fields: list[Any], function: str) -> BaseException:
             remote_traceback=text,
             worker=worker,
         )
-    error.__cause__ = cause
+    foreign.set_cause(error, cause)
     return error
+
+
+def came_from_afar(error: BaseException) -> bool:
+    """Whether it was raised on another worker, and arrived here."""
+    return foreign.is_a(foreign.field(error, "__cause__"), RemoteTraceback)
 
 
 def without_frames(error: BaseException) -> BaseException:
@@ -62,41 +67,36 @@ def without_frames(error: BaseException) -> BaseException:
 
     A Future that held them could never be freed: the garbage collector does not see through torch's part of it.
     """
-    error.add_note(_traceback_of(error))
+    with contextlib.suppress(BaseException):  # a class that takes no notes
+        BaseException.add_note(error, _valid(foreign.traceback_of(error)))
     left: list[BaseException | None] = [error]
     while left:
         each = left.pop()
-        if each is not None and each.__traceback__ is not None:
-            each.__traceback__ = None
-            left += [each.__cause__, each.__context__]
+        if each is not None and foreign.field(each, "__traceback__") is not None:
+            foreign.with_traceback(each, None)
+            left += [foreign.field(each, "__cause__"), foreign.field(each, "__context__")]
     return error
 
 
-def _text_of(error: BaseException) -> str:
+def _type_name(kind: type[BaseException]) -> str:
     try:
-        return _valid(str(error))
-    except Exception as broken:
-        return f"<its text cannot be made: {type(broken).__name__}>"
-
-
-def _traceback_of(error: BaseException) -> str:
-    try:
-        return _valid("".join(traceback.format_exception(error)))
-    except Exception as broken:
-        return f"<its traceback cannot be made: {type(broken).__name__}>"
+        return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    except BaseException:  # a class of a class of its own
+        return "an exception"
 
 
 def _valid(text: str) -> str:
     return text[-MAX_TEXT:].encode("utf-8", "replace").decode()
 
 
-def _pickle(error: Exception) -> bytes | None:
+def _pickle(error: BaseException) -> bytes | None:
     """The exception as a pickle that survived a full round trip here, or None.
 
     Exceptions whose ``__init__`` takes something else than their ``args`` cannot be called again by pickle; for those
     the parts travel. Tensors inside are left to the text form.
     """
-    parts = (type(error), error.args, dict(error.__dict__))
+    args = foreign.field(error, "args")
+    parts = (type(error), args, dict(foreign.field(error, "__dict__")))
     for value in (error, _Parts(*parts)):
         out = Outgoing(same_main=True)
         token = outgoing.set(out)
@@ -105,9 +105,9 @@ def _pickle(error: Exception) -> bytes | None:
             if not (out.tensors or out.buffers or out.references) and len(data) <= MAX_PICKLE:
                 made = loads(data, Incoming((), ()))
                 # Parts are put back as they were; a call of the type may have made something else of its arguments.
-                if type(made) is type(error) and (type(value) is _Parts or made.args == error.args):
+                if type(made) is type(error) and (type(value) is _Parts or made.args == args):
                     return data
-        except Exception:
+        except BaseException:
             continue
         finally:
             outgoing.reset(token)
@@ -118,7 +118,7 @@ def _pickle(error: Exception) -> bytes | None:
 class _Parts:
     """Pickles as a call of `rebuild`."""
 
-    def __init__(self, kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> None:
+    def __init__(self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> None:
         self.parts = (kind, args, state)
 
     def __reduce__(self) -> tuple[Any, ...]:

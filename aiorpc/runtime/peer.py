@@ -32,6 +32,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from .. import foreign
 from ..channels import AnyBuffer
 from ..channels.landing import Landing
 from ..errors import Overloaded, PeerClosed, ProtocolError, RpcError, RpcTimeout, SerializationError, WorkerClosed
@@ -478,9 +479,7 @@ class Peer:
                     future._arrival = landing.arrival()
             value = values[0] if len(values) < 2 else messages.Results(values)
         except BaseException as error:  # even SystemExit is that call's alone
-            failure = RpcError(
-                f"the result of {future.describe()} cannot be read here: {type(error).__name__}: {error}"
-            )
+            failure = RpcError(f"the result of {future.describe()} cannot be read here: {foreign.said(error)}")
             failure.__cause__ = without_frames(error)
             future._settle(None, failure)
         else:
@@ -489,8 +488,10 @@ class Peer:
     def _settle_error(self, future: CallFuture, frame: Frame) -> None:
         try:
             error = self.worker.read_error(future._function, decode_error(unpack(frame.body), future._function))
-        except Exception as broken:
-            error = RpcError(f"{future.describe()} failed, and its error cannot be read: {broken}")
+            if not foreign.is_a(error, BaseException):
+                raise TypeError("read_error gave something that is no exception")
+        except BaseException as broken:
+            error = RpcError(f"{future.describe()} failed, and its error cannot be read: {foreign.said(broken)}")
         future._settle(None, error)
 
     def _discard(self, frame: Frame) -> None:

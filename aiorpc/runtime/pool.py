@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from .. import foreign
 from ..errors import WorkerClosed
 from ..futures import block_observer
 
@@ -274,8 +275,8 @@ class ThreadPool:
             self._look_again()
         try:
             fn(*args)
-        except BaseException:
-            logger.exception("a job of pool %s raised; the pool goes on", self._name)
+        except BaseException as error:
+            foreign.log_error(logger, logging.ERROR, error, "a job of pool %s raised; the pool goes on", self._name)
         return True
 
     def _park(self, wake: threading.Lock) -> bool:

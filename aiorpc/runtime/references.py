@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
+from .. import foreign
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future, call_site, describe_site
 from ..protocol import codec
@@ -39,6 +40,7 @@ from ..protocol.reference_messages import (
 )
 from ..protocol.references import ReferenceTable
 from .current import CallContext, registry
+from .failures import came_from_afar
 from .resolver import FETCH, METHOD
 
 if TYPE_CHECKING:
@@ -338,12 +340,12 @@ class References:
         if error is None:
             self._run(self._table.created, rref, fork)
             return
-        answered = error.__cause__ is not None and type(error.__cause__).__name__ == "RemoteTraceback"
-        if answered:
+        if came_from_afar(error):
             # The owner has the error as the value: other holders can fetch it, and this handle raises it by itself.
             self._run(self._table.created, rref, fork)
         else:
-            self._run(lambda: self._table.creation_failed(rref, fork, str(error), answered=False))
+            reason = foreign.text_of(error)
+            self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=False))
 
     def load(self, wires: list[Any], sender: int) -> list[RRef[Any]]:
         """Handles of the references in a message from `sender`."""
@@ -418,7 +420,10 @@ class References:
         future = self._values.get(context.creates)
         if future is not None:
             if error is None:  # other handlers, on other streams, use what this one has put on a device
-                future._arrival = self.worker.accelerators.arrival(result)
+                try:
+                    future._arrival = self.worker.accelerators.arrival(result)
+                except BaseException as broken:  # a container of the users' that cannot be looked into
+                    result, error = None, broken
             future._settle(result, error)
 
     # --- the table's outputs ------------------------------------------------------------------------------------------

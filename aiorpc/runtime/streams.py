@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .. import foreign
 from ..channels.landing import Landing
 from ..errors import RpcError, RpcTimeout, RpcUsageError
 from ..futures import Future, block_observer
@@ -93,7 +94,7 @@ class Stream(AsyncIterator[Any]):
             return self._decode(*item)
         except BaseException as error:
             await self.aclose()
-            raise RpcError(f"an item of {self._describe()} cannot be read here: {error}") from error
+            raise RpcError(f"an item of {self._describe()} cannot be read here: {foreign.said(error)}") from error
 
     def _decode(self, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None) -> Any:
         landing = landing or (self._peer.devices and self._peer.worker.accelerators.landing()) or None

@@ -40,6 +40,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ProtocolError
+from ..foreign import log_error
 from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_length, whole_frames
 from .send_queue import SendQueue
 
@@ -254,7 +255,7 @@ class Connection:
         except (OSError, ProtocolError) as error:
             self._fail(error)
         except Exception as error:
-            logger.exception("%s: a frame could not be handled", self.label)
+            log_error(logger, logging.ERROR, error, "%s: a frame could not be handled", self.label)
             self._fail(error)
         finally:
             self._reading.release()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ... import foreign
 from ...errors import RpcUsageError
 from ...futures import AnyFuture, Future, outcome, when_done
 from ...futures import collect_all as all_done
@@ -54,7 +55,7 @@ def torch_then(future: Future[Any], callback: Callable[[Future[Any]], Any]) -> F
         try:
             return callback(done)
         except Exception as error:
-            if isinstance(error, RuntimeError) or error is done._error:
+            if foreign.is_a(error, RuntimeError) or error is done._error:
                 raise
             raise _as_runtime_error(error).with_traceback(error.__traceback__) from error
 
@@ -63,7 +64,7 @@ def torch_then(future: Future[Any], callback: Callable[[Future[Any]], Any]) -> F
 
 def error_of_call(function: str, error: BaseException) -> BaseException:
     """The error of a call as torch has it: RuntimeError of an operator that was called with what it does not take."""
-    if not isinstance(error, TypeError) or isinstance(error, RuntimeError) or not is_loaded(function):
+    if not foreign.is_a(error, TypeError) or foreign.is_a(error, RuntimeError) or not is_loaded(function):
         return error
     if torch.jit._builtins._find_builtin(resolve(function).function) is None:
         return error
@@ -82,5 +83,5 @@ def _as_runtime_error(error: Exception) -> RuntimeError:
         made = type(kind.__name__, (kind, RuntimeError), {"__module__": kind.__module__})(*error.args)
         assert isinstance(made, RuntimeError)
     except Exception:  # a constructor of its own, or a memory layout of its own
-        return RuntimeError(f"{kind.__name__}: {error}")
+        return RuntimeError(foreign.said(error))
     return made

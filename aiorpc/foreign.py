@@ -1,0 +1,114 @@
+"""Exceptions of other people's code, handled so that nothing they do gets in the way.
+
+A class of exceptions can redefine how it is shown, copied, compared, and how its attributes are read and set; each of
+those can raise, even SystemExit. What has to go on whatever comes goes past all of that, by the functions here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from types import MemberDescriptorType, TracebackType
+from typing import Any
+
+_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which the exceptions of the interpreter itself do not have
+# The attributes where the interpreter itself looks, which no class can redefine.
+_FIELDS: dict[str, Any] = {
+    name: BaseException.__dict__[name] for name in ("args", "__cause__", "__context__", "__traceback__", "__dict__")
+}
+
+
+def is_a(error: object, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
+    """As ``isinstance``, which would ask the object for its ``__class__``."""
+    return issubclass(type(error), kind)
+
+
+def name_of(error: BaseException) -> str:
+    """The name of its type. Never raises."""
+    try:
+        return str(type.__dict__["__name__"].__get__(type(error)))
+    except Exception:  # a name that is no text
+        return "an exception"
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``, or a word that it cannot be made. Never raises."""
+    try:
+        return "" + str(error)  # a text of a class of its own becomes a plain one
+    except BaseException as broken:
+        return f"<its text cannot be made: {name_of(broken)}>"
+
+
+def said(error: BaseException) -> str:
+    """Type and text, for a sentence. Never raises."""
+    return f"{name_of(error)}: {text_of(error)}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """What is printed for it, or a word that it cannot be made. Never raises."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException as broken:
+        return f"{said(error)}\n<its traceback cannot be made: {name_of(broken)}>"
+
+
+def field(error: BaseException, name: str) -> Any:
+    """Its ``args``, ``__cause__``, ``__context__``, ``__traceback__`` or ``__dict__``."""
+    return _FIELDS[name].__get__(error)
+
+
+def set_cause(error: BaseException, cause: BaseException | None) -> None:
+    """As ``raise error from cause`` does."""
+    _FIELDS["__cause__"].__set__(error, cause)
+
+
+def with_traceback(error: BaseException, trace: TracebackType | None) -> BaseException:
+    """The same error with that traceback."""
+    return BaseException.with_traceback(error, trace)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it may be Ctrl-C: KeyboardInterrupt where Python runs signal handlers, in the main thread."""
+    return is_a(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def copy_of(error: BaseException) -> BaseException | None:
+    """An equal error without traceback, made without a call of its own code; None where that cannot be."""
+    kind = type(error)
+    try:
+        line: tuple[Any, ...] = type.__dict__["__mro__"].__get__(kind)
+        base = next(each for each in line if not each.__flags__ & _MADE_IN_PYTHON)
+        args = base.__reduce__(error)[1]  # some have more than their ``args``
+        twin: BaseException = base.__new__(kind, *args)
+        base.__init__(twin, *args)
+        field(twin, "__dict__").update(field(error, "__dict__"))
+        for each in line:
+            _copy_slots(each, error, twin)
+        set_cause(twin, field(error, "__cause__"))
+    except Exception:  # made of other arguments than it has now
+        return None
+    return twin
+
+
+def _copy_slots(kind: type, error: BaseException, twin: BaseException) -> None:
+    if not kind.__flags__ & _MADE_IN_PYTHON:
+        return
+    for slot in type.__dict__["__dict__"].__get__(kind).values():
+        if type(slot) is MemberDescriptorType:
+            try:
+                value = slot.__get__(error)
+            except AttributeError:  # nothing is in it
+                continue
+            slot.__set__(twin, value)
+
+
+def log_error(logger: logging.Logger, level: int, error: BaseException, message: str, *args: object) -> None:
+    """Log a message with the traceback of an error. Never raises, whatever showing the error runs into."""
+    try:
+        logger.log(level, message, *args, exc_info=error)
+    except BaseException:
+        try:
+            logger.log(level, f"{message}\n%s", *args, traceback_of(error))
+        except BaseException as broken:  # a handler of the program's own
+            logging.getLogger("aiorpc").debug("a log handler raised %s", name_of(broken))
