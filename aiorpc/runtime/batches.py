@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from typing import TYPE_CHECKING
 
+from .. import foreign
 from ..errors import WorkerClosed
 from .batching import Batch
 from .current import current_call, current_worker
@@ -27,10 +28,18 @@ def run_batch(worker: Worker, batch: Batch | None) -> None:
 
 
 def _start(worker: Worker, batch: Batch) -> None:
-    task = worker.tasks.spawn(batch.run_async(), context=_context_of(worker, batch))
+    task = worker.tasks.spawn(_run(batch), context=_context_of(worker, batch))
     # A task that is cancelled before its first step never gets to tell its callers.
     error = WorkerClosed(f"worker {worker.name!r} shut down before the batch was run")
     task.add_done_callback(lambda _: batch.abort(error))
+
+
+async def _run(batch: Batch) -> None:
+    try:
+        await batch.run_async()
+    except (SystemExit, KeyboardInterrupt) as error:  # its callers have it; from a task it would end the loop
+        if foreign.is_interrupt(error):
+            raise
 
 
 def _context_of(worker: Worker, batch: Batch) -> contextvars.Context:

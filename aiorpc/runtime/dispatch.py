@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .. import foreign
 from ..channels import AnyBuffer
 from ..channels.landing import Steps, current_landing
 from ..errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcUsageError, SerializationError
@@ -144,9 +145,10 @@ class Service:
             if failure is not None:
                 raise failure
             self._resolver.route(wire_function, context, fields, frame.segments)
-        except Exception as error:
+        except BaseException as error:
             self.discard_arguments(fields)
             self.answer_error(context, error)
+            _pass_on(error)
 
     def discard_arguments(self, fields: list[Any]) -> None:
         """A call that does not run: the references among its arguments still have to be taken."""
@@ -209,8 +211,9 @@ class Service:
         try:
             args, kwargs = self._arguments(context, fields, segments)
             result = target.function(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             self.answer_error(context, error)
+            _pass_on(error)
             return
         finally:
             current_call.reset(token)
@@ -262,13 +265,16 @@ class Service:
             current_call.reset(token)
             if within is not None:
                 current_autograd.reset(within)
-        if target.mode is Mode.DEFERRED:
-            self._defer(target, context, result.pop())
-        elif asyncio.iscoroutine(result[0]):
-            # A plain function that hands back a coroutine: run it where coroutines run.
-            self.worker.call_on_loop(self._create_task, context, result.pop())
-        else:
-            self.answer(context, result.pop())
+        try:
+            if target.mode is Mode.DEFERRED:
+                self._defer(target, context, result.pop())
+            elif asyncio.iscoroutine(result[0]):
+                # A plain function that hands back a coroutine: run it where coroutines run.
+                self.worker.call_on_loop(self._create_task, context, result.pop())
+            else:
+                self.answer(context, result.pop())
+        except BaseException as error:  # of a class that does not even say what it is
+            self.answer_error(context, error)
 
     def _defer(self, target: Target, context: CallContext, result: object) -> None:
         if is_future(result):
@@ -347,6 +353,7 @@ class Service:
             self._serve_coroutine(context, result)
         except BaseException as error:
             self.answer_error(context, error)
+            _pass_on(error)
         finally:
             current_call.reset(token)
             if within is not None:
@@ -406,8 +413,7 @@ class Service:
             raise
         except BaseException as error:
             self.answer_error(context, error)
-            if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
-                raise  # not the handler's doing; SystemExit is, and must not end the worker
+            _pass_on(error)
             return
         finally:
             context.on_cancel = None  # it leads back here: without the cycle all of it goes with the last reference
@@ -440,6 +446,10 @@ class Service:
             return
         except Exception as error:
             self.answer_error(context, error)
+            return
+        except BaseException as error:  # pickling raised it; it is no request to end this worker
+            self.answer_error(context, _not_pickled(f"the result of {context.function}", error))
+            _pass_on(error)
             return
         if not buffers or (not copy and self.link.rides(buffers)):
             if self._may_answer(context):
@@ -509,14 +519,16 @@ class Service:
         if context.creates is not None:
             self.worker.references.settle_created(context, None, error)
         self.worker.counters.failed += 1
-        logger.debug("%s for %s raised", context.function, context.caller, exc_info=error)
+        if logger.isEnabledFor(logging.DEBUG):
+            foreign.log_error(logger, logging.DEBUG, error, "%s for %s raised", context.function, context.caller)
         body = pack(encode_error(error, self.worker.name))
         self._send_answer(encode_frame(Kind.ERROR, context.call_id, body))
         if self.worker.on_handler_error is not None:
             try:
                 self.worker.on_handler_error(error)
-            except Exception:
-                logger.exception("on_handler_error of worker %s raised", self.worker.name)
+            except BaseException as broken:
+                said = "on_handler_error of worker %s raised"
+                foreign.log_error(logger, logging.ERROR, broken, said, self.worker.name)
 
     def send_item(self, context: CallContext, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""
@@ -524,6 +536,9 @@ class Service:
             body, buffers, _ = messages.encode([], [item], self._target, self.link.route_back, self._tape(context))
         except SerializationError as error:
             raise SerializationError(f"an item of {context.function} {error}") from error.__cause__
+        except (SystemExit, GeneratorExit, KeyboardInterrupt) as error:
+            _pass_on(error)
+            raise _not_pickled(f"an item of {context.function}", error) from error
         if buffers:
             self.link.post(self.link.prepare(ITEM, context.call_id, body, buffers, copy=True))
         else:
@@ -579,6 +594,21 @@ class Service:
     def user_calls(self) -> int:
         """Calls of users that are being served."""
         return sum(not context.system for context in list(self.calls.values()))
+
+
+def _pass_on(error: BaseException) -> None:
+    """Called where an error has become the answer of a call: Ctrl-C is the program's besides, and is raised again.
+
+    What handlers raise by themselves, SystemExit too, is of their call alone.
+    """
+    if foreign.is_interrupt(error):
+        raise error
+
+
+def _not_pickled(what: str, error: BaseException) -> SerializationError:
+    failure = SerializationError(f"{what} cannot be serialised: {foreign.said(error)}")
+    foreign.set_cause(failure, error)
+    return failure
 
 
 def _is_over(context: CallContext) -> bool:

@@ -74,7 +74,7 @@ class Resolver:
         number, name = wire
         try:
             target = functions.resolve(name)
-        except Exception as error:
+        except BaseException as error:  # a module may exit as it is imported
             self._worker.call_on_loop(self._service.discard_arguments, fields)
             self._service.answer_error(context, error)
             return
