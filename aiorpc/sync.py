@@ -60,6 +60,7 @@ def host(worker: Worker) -> None:
     if running:
         raise RpcUsageError(f"RPC is already initialized: worker {running[0].name!r} runs in this process")
     thread = LoopThread(worker.name)
+    thread.on_end = worker.loop_ended
     try:
         thread.run(worker.start())
     except BaseException:

@@ -6,7 +6,8 @@ STARTING   `start`                           rendezvous, listening; others may c
 RUNNING    the rendezvous and the secret     calls in both directions
 LEAVING    `shutdown`                        graceful: everything, until the group is done
 CLOSED     the end of `shutdown`, a failed   every verb raises WorkerClosed; Futures that were pending have failed
-           start, a fork (in the child)
+           start, a fork (in the child), the
+           end of the loop's own thread
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Coroutine
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
+from .. import foreign
 from ..channels import layout
-from ..errors import RendezvousError
+from ..errors import RendezvousError, WorkerClosed
 from ..options import seconds
 from ..protocol.identity import WorkerRecord
 from ..transport import sockets
@@ -185,8 +188,11 @@ class Life:
         """Of a shutdown that is over, or that has nothing to do; None if there is something. Any thread."""
         if self._worker.state in (State.NEW, State.CLOSED) and self._shutdown is None:
             return ShutdownReport()
-        if self._shutdown is not None and self._shutdown.done() and not self._shutdown.cancelled():
-            return self._shutdown.result()
+        if self._shutdown is not None and self._shutdown.done():
+            if not self._shutdown.cancelled():
+                return self._shutdown.result()
+            if self._worker.state is State.CLOSED:
+                return ShutdownReport(timed_out=True)
         return None
 
     async def shutdown(self, graceful: bool, timeout: float) -> ShutdownReport:
@@ -235,6 +241,32 @@ class Life:
             return
         running = worker.state is State.LEAVING
         worker.state = State.CLOSED
+        await self._let_go(running)
+
+    def loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
+        """The loop has ended in the midst of it all. Closed at once; others see a loss, not a goodbye.
+
+        What is returned lets go of the rest, in one more run of the loop. On the thread of the loop.
+        """
+        worker = self._worker
+        if worker.state in (State.NEW, State.CLOSED):
+            return asyncio.sleep(0)
+        worker.state = State.CLOSED
+        reason = "it was stopped" if cause is None else foreign.said(cause)
+        logger.error("worker %s is closed, as its event loop has ended: %s", worker.name, reason)
+        error = WorkerClosed(f"worker {worker.name!r} is closed, as its event loop has ended: {reason}")
+        self.stop_waiting.set()
+        for peer in worker.peers.all():
+            peer.fail(error)
+        for connection in list(worker.connections):
+            connection.abort()
+        if self._shutdown is not None:
+            self._shutdown.cancel()
+        return self._let_go(False)
+
+    async def _let_go(self, running: bool) -> None:
+        """Of everything that there is. running: it has left in good order, and others may still be busy with it."""
+        worker = self._worker
         registry.remove(worker)
         if self._old_switch_interval is not None:
             sys.setswitchinterval(self._old_switch_interval)

@@ -11,12 +11,13 @@ import contextvars
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
+from .. import foreign
 from ..channels import Traffic
 from ..channels.accelerator import Accelerator
 from ..channels.torch_accelerator import find_accelerator
@@ -158,6 +159,7 @@ class Worker:
             raise RpcUsageError(f"{self!r} was started before; make a new one")
         if self.options.dedicated_loop and self.own_loop is None:
             self.own_loop = LoopThread(self.name)
+            self.own_loop.on_end = self.loop_ended
             try:
                 return await self.own_loop.run_async(self.start())
             except BaseException:
@@ -268,7 +270,7 @@ class Worker:
         service.close()
         service.link.close()
         if cause is not None:
-            self.group.on_lost(service.peer, f"its connection broke: {cause}")
+            self.group.on_lost(service.peer, f"its connection broke: {foreign.text_of(cause)}")
 
     def connection_closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
         """A connection that we had opened has ended."""
@@ -283,9 +285,10 @@ class Worker:
             peer.link.close()
             peer.link = None
         if cause is not None and peer.record is not None and not self.closed:
-            self.group.on_lost(peer.record, f"the connection to it broke: {cause}")
+            reason = f"the connection to it broke: {foreign.text_of(cause)}"
+            self.group.on_lost(peer.record, reason)
             # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
-            peer.fail(failure(peer.record, f"the connection to it broke: {cause}", cause))
+            peer.fail(failure(peer.record, reason, cause))
 
     def open_pipe(self, link: Link) -> None:
         """Begin to open the second connection of a link."""
@@ -398,6 +401,10 @@ class Worker:
             finally:
                 self.own_loop.close()
         return await self._life.shutdown(graceful, timeout)
+
+    def loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
+        """Its loop has ended without it: it is closed at once. What is left to do, for one more run of the loop."""
+        return self._life.loop_ended(cause)
 
     async def _close(self) -> None:
         """Let go of everything, whatever the state; on the loop."""

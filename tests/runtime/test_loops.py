@@ -1,0 +1,119 @@
+"""A loop in a thread of its own that ends by itself takes its worker along, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import aiorpc
+from aiorpc import PeerLost, RpcBackendOptions, Worker, WorkerClosed
+from aiorpc.runtime.loops import LoopThread
+from aiorpc.testing import cluster
+from tests.runtime.waiting import LIMIT, until, wait_until
+
+
+async def exit_later(kind: type[BaseException]) -> None:
+    """Not in the handler itself, whose exits are answers: in a task that it leaves behind."""
+
+    async def task() -> None:
+        raise kind("enough")
+
+    keep.append(asyncio.get_running_loop().create_task(task()))
+
+
+async def stop(_: type[BaseException]) -> None:
+    loop = asyncio.get_running_loop()
+    loop.call_soon(loop.stop)
+
+
+keep: list[Any] = []
+
+
+def block(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "cause"),
+    [
+        (exit_later, SystemExit, "SystemExit: enough"),
+        (exit_later, KeyboardInterrupt, "KeyboardInterrupt: enough"),
+        (stop, SystemExit, "it was stopped"),
+    ],
+)
+async def test_a_loop_that_ends_closes_its_worker(
+    end: Callable[..., Any], kind: type[BaseException], cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Verbs raise at once, what was pending fails, one line says why, and the other worker sees a loss."""
+    options = RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT, loss_grace=0.1)
+    async with cluster(2, options=options) as (first, second):
+        pending = second.call("worker0", block, 0.5)
+        await until(lambda: any(call.direction == "served" for call in first.pending_calls()))
+        with contextlib.suppress(PeerLost):  # its answer may not have left
+            await first.call("worker1", end, kind)
+        await until(lambda: second.closed)
+        with pytest.raises(WorkerClosed):
+            second.call("worker0", len, "abc")
+        with pytest.raises(WorkerClosed, match="its event loop has ended"):
+            await pending
+        with pytest.raises(PeerLost):
+            await first.call("worker1", len, "abc")
+        lines = [r for r in caplog.records if r.levelno == logging.ERROR and r.name == "aiorpc"]
+        assert [line.getMessage() for line in lines] == [
+            f"worker worker1 is closed, as its event loop has ended: {cause}"
+        ]
+        keep.clear()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_blocking_verbs_after_the_loop_of_init_rpc_has_ended(again: bool, tmp_path: Any) -> None:
+    """`rpc_sync` raises, `shutdown` has nothing left to do, and a new worker can be started."""
+    for number in range(1 + again):
+        options = RpcBackendOptions(init_method=f"file://{tmp_path}/{number}")
+        aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        end_the_loop(aiorpc.current())
+
+
+def end_the_loop(worker: Worker) -> None:
+    thread = worker.hosted_by
+    assert thread is not None
+    with contextlib.suppress(WorkerClosed):
+        aiorpc.rpc_sync("alone", exit_later, (SystemExit,), timeout=LIMIT)
+    wait_until(lambda: worker.closed)
+    with pytest.raises(aiorpc.RpcError):
+        aiorpc.rpc_sync("alone", len, ("abc",))
+    thread.close()
+    assert aiorpc.shutdown().lost == ()
+    assert thread.loop.is_closed()
+    keep.clear()
+
+
+def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:
+    """What was handed to it fails, and so does what comes later; nothing waits for ever."""
+    thread = LoopThread("short")
+    started = threading.Event()
+
+    async def wait() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    def end() -> None:
+        started.wait(LIMIT)
+        thread.loop.call_soon_threadsafe(thread.loop.stop)
+
+    ender = threading.Thread(target=end)
+    ender.start()
+    with pytest.raises(WorkerClosed, match="the loop of worker 'short' has ended"):
+        thread.run(wait())
+    ender.join()
+    with pytest.raises(WorkerClosed):
+        thread.run(wait())
+    thread.close()
+    assert thread.loop.is_closed()
