@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, Worker, WorkerClosed
 from aiorpc.runtime.loops import LoopThread
 from aiorpc.testing import cluster
+from tests.conftest import LoopFactory
+from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
 
 
@@ -34,6 +37,14 @@ async def stop(_: type[BaseException]) -> None:
 
 
 keep: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget_tasks() -> Iterator[None]:
+    """asyncio says of a task when it is collected that nobody looked at its error: here, and not in another test."""
+    yield
+    keep.clear()
+    gc.collect()
 
 
 def block(seconds: float) -> None:
@@ -69,7 +80,6 @@ async def test_a_loop_that_ends_closes_its_worker(
         assert [line.getMessage() for line in lines] == [
             f"worker worker1 is closed, as its event loop has ended: {cause}"
         ]
-        keep.clear()
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -92,7 +102,6 @@ def end_the_loop(worker: Worker) -> None:
     thread.close()
     assert aiorpc.shutdown().lost == ()
     assert thread.loop.is_closed()
-    keep.clear()
 
 
 def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:
@@ -117,3 +126,25 @@ def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:
         thread.run(wait())
     thread.close()
     assert thread.loop.is_closed()
+
+
+async def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+async def give_interrupting() -> Any:
+    return hostile.Bomb(KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("handler", [interrupt, give_interrupting])
+def test_ctrl_c_still_ends_a_program_on_the_loop_of_the_main_thread(loop_factory: LoopFactory, handler: Any) -> None:
+    """There KeyboardInterrupt may be the user's: it is answered, and goes on."""
+
+    async def main() -> None:
+        async with cluster(2) as workers:
+            with contextlib.suppress(aiorpc.RpcError):
+                await workers[0].call("worker1", handler)
+            await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt), asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
