@@ -76,7 +76,8 @@ class RpcBackendOptions:
         waits are no longer than that on average; 0 turns it off: less latency for the price of idle time.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
     loss_grace: seconds a graceful shutdown still serves after a member of the group (of fixed size) was lost.
-    transports: kinds of connection that may be used, best first.
+    transports: kinds of connection that may be used. Workers of one host that both have unix sockets use no other; a
+        group that lives on one host does not even listen on TCP then.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.

@@ -117,17 +117,18 @@ async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> C
 
 
 async def _reach(worker: Worker, record: WorkerRecord, transports: Sequence[str]) -> socket.socket:
-    failure: OSError | None = None
-    for transport in transports:
+    """A socket that leads there: on this host a unix socket, where both have one, else TCP."""
+    missing: OSError | None = None
+    if "unix" in transports and record.unix_path and record.host == worker.record.host:
         try:
-            if transport == "unix" and record.unix_path and record.host == worker.record.host:
-                return await sockets.connect_unix(record.unix_path)
-            if transport == "tcp" and record.tcp_port:
-                return await sockets.connect_tcp(record.tcp_host, record.tcp_port)
-        except OSError as error:
-            failure = error
+            return await sockets.connect_unix(record.unix_path)
+        except FileNotFoundError as error:  # of another container, maybe
+            missing = error
+        # Nothing else is tried over TCP: there it no longer listens, and whoever does is somebody else.
+    if "tcp" in transports and record.tcp_port:
+        return await sockets.connect_tcp(record.tcp_host, record.tcp_port)
     # No OSError where nothing was tried: trying again would not help.
-    raise failure or RpcError(f"{record.describe()} and this worker have no transport in common")
+    raise missing or RpcError(f"{record.describe()} and this worker have no transport in common")
 
 
 class _Opening:
@@ -190,11 +191,12 @@ class Acceptor:
         self._listeners: list[tuple[socket.socket, str]] = []
         self._handshakes: dict[_Accepting, None] = {}  # oldest first
 
-    def listen(self, directory: Path, address: str) -> tuple[str, str, int]:
+    def listen(self, directory: Path, address: str, *, confined: bool = False) -> tuple[str, str, int]:
         """Open the listeners of the options: path of the unix socket, host and port for TCP; "" and 0 without.
 
-        directory: for the unix socket. address: the one that reaches the rendezvous. Others may connect from now on,
-        and wait until `start`. RendezvousError when no address or port of the options can be had.
+        directory: for the unix socket. address: the one that reaches the rendezvous. confined: all are on this host,
+        so there is none for TCP beside a unix socket. Others may connect from now on, and wait until `start`.
+        RendezvousError when no address or port of the options can be had.
         """
         options = self.worker.options
         unix_path, port = "", 0
@@ -202,7 +204,7 @@ class Acceptor:
         if "unix" in options.transports:
             sock, unix_path = sockets.listen_unix(directory)
             self._listeners.append((sock, unix_path))
-        if "tcp" in options.transports:
+        if "tcp" in options.transports and not (confined and unix_path):
             try:
                 sock = sockets.listen_tcp(host, options.port_range)
             except OSError as error:
@@ -211,6 +213,14 @@ class Acceptor:
             port = sock.getsockname()[1]
         # All interfaces may be listened on, but that is no address to give to anybody.
         return unix_path, address if sockets.is_wildcard(host) else host, port
+
+    def close_tcp(self) -> None:
+        """Do without TCP, if there is a unix socket: all members are on this host. Before `start`."""
+        if any(path for _, path in self._listeners):
+            for sock, path in self._listeners:
+                if not path:
+                    sock.close()
+            self._listeners = [(sock, path) for sock, path in self._listeners if path]
 
     def start(self) -> None:
         """Begin to take connections, in the running context: handlers run in copies of it."""

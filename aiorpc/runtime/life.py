@@ -114,7 +114,8 @@ class Life:
             raise RendezvousError(f"worker {worker.name!r} has no directory for its sockets: {error}") from error
         sockets.remove_stale(directory)
         rendezvous = worker.rendezvous = await worker.in_thread(self._open_rendezvous)
-        unix_path, host, port = self._acceptor.listen(directory, rendezvous.local_address())
+        confined = rendezvous.dynamic and rendezvous.confined
+        unix_path, host, port = self._acceptor.listen(directory, rendezvous.local_address(), confined=confined)
         worker.pool = ThreadPool(
             worker.name,
             worker.options.num_worker_threads,
@@ -143,6 +144,8 @@ class Life:
         claims = worker.accelerators.claims
         records = await worker.in_thread(lambda: rendezvous.join(make_record, claims))
         worker.record = next(record for record in records if record.incarnation == incarnation)
+        if not rendezvous.dynamic and all(_is_beside(worker.record, record) for record in records):
+            self._acceptor.close_tcp()
         worker.secret = await worker.in_thread(lambda: rendezvous.agree_secret(worker.record, records, directory))
         worker.references = References(worker)
         worker.memory = Memory(worker)
@@ -367,3 +370,8 @@ class Life:
             peer.goodbye()
         for service in list(worker.services):
             service.goodbye()
+
+
+def _is_beside(own: WorkerRecord, record: WorkerRecord) -> bool:
+    """Whether it is on this host and reached by its unix socket: not where containers share all but their files."""
+    return record.host == own.host and bool(record.unix_path) and os.path.exists(record.unix_path)

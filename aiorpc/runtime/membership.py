@@ -129,6 +129,7 @@ class FixedWorld:
         self._own_secret = own_secret
         self._hosts_store = hosts_store
         self._here = host_identity()
+        self._entry = ""  # what we wrote into our slot
         self._members: list[Member] = []
 
     def join(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
@@ -177,7 +178,7 @@ class FixedWorld:
     def _take_slot(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> bool:
         """Hold this rank's slot in the current generation. True if that generation had its verdict already."""
         self.generation = int(self.board.swap("generation", "", "1"))
-        entry = json.dumps(Member(record, self._own_secret, claims=claims).to_json())
+        entry = self._entry = json.dumps(Member(record, self._own_secret, claims=claims).to_json())
         while True:
             self._check_previous(record)
             late = self.board.has(self._key("verdict"))
@@ -267,6 +268,7 @@ class FixedWorld:
             self._fail(verdict.text, self.world_size if verdict.kind == _ABORT else here)
         self._members = self._read([self._key(f"slot/{rank}") for rank in range(self.world_size)])
         try:
+            self._check_own_slot()
             check_unique_names([member.record for member in self._members])
             check_device_maps({member.record.name: member.claims for member in self._members})
         except RendezvousError:
@@ -274,6 +276,13 @@ class FixedWorld:
             raise
         self.board.count(self._key("done"))
         return self._members
+
+    def _check_own_slot(self) -> None:
+        if self.board.get(self._key(f"slot/{self.rank}")) != self._entry:
+            raise RendezvousError(
+                f"the store holds another record of rank {self.rank} than the one that this worker wrote there: "
+                "somebody who is no member has written into the store. Find out who, and set AIORPC_SECRET for all"
+            )
 
     def _fail(self, text: str, ranks: int) -> None:
         self._give_up(ranks)

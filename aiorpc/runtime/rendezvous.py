@@ -36,6 +36,7 @@ from .stores import (
     StoreGone,
     bounded,
     check_ranks,
+    is_loopback,
     listens,
     local_address,
     open_file,
@@ -54,6 +55,7 @@ _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
 _READING_TIME = 2.0
 _LOOKING_TIME = 5.0
+_ADVICE = "which is a way to run code in workers: set AIORPC_SECRET for all, or meet in a file of this user's (file://)"
 
 
 def _environment_secret() -> bytes | None:
@@ -117,6 +119,14 @@ class Rendezvous:
     def dynamic(self) -> bool:
         """True if workers join and leave freely."""
         return self.world_size is None
+
+    @property
+    def confined(self) -> bool:
+        """True if all members have to be on this host: they meet at a loopback address, and without AIORPC_SECRET.
+
+        With it the place may be the near end of a tunnel: its members know each other without the store.
+        """
+        return self._own_secret is None and is_loopback(self._place)
 
     @property
     def generation(self) -> int:
@@ -202,8 +212,8 @@ class Rendezvous:
 
     def remove_secret(self) -> None:
         """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
-        if self._held is not None and self._held.path is not None:
-            self._held.path.unlink(missing_ok=True)
+        if self._held is not None:
+            self._held.remove()
 
     def _await_readers(self) -> None:
         """A rank may leave before others have begun: the file with the secret has to stay until they have read it."""
@@ -226,14 +236,21 @@ class Rendezvous:
         """The 32 bytes by which the group's members know each other.
 
         From AIORPC_SECRET if it is set (on all, or RendezvousError). Else the first member makes them and leaves them
-        in a 0600 file in `directory` (its private one); members on other hosts get them through the store, and one
-        warning says that whoever reaches that may join.
+        in a 0600 file in `directory` (private to this user, and the same for all members on this host); members on
+        other hosts get them through the store, and one warning says that whoever reaches that may join.
+        RendezvousError, too, where somebody else was at what the store says of the secret.
         """
         self._check_environment()
         if self._own_secret is not None:
             return self._own_secret
+        self._check_confined(record, records)
         held = _HeldSecret(record, Path(directory))
-        value = self._agree_free(held) if isinstance(self._world, FreeWorld) else self._agree_fixed(held, records)
+        try:
+            value = self._agree_free(held) if isinstance(self._world, FreeWorld) else self._agree_fixed(held, records)
+            self._check_offer(held)
+        except BaseException:
+            held.remove()
+            raise
         self._held = held
         return value
 
@@ -250,12 +267,17 @@ class Rendezvous:
     def _serve_secret(self, world: FreeWorld, held: _HeldSecret) -> None:
         alive = world.alive(world.members())
         raw, offer = self._offer()
+        asker = self._asker(alive)
+        far = asker is not None and asker.host != held.record.host and not self.confined
         if self._owner(offer, alive) is None:
             heirs = [member.record.incarnation for member in alive if member.trusted]
             if heirs[:1] == [held.record.incarnation]:
-                self._publish(held, raw, self._wanted(alive))
-        elif offer["owner"] == held.record.incarnation and "value" not in offer and self._wanted(alive):
-            self._publish(held, raw, True)
+                self._publish(held, raw, far)
+        elif offer["owner"] == held.record.incarnation:
+            if far and "value" not in offer:
+                self._publish(held, raw, True)
+            elif asker is not None:
+                held.write()  # somebody may have tidied up
 
     def _make_world(self) -> FixedWorld | FreeWorld:
         own = self._own_secret is not None
@@ -304,17 +326,38 @@ class Rendezvous:
                 f"{', '.join(without)} have not"
             )
 
+    def _check_confined(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
+        far = [other.describe() for other in records if other.host != record.host]
+        if self.confined and far:
+            raise RendezvousError(
+                f"the store at {self._place} says that {', '.join(far)} would be on another host or in another "
+                f"container, but that place is on this host alone. Somebody else has written into the store, {_ADVICE}"
+            )
+
+    def _check_offer(self, held: _HeldSecret) -> None:
+        """Our own offer of the secret, if we have made one, has to stand in the store as we wrote it."""
+        if held.published and self._offer()[0] != held.published:
+            raise self._forged(held.record)
+
+    def _forged(self, owner: WorkerRecord) -> RendezvousError:
+        return RendezvousError(
+            f"the store at {self._place} does not say of the group's secret what {owner.describe()} wrote there. "
+            f"Somebody who is no member has written into the store, {_ADVICE}"
+        )
+
     def _secret_key(self, name: str = "secret") -> str:
         return f"{self.generation}/{name}"
 
     def _agree_fixed(self, held: _HeldSecret, records: Sequence[WorkerRecord]) -> bytes:
         first = min(records, key=lambda other: other.id)
+        openly = any(other.host != first.host for other in records)
         if first.incarnation == held.record.incarnation:
-            self._publish(held, "", any(other.host != first.host for other in records))
+            if not self._publish(held, "", openly):
+                raise self._forged(first)
             return held.value
         for _ in self._patience.tries():
-            _, offer = self._offer()
-            if offer.get("owner") == first.incarnation and held.take(offer):
+            raw, offer = self._offer()
+            if raw and self._take(held, offer, first, openly):
                 self._board.count(self._secret_key("secret/read"))
                 return held.value
         raise RendezvousError(f"no secret from {first.describe()} within {self._patience.seconds:g} s")
@@ -325,8 +368,9 @@ class Rendezvous:
         for _ in self._patience.tries():
             alive = self._world.alive(self._world.members())
             raw, offer = self._offer()
-            if self._owner(offer, alive) is not None:
-                if held.take(offer):
+            owner = self._owner(offer, alive)
+            if owner is not None:
+                if self._take(held, offer, owner.record, not self.confined):
                     break
                 self._board.put(self._secret_key("wanted"), me)
             elif _is_heir(me, alive) and self._publish(held, raw, False):
@@ -336,23 +380,44 @@ class Rendezvous:
         self._world.trust(held.record, self._patience)
         return held.value
 
+    def _take(self, held: _HeldSecret, offer: dict[str, str], owner: WorkerRecord, openly: bool) -> bool:
+        """Take the secret that `owner` offers; False if it cannot be had yet. openly: it may stand in the store."""
+        if offer.get("owner") != owner.incarnation or ("value" in offer and not openly):
+            raise self._forged(owner)
+        if owner.host == held.record.host:
+            # Whoever writes into the store may say anything: only the file proves who made the secret.
+            value = held.read(offer.get("path", ""), owner)
+        else:
+            value = _from_hex(offer["value"]) if "value" in offer else None
+        if value is None:
+            return False
+        if len(value) != _SECRET_BYTES or offer.get("value", value.hex()) != value.hex():
+            raise self._forged(owner)
+        held.value = value
+        return True
+
     def _offer(self) -> tuple[str, dict[str, str]]:
         raw = self._board.get(self._secret_key()) or ""
-        offer: dict[str, str] = load_json(raw) if raw else {}
+        offer = load_json(raw) if raw else {}
+        if not isinstance(offer, dict) or not all(isinstance(value, str) for value in offer.values()):
+            raise RendezvousError("the rendezvous store holds something that is no offer of a secret")
         return raw, offer
 
     def _owner(self, offer: dict[str, str], alive: Sequence[Member]) -> Member | None:
         owners = (member for member in alive if member.record.incarnation == offer.get("owner"))
         return next(owners, None)
 
-    def _wanted(self, alive: Sequence[Member]) -> bool:
-        """True if a member that is still there asked to be sent the secret and has none yet."""
+    def _asker(self, alive: Sequence[Member]) -> WorkerRecord | None:
+        """The member that asked to be sent the secret, if it is still there and has none yet."""
         asker = self._board.get(self._secret_key("wanted"))
-        return any(member.record.incarnation == asker and not member.trusted for member in alive)
+        askers = (member.record for member in alive if member.record.incarnation == asker and not member.trusted)
+        return next(askers, None)
 
     def _publish(self, held: _HeldSecret, expected: str, openly: bool) -> bool:
         offer = json.dumps(held.offer(openly))
         won = self._board.swap(self._secret_key(), expected, offer) == offer
+        if won:
+            held.published = offer
         if won and openly and not self._warned:
             self._warned = True
             logger.warning(
@@ -370,12 +435,16 @@ def _is_heir(incarnation: str, alive: Sequence[Member]) -> bool:
 
 @dataclass
 class _HeldSecret:
-    """This worker's copy of the group's secret, empty until it is made or taken."""
+    """This worker's copy of the group's secret, empty until it is made or taken.
+
+    path: of the file that we keep it in for others, if we do. published: the offer of it that we wrote into the store.
+    """
 
     record: WorkerRecord
     directory: Path
     value: bytes = b""
     path: Path | None = None
+    published: str = ""
 
     def offer(self, openly: bool) -> dict[str, str]:
         """What goes into the store: where the file is, and the secret itself only if `openly`."""
@@ -385,22 +454,39 @@ class _HeldSecret:
             # whoever finds the socket of a dead worker removes both.
             stem = Path(self.record.unix_path).stem or secrets.token_hex(8)
             self.path = self.directory / f"{stem}{SECRET_SUFFIX}"
-            _write_private(self.path, self.value)
+        self.write()
         offer = {"owner": self.record.incarnation, "host": self.record.host, "path": str(self.path)}
         return {**offer, "value": self.value.hex()} if openly else offer
 
-    def take(self, offer: dict[str, str]) -> bool:
-        """Take the secret out of an offer; False if it cannot be had this way (yet)."""
-        if "value" in offer:
-            value: bytes | None = bytes.fromhex(offer["value"])
-        else:
-            value = _read_private(offer["path"]) if offer["host"] == self.record.host else None
-        if value is None:
-            return False
-        if len(value) != _SECRET_BYTES:
-            raise RendezvousError(f"the group's secret has {len(value)} bytes instead of {_SECRET_BYTES}")
-        self.value = value
-        return True
+    def write(self) -> None:
+        """Keep the secret in our file, if we have offered one and it is not there."""
+        if self.path is not None and not self.path.exists():
+            _write_private(self.path, self.value)
+
+    def remove(self) -> None:
+        """Remove our file. OSError if that fails."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def read(self, text: str, owner: WorkerRecord) -> bytes | None:
+        """What stands in the file of a member on this host; None if it is not there."""
+        path = Path(text)
+        # Nothing is resolved: a member's path is spelled as we spell ours.
+        if path.parent != self.directory or path.suffix != SECRET_SUFFIX or "\0" in text:
+            raise RendezvousError(
+                f"the store says that the group's secret, made by {owner.describe()}, is in {text[:200]!r}, which is "
+                f"no secret in this worker's private directory {self.directory}. Either that worker has another TMPDIR "
+                f"or user: give all the same, or set AIORPC_SECRET. Or somebody else has written into the store, "
+                f"{_ADVICE}"
+            )
+        return _read_private(text)
+
+
+def _from_hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
 
 
 def _write_private(path: Path, content: bytes) -> None:

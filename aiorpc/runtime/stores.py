@@ -348,6 +348,15 @@ def is_local(place: Place) -> bool:
     return False
 
 
+def is_loopback(place: Place) -> bool:
+    """True if the place is so called that it can be reached from this host alone."""
+    # Not by what a name stands for: to its own host that of a host may stand for 127.0.1.1.
+    try:
+        return ipaddress.ip_address(place.host).is_loopback
+    except ValueError:
+        return place.host == "localhost"
+
+
 def local_address(place: Place) -> str:
     """Address of the interface that reaches the place; 127.0.0.1 where there is no network in between."""
     for address in _addresses(place) if place.host else ():

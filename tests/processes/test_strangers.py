@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc as rpc
 from aiorpc.protocol import handshake
@@ -130,7 +132,7 @@ async def test_stranger_is_closed_and_logged_once_and_the_worker_serves_on(
     transport: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Each attack ends with a closed connection and one warning; nothing of it is run; calls go on working."""
-    async with group(2) as (worker, _):
+    async with group(2, transports=(transport,)) as (worker, _):
         target = targets(worker.record)[transport]
         for name, data in attacks(worker.record, str(tmp_path / "bomb")).items():
             with warnings_of(caplog) as logged:
@@ -175,15 +177,16 @@ async def test_connections_in_their_handshake_are_bounded(
             assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
 
-async def test_stranger_that_closes_at_once_is_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_stranger_that_closes_at_once_is_nothing(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     """A port scan, a look at a stale socket or a worker that dies while it connects leaves no line in the log."""
-    async with group(2) as (worker, _):
+    async with group(2, transports=(transport,)) as (worker, _):
+        family, address = targets(worker.record)[transport]
         with warnings_of(caplog) as logged:
-            for family, address in targets(worker.record).values():
-                for beginning in (b"", hello(worker.record.to_wire())) * 3:
-                    with socket.socket(family) as sock:
-                        sock.connect(address)
-                        sock.sendall(beginning)
+            for beginning in (b"", hello(worker.record.to_wire())) * 3:
+                with socket.socket(family) as sock:
+                    sock.connect(address)
+                    sock.sendall(beginning)
             assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         assert logged == []
 
@@ -229,13 +232,48 @@ async def test_directory_socket_and_secret_are_private() -> None:
 
 async def test_tcp_listens_only_where_the_rendezvous_is() -> None:
     """A group that meets on this host alone cannot be reached from another."""
-    async with group(1) as (worker, _):
+    async with group(1, transports=("tcp",)) as (worker, _):
         assert worker.record.tcp_host == "127.0.0.1"
-        listening = Path("/proc/net/tcp").read_text().split("\n")[1:]
-        port = f"{worker.record.tcp_port:04X}"
-        addresses = {line.split()[1] for line in listening if line and line.split()[3] == "0A"}
-        assert f"0100007F:{port}" in addresses
-        assert f"00000000:{port}" not in addresses
+        assert listening(worker.record.tcp_port) == {"0100007F"}
+
+
+def listening(port: int) -> set[str]:
+    """The addresses at which somebody listens on that TCP port, as the system writes them."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ends = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {address for address, number in ends if int(number, 16) == port}
+
+
+async def test_group_on_one_host_does_not_listen_on_tcp() -> None:
+    """Where all have unix sockets; calls in all directions go on."""
+    async with group(2) as (worker, _):
+        ports = [worker.record.tcp_port, *(record.tcp_port for record in _members(worker))]
+        assert len(set(ports)) == 2 and all(ports)
+        assert [listening(port) for port in ports] == [set()] * len(ports)
+        assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
+
+
+def _members(worker: rpc.Worker) -> list[WorkerRecord]:
+    assert worker.rendezvous is not None
+    return worker.rendezvous.members()
+
+
+@pytest.fixture(scope="module")
+def server_made_once() -> None:
+    """The first server of a store in a process makes libuv open a pipe that it keeps for good."""
+    TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
+
+
+@pytest.mark.usefixtures("server_made_once")
+async def test_free_group_that_meets_at_loopback_does_not_listen_on_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else can join it. With AIORPC_SECRET the place may be the end of a tunnel: it listens."""
+    for secret in ("", "long and random"):
+        monkeypatch.setenv("AIORPC_SECRET", secret)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        async with rpc.init("w0", init_method=f"tcp://localhost:{port}") as worker:
+            assert bool(worker.record.tcp_port) == bool(secret)
+            assert await rpc.call("w0", bodies.add, 1, 2) == 3
 
 
 def join_with_secret(place: Place, link: Link) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -829,7 +830,7 @@ def test_on_one_host_the_secret_goes_by_a_private_file(group: Group, tmp_path: P
     """All get the same 32 bytes, the file is 0600, and the store holds only its path."""
     values = agree(group, 3, tmp_path)
     assert len({*values}) == 1 and len(values[0]) == 32
-    (path,) = tmp_path.glob("w*/*.secret")
+    (path,) = tmp_path.glob("here/*.secret")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert path.read_bytes() == values[0]
     if isinstance(group.store, HashStore):
@@ -855,7 +856,7 @@ def test_the_secret_of_the_environment_wins(
     monkeypatch.setenv("AIORPC_SECRET", "correct horse")
     values = agree(here, 2, tmp_path, far={1})
     assert {*values} == {hashlib.sha256(b"correct horse").digest()}
-    assert not list(tmp_path.glob("w*/*")) and not caplog.records
+    assert not list(tmp_path.glob("*/*")) and not caplog.records
 
 
 def test_a_secret_in_the_environment_of_some_is_an_error_for_all(
@@ -897,6 +898,103 @@ def test_a_secret_path_that_is_a_link_is_refused(here: Group, tmp_path: Path) ->
         here.opened[1].agree_secret(records[1], records, tmp_path)
 
 
+@pytest.mark.parametrize("place", ["nested/there.secret", "../there.secret", "there.sock", "there\0.secret", ""])
+def test_a_secret_path_of_anywhere_else_is_refused(here: Group, tmp_path: Path, place: str) -> None:
+    """Only a secret that lies directly in this worker's own directory is read, however the path is spelled."""
+    here.join(None, None, "a")
+    first = here.opened[0]
+    first.agree_secret(first.members()[0], first.members(), tmp_path)
+    assert here.store is not None
+    change_offer(here.store, path=f"{tmp_path}/{place}")
+    records = here.join(None, None, "b")
+    with pytest.raises(RendezvousError, match=r"made by a \(rank 0, .*no secret in this worker's private directory"):
+        here.opened[1].agree_secret(records[1], records, tmp_path)
+
+
+FORGED = r"does not say of the group's secret what \w+ \(rank 0, .* wrote there"
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_value_in_the_store_is_no_secret_for_this_host(here: Group, tmp_path: Path, far: bool) -> None:
+    """Members beside its maker read the file; a value that says otherwise was written by somebody else."""
+    here.join(None, None, "a")
+    first = here.opened[0]
+    value = first.agree_secret(first.members()[0], first.members(), tmp_path)
+    assert here.store is not None
+    change_offer(here.store, value=(value if far else bytes(32)).hex())
+    records = here.join(None, None, "b")
+    if far:  # as it stands there once a member on another host has asked
+        assert here.opened[1].agree_secret(records[1], records, tmp_path) == value
+        return
+    with pytest.raises(RendezvousError, match=FORGED):
+        here.opened[1].agree_secret(records[1], records, tmp_path)
+
+
+def test_an_offer_that_somebody_else_wrote_first_is_seen_by_its_maker(here: Group, tmp_path: Path) -> None:
+    """The first member does not go on with a secret that the others will not have; its file is removed."""
+    here.join_all(2)
+    first, second = sorted(here.opened, key=lambda one: one.rank or 0)
+    records = first.members()
+    assert here.store is not None
+    here.store.set("aiorpc/1/secret", json.dumps({"owner": records[0].incarnation, "value": bytes(32).hex()}))
+    for one in (first, second):
+        with pytest.raises(RendezvousError, match=FORGED):
+            one.agree_secret(records[one.rank or 0], records, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_somebody_else_wrote_is_seen_by_its_worker(here: Group) -> None:
+    """Whose address was changed in the store does not go on with it."""
+
+    def change() -> None:
+        assert here.store is not None
+        wait_until(lambda: here.store is not None and here.store.check(["aiorpc/1/slot/0"]), "rank 0 is there")
+        member = json.loads(here.store.get("aiorpc/1/slot/0"))
+        member[0][9] = 4711
+        here.store.set("aiorpc/1/slot/0", json.dumps(member))
+        here.join(1, 2)
+
+    with pytest.raises(RendezvousError, match="another record of rank 0 than the one that this worker wrote there"):
+        raise next(result for result in together(lambda: here.join(0, 2), change) if isinstance(result, Exception))
+
+
+@pytest.mark.parametrize(
+    ("method", "confined"),
+    [
+        ("tcp://127.0.0.1:{}", True),
+        ("tcp://localhost:{}", True),
+        ("tcp://[::1]:{}", True),
+        ("tcp://0.0.0.0:{}", False),
+        ("file://{}", False),
+    ],
+)
+def test_whether_all_members_have_to_be_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, confined: bool
+) -> None:
+    """At a loopback address, unless AIORPC_SECRET is set: the address may be the near end of a tunnel."""
+    with closing(Group(method.format(f"{tmp_path}/meet" if "file" in method else free_port()), None)) as group:
+        assert group.open(0, 1).confined == confined
+        monkeypatch.setenv("AIORPC_SECRET", "long and random")
+        assert not group.open(0, 1).confined
+
+
+def test_a_file_with_the_secret_that_is_gone_is_written_again(here: Group, tmp_path: Path) -> None:
+    """Somebody has tidied up: the next member asks, and gets it by the file, not through the store."""
+    here.join(None, None, "a")
+    first = here.opened[0]
+    value = first.agree_secret(first.members()[0], first.members(), tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    assert served(here, "b", [first], tmp_path, host="") == value
+    assert here.store is not None and value.hex() not in here.store.get("aiorpc/1/secret").decode()
+
+
+def change_offer(store: Store, **parts: str) -> None:
+    """Write something else into the offer of the secret of a free group."""
+    offer = json.loads(store.get("aiorpc/1/secret"))
+    store.set("aiorpc/1/secret", json.dumps({**offer, **parts}))
+
+
 def test_a_newcomer_from_another_host_is_served_the_secret(
     here: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -925,13 +1023,12 @@ def test_the_secret_outlives_the_member_that_made_it(here: Group, tmp_path: Path
     """The oldest that knows it offers it again, so all members past and future share one secret."""
     values = []
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
         records = here.join(None, None, name)
-        values.append(here.opened[-1].agree_secret(records[-1], records, tmp_path / name))
+        values.append(here.opened[-1].agree_secret(records[-1], records, tmp_path))
     first, second = here.opened
     first.leave(records[0])
-    for path in (tmp_path / "a").iterdir():
-        path.unlink()
+    first.remove_secret()
+    assert not list(tmp_path.iterdir())
     values.append(served(here, "c", [second], tmp_path, host=""))
     assert len({*values}) == 1
 
@@ -947,11 +1044,11 @@ def test_a_group_that_was_empty_makes_a_new_secret(here: Group, tmp_path: Path) 
 
 
 def agree(group: Group, size: int, folder: Path, far: frozenset[int] | set[int] = frozenset()) -> list[bytes]:
-    """Join as a world of `size`, some ranks from another host, each with a directory of its own; all secrets."""
+    """Join as a world of `size`, some ranks from another host, each host with a directory of its own; all secrets."""
 
     def worker(rank: int) -> bytes:
-        own = folder / f"w{rank}"
-        own.mkdir(mode=0o700)
+        own = folder / ("far" if rank in far else "here")
+        own.mkdir(mode=0o700, exist_ok=True)
         opened = group.open(rank, size)
         records = opened.join(lambda number: make_record(f"w{number}", number, host=ELSEWHERE if rank in far else ""))
         return opened.agree_secret(records[rank], records, own)
