@@ -127,8 +127,10 @@ class Life:
         worker.deadlines = Deadlines(worker.loop, worker.scan_deadlines)
         incarnation = secrets.token_hex(16)
 
+        made: list[WorkerRecord] = []
+
         def make_record(number: int) -> WorkerRecord:
-            return WorkerRecord(
+            record = WorkerRecord(
                 name=worker.name,
                 id=number,
                 incarnation=incarnation,
@@ -140,10 +142,12 @@ class Life:
                 tcp_host=worker.options.address or host,
                 tcp_port=port,
             )
+            made.append(record)
+            return record
 
         claims = worker.accelerators.claims
         records = await worker.in_thread(lambda: rendezvous.join(make_record, claims))
-        worker.record = next(record for record in records if record.incarnation == incarnation)
+        worker.record = made[-1]  # what the store says of us is for others
         if not rendezvous.dynamic and all(_is_beside(worker.record, record) for record in records):
             self._acceptor.close_tcp()
         worker.secret = await worker.in_thread(lambda: rendezvous.agree_secret(worker.record, records, directory))

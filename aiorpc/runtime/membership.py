@@ -16,6 +16,7 @@ Every rank obeys the verdict, so no rank can believe in a group that another has
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import time
@@ -43,26 +44,50 @@ class Member:
     """A record as it stands in the store.
 
     own_secret: the worker brought AIORPC_SECRET. trusted: it holds the group's secret. claims: what it says of its
-    devices: only needed to join, so not in the record, which goes over each connection.
+    devices: only needed to join, so not in the record, which goes over each connection. seal: made of all that with
+    AIORPC_SECRET; "" without.
     """
 
     record: WorkerRecord
     own_secret: bool = False
     trusted: bool = False
     claims: DeviceClaims = field(default_factory=DeviceClaims)
+    seal: str = ""
+
+    def sealed(self, key: bytes | None, generation: int) -> Member:
+        """As a member that has AIORPC_SECRET enters it into that generation; as it is without one."""
+        return self if key is None else replace(self, seal=self._seal(key, generation))
+
+    def check(self, key: bytes | None, generation: int) -> None:
+        """RendezvousError if it is not known to be a member."""
+        if not self.is_known(key, generation):
+            raise RendezvousError(
+                f"what the rendezvous store says of {self.record.describe()} was not written by a worker with our "
+                "AIORPC_SECRET: either that differs between the workers, or somebody else has written into the store"
+            )
+
+    def is_known(self, key: bytes | None, generation: int) -> bool:
+        """Whether it bears the seal that it ought to. One that says it has no key is: `Rendezvous` refuses mixtures."""
+        if key is None or not self.own_secret:
+            return True
+        return hmac.compare_digest(self._seal(key, generation).encode(), self.seal.encode())
+
+    def _seal(self, key: bytes, generation: int) -> str:
+        said = json.dumps(["aiorpc member", generation, self.record.to_wire(), self.own_secret, self.claims.to_json()])
+        return hmac.digest(key, said.encode(), "sha256").hex()
 
     def to_json(self) -> list[object]:
         """The form `from_json` reads."""
-        return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json()]
+        return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json(), self.seal]
 
     @classmethod
     def from_json(cls, value: object) -> Member:
         """The member; RendezvousError if something else stands there."""
-        if not isinstance(value, list) or len(value) != 4:
+        if not isinstance(value, list) or len(value) != 5 or not isinstance(value[4], str):
             raise RendezvousError("the rendezvous store holds something that is no worker")
         try:
             record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[3])
-            return cls(record, value[1] is True, value[2] is True, claims)
+            return cls(record, value[1] is True, value[2] is True, claims, value[4])
         except (ProtocolError, DeviceMapError) as error:
             raise RendezvousError(f"the rendezvous store holds something that is no worker: {error}") from None
 
@@ -121,7 +146,9 @@ def check_unmixed(board: Board, here: str) -> None:
 class FixedWorld:
     """A group whose size all its members know beforehand."""
 
-    def __init__(self, board: Board, rank: int, world_size: int, *, own_secret: bool, hosts_store: bool) -> None:
+    def __init__(
+        self, board: Board, rank: int, world_size: int, *, own_secret: bytes | None, hosts_store: bool
+    ) -> None:
         self.board = board
         self.rank = rank
         self.world_size = world_size
@@ -178,8 +205,9 @@ class FixedWorld:
     def _take_slot(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> bool:
         """Hold this rank's slot in the current generation. True if that generation had its verdict already."""
         self.generation = int(self.board.swap("generation", "", "1"))
-        entry = self._entry = json.dumps(Member(record, self._own_secret, claims=claims).to_json())
+        member = Member(record, self._own_secret is not None, claims=claims)
         while True:
+            entry = self._entry = json.dumps(member.sealed(self._own_secret, self.generation).to_json())
             self._check_previous(record)
             late = self.board.has(self._key("verdict"))
             held = self.board.swap(self._key(f"slot/{self.rank}"), "", entry)
@@ -269,6 +297,7 @@ class FixedWorld:
         self._members = self._read([self._key(f"slot/{rank}") for rank in range(self.world_size)])
         try:
             self._check_own_slot()
+            self._check_members()
             check_unique_names([member.record for member in self._members])
             check_device_maps({member.record.name: member.claims for member in self._members})
         except RendezvousError:
@@ -283,6 +312,15 @@ class FixedWorld:
                 f"the store holds another record of rank {self.rank} than the one that this worker wrote there: "
                 "somebody who is no member has written into the store. Find out who, and set AIORPC_SECRET for all"
             )
+
+    def _check_members(self) -> None:
+        for rank, member in enumerate(self._members):
+            member.check(self._own_secret, self.generation)
+            if member.record.id != rank:
+                raise RendezvousError(
+                    f"the store has {member.record.describe()} in the place of rank {rank}: somebody who is no member "
+                    "has written into the store"
+                )
 
     def _fail(self, text: str, ranks: int) -> None:
         self._give_up(ranks)
@@ -311,7 +349,7 @@ class FreeWorld:
     generation = 1
     _ROSTER = "1/roster"
 
-    def __init__(self, board: Board, rank: int | None, *, own_secret: bool) -> None:
+    def __init__(self, board: Board, rank: int | None, *, own_secret: bytes | None) -> None:
         self.board = board
         self.rank = rank
         self._own_secret = own_secret
@@ -333,12 +371,15 @@ class FreeWorld:
                     f"rank {record.id} belonged to a worker that has left this group, and its members remember it; "
                     f"leave the rank of {record.name} out, or give another"
                 )
+            for member in alive:
+                member.check(self._own_secret, self.generation)
             for other in (member.record for member in alive):
                 if other.name == record.name:
                     raise RendezvousError(f"name {record.name!r} is not unique: {other.describe()} has it")
                 if other.id == record.id:
                     raise RendezvousError(f"rank {record.id} is taken by {other.describe()}, so {record.name} cannot")
-            members = [*alive, Member(record, self._own_secret, self._own_secret, claims)]
+            own = self._own_secret is not None
+            members = [*alive, Member(record, own, own, claims).sealed(self._own_secret, self.generation)]
             check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
             return members
 
@@ -364,8 +405,12 @@ class FreeWorld:
         self._change(mark, patience)
 
     def members(self) -> list[Member]:
-        """Who is in the list now, oldest first."""
-        return self._parse(self.board.get(self._ROSTER) or "")[0]
+        """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
+        members = self._parse(self.board.get(self._ROSTER) or "")[0]
+        for member in self.alive(members):
+            member.check(self._own_secret, self.generation)
+        # Of the dead some may be left of another group.
+        return [member for member in members if member.is_known(self._own_secret, self.generation)]
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of the members that are not known to be dead."""

@@ -168,8 +168,14 @@ class Rendezvous:
         raise RendezvousError(f"the store at {self._place} kept closing for {self._patience.seconds:g} s")
 
     def members(self) -> list[WorkerRecord]:
-        """Records of the group: who is in it now if it is dynamic, else those found at `join`."""
-        return [member.record for member in self._world.members()]
+        """Records of the group: who is in it now if it is dynamic, else those found at `join`.
+
+        RendezvousError if somebody who does not know AIORPC_SECRET has written them.
+        """
+        members = self._world.members()
+        if self._own_secret is not None:
+            members = [member for member in members if member.own_secret]  # whoever joins without it is told so
+        return [member.record for member in members]
 
     def find(self, name: str) -> WorkerRecord | None:
         """The member of that name, or None. On a loop, too: RendezvousError if the store does not answer for 5 s."""
@@ -280,7 +286,7 @@ class Rendezvous:
                 held.write()  # somebody may have tidied up
 
     def _make_world(self) -> FixedWorld | FreeWorld:
-        own = self._own_secret is not None
+        own = self._own_secret
         if self.world_size is None:
             return FreeWorld(self._board, self.rank, own_secret=own)
         assert self.rank is not None, "checked with the arguments"

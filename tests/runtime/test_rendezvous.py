@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -987,6 +988,41 @@ def test_a_file_with_the_secret_that_is_gone_is_written_again(here: Group, tmp_p
     path.unlink()
     assert served(here, "b", [first], tmp_path, host="") == value
     assert here.store is not None and value.hex() not in here.store.get("aiorpc/1/secret").decode()
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_records_bear_the_seal_of_the_secret(here: Group, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    """With AIORPC_SECRET, whoever does not know it cannot write a record that a member believes, nor move one."""
+    monkeypatch.setenv("AIORPC_SECRET", "long and random")
+    first = here.open(0, size)
+    assert here.store is not None
+    if size is None:
+        first.join(lambda number: make_record("a", number))
+        roster = json.loads(here.store.get("aiorpc/1/roster"))
+        roster["members"][0][0][9] = 4711
+        here.store.set("aiorpc/1/roster", json.dumps(roster))
+        results: list[object] = [*together(lambda: here.join(None, None, "b"), lambda: first.members())]
+    else:
+        stranger = Member(make_record("stranger", 1), True, seal="ab" * 32)
+        here.store.set("aiorpc/1/slot/1", json.dumps(stranger.to_json()))
+        results = [*together(lambda: first.join(lambda number: make_record("a", number)))]
+    for text in texts(results):
+        assert "was not written by a worker with our AIORPC_SECRET" in text
+
+
+def test_a_record_of_another_generation_or_place_is_not_believed(here: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seal is good for what was said, and when."""
+    member = Member(make_record("a", 1), True).sealed(bytes(32), 3)
+    assert member.is_known(bytes(32), 3) and Member.from_json(member.to_json()) == member
+    assert not member.is_known(bytes(32), 4) and not member.is_known(bytes(31) + b"x", 3)
+    assert not replace(member, record=replace(member.record, tcp_port=7)).is_known(bytes(32), 3)
+    assert not replace(member, claims=DeviceClaims(7)).is_known(bytes(32), 3)
+    monkeypatch.setenv("AIORPC_SECRET", "x")
+    key = hashlib.sha256(b"x").digest()
+    assert here.store is not None
+    here.store.set("aiorpc/1/slot/1", json.dumps(Member(make_record("b", 0), True).sealed(key, 1).to_json()))
+    with pytest.raises(RendezvousError, match=r"has b \(rank 0, .* in the place of rank 1"):
+        here.join(0, 2, "a")
 
 
 def change_offer(store: Store, **parts: str) -> None:
