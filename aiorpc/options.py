@@ -78,6 +78,9 @@ class RpcBackendOptions:
     loss_grace: seconds a graceful shutdown still serves after a member of the group (of fixed size) was lost.
     transports: kinds of connection that may be used. Workers of one host that both have unix sockets use no other; a
         group that lives on one host does not even listen on TCP then.
+    authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
+        counter and the bytes), so that whoever is in between can end a connection but not change what it says; the same
+        on all workers. Costs large tensors over fast networks most of their speed. Unix sockets need none.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.
@@ -107,6 +110,7 @@ class RpcBackendOptions:
     lag_warning: float = 1.0
     loss_grace: float = 5.0
     transports: tuple[str, ...] = field(default=("unix", "tcp"))
+    authenticate_frames: bool = True
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)
     device_channel: str = "auto"
@@ -146,6 +150,8 @@ class RpcBackendOptions:
             raise RpcUsageError(f"shared_memory must be a number of bytes >= 0, not {self.shared_memory!r}")
         for name in ("address", "bind_address"):
             _check_host(getattr(self, name), name)
+        if not isinstance(self.authenticate_frames, bool):
+            raise RpcUsageError(f"authenticate_frames must be True or False, not {self.authenticate_frames!r}")
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")

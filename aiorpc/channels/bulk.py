@@ -49,11 +49,12 @@ class _Outgoing:
 
 
 class _Incoming:
-    __slots__ = ("arrived", "buffer", "failure", "filled", "size")
+    __slots__ = ("arrived", "buffer", "failure", "filled", "placed", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.filled = 0
+        self.placed = 0  # several chunks may be read before any is handed on
         self.buffer: memoryview | None = None
         self.failure: Exception | None = None
         self.arrived: Callable[[Buffer | Exception], None] | None = None
@@ -196,14 +197,12 @@ class Bulk:
         return incoming
 
     def place(self, number: int, body: bytes, length: int) -> memoryview:
-        """Where the chunk belongs that is about to be read. Raises ProtocolError.
-
-        Chunks are longer than what a decoder takes at once: of one transfer there is one between this and `on_frame`.
-        """
+        """Where the chunk belongs that is about to be read. Raises ProtocolError."""
         offset, size = _unpack_place(body)
         incoming = self._incoming.get(number) or self._begin(number, size)
-        if size != incoming.size or offset != incoming.filled or not 0 < length <= size - offset:
+        if size != incoming.size or offset != incoming.placed or not 0 < length <= size - offset:
             raise ProtocolError(f"bytes {offset} to {offset + length} of transfer {number}, which is at another place")
+        incoming.placed += length
         if incoming.buffer is None:
             return allocate(length)
         return incoming.buffer[offset : offset + length]

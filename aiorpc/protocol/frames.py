@@ -154,7 +154,7 @@ class FrameDecoder:
         """Whether all that came were whole frames."""
         return self._large is None and self._start == self._end
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: Buffer) -> list[Frame]:
         """Take bytes of the stream that were read elsewhere; returns and raises what `received` does."""
         rest = memoryview(data)
         frames: list[Frame] = []

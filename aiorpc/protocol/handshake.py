@@ -4,13 +4,18 @@
     HELLO version, record, nonce    -->
                                     <--      HELLO version, record, nonce, proof("acceptor")
     PROOF proof("opener")           -->      ready
-    ready                           <--      WELCOME
+    ready                           <--      WELCOME, the first that bears a seal
 
 The acceptor proves itself first, so that the opener never sends a call to somebody who does not know the secret. A
 proof is HMAC-SHA256 over the role and both HELLOs; the role label keeps one side's proof from being played back as the
 other's. Bodies are msgpack of plain values; nothing is unpickled before both proofs were checked.
 
 The opener sends nothing before the WELCOME, so that the acceptor's strict limits hold for every byte before the proof.
+
+Both say in their HELLO whether what follows is sealed (seal.py); if they differ the connection is refused. The keys,
+one for each direction, come from the secret and both HELLOs: they are good for this connection alone. The acceptor
+seals from its WELCOME on, the opener behind it; each takes nothing without a seal once it has checked the other's
+proof. So no byte behind a proof goes without one, and whoever carries a handshake to and fro gets nothing out of it.
 
 States of the opener: START -> SENT -> PROVED -> READY; of the acceptor: START -> CHALLENGED -> READY. Else: FAILED.
 """
@@ -21,6 +26,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
+from dataclasses import fields
 from enum import Enum
 
 import msgpack
@@ -29,7 +35,7 @@ from ..errors import PeerRefused, ProtocolError, RpcUsageError
 from .frames import Buffer, Frame, Kind, encode_frame
 from .identity import WorkerRecord
 
-VERSION = 1
+VERSION = 2
 NONCE_SIZE = 32
 # Longest body taken from somebody who has not proved anything yet, in bytes.
 MAX_BODY = 16 * 1024
@@ -49,10 +55,10 @@ class State(Enum):
 class Handshake:
     """One side of the exchange. `start` (opener only) and `feed` return what to write; `peer` is set once READY.
 
-    expect: (name, incarnation) that the opener wants to reach; None takes whoever proves the secret.
+    expect: whom the opener wants to reach, to the last word; None takes whoever proves the secret.
     accept: asked by the acceptor about the opener's record; returns a reason to refuse it, or None.
     link, pipe: the number that the opener gave to its link with the acceptor, and whether this is the second connection
-    of it, for chunks (runtime/link.py); the acceptor learns both.
+    of it, for chunks (runtime/link.py); the acceptor learns both. sealed: what follows bears seals, see `keys`.
     """
 
     def __init__(
@@ -61,14 +67,16 @@ class Handshake:
         secret: bytes,
         *,
         opener: bool,
-        expect: tuple[str, str] | None = None,
+        expect: WorkerRecord | None = None,
         accept: Callable[[WorkerRecord], str | None] | None = None,
         link: int = 0,
         pipe: bool = False,
+        sealed: bool = False,
     ) -> None:
         self.record = record
         self.link = link
         self.pipe = pipe
+        self.sealed = sealed
         self.state = State.START
         self.peer: WorkerRecord | None = None
         self._candidate: WorkerRecord | None = None
@@ -96,6 +104,13 @@ class Handshake:
         except (PeerRefused, ProtocolError):
             self.state = State.FAILED
             raise
+
+    def keys(self) -> tuple[bytes, bytes]:
+        """For the seals of what we send, and of what we receive. Once the other side's proof was checked."""
+        if self.state not in (State.PROVED, State.READY):
+            raise RpcUsageError(f"a handshake that is {self.state.value} has no keys")
+        ours, theirs = ("opener", "acceptor") if self._opener else ("acceptor", "opener")
+        return self._keyed(f"seal of {ours}"), self._keyed(f"seal of {theirs}")
 
     def _feed(self, frame: Frame) -> list[Buffer]:
         if frame.kind == Kind.REFUSED:
@@ -126,7 +141,9 @@ class Handshake:
         self.state = State.READY
 
     def _hello(self) -> bytes:
-        hello: bytes = msgpack.packb([VERSION, self.record.to_wire(), self._nonce, self.link, self.pipe])
+        hello: bytes = msgpack.packb(
+            [VERSION, self.record.to_wire(), self._nonce, self.link, self.pipe, self.sealed],
+        )
         return hello
 
     def _read_hello(self, frame: Frame) -> tuple[bytes, bytes]:
@@ -137,32 +154,54 @@ class Handshake:
 
     def _check_record(self) -> WorkerRecord:
         hello = _unpack(self._theirs)
-        if not isinstance(hello, list) or len(hello) != 5:
+        if not isinstance(hello, list) or not hello:
             raise ProtocolError("a HELLO that is none")
-        version, record, nonce, link, pipe = hello
-        if version != VERSION:
+        if type(hello[0]) is int and hello[0] != VERSION:
             raise PeerRefused(
-                f"it speaks version {version!r} of the protocol, we speak {VERSION}; use one aiorpc everywhere"
+                f"it speaks version {hello[0]} of the protocol, we speak {VERSION}; use one aiorpc everywhere"
             )
+        if len(hello) != 6 or type(hello[0]) is not int:
+            raise ProtocolError("a HELLO that is none")
+        _, record, nonce, link, pipe, sealed = hello
         if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
             raise ProtocolError("a HELLO without a nonce")
-        if type(link) is not int or type(pipe) is not bool:
+        if type(link) is not int or type(pipe) is not bool or type(sealed) is not bool:
             raise ProtocolError("a HELLO that does not say what the connection is for")
         if not self._opener:
             self.link, self.pipe = link, pipe
         peer = WorkerRecord.from_wire(record)
-        if self._expect is not None and (peer.name, peer.incarnation) != self._expect:
+        self._check_expected(peer)
+        if sealed != self.sealed:
+            says, we = ("seals", "do not") if sealed else ("does not seal", "do")
             raise PeerRefused(
-                f"worker {peer.name!r} answers where {self._expect[0]!r} should be; it may have been restarted"
+                f"worker {peer.name!r} {says} what it sends on this connection, and we {we}; give authenticate_frames "
+                "the same value on all workers"
             )
         reason = self._accept(peer) if self._accept is not None else None
         if reason is not None:
             raise PeerRefused(reason)
         return peer
 
+    def _check_expected(self, peer: WorkerRecord) -> None:
+        expect = self._expect
+        if expect is None or peer == expect:
+            return
+        if (peer.name, peer.incarnation) != (expect.name, expect.incarnation):
+            raise PeerRefused(
+                f"worker {peer.name!r} answers where {expect.name!r} should be; it may have been restarted"
+            )
+        differ = [each.name for each in fields(peer) if getattr(peer, each.name) != getattr(expect, each.name)]
+        raise PeerRefused(
+            f"worker {peer.name!r} says something else of itself than the rendezvous store says of it "
+            f"({', '.join(differ)}): somebody else has written into the store"
+        )
+
     def _proof(self, role: str) -> bytes:
+        return self._keyed(role)
+
+    def _keyed(self, label: str) -> bytes:
         hellos = (self._mine, self._theirs) if self._opener else (self._theirs, self._mine)
-        message = b"\0".join((b"aiorpc", role.encode(), *(hashlib.sha256(hello).digest() for hello in hellos)))
+        message = b"\0".join((b"aiorpc", label.encode(), *(hashlib.sha256(hello).digest() for hello in hellos)))
         return hmac.digest(self._secret, message, "sha256")
 
     def _check_proof(self, role: str, proof: bytes) -> None:

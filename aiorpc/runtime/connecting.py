@@ -139,8 +139,10 @@ class _Opening:
     ) -> None:
         self.worker = worker
         self.connection = _connection(worker, sock, f"{worker.name} to {record.name}")
-        expect = (record.name, record.incarnation)
-        self.handshake = Handshake(worker.record, worker.secret, opener=True, expect=expect, link=link, pipe=pipe)
+        sealed = worker.options.authenticate_frames and not self.connection.local
+        self.handshake = Handshake(
+            worker.record, worker.secret, opener=True, expect=record, link=link, pipe=pipe, sealed=sealed
+        )
         self.done: asyncio.Future[None] = worker.loop.create_future()
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self._attach: Callable[[Connection], None] | None = None
@@ -167,6 +169,8 @@ class _Opening:
             reply = self.handshake.feed(frame)
             if reply:
                 self.connection.send(reply, urgent=True)
+            if self.handshake.sealed:
+                self._seal(frames[index + 1 :])
             if self.handshake.state is handshake.State.READY and not self.done.done():
                 _trust(self.worker, self.connection.decoder)
                 self.done.set_result(None)
@@ -175,6 +179,14 @@ class _Opening:
                 if self.connection.on_frames is not None:
                     self.connection.on_frames(frames[index + 1 :])  # a goodbye may follow at once
                 return
+
+    def _seal(self, behind: list[Frame]) -> None:
+        if self.handshake.state is handshake.State.PROVED:
+            if behind:
+                raise ProtocolError("something without a seal came behind the handshake")
+            self.connection.unseal(self.handshake.keys()[1])
+        elif self.handshake.state is handshake.State.READY:
+            self.connection.seal(self.handshake.keys()[0])
 
     def _on_closed(self, cause: BaseException | None) -> None:
         if not self.done.done():
@@ -305,7 +317,8 @@ class _Accepting:
         self.acceptor = acceptor
         self.worker = worker
         self.connection = _connection(worker, sock, f"to {worker.name}")
-        self.handshake = Handshake(worker.record, worker.secret, opener=False, accept=self._is_wanted)
+        sealed = worker.options.authenticate_frames and not self.connection.local
+        self.handshake = Handshake(worker.record, worker.secret, opener=False, accept=self._is_wanted, sealed=sealed)
         self._timer = worker.loop.call_later(HANDSHAKE_TIMEOUT, self._too_slow)
         self._serving: Callable[[BaseException | None], None] | None = None
         self.connection.on_frames = self._on_frames
@@ -321,6 +334,10 @@ class _Accepting:
         try:
             for frame in frames:
                 reply = self.handshake.feed(frame)
+                if self.handshake.sealed and self.handshake.state is handshake.State.READY:
+                    ours, theirs = self.handshake.keys()
+                    self.connection.unseal(theirs)
+                    self.connection.seal(ours)
                 if reply:
                     self.connection.send(reply, urgent=True)
         except (PeerRefused, ProtocolError) as error:

@@ -42,6 +42,7 @@ from typing import Any
 from ..errors import ProtocolError
 from ..foreign import log_error
 from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_length, whole_frames
+from ..protocol.seal import Seal, Unsealer
 from .send_queue import SendQueue
 
 logger = logging.getLogger("aiorpc")
@@ -89,6 +90,8 @@ class Connection:
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, int(PATIENCE * 1e6)))
         self.label = label
         self.decoder = decoder
+        self._source: FrameDecoder | Unsealer = decoder  # what takes the bytes that arrive
+        self._unsealer: Unsealer | None = None
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.on_drained: Callable[[], None] | None = None
@@ -113,6 +116,19 @@ class Connection:
     def start(self) -> None:
         """Begin to read. On the loop's thread, with `on_frames` and `on_closed` set."""
         self._loop.add_reader(self._fd, self._readable)
+
+    def seal(self, key: bytes) -> None:
+        """Seal all that is sent from now on. On the loop's thread, when the other side has all that was sent before."""
+        self.flush()
+        if self._queue:
+            raise ProtocolError("something is still on its way that would have to go without a seal")
+        self._queue.seal(Seal(key))
+
+    def unseal(self, key: bytes) -> None:
+        """Take nothing without a seal from now on. On the loop's thread. ProtocolError if there is something yet."""
+        if not self.decoder.empty:
+            raise ProtocolError("something without a seal came behind the handshake")
+        self._source = self._unsealer = Unsealer(Seal(key), self.decoder)
 
     @property
     def local(self) -> bool:
@@ -261,9 +277,9 @@ class Connection:
             self._reading.release()
 
     def _read(self) -> None:
-        decoder = self.decoder
         taken = 0
         while not self._closed:
+            decoder = self._source  # now: it changes with a seal
             buffer = decoder.get_buffer()
             if self._patient and decoder.filling:
                 count = self._sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
@@ -285,7 +301,7 @@ class Connection:
             if not data:
                 raise ConnectionResetError(_ENDED)
             self.bytes_received += len(data)
-            frames = self.decoder.feed(data)
+            frames = self._source.feed(data)
             if frames and self.on_frames is not None:
                 self.on_frames(frames)
 
@@ -303,7 +319,7 @@ class Connection:
         if self._closed or _is_owned(self._reading) or not self._reading.acquire(False):
             return ()
         try:
-            if self._unread or self._closed or not self.decoder.empty:
+            if self._unread or self._closed or not self._source.empty:
                 return ()
             self._epoll.modify(self._fd, 0)  # the loop sleeps on
             if self._queue.frames:
@@ -318,8 +334,9 @@ class Connection:
             self.read_on_loop()
 
     def _read_answers(self, enough: Callable[[], bool]) -> Sequence[Frame]:
-        unread, receive = self._unread, self._sock.recv
+        unread, receive, unsealer = self._unread, self._sock.recv, self._unsealer
         data = b""
+        pieces = 0
         while not self._closed:
             try:
                 # Into the deque by one call: no signal handler runs before the bytes are there.
@@ -332,16 +349,29 @@ class Connection:
             except OSError:  # the loop will see for itself
                 break
             data = data + unread[-1] if data else unread[-1]
-            frames, length = whole_frames(data)
+            clear = data
+            if unsealer is not None:
+                try:
+                    clear, pieces, missing = unsealer.look(data)
+                except ProtocolError:  # the loop will see for itself
+                    break
+                if missing:
+                    if not unread[-1] or len(data) + missing > READ_HERE:
+                        break
+                    continue
+            frames, length = whole_frames(clear)
             for frame in frames:
                 if frame.kind not in _ANSWERS:
                     return ()
-            if frames and length == len(data):
+            if frames and length == len(clear):
                 self.answers = frames
-                unread.clear()
-                self.bytes_received += length
+                if unsealer is None:
+                    unread.clear()
+                else:
+                    unsealer.take(unread, pieces)
+                self.bytes_received += len(data)
                 return frames
-            if not unread[-1] or not len(data) - length < least_length(data, length) <= READ_HERE - length:
+            if not unread[-1] or not len(clear) - length < least_length(clear, length) <= READ_HERE - length:
                 break  # the end, garbage, a long one
         return ()
 

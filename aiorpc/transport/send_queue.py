@@ -8,21 +8,27 @@ Invariants
 1. What is still to be written is `begun` without its first `sum(sent)` bytes, and then `frames`.
 2. Frames go from `frames` to `begun` by one call of C, and so does what a system call took into `sent`: if a signal
    handler raises, between any two instructions of a writer on the main thread, no frame is broken or lost.
+3. Once it seals (protocol/seal.py), `begun` holds the piece that is being written; frames leave `frames` with the piece
+   that has their last byte. One call of C does that, and notes the number and where the next piece begins.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
+from operator import call
 
 from ..protocol.frames import Buffer
+from ..protocol.seal import MAX_PAYLOAD, Seal
 
 # Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.
 JOIN_SIZE = 16 * 1024
 BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
+_RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 
 
 class SendQueue:
@@ -32,6 +38,9 @@ class SendQueue:
         self.frames: deque[Sequence[Buffer]] = deque()
         self.begun: deque[Sequence[Buffer]] = deque()
         self._sent: deque[int] = deque()
+        self._seal: Seal | None = None
+        # Number of the next piece, and how much of the first frame is in those before.
+        self._next_piece = deque(((0, 0),), maxlen=1)
 
     def __len__(self) -> int:
         """Frames that are not written as a whole; one of very many buffers counts as several."""
@@ -43,6 +52,10 @@ class SendQueue:
             self.frames.append(frame)
         else:  # in one call, so that nobody's gets between them
             self.frames.extend([frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)])
+
+    def seal(self, seal: Seal) -> None:
+        """From now on what is written bears seals. Nothing may be under way, and no other thread may append."""
+        self._seal = seal
 
     def clear(self) -> None:
         """Forget all of them. No writer may be at work."""
@@ -75,6 +88,8 @@ class SendQueue:
 
     def _begin(self) -> tuple[Sequence[Buffer], int]:
         """The next frames, as buffers to write, and their size."""
+        if self._seal is not None:
+            return self._begin_piece(self._seal)
         frames, begun = self.frames, self.begun
         begun.extend(map(deque.popleft, (frames,)))
         first = begun[0]
@@ -83,6 +98,17 @@ class SendQueue:
         if not frames and len(first) == 2:  # head and one segment
             return first, len(first[0]) + len(first[1])
         return _joined(self._next_frames())
+
+    def _begin_piece(self, seal: Seal) -> tuple[Sequence[Buffer], int]:
+        frames, begun = self.frames, self.begun
+        number, start = self._next_piece[0]
+        # Copied by one call: other threads append meanwhile.
+        parts, size, taken, rest = _cut(list(islice(frames, MAX_BUFFERS)), start)
+        piece = seal.piece(number, parts, size)
+        steps: list[Callable[[], object]] = [frames.popleft] * taken
+        steps += (partial(begun.append, piece), partial(self._next_piece.append, (number + 1, rest)))
+        list(map(_RUN, steps))
+        return piece, sum(map(len, piece))
 
     def _next_frames(self) -> Iterator[Sequence[Buffer]]:
         yield self.begun[0]
@@ -116,6 +142,30 @@ def _joined(frames: Iterable[Sequence[Buffer]]) -> tuple[list[Buffer], int]:
     if small:
         buffers.append(b"".join(small))
     return buffers, size
+
+
+def _cut(frames: Sequence[Sequence[Buffer]], start: int) -> tuple[list[Buffer], int, int, int]:
+    """A piece of frames, the first of them from `start` on, as parts.
+
+    Also its size, how many frames end in it, and how much of the next one is in it.
+    """
+    parts: list[Buffer] = []
+    room = MAX_PAYLOAD
+    for taken, frame in enumerate(frames):
+        done = start
+        for buffer in frame:
+            if start and start >= len(buffer):
+                start -= len(buffer)
+                continue
+            part = memoryview(buffer)[start : start + room] if start or len(buffer) > room else buffer
+            start = 0
+            parts.append(part)
+            done += len(part)
+            room -= len(part)
+            if not room:
+                whole = done == sum(map(len, frame))
+                return parts, MAX_PAYLOAD, taken + whole, 0 if whole else done
+    return parts, MAX_PAYLOAD - room, len(frames), 0
 
 
 def _rest(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:

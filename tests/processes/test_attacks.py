@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +21,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 import aiorpc as rpc
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.handshake import Handshake
+from aiorpc.protocol.handshake import Handshake, State
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.seal import Seal, Unsealer
+from aiorpc.testing import cluster
+from aiorpc.transport import sockets
 
-from .workers import Children, Link, Place, processes
+from .workers import Children, Link, Place, processes, until
 
 CHOSEN = b"chosen by the attacker, 32 bytes"
 PATIENCE = 8.0  # seconds that an attack goes on
@@ -41,10 +47,10 @@ def free_port() -> int:
         return port
 
 
-def join_and_stay(place: Place, link: Link) -> str:
+def join_and_stay(place: Place, link: Link, options: dict[str, Any]) -> str:
     """Body: join, stay until told; the error of joining instead if there is one."""
     try:
-        place.init_rpc(rpc_timeout=5.0)
+        place.init_rpc(rpc_timeout=5.0, **options)
     except rpc.RendezvousError as error:
         return str(error)
     link.tell("joined")
@@ -82,10 +88,12 @@ def record_in(member: Any) -> WorkerRecord:
     return WorkerRecord.from_wire(member[0])
 
 
-def frames_from(sock: socket.socket, decoder: FrameDecoder) -> Iterator[Frame]:
-    """The frames that come, until the other side closes."""
+def some_frames(sock: socket.socket, source: FrameDecoder | Unsealer) -> list[Frame]:
+    """The next frames that come; ConnectionError when the other side closes."""
     while data := sock.recv(65536):
-        yield from decoder.feed(data)
+        if frames := source.feed(data):
+            return frames
+    raise ConnectionError
 
 
 def call(kind: Kind = Kind.CALL, *, path: str) -> bytes:
@@ -100,15 +108,17 @@ def run_code(target: WorkerRecord, secret: bytes, path: str) -> None:
     decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 20)
     with socket.create_connection((target.tcp_host, target.tcp_port), 2) as sock:
         sock.settimeout(2)
-        shaking = Handshake(mine, secret, opener=True)
+        shaking = Handshake(mine, secret, opener=True, sealed=True)
         sock.sendall(b"".join(shaking.start()))
-        for frame in frames_from(sock, decoder):
-            sock.sendall(b"".join(shaking.feed(frame)))
-            if shaking.peer is not None:
-                break
-        sock.sendall(call(path=path))
-        for _ in frames_from(sock, decoder):  # its answer, or its end
-            return
+        source: FrameDecoder | Unsealer = decoder
+        while shaking.peer is None:
+            for frame in some_frames(sock, source):
+                sock.sendall(b"".join(shaking.feed(frame)))
+            if shaking.state is State.PROVED:
+                source = Unsealer(Seal(shaking.keys()[1]), decoder)
+        said = call(path=path)
+        sock.sendall(b"".join(Seal(shaking.keys()[0]).piece(0, [said], len(said))))
+        some_frames(sock, source)  # its answer, or its end
 
 
 def try_until_it_runs(attempt: Callable[[], None], path: str) -> bool:
@@ -186,17 +196,80 @@ def ask_in_a_free_group(place: Place, link: Link, path: str) -> bool:
         return try_until_it_runs(attempt, path)
 
 
+class Relay(threading.Thread):
+    """Carries what two workers say to each other, and puts something of its own behind the handshake.
+
+    port: where the opener comes to. change: what becomes of the bytes that the opener sends behind the handshake.
+    """
+
+    def __init__(self, target: tuple[str, int], put_in: bytes = b"", change: Callable[[bytes], bytes] = bytes) -> None:
+        super().__init__()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(PATIENCE)
+        self.port: int = self._listener.getsockname()[1]
+        self._target = target
+        self._put_in = put_in
+        self._change = change
+        self.start()
+
+    def run(self) -> None:
+        with self._listener, contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                with near, socket.create_connection(self._target, 2) as far, contextlib.suppress(OSError):
+                    self._carry(near, far)
+
+    def stop(self) -> None:
+        """No other connection is taken; that which is there goes on until one side ends it."""
+        self._listener.close()
+
+    def _carry(self, near: socket.socket, far: socket.socket) -> None:
+        heard = 0  # HELLO, WELCOME, and what comes later
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            for sock in select.select([near, far], [], [], 0.1)[0]:
+                data = sock.recv(65536)
+                if not data:
+                    return
+                if sock is near:
+                    far.sendall(self._change(data) if heard >= 2 else data)
+                    continue
+                heard += 1
+                near.sendall(data)
+                if heard == 2:
+                    far.sendall(self._put_in)
+
+
+def relay_in_a_free_group(place: Place, link: Link, path: str) -> bool:
+    """Body of an attacker: say that the first member is where we are, and carry what the next one says to it."""
+    store = reach(place)
+    read(store, "1/roster")
+    time.sleep(0.3)
+    roster = read(store, "1/roster")
+    owner = record_in(roster["members"][0])
+    relay = Relay((owner.tcp_host, owner.tcp_port), call(path=path))
+    roster["members"][0][0][9] = relay.port
+    roster["version"] += 1
+    store.set("1/roster", json.dumps(roster))
+    link.tell("forged")
+    ran = try_until_it_runs(lambda: None, path)
+    relay.stop()
+    relay.join()
+    return ran
+
+
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def attack(children: Children, body: Callable[..., bool], path: Path, world_size: int | None) -> list[str]:
+def attack(children: Children, body: Callable[..., bool], path: Path, world_size: int | None, **env: str) -> list[str]:
     """Two workers and an attacker between them: what joining said to each; AssertionError if code has run."""
+    options = {"transports": ("tcp",)} if env else {}
     method = f"tcp://127.0.0.1:{free_port()}"
     victims = [Place(f"w{rank}", rank, world_size, method) for rank in range(2)]
-    first = children.start(victims[0], join_and_stay)
+    first = children.start(victims[0], join_and_stay, options, env=env)
     attacker = children.start(Place("attacker", 9, None, method), body, str(path))
     assert attacker.hear() == "forged"
-    second = children.start(victims[1], join_and_stay)
+    second = children.start(victims[1], join_and_stay, options, env=env)
     ran = attacker.hear()
     said = [child.hear() for child in (first, second)]
     for child, word in zip((first, second), said, strict=True):
@@ -245,3 +318,83 @@ def test_secret_is_not_published_for_whoever_asks(tmp_path: Path) -> None:
     with processes() as children:
         attack(children, ask_in_a_free_group, tmp_path / "ran", None)
         children.check_ended()
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("number", TRIES)
+def test_relay_is_refused(number: int, tmp_path: Path) -> None:
+    """With AIORPC_SECRET, somebody who changes an address in the store is noticed by whoever reads it."""
+    with processes() as children:
+        said = attack(children, relay_in_a_free_group, tmp_path / "ran", None, AIORPC_SECRET="long and random")
+        children.check_ended()
+    assert said[0] == "joined" and "AIORPC_SECRET" in said[1], said
+
+
+@contextlib.asynccontextmanager
+async def relayed(
+    monkeypatch: pytest.MonkeyPatch, seals: bool, **relaying: Any
+) -> AsyncIterator[tuple[list[rpc.Worker], Relay]]:
+    """Two workers, and somebody on the way from the first to the second."""
+    options = rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=seals, loss_grace=0.1)
+    async with cluster(2, options=options) as workers:
+        target = workers[1].record
+        relay = Relay((target.tcp_host, target.tcp_port), **relaying)
+        connect = sockets.connect_tcp
+
+        async def connect_by_relay(host: str, port: int) -> socket.socket:
+            return await connect(host, relay.port if port == target.tcp_port else port)
+
+        monkeypatch.setattr(sockets, "connect_tcp", connect_by_relay)
+        try:
+            yield workers, relay
+        finally:
+            relay.stop()
+            await workers[0].shutdown(graceful=False)
+            await asyncio.to_thread(relay.join)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
+async def test_what_is_put_in_on_the_way_is_not_run(
+    seals: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever carries an honest handshake to and fro and adds a call of his own: with seals the connection ends."""
+    ran = tmp_path / "ran"
+    async with relayed(monkeypatch, seals, put_in=call(path=str(ran))) as (workers, _):
+        with contextlib.suppress(rpc.RpcError):
+            await workers[0].peer("worker1", timeout=5).call(abs, -3)
+        if not seals:  # the attack is one
+            await until(ran.exists)
+            return
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            await workers[0].peer("worker1", timeout=5).call(abs, -3)
+    assert not ran.exists()
+
+
+@pytest.mark.slow
+async def test_what_is_changed_on_the_way_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bit of what follows the handshake is enough; the callee says why, and runs nothing."""
+
+    def change(data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1])
+
+    with caplog.at_level("WARNING", "aiorpc"):
+        async with relayed(monkeypatch, True, change=change) as (workers, _):
+            with pytest.raises(rpc.PeerLost, match="worker1"):
+                await workers[0].peer("worker1", timeout=5).call(abs, -3)
+    assert "does not bear the other side's seal" in caplog.text
+
+
+@pytest.mark.parametrize("seals", [False, True])
+async def test_workers_that_do_not_agree_on_seals_do_not_talk(seals: bool) -> None:
+    """Nobody is talked into doing without, and the error names the option."""
+    each = [
+        rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=value, loss_grace=0.1)
+        for value in (seals, not seals)
+    ]
+    async with cluster(2, options=each) as workers:
+        with pytest.raises(rpc.RpcError, match="authenticate_frames"):
+            await workers[0].peer("worker1", timeout=5).call(abs, -3)

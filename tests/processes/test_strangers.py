@@ -79,12 +79,12 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def hello(record: list[Any], version: int = handshake.VERSION) -> bytes:
+def hello(record: list[Any], sealed: bool, version: int = handshake.VERSION) -> bytes:
     """A HELLO with that record."""
-    return frame(Kind.HELLO, msgpack.packb([msgpack.packb([version, record, bytes(32), 0, False]), b""]))
+    return frame(Kind.HELLO, msgpack.packb([msgpack.packb([version, record, bytes(32), 0, False, sealed]), b""]))
 
 
-def attacks(record: WorkerRecord, bomb: str) -> dict[str, bytes]:
+def attacks(record: WorkerRecord, bomb: str, sealed: bool) -> dict[str, bytes]:
     """What strangers send, by name."""
     pickled = pickle.dumps(Bomb(bomb))
     mine = record.to_wire()
@@ -101,12 +101,12 @@ def attacks(record: WorkerRecord, bomb: str) -> dict[str, bytes]:
         "a bare pickle": pickled,
         "a pickle as HELLO": frame(Kind.HELLO, pickled),
         "a pickle in HELLO": frame(Kind.HELLO, msgpack.packb([pickled, pickled])),
-        "a pickle as record": hello([pickled] * len(mine)),
+        "a pickle as record": hello([pickled] * len(mine), sealed),
         "an extension type": frame(Kind.HELLO, msgpack.packb(msgpack.ExtType(1, pickled))),
-        "another version": hello(mine, version=handshake.VERSION + 1),
-        "a proof that is none": hello(mine) + frame(Kind.PROOF, bytes(32)),
+        "another version": hello(mine, sealed, version=handshake.VERSION + 1),
+        "a proof that is none": hello(mine, sealed) + frame(Kind.PROOF, bytes(32)),
         "a proof out of turn": frame(Kind.PROOF, bytes(32)),
-        "a call instead of the proof": hello(mine) + frame(Kind.CALL, pickled),
+        "a call instead of the proof": hello(mine, sealed) + frame(Kind.CALL, pickled),
         "an unknown kind": head(99, 4) + b"abcd",
         "a goodbye": frame(Kind.GOODBYE, b""),
     }
@@ -134,7 +134,7 @@ async def test_stranger_is_closed_and_logged_once_and_the_worker_serves_on(
     """Each attack ends with a closed connection and one warning; nothing of it is run; calls go on working."""
     async with group(2, transports=(transport,)) as (worker, _):
         target = targets(worker.record)[transport]
-        for name, data in attacks(worker.record, str(tmp_path / "bomb")).items():
+        for name, data in attacks(worker.record, str(tmp_path / "bomb"), transport == "tcp").items():
             with warnings_of(caplog) as logged:
                 refused = worker.statistics().connections_refused + 1
                 answer = await asyncio.to_thread(talk, target, data)
@@ -151,7 +151,7 @@ async def test_half_open_connections_do_no_harm(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(connecting, "HANDSHAKE_TIMEOUT", 0.5)
     async with group(2) as (worker, _):
         target = targets(worker.record)["unix"]
-        beginnings = [b"", head(Kind.HELLO, 100), head(Kind.HELLO, 100)[:7], hello(worker.record.to_wire())]
+        beginnings = [b"", head(Kind.HELLO, 100), head(Kind.HELLO, 100)[:7], hello(worker.record.to_wire(), False)]
         talking = [asyncio.ensure_future(asyncio.to_thread(talk, target, data)) for data in beginnings]
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         await asyncio.gather(*talking)
@@ -183,7 +183,7 @@ async def test_stranger_that_closes_at_once_is_nothing(transport: str, caplog: p
     async with group(2, transports=(transport,)) as (worker, _):
         family, address = targets(worker.record)[transport]
         with warnings_of(caplog) as logged:
-            for beginning in (b"", hello(worker.record.to_wire())) * 3:
+            for beginning in (b"", hello(worker.record.to_wire(), transport == "tcp")) * 3:
                 with socket.socket(family) as sock:
                     sock.connect(address)
                     sock.sendall(beginning)
@@ -196,7 +196,7 @@ async def test_acceptor_that_does_not_know_the_secret_is_refused() -> None:
     async with group(1) as (worker, _):
         fake = WorkerRecord.from_wire(worker.record.to_wire())
         theirs = Handshake(fake, os.urandom(32), opener=False)
-        ours = Handshake(worker.record, worker.secret, opener=True, expect=(fake.name, fake.incarnation))
+        ours = Handshake(worker.record, worker.secret, opener=True, expect=fake)
         answer = theirs.feed(_frame(ours.start()))
         with pytest.raises(rpc.PeerRefused, match="secret"):
             ours.feed(_frame(answer))

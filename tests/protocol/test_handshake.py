@@ -23,12 +23,14 @@ OPENER = WorkerRecord("opener", 0, "1a", "host", "name", 10, "main", "/run/a.soc
 ACCEPTOR = WorkerRecord("acceptor", 1, "2b", "host", "name", 11, "main", "/run/b.sock", "127.0.0.1", 2)
 
 
-def opening(secret: bytes = SECRET, expect: tuple[str, str] | None = ("acceptor", "2b")) -> Handshake:
-    return Handshake(OPENER, secret, opener=True, expect=expect)
+def opening(secret: bytes = SECRET, expect: WorkerRecord | None = ACCEPTOR, sealed: bool = True) -> Handshake:
+    return Handshake(OPENER, secret, opener=True, expect=expect, sealed=sealed)
 
 
-def accepting(secret: bytes = SECRET, record: WorkerRecord = ACCEPTOR, refuse: str | None = None) -> Handshake:
-    return Handshake(record, secret, opener=False, accept=lambda _: refuse)
+def accepting(
+    secret: bytes = SECRET, record: WorkerRecord = ACCEPTOR, refuse: str | None = None, sealed: bool = True
+) -> Handshake:
+    return Handshake(record, secret, opener=False, accept=lambda _: refuse, sealed=sealed)
 
 
 def read(written: list[Buffer]) -> list[Frame]:
@@ -132,16 +134,16 @@ def test_changed_record_breaks_the_proof() -> None:
     """Somebody in the middle who changes a record, and not the secret, is found out."""
     opener, acceptor = opening(expect=None), accepting()
     body, proof = msgpack.unpackb(one(acceptor.feed(one(opener.start()))).body)
-    version, record, nonce, link, pipe = msgpack.unpackb(body)
+    version, record, nonce, link, pipe, sealed = msgpack.unpackb(body)
     record[4] = "elsewhere"
-    forged = msgpack.packb([msgpack.packb([version, record, nonce, link, pipe]), proof])
+    forged = msgpack.packb([msgpack.packb([version, record, nonce, link, pipe, sealed]), proof])
     with pytest.raises(PeerRefused, match="secret does not match"):
         opener.feed(Frame(Kind.HELLO, 0, forged))
 
 
 def test_other_version_is_refused_by_name() -> None:
     """A peer of another version is refused by both sides, with both versions named."""
-    body = msgpack.packb([VERSION + 1, ACCEPTOR.to_wire(), bytes(NONCE_SIZE), 0, False])
+    body = msgpack.packb([VERSION + 1, ACCEPTOR.to_wire(), bytes(NONCE_SIZE), 0, False, True])
     frame = Frame(Kind.HELLO, 0, msgpack.packb([body, b""]))
     opener = opening()
     opener.start()
@@ -156,6 +158,39 @@ def test_wrong_worker_is_refused(other: WorkerRecord) -> None:
     opener, acceptor = opening(), accepting(record=other)
     with pytest.raises(PeerRefused, match="should be; it may have been restarted"):
         shake(opener, acceptor)
+
+
+@pytest.mark.parametrize("other", [replace(ACCEPTOR, tcp_port=7), replace(ACCEPTOR, host="b", unix_path="")])
+def test_worker_that_says_something_else_than_the_store_is_refused(other: WorkerRecord) -> None:
+    """The address that the store gave was not the one that the worker gave to the store."""
+    with pytest.raises(PeerRefused, match=r"something else of itself than the rendezvous store.*(tcp_port|host, unix)"):
+        shake(opening(), accepting(record=other))
+
+
+@pytest.mark.parametrize("seals", [True, False])
+def test_sides_that_do_not_agree_on_seals_are_refused(seals: bool) -> None:
+    """Whichever side does without is not followed; the refusal names the option, on either side."""
+    opener, acceptor = opening(sealed=seals), accepting(sealed=not seals)
+    with pytest.raises(PeerRefused, match=r"worker 'opener' .* give authenticate_frames the same value"):
+        shake(opener, acceptor)
+    opener, acceptor = opening(sealed=seals), accepting(sealed=not seals)
+    opener.start()
+    answer = one(acceptor.feed(one(opening(sealed=not seals).start())))  # it has not looked
+    with pytest.raises(PeerRefused, match=r"worker 'acceptor' .* give authenticate_frames the same value"):
+        opener.feed(answer)
+
+
+def test_keys_belong_to_one_connection_and_direction() -> None:
+    """What one side seals with, the other opens with; all four keys of two connections differ."""
+    keys: set[bytes] = set()
+    for _ in range(2):
+        opener, acceptor = opening(), accepting()
+        with pytest.raises(RpcUsageError, match="has no keys"):
+            opener.keys()
+        shake(opener, acceptor)
+        assert opener.keys() == acceptor.keys()[::-1]
+        keys |= {*opener.keys()}
+    assert len(keys) == 4 and {len(key) for key in keys} == {32}
 
 
 def test_unwanted_opener_is_refused_with_the_reason() -> None:
@@ -236,13 +271,15 @@ BROKEN = [
     msgpack.packb([b"", b""]),
     msgpack.packb([msgpack.packb({}), b""]),
     msgpack.packb([msgpack.packb([VERSION, RECORD]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, RECORD, b"short", 0, False]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, RECORD[:-1], bytes(NONCE_SIZE), 0, False]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, ["bad name!", *RECORD[1:]], bytes(NONCE_SIZE), 0, False]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, [[]] * 10, bytes(NONCE_SIZE), 0, False]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD, b"short", 0, False, True]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD[:-1], bytes(NONCE_SIZE), 0, False, True]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, ["bad name!", *RECORD[1:]], bytes(NONCE_SIZE), 0, False, True]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, [[]] * 10, bytes(NONCE_SIZE), 0, False, True]), b""]),
     msgpack.packb([msgpack.packb(list(range(100))), b""]),
-    msgpack.packb([msgpack.packb([VERSION, RECORD, bytes(NONCE_SIZE), "0", False]), b""]),
-    msgpack.packb([msgpack.packb([VERSION, RECORD, bytes(NONCE_SIZE), 0, 1]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD, bytes(NONCE_SIZE), "0", False, True]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD, bytes(NONCE_SIZE), 0, 1, True]), b""]),
+    msgpack.packb([msgpack.packb([VERSION, RECORD, bytes(NONCE_SIZE), 0, False, 1]), b""]),
+    msgpack.packb([msgpack.packb([True, RECORD, bytes(NONCE_SIZE), 0, False, True]), b""]),
     b"\xdd\xff\xff\xff\xff",
     b"\x91" * 10_000,
 ]
@@ -306,8 +343,8 @@ def test_nothing_is_unpickled_before_the_proof(tmp_path: Path) -> None:
     bodies = [
         bomb,
         msgpack.packb([bomb, bomb]),
-        msgpack.packb([msgpack.packb([VERSION, bomb, bytes(NONCE_SIZE), 0, False]), bomb]),
-        msgpack.packb([msgpack.packb([VERSION, [ext, *RECORD[1:]], bytes(NONCE_SIZE), 0, False]), bomb]),
+        msgpack.packb([msgpack.packb([VERSION, bomb, bytes(NONCE_SIZE), 0, False, True]), bomb]),
+        msgpack.packb([msgpack.packb([VERSION, [ext, *RECORD[1:]], bytes(NONCE_SIZE), 0, False, True]), bomb]),
         msgpack.packb([ext, ext]),
     ]
     for body in bodies:
@@ -327,7 +364,7 @@ def test_nonces_differ() -> None:
 def test_hello_of_a_long_record_fits_the_strict_limit() -> None:
     """A record with names as long as systems give them passes the limit on what strangers may send."""
     record = replace(OPENER, name="n" * 127, hostname="h" * 255, main="m" * 1000, unix_path="/" + "p" * 107)
-    opener, acceptor = Handshake(record, SECRET, opener=True), accepting()
+    opener, acceptor = Handshake(record, SECRET, opener=True, sealed=True), accepting()
     shake(opener, acceptor)
     assert acceptor.peer == record
     assert encode_frame(Kind.HELLO, 0, b"")

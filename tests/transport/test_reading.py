@@ -11,6 +11,7 @@ import pytest
 
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import Frame, Kind, encode_frame
+from aiorpc.protocol.seal import Seal
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport.connection import READ_HERE
 from tests.transport.ends import LONG, SOON, End, encoded, interrupted, until
@@ -302,18 +303,107 @@ async def test_read_on_loop_again_does_nothing(shared: tuple[End, socket.socket]
     assert [frame.call_id for frame in await end.received(1)] == [8]
 
 
+class Wire:
+    """What the other end of a connection sends: as it is, or sealed from now on."""
+
+    def __init__(self, end: End, sealed: bool) -> None:
+        self._seal = Seal(KEY) if sealed else None
+        self._number = 0
+        if sealed:
+            end.connection.unseal(KEY)
+
+    def __call__(self, data: bytes) -> bytes:
+        """For each in the order in which it is sent."""
+        if self._seal is None:
+            return data
+        self._number += 1
+        return b"".join(self._seal.piece(self._number - 1, [data], len(data)))
+
+
+KEY = b"k" * 32
+
+
+async def test_waiter_takes_sealed_answers_in_pieces(shared: tuple[End, socket.socket]) -> None:
+    """They are taken once all of it is there, and the loop goes on with the next seal."""
+    end, far = shared
+    wire = Wire(end, True)
+    data = wire(encoded(7)[:11]) + wire(encoded(7)[11:] + encoded(8))
+    waiter = await Waiter(end).looks()
+    for number, start in enumerate(range(0, len(data), 10)):
+        far.send(data[start : start + 10])
+        if start + 10 < len(data):
+            await waiter.has_read(number + 1)
+    await waiter.ended()
+    assert [frame.call_id for frame in waiter.taken] == [7, 8]
+    assert end.connection.bytes_received == len(data)
+    far.send(wire(encoded(9)))
+    assert [frame.call_id for frame in await end.received(1)] == [9]
+
+
+@pytest.mark.parametrize("others", [ITEM, encoded(8, b"x" * READ_HERE)], ids=["item", "long"])
+async def test_waiter_leaves_all_else_that_is_sealed_to_the_loop(
+    shared: tuple[End, socket.socket], others: bytes
+) -> None:
+    """The loop gets it in order, and no seal is counted twice."""
+    end, far = shared
+    wire = Wire(end, True)
+    waiter = await Waiter(end).looks()
+    far.send(wire(encoded(9)[:5]))
+    await waiter.has_read(1)
+    rest = wire(encoded(9)[5:] + others)
+    sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(far, rest))
+    await waiter.ended()
+    await sending
+    assert (await end.received(2))[0].call_id == 9
+    assert len(end.frames) == 2 and waiter.taken == []
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["a thread reads", "the loop reads"])
+async def test_one_flipped_bit_ends_a_sealed_connection(shared: tuple[End, socket.socket], waits: bool) -> None:
+    """On a real socket, whoever reads: the loop ends the connection, and nothing of it is handed out."""
+    end, far = shared
+    wire = Wire(end, True)
+    waiter = await Waiter(end).looks() if waits else None
+    data = bytearray(wire(encoded(7)))
+    data[9] ^= 1
+    far.send(data)
+    if waiter is not None:
+        await waiter.ended()
+        assert waiter.taken == []
+    assert isinstance(await end.closed(), ProtocolError)
+    assert end.frames == []
+
+
+async def test_seals_begin_where_the_handshake_ends(ends: tuple[End, End]) -> None:
+    """What was sent before goes without; what came behind it without one is refused."""
+    left, right = ends
+    left.send(1, urgent=True)
+    await right.received(1)
+    left.connection.seal(KEY)
+    right.connection.unseal(KEY)
+    left.send(2, b"b" * 300_000, b"s" * 1_000_000)
+    left.send(3)
+    assert [(each.call_id, len(each.body)) for each in await right.received(3)] == [(1, 0), (2, 300_000), (3, 0)]
+    right.connection.decoder.feed(encoded(4)[:3])
+    with pytest.raises(ProtocolError, match="without a seal"):
+        right.connection.unseal(KEY)
+
+
+@pytest.mark.parametrize("sealed", [False, True], ids=["open", "sealed"])
 @pytest.mark.parametrize("pieces", [["7"], ["8"], ["7", "8"], ["7a", "7b"], ["8a"]], ids="+".join)
 async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
-    shared: tuple[End, socket.socket], pieces: list[str]
+    shared: tuple[End, socket.socket], pieces: list[str], sealed: bool
 ) -> None:
     """An exception between any two instructions of read_here: taken here or by the loop, each frame is had once."""
     end, far = shared
+    wire = Wire(end, sealed)
     lost: list[str] = []
     done: set[int] = set()
     at = 0
     for at in range(2_000):
         first, second = 2 * at + 1, 2 * at + 2
-        one, two = encoded(first), encoded(second, kind=Kind.ITEM)
+        one = wire(encoded(first)) if pieces[0].startswith("7") else b""
+        two = wire(encoded(second, kind=Kind.ITEM)) if pieces[-1].startswith("8") else b""
         names = {"7": one, "7a": one[:10], "7b": one[10:], "8": two, "8a": two[:10]}
         rest = [names[piece] for piece in pieces]
         taken: list[Frame] = []
@@ -351,7 +441,7 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
             await until(lambda: len(had()) >= len(expected), SOON)  # noqa: B023  # within this turn
         except TimeoutError:
             lost.append(f"{place}: waits for ever")
-            far.send(encoded(0))  # wakes the loop
+            far.send(wire(encoded(0)))  # wakes the loop
             await until(lambda: 0 in had())
             lost[-1] += f", then {had()} of {expected}"
         else:

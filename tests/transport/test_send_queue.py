@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc.protocol.frames import Buffer, Kind, encode_frame
+from aiorpc.protocol.frames import Buffer, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
 from aiorpc.transport import send_queue
 from aiorpc.transport.send_queue import BATCH_SIZE, JOIN_SIZE, MAX_BUFFERS, SendQueue
 from tests.transport.ends import interrupted
@@ -223,6 +224,60 @@ def test_error_of_the_socket_loses_nothing() -> None:
     assert bytes(sock.data) == b"one" + b"two" * JOIN_SIZE
 
 
+# --- seals ------------------------------------------------------------------------------------------------------------
+
+
+KEY = b"k" * 32
+
+
+def opened(data: bytes | bytearray) -> bytes:
+    """What the pieces say, which have to be whole and in order."""
+    unsealer = Unsealer(Seal(KEY), FrameDecoder(max_body=1 << 20))
+    payload, count, missing = unsealer.look(bytes(data))
+    assert missing == 0 and bool(count) == bool(data)
+    return payload
+
+
+@given(frame_sizes, frame_sizes, some_amounts, st.sampled_from([2000, JOIN_SIZE, MAX_PAYLOAD]))
+def test_sealed_bytes_leave_in_order_however_little_is_taken(
+    first: list[list[int]], second: list[list[int]], amounts: list[int | None], most: int
+) -> None:
+    """Whatever ends where, and whatever is appended meanwhile: the pieces hold each byte once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(send_queue, "MAX_PAYLOAD", most)
+        frames = make_frames([*first, *second])
+        sock = Taker(amounts)
+        queue = filled(frames[: len(first)])
+        queue.seal(Seal(KEY))
+        for frame in frames[len(first) :]:
+            queue.append(frame)
+            try:
+                write(queue, sock)
+            except BlockingIOError:
+                continue
+        drain(queue, sock)
+    assert opened(sock.data) == joined(frames)
+
+
+def test_what_changes_while_it_is_sent_keeps_its_seal() -> None:
+    """A program may go on with a tensor that is under way: a piece is a copy."""
+    tensor = bytearray(100_000)
+    queue, sock = filled([[b"head", tensor]]), Taker([10, 50_000])
+    queue.seal(Seal(KEY))
+    while queue:
+        write(queue, sock)
+        tensor[:] = b"\1" * len(tensor)
+    assert opened(sock.data) == b"head" + bytes(100_000)
+
+
+def test_many_small_frames_share_a_seal() -> None:
+    """One piece for all that leave together."""
+    queue, sock = filled([[b"x" * 20] for _ in range(MAX_BUFFERS)]), Taker()
+    queue.seal(Seal(KEY))
+    assert write(queue, sock) == (20 * MAX_BUFFERS + OVERHEAD, True)
+    assert len(queue) == 0
+
+
 # --- interruption -----------------------------------------------------------------------------------------------------
 
 
@@ -240,19 +295,25 @@ LARGE = b"L" * (JOIN_SIZE + 1)
     ],
     ids=lambda frames: "+".join(str(len(frame)) for frame in frames),
 )
-def test_interruption_anywhere_loses_and_doubles_nothing(frames: list[list[Buffer]], amounts: list[int | None]) -> None:
+@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
+def test_interruption_anywhere_loses_and_doubles_nothing(
+    frames: list[list[Buffer]], amounts: list[int | None], seals: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An exception between any two instructions of the writer: who goes on writing sends each byte once, in order."""
+    monkeypatch.setattr(send_queue, "MAX_PAYLOAD", JOIN_SIZE - 7)
     expected = joined([*frames, [b"later"]])
     wrong: list[str] = []
     at = 0
     for at in range(10_000):
         queue, sock = filled(frames), Taker(amounts)
+        if seals:
+            queue.seal(Seal(KEY))
         place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__)  # type: ignore[misc]  # defaults
         if place is None:
             break
         queue.append([b"later"])
         drain(queue, sock)
-        if bytes(sock.data) != expected:
+        if (opened(sock.data) if seals else bytes(sock.data)) != expected:
             wrong.append(f"{place}: {bytes(sock.data)[:60]!r}")
     assert wrong == []
     assert 50 < at < 9_999, "it was not interrupted"
