@@ -234,6 +234,22 @@ def test_chunks_that_do_not_say_where_they_belong_are_refused(body: bytes) -> No
     assert receiver.receiving == 0
 
 
+def test_several_chunks_may_be_read_before_one_is_handed_on() -> None:
+    """As where they come in sealed pieces: each has its place, and the buffer is whole with the last one."""
+    sender, receiver = make(), make()
+    (wire,) = send(sender, 3 * CHUNK)
+    frames = []
+    for piece in pieces(sender):
+        place = receiver.place(piece.number, piece.body, len(piece.data))
+        place[:] = piece.data
+        frames.append(Frame(Kind.CHUNK, piece.number, piece.body, [place]))
+    assert len(frames) == 3
+    for frame in frames:
+        receiver.on_frame(frame)
+    (got,) = receiver.receive([wire], [], lambda *_: None)
+    assert got is not None and bytes(got) == bytes(pattern(0, 3 * CHUNK))
+
+
 def test_chunks_that_were_given_no_place_are_refused() -> None:
     """Given up while its bytes were read from another connection: an error of the protocol, not of this program."""
     receiver = make()
