@@ -27,13 +27,13 @@ from .functions import async_execution, batched
 from .futures import Future, collect_all, wait_all
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
-from .runtime.current import caller, cancelled, check_cancelled, deadline
-from .runtime.events import WorkerJoined, WorkerLeft, WorkerLost
-from .runtime.group import ShutdownReport
-from .runtime.handle import PeerHandle
-from .runtime.references import RRef
+from .runtime.caller.handle import PeerHandle
+from .runtime.caller.streams import Stream
+from .runtime.engine.current import caller, cancelled, check_cancelled, deadline
+from .runtime.group.events import WorkerJoined, WorkerLeft, WorkerLost
+from .runtime.group.group import ShutdownReport
+from .runtime.references.rref import RRef
 from .runtime.statistics import PendingCall, Statistics
-from .runtime.streams import Stream
 from .runtime.worker import Worker
 from .sync import BackendType, init_rpc, rpc_async, rpc_sync, shutdown
 

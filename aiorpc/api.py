@@ -10,11 +10,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in torc
 from .futures import Future
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
-from .runtime.current import registry
-from .runtime.handle import PeerHandle
-from .runtime.peers import To
-from .runtime.references import RRef
-from .runtime.streams import Stream
+from .runtime.caller.handle import PeerHandle
+from .runtime.caller.peers import To
+from .runtime.caller.streams import Stream
+from .runtime.engine.current import registry
+from .runtime.references.rref import RRef
 from .runtime.worker import Worker
 
 

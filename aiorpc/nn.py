@@ -24,10 +24,10 @@ import torch
 from .errors import RpcError, RpcUsageError
 from .futures import Future
 from .protocol import codec
-from .runtime.current import registry
-from .runtime.gradients import current_autograd
-from .runtime.peers import To
-from .runtime.references import RRef
+from .runtime.caller.peers import To
+from .runtime.engine.current import registry
+from .runtime.gradients.contexts import current_autograd
+from .runtime.references.rref import RRef
 from .runtime.worker import Worker
 
 __all__ = ["RemoteModule", "RemoteModuleError"]

@@ -25,8 +25,8 @@ import torch
 
 from .errors import RpcError, RpcTimeout, RpcUsageError
 from .futures import Future, block_observer, call_site
-from .runtime.current import check_cancelled, current_call, registry
-from .runtime.references import RRef
+from .runtime.engine.current import check_cancelled, current_call, registry
+from .runtime.references.rref import RRef
 from .runtime.worker import Worker
 
 __all__ = ["DistributedOptimizer", "NoGradients"]

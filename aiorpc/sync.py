@@ -13,10 +13,10 @@ from typing import Any
 from .errors import RpcUsageError
 from .futures import Future
 from .options import RpcBackendOptions
-from .runtime.current import registry
-from .runtime.group import ShutdownReport
-from .runtime.loops import LoopThread
-from .runtime.peers import To
+from .runtime.caller.peers import To
+from .runtime.engine.current import registry
+from .runtime.engine.loops import LoopThread
+from .runtime.group.group import ShutdownReport
 from .runtime.worker import Worker
 
 UNSET_RPC_TIMEOUT = -1.0

@@ -173,7 +173,7 @@ async def apart() -> AsyncIterator[list[Worker]]:
 async def current_pair() -> AsyncIterator[list[Worker]]:
     """Two workers on the test's loop, the first of them the current one."""
     from aiorpc import RpcBackendOptions
-    from aiorpc.runtime.current import current_worker
+    from aiorpc.runtime.engine.current import current_worker
     from aiorpc.testing import cluster
     from tests.runtime.waiting import LIMIT
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from aiorpc import Worker
-from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.engine.current import current_worker
 
 T = TypeVar("T")
 

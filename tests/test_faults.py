@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import RpcBackendOptions, autograd
-from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.engine.current import current_worker
 from aiorpc.testing import Faults, MessageKind, SentMessage, cluster
 
 from .runtime.waiting import until

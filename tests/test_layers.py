@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Top to bottom; a module may import its own layer and those below it. Names are modules or subpackages of aiorpc.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),  # aiorpc/__init__.py
-    ("examples", "testing"),
+    ("examples",),
     ("compat",),
+    ("testing",),
     ("api", "sync", "functions"),
     ("autograd", "optim", "nn"),
     ("runtime",),
@@ -28,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Written as their users write theirs: through the package's public names.
-MAY_IMPORT_ROOT = {"examples", "testing"}
+MAY_IMPORT_ROOT = {"examples"}
 
 # The protocol core is bytes in, events out: testable without a loop, a thread or a device.
 NO_IO = "protocol"

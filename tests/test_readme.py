@@ -185,8 +185,9 @@ def defined(node: ast.AST) -> Iterator[str]:
 def test_the_design_has_every_module() -> None:
     """Each module of the runtime has its place in the design's table."""
     table = DESIGN.partition("| runtime/ | owns |")[2].partition("\n\n")[0]
-    listed = set(re.findall(r"`(\w+\.py)`", table.replace("`protocol/references.py`", "")))
-    assert listed == {path.name for path in (PACKAGE / "runtime").glob("[!_]*.py")}
+    listed = set(re.findall(r"`([\w/]+\.py)`", table.replace("`protocol/references.py`", "")))
+    runtime = PACKAGE / "runtime"
+    assert listed == {str(path.relative_to(runtime)) for path in runtime.rglob("[!_]*.py")}
 
 
 def test_the_table_of_options_is_complete() -> None:

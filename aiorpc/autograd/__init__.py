@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..runtime.current import registry
+from ..runtime.engine.current import registry
 from .contexts import Context, context, make_pass
 
 __all__ = ["Context", "backward", "context", "get_gradients"]

@@ -18,9 +18,9 @@ import torch
 
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
-from ..runtime.current import current_call, deadline, registry
-from ..runtime.functions import inline
-from ..runtime.gradients import current_autograd
+from ..runtime.calls.functions import inline
+from ..runtime.engine.current import current_call, deadline, registry
+from ..runtime.gradients.contexts import current_autograd
 from ..runtime.worker import Worker
 from .parts import ask
 from .passes import Pass

@@ -19,11 +19,11 @@ from torch.autograd.graph import GradientEdge
 from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
-from ..runtime.current import current_call
-from ..runtime.functions import async_execution, inline
-from ..runtime.gradients import AutogradContext, LeafSink, current_autograd
-from ..runtime.messages import Results
-from ..runtime.reach import FOREIGN, ReceivedTensor, SentName, Target
+from ..runtime.calls.functions import async_execution, inline
+from ..runtime.calls.messages import Results
+from ..runtime.engine.current import current_call
+from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd
+from ..runtime.gradients.reach import FOREIGN, ReceivedTensor, SentName, Target
 from ..runtime.worker import Worker
 
 Tensor = torch.Tensor

@@ -41,8 +41,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import foreign
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
-from ..runtime.gradients import AutogradContext
-from ..runtime.reach import SentName
+from ..runtime.gradients.contexts import AutogradContext
+from ..runtime.gradients.reach import SentName
 from ..runtime.worker import Worker
 from .parts import Entry, Wire, abort, arrival_of, ask, from_wire, gather, pack_names, part_of, plan, to_wire
 

@@ -34,17 +34,17 @@ from ..errors import RendezvousError, WorkerClosed
 from ..options import seconds
 from ..protocol.identity import WorkerRecord
 from ..transport import sockets
-from .connecting import Acceptor
-from .current import current_worker, registry
-from .deadlines import Deadlines
-from .group import Group, ShutdownReport
-from .host import host_identity, main_identity
-from .lag import LoopMonitor
-from .memory import Memory
-from .pool import ThreadPool
-from .references import References
-from .rendezvous import Rendezvous
-from .stores import StoreGone
+from .engine.current import current_worker, registry
+from .engine.deadlines import Deadlines
+from .engine.host import host_identity, main_identity
+from .engine.lag import LoopMonitor
+from .engine.pool import ThreadPool
+from .group.connecting import Acceptor
+from .group.group import Group, ShutdownReport
+from .links.memory import Memory
+from .meeting.rendezvous import Rendezvous
+from .meeting.stores import StoreGone
+from .references.rref import References
 
 if TYPE_CHECKING:
     from .worker import Worker

@@ -13,7 +13,7 @@ from ..channels.shared import SharedMemory
 from ..transport.connection import Connection
 
 if TYPE_CHECKING:
-    from .link import Link
+    from .links.link import Link
     from .worker import Worker
 
 

@@ -26,28 +26,28 @@ from ..futures import Future
 from ..options import RpcBackendOptions, seconds
 from ..protocol.identity import WorkerInfo, WorkerRecord, check_name
 from ..transport.connection import Connection
-from .accelerators import Accelerators
-from .connecting import Acceptor, connect, open_pipe
-from .current import current_worker
-from .deadlines import Deadlines
-from .dispatch import Service
-from .events import Events, Listener
-from .gradients import Gradients
-from .group import Group, ShutdownReport, failure
-from .handle import PeerHandle
-from .lag import LoopMonitor
+from .callee.service import Service
+from .caller.handle import PeerHandle
+from .caller.peer import Peer
+from .caller.peers import Peers, To
+from .caller.streams import Stream
+from .engine.current import current_worker
+from .engine.deadlines import Deadlines
+from .engine.lag import LoopMonitor
+from .engine.loops import LoopThread, run_in_thread
+from .engine.pool import ThreadPool
+from .engine.tasks import Tasks
+from .gradients.contexts import Gradients
+from .group.connecting import Acceptor, connect, open_pipe
+from .group.events import Events, Listener
+from .group.group import Group, ShutdownReport, failure
 from .life import Life, State
-from .link import Link
-from .loops import LoopThread, run_in_thread
-from .memory import Memory
-from .peer import Peer
-from .peers import Peers, To
-from .pool import ThreadPool
-from .references import References, RRef
-from .rendezvous import Rendezvous
+from .links.accelerators import Accelerators
+from .links.link import Link
+from .links.memory import Memory
+from .meeting.rendezvous import Rendezvous
+from .references.rref import References, RRef
 from .statistics import Counters, PendingCall, Statistics, collect, traffic
-from .streams import Stream
-from .tasks import Tasks
 
 T = TypeVar("T")
 

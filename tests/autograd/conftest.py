@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from aiorpc import Worker
-from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.engine.current import current_worker
 from aiorpc.testing import cluster
 
 

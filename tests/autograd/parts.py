@@ -11,7 +11,7 @@ import torch
 
 import aiorpc
 from aiorpc import Future, Worker, autograd
-from aiorpc.runtime.current import current_call
+from aiorpc.runtime.engine.current import current_call
 
 Tensor = torch.Tensor
 SIZE = 4

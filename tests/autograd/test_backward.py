@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, autograd
-from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.engine.current import current_worker
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of

@@ -17,8 +17,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
 from aiorpc.errors import ProtocolError
-from aiorpc.runtime.current import current_worker
-from aiorpc.runtime.gradients import current_autograd
+from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.gradients.contexts import current_autograd
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import Tensor, check, expected, gradients_of, step, vector, weight_of

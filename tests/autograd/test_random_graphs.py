@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import aiorpc
 from aiorpc import RpcBackendOptions, Worker, autograd
-from aiorpc.runtime import gradients
-from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.gradients import contexts as gradients
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import check, expected, gradients_of, step, vector, weight_of

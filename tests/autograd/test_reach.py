@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from aiorpc.runtime.gradients import AutogradContext
-from aiorpc.runtime.reach import Reach, ReceivedTensor, SentName
+from aiorpc.runtime.gradients.contexts import AutogradContext
+from aiorpc.runtime.gradients.reach import Reach, ReceivedTensor, SentName
 
 Tensor = torch.Tensor
 

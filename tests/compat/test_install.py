@@ -16,7 +16,10 @@ import torch.distributed.optim
 from aiorpc.compat.torch import install, installed, uninstall
 from aiorpc.compat.torch.replace import Replacements
 from aiorpc.futures import Future
-from aiorpc.runtime import dispatch, gradients, messages, references
+from aiorpc.runtime.callee import service as dispatch
+from aiorpc.runtime.calls import messages
+from aiorpc.runtime.gradients import contexts as gradients
+from aiorpc.runtime.references import rref as references
 
 NAMES = ("rpc", "rpc.api", "rpc.functions", "rpc.options", "rpc.backend_registry", "rpc.internal", "rpc.constants")
 MODULES = [f"torch.distributed.{name}" for name in (*NAMES, "rpc.rref_proxy", "autograd")]

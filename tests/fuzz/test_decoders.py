@@ -27,7 +27,7 @@ from aiorpc.protocol.codec import Incoming, loads, unpack
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import MAX_BODY, Handshake
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime import messages
+from aiorpc.runtime.calls import messages
 
 SEEDS = range(6)
 ROUNDS = 250

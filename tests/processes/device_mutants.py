@@ -17,12 +17,12 @@ MODULES = (
     "aiorpc.channels.device.sender",
     "aiorpc.channels.device.receiver",
     "aiorpc.channels.landing",
-    "aiorpc.runtime.accelerators",
+    "aiorpc.runtime.links.accelerators",
 )
 JOINING = (  # they speak with no device: what orders something there is the `join` of an `Arrival`
-    "aiorpc.runtime.dispatch",
-    "aiorpc.runtime.streams",
-    "aiorpc.runtime.batching",
+    "aiorpc.runtime.callee.service",
+    "aiorpc.runtime.caller.streams",
+    "aiorpc.runtime.calls.batching",
     "aiorpc.futures",
 )
 ORDERING = ("wait", "record", "keep", "mark", "synchronize")

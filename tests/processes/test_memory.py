@@ -12,7 +12,7 @@ import aiorpc as rpc
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime import memory
+from aiorpc.runtime.links import memory
 
 from . import bodies
 from .workers import group, until

@@ -28,7 +28,7 @@ from aiorpc.protocol import handshake
 from aiorpc.protocol.frames import HEAD, MAGIC, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime import connecting
+from aiorpc.runtime.group import connecting
 from aiorpc.transport import sockets
 
 from . import bodies

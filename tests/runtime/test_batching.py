@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiorpc.errors import RpcCancelled, RpcUsageError, WorkerClosed
-from aiorpc.runtime.batching import Batch, Batcher, batched, get_batcher
+from aiorpc.runtime.calls.batching import Batch, Batcher, batched, get_batcher
 
 
 class Caller:

@@ -21,8 +21,8 @@ import torch
 
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, UnknownWorker, Worker
-from aiorpc.runtime.current import CallContext
-from aiorpc.runtime.resolver import Resolver
+from aiorpc.runtime.callee.resolver import Resolver
+from aiorpc.runtime.engine.current import CallContext, current_worker
 from aiorpc.testing import cluster
 
 
@@ -150,7 +150,7 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
     """rpc_sync and rpc_async take args as a tuple or a list, and kwargs as a dict."""
 
     def script() -> list[int]:
-        token = aiorpc.runtime.current.current_worker.set(pair[0])
+        token = current_worker.set(pair[0])
         try:
             return [
                 aiorpc.rpc_sync("worker1", add, (1,)),
@@ -159,14 +159,14 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
                 aiorpc.rpc_sync("worker1", add, kwargs={"a": 1, "b": 1}, timeout=0),
             ]
         finally:
-            aiorpc.runtime.current.current_worker.reset(token)
+            current_worker.reset(token)
 
     assert await asyncio.to_thread(script) == [11, 3, 16, 2]
 
 
 async def test_a_blocking_verb_on_the_loop_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
     """The error names the awaitable to use instead, and no call was made."""
-    aiorpc.runtime.current.current_worker.set(pair[0])
+    current_worker.set(pair[0])
     with pytest.raises(aiorpc.WouldBlockLoop, match=r"await aiorpc\.call"):
         aiorpc.rpc_sync("worker1", add, (1,))
     assert pair[0].statistics().calls_made == 0
@@ -512,7 +512,7 @@ async def test_many_threads_may_call_at_once(pair: list[Worker]) -> None:
 )
 async def test_futures_and_references_name_the_users_line(pair: list[Worker], make: Callable[[Worker], Any]) -> None:
     """Whatever was made, its text says where: a line of the user's, not one of the library's."""
-    aiorpc.runtime.current.current_worker.set(pair[0])
+    current_worker.set(pair[0])
     made = make(pair[0])
     assert f"{__file__}:" in repr(made) and "in <lambda>" in repr(made)
     await made

@@ -10,7 +10,7 @@ import pytest
 
 import aiorpc
 from aiorpc import RpcCancelled, Worker
-from aiorpc.runtime.peer import LARGE_PICKLE
+from aiorpc.runtime.caller.peer import LARGE_PICKLE
 from tests.runtime.waiting import until
 
 

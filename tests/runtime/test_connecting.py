@@ -35,11 +35,11 @@ from aiorpc.channels.arena import Block
 from aiorpc.protocol.codec import pack
 from aiorpc.protocol.frames import MAX_SEGMENTS, Kind, encode_frame
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime import connecting
-from aiorpc.runtime.current import current_worker
-from aiorpc.runtime.failures import encode_error
-from aiorpc.runtime.link import SHARED, Link
-from aiorpc.runtime.peer import Peer, State
+from aiorpc.runtime.caller.peer import Peer, State
+from aiorpc.runtime.calls.failures import encode_error
+from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.group import connecting
+from aiorpc.runtime.links.link import SHARED, Link
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from tests.runtime.waiting import until, until_no_references, wait_until

@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerInfo, WorkerJoined, WorkerLeft
-from aiorpc.runtime.current import current_call
+from aiorpc.runtime.engine.current import current_call
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from aiorpc.runtime import deadlines
-from aiorpc.runtime.deadlines import Deadlines
+from aiorpc.runtime.engine import deadlines
+from aiorpc.runtime.engine.deadlines import Deadlines
 
 INFINITY = float("inf")
 LONG = 20.0

@@ -13,6 +13,7 @@ import pytest
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
+from aiorpc.runtime.engine.current import current_worker
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -120,7 +121,7 @@ async def test_zero_means_no_limit() -> None:
         assert await workers[0].peer("worker1", timeout=0).call(left) is None
 
         def script() -> Any:
-            aiorpc.runtime.current.current_worker.set(workers[0])
+            current_worker.set(workers[0])
             return aiorpc.rpc_sync("worker1", left, timeout=0), aiorpc.rpc_sync("worker1", left, timeout=9)
 
         unlimited, limited = await asyncio.to_thread(script)

@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import DeviceMapError, RpcBackendOptions, RpcError, SerializationError, Worker
-from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.engine.current import current_worker
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
 

@@ -12,7 +12,7 @@ import torch
 
 from aiorpc.errors import PeerLost, RemoteError, RpcTimeout
 from aiorpc.protocol.codec import pack, unpack
-from aiorpc.runtime.failures import MAX_TEXT, RemoteTraceback, decode_error, encode_error
+from aiorpc.runtime.calls.failures import MAX_TEXT, RemoteTraceback, decode_error, encode_error
 
 
 def travel(error: BaseException) -> BaseException:

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from aiorpc.errors import RpcUsageError
-from aiorpc.runtime.batching import batched
-from aiorpc.runtime.functions import (
+from aiorpc.runtime.calls.batching import batched
+from aiorpc.runtime.calls.functions import (
     Mode,
     async_execution,
     classify,

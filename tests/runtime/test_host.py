@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from aiorpc.runtime import host
+from aiorpc.runtime.engine import host
 
 
 def ended_child() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from aiorpc.runtime.lag import LoopMonitor
+from aiorpc.runtime.engine.lag import LoopMonitor
 
 Run = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
 
@@ -221,7 +221,7 @@ STOPPED_PROGRAM = f"""
 import asyncio, logging, os, signal, sys, time, types, uvloop
 sys.modules["aiorpc"] = types.ModuleType("aiorpc")
 sys.modules["aiorpc"].__path__ = [{str(ROOT / "aiorpc")!r}]
-from aiorpc.runtime.lag import LoopMonitor
+from aiorpc.runtime.engine.lag import LoopMonitor
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 async def main():
     watch = LoopMonitor(asyncio.get_running_loop(), interval=0.02, warn_after=0.2, describe=lambda: "innocent")

@@ -24,9 +24,10 @@ from aiorpc import (
     WorkerClosed,
     WorkerLeft,
 )
-from aiorpc.runtime import group, life
-from aiorpc.runtime.membership import FreeWorld
-from aiorpc.runtime.stores import StoreGone
+from aiorpc.runtime import life
+from aiorpc.runtime.group import group
+from aiorpc.runtime.meeting.membership import FreeWorld
+from aiorpc.runtime.meeting.stores import StoreGone
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from tests.runtime.waiting import until

@@ -17,9 +17,9 @@ from aiorpc.channels import bulk as bulk_module
 from aiorpc.channels import inline, shared
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
 from aiorpc.protocol.frames import Buffer, Kind
-from aiorpc.runtime import link as link_module
-from aiorpc.runtime import second
-from aiorpc.runtime.link import Link
+from aiorpc.runtime.links import link as link_module
+from aiorpc.runtime.links import second
+from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from aiorpc.transport.connection import Connection

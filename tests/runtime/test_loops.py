@@ -15,7 +15,7 @@ import pytest
 
 import aiorpc
 from aiorpc import PeerLost, RpcBackendOptions, Worker, WorkerClosed
-from aiorpc.runtime.loops import LoopThread
+from aiorpc.runtime.engine.loops import LoopThread
 from aiorpc.testing import cluster
 from tests.conftest import LoopFactory
 from tests.runtime import hostile

@@ -22,7 +22,7 @@ from aiorpc.channels import arena, shared
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.channels.shm import Borrower
 from aiorpc.options import SHARE_SIZE
-from aiorpc.runtime import link
+from aiorpc.runtime.links import link
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
 from tests.runtime.waiting import until

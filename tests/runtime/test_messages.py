@@ -13,7 +13,7 @@ from aiorpc.channels.layout import EMBEDDED_SIZE
 from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol.codec import unpack
 from aiorpc.protocol.frames import DIRECT_SIZE, FrameDecoder, Kind, encode_frame
-from aiorpc.runtime import messages
+from aiorpc.runtime.calls import messages
 
 
 class To:

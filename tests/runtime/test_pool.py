@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from aiorpc.errors import WorkerClosed
-from aiorpc.runtime.pool import ThreadPool
+from aiorpc.runtime.engine.pool import ThreadPool
 
 LIMIT_S = 20.0
 
@@ -383,7 +383,7 @@ def test_a_forked_child_cannot_use_the_pool(pools: Callable[..., ThreadPool]) ->
 
 EXIT_PROGRAM = """
 import atexit, threading, time
-from aiorpc.runtime.pool import ThreadPool
+from aiorpc.runtime.engine.pool import ThreadPool
 pool = ThreadPool("exit", 2)
 started = threading.Event()
 pool.submit(lambda: (started.set(), time.sleep(60)))

@@ -16,7 +16,7 @@ import torch
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef, Worker
-from aiorpc.runtime.current import current_worker
+from aiorpc.runtime.engine.current import current_worker
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until, until_no_references
 

@@ -28,8 +28,8 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from aiorpc.devices import DeviceClaims, to_device_map, to_devices
 from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.membership import Member
-from aiorpc.runtime.rendezvous import Rendezvous, host_identity
+from aiorpc.runtime.meeting.membership import Member
+from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
 from tests.processes.workers import process_state
 from tests.processes.zygote import Zygote, zygote
 
@@ -379,7 +379,7 @@ def test_rank_0_that_cannot_host_says_why(monkeypatch: pytest.MonkeyPatch, kind:
         raise kind("nobody there")
 
     # Some networks lead there, and even answer.
-    monkeypatch.setattr("aiorpc.runtime.stores.socket.create_connection", fail)
+    monkeypatch.setattr("aiorpc.runtime.meeting.stores.socket.create_connection", fail)
     wrong = r"cannot host the store at tcp://192\.0\.2\.1:4000 .* is no address of this host and does not lead to it"
     wrong += r" \(nobody there\)"
     with pytest.raises(RendezvousError, match=wrong):
@@ -389,7 +389,7 @@ def test_rank_0_that_cannot_host_says_why(monkeypatch: pytest.MonkeyPatch, kind:
 
 def test_rank_0_hosts_at_an_address_that_leads_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose port is mapped: the address is no interface's, and still the right one."""
-    monkeypatch.setattr("aiorpc.runtime.stores.is_local", lambda place: False)
+    monkeypatch.setattr("aiorpc.runtime.meeting.stores.is_local", lambda place: False)
     group = Group(f"tcp://127.0.0.1:{free_port()}", None)
     found = group.join_all(2)
     assert not any(isinstance(records, Exception) for records in found), found
@@ -424,7 +424,7 @@ def test_a_store_that_goes_away_is_an_error_for_those_who_wait(prepared: Zygote,
 
 def test_looking_for_a_worker_is_bounded(prepared: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that hosts the store is stopped; whoever looks may be on a loop."""
-    monkeypatch.setattr("aiorpc.runtime.rendezvous._LOOKING_TIME", 0.1)
+    monkeypatch.setattr("aiorpc.runtime.meeting.rendezvous._LOOKING_TIME", 0.1)
     with hosted_elsewhere(prepared, tmp_path, None, None) as (group, host):
         group.join(None, None, "a")
         opened = group.opened[0]
@@ -1122,7 +1122,7 @@ def served(group: Group, name: str, servers: list[Rendezvous], folder: Path, hos
 
 def test_host_identity_is_the_same_for_all_processes_here() -> None:
     """And it tells this boot and these namespaces from others."""
-    child = run_python("-c", f"{LIGHT}from aiorpc.runtime.host import host_identity\nprint(host_identity())")
+    child = run_python("-c", f"{LIGHT}from aiorpc.runtime.engine.host import host_identity\nprint(host_identity())")
     assert child == host_identity()
     assert host_identity().count(":") == 2
 
@@ -1156,7 +1156,7 @@ def test_a_module_run_by_name_is_known_by_its_name(tmp_path: Path) -> None:
 def test_a_main_without_a_file_is_its_own() -> None:
     """python -c: two processes differ, a forked child is the same."""
     code = LIGHT + (
-        "import os\nfrom aiorpc.runtime.host import main_identity\n"
+        "import os\nfrom aiorpc.runtime.engine.host import main_identity\n"
         "print(main_identity(), flush=True)\n"
         "pid = os.fork()\n"
         "if pid == 0:\n    print(main_identity(), flush=True); os._exit(0)\n"
@@ -1172,7 +1172,7 @@ def test_a_main_without_a_file_is_its_own() -> None:
 CHILD = """
 import os, secrets, socket, sys, threading, time
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.rendezvous import Rendezvous, host_identity, main_identity
+from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity, main_identity
 
 def record(name, number):
     token = secrets.token_hex(16)
@@ -1194,7 +1194,7 @@ sys.modules["aiorpc"].__path__ = [{str(ROOT / "aiorpc")!r}]
 # Says who it is, and then, for each way to start a child that it is given, who that child says it is.
 MAIN_SCRIPT = f"""{LIGHT}
 import multiprocessing
-from aiorpc.runtime.host import main_identity
+from aiorpc.runtime.engine.host import main_identity
 
 def say(queue):
     queue.put(main_identity())

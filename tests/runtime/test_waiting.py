@@ -15,7 +15,7 @@ from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker, 
 from aiorpc.errors import PeerLost, RpcError, WouldBlockLoop
 from aiorpc.futures import wait_all
 from aiorpc.protocol.frames import Frame
-from aiorpc.runtime.peer import Peer
+from aiorpc.runtime.caller.peer import Peer
 from aiorpc.testing import cluster
 from tests import scripts
 

@@ -15,9 +15,9 @@ from ...autograd import context as aiorpc_context
 from ...autograd import get_gradients as gradients_of
 from ...errors import RpcError, RpcUsageError
 from ...futures import current_autograd
-from ...runtime import gradients
-from ...runtime.current import registry
-from ...runtime.gradients import AutogradContext
+from ...runtime.engine.current import registry
+from ...runtime.gradients import contexts as gradients
+from ...runtime.gradients.contexts import AutogradContext
 from .replace import Replacements
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]

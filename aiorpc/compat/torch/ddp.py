@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ...runtime.gradients import AutogradContext
+from ...runtime.gradients.contexts import AutogradContext
 from .replace import Replacements
 
 Tensor = torch.Tensor

@@ -23,8 +23,8 @@ import torch
 
 from ...errors import RpcError
 from ...futures import current_autograd
-from ...runtime.fault_ways import MessageKind, SentMessage
-from ...runtime.faults import Faults
+from ...testing.faults import Faults
+from ...testing.ways import MessageKind, SentMessage
 from . import script
 from .rpc import backend_registry, constants
 from .rpc.agent import TensorPipeAgent

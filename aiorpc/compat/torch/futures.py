@@ -12,7 +12,7 @@ from ... import foreign
 from ...errors import RpcUsageError
 from ...futures import AnyFuture, Future, outcome, when_done
 from ...futures import collect_all as all_done
-from ...runtime.functions import is_loaded, resolve
+from ...runtime.calls.functions import is_loaded, resolve
 
 __all__ = ["collect_all", "error_of_call", "torch_then", "wait_all"]
 

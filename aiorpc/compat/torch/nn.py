@@ -12,7 +12,7 @@ from ...errors import RpcUsageError
 from ...nn import RemoteModule as BaseModule
 from ...nn import RemoteModuleError
 from ...protocol import codec
-from ...runtime.references import RRef
+from ...runtime.references.rref import RRef
 
 __all__ = ["RemoteModule"]
 

@@ -10,7 +10,7 @@ import torch
 from ...futures import Future
 from ...optim import DistributedOptimizer as BaseOptimizer
 from ...optim import NoGradients
-from ...runtime.references import RRef
+from ...runtime.references.rref import RRef
 from . import autograd as dist_autograd
 
 __all__ = ["DistributedOptimizer"]

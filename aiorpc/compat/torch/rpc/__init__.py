@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed
 
 from ....errors import RpcUsageError
-from ....runtime.stores import parse
+from ....runtime.meeting.stores import parse
 from .. import autograd as dist_autograd
 from . import (
     agent as agent,

@@ -15,7 +15,7 @@ from .... import sync
 from ....errors import RpcUsageError
 from ....options import RpcBackendOptions
 from ....protocol.identity import WorkerInfo
-from ....runtime.group import ShutdownReport
+from ....runtime.group.group import ShutdownReport
 from ....runtime.worker import Worker
 
 

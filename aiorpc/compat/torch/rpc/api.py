@@ -18,8 +18,8 @@ from ....errors import NotInitialized, PeerClosed, PeerLost, RpcError, RpcTimeou
 from ....futures import Future, wait_all
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
-from ....runtime.current import registry
-from ....runtime.peer import Peer
+from ....runtime.caller.peer import Peer
+from ....runtime.engine.current import registry
 from ....runtime.worker import Worker
 from .. import script
 from .agent import process

@@ -10,7 +10,7 @@ import torch
 from ....errors import NotInitialized, RpcTimeout, RpcUsageError
 from ....futures import Future
 from ....protocol.codec import Outgoing
-from ....runtime.references import RRef as BaseRRef
+from ....runtime.references.rref import RRef as BaseRRef
 from ..autograd import backward_from_value
 
 T = TypeVar("T")

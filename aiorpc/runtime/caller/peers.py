@@ -1,0 +1,135 @@
+"""The workers that one worker knows, itself among them: found by name, id or record."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+from ...errors import RpcUsageError, UnknownWorker
+from ...protocol.identity import WorkerInfo, WorkerRecord, check_name
+from .peer import Peer
+
+if TYPE_CHECKING:
+    from ..worker import Worker
+
+To = str | int | WorkerInfo
+
+
+class Peers:
+    """See the module. In a group that is joined freely, a peer may stand here before its worker has joined.
+
+    Any thread, except where a method says otherwise.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._peers: dict[str | int, Peer] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> set[Peer]:
+        """Every peer once."""
+        return set(self._peers.values())
+
+    def find(self, to: To) -> Peer:
+        """The peer of that name, id or WorkerInfo. UnknownWorker if the group cannot have it."""
+        known = self._peers.get(to) if type(to) is str else None
+        if known is not None and known.gone is None:
+            return known
+        worker = self._worker
+        key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to
+        peer = self._peers.get(key)
+        if peer is not None and (peer.gone is None or not worker.dynamic or worker.closed) and _is_key(key):
+            return peer
+        worker.check_open()
+        if not _is_key(key):
+            raise RpcUsageError(f"a worker is named by a name, a rank or a WorkerInfo, not by {to!r}")
+        if not worker.dynamic or not isinstance(key, str):
+            names = ", ".join(sorted(record.name for record in worker.group.members.values()))
+            raise UnknownWorker(f"could not find destination worker {to!r}; the group has {names}")
+        with self._lock:
+            peer = self._peers.get(key)
+            if peer is None or peer.gone is not None:
+                peer = self._peers[key] = Peer(worker, check_name(key), None)
+            return peer
+
+    def of(self, record: WorkerRecord) -> Peer:
+        """The peer of a record that a worker proved or the rendezvous gave."""
+        peer = self._peers.get(record.id)
+        return peer if peer is not None else self.add(record)
+
+    def by_id(self, worker_id: int) -> Peer:
+        """The peer with that id; one that nobody has told us of is found when it is first used."""
+        peer = self._peers.get(worker_id)
+        if peer is None:
+            with self._lock:
+                peer = self._peers.setdefault(worker_id, Peer(self._worker, f"#{worker_id}", None))
+        return peer
+
+    def add(self, record: WorkerRecord) -> Peer:
+        """The peer of a record, entered under its id and, unless another worker of that name lives, its name."""
+        with self._lock:
+            peer = self._peers.get(record.id)
+            if peer is None:
+                waiting = self._peers.get(record.name)
+                unknown = waiting is not None and waiting.record is None
+                peer = waiting if waiting is not None and unknown else Peer(self._worker, record.name, record)
+            peer.record = peer.record or record
+            peer.rename(record.name)
+            self._peers[record.id] = peer
+            named = self._peers.get(record.name)
+            if named is None or named.gone is not None or named.record is None:
+                if named is not None and named is not peer and named.gone is None:
+                    self._peers[f"#{record.id}"] = named  # its calls are looked after, too; no worker has such a name
+                self._peers[record.name] = peer
+        return peer
+
+    def id_of(self, peer: Peer) -> int:
+        """The id of a peer. UnknownWorker if it has not joined yet."""
+        rendezvous = self._worker.rendezvous
+        if peer.record is None and rendezvous is not None and self._worker.dynamic:
+            record = rendezvous.find(peer.name)
+            if record is not None and not self._worker.group.is_gone(record):
+                self._adopt(peer, record)
+        if peer.record is None:
+            raise UnknownWorker(f"worker {peer.name!r} has not joined yet; a reference needs a worker that is there")
+        return peer.record.id
+
+    def info(self, worker_id: int) -> WorkerInfo:
+        """Name and id of a worker of the group."""
+        peer = self.by_id(worker_id)
+        return peer.record.info if peer.record is not None else WorkerInfo(peer.name, worker_id)
+
+    def describe(self, worker_id: int) -> str:
+        """A worker's name for errors and reports."""
+        peer = self._peers.get(worker_id)
+        return peer.name if peer is not None else f"#{worker_id}"
+
+    async def locate(self, peer: Peer) -> WorkerRecord | None:
+        """The record of a peer, waiting for it to join if it has not; None once nobody waits for that. On the loop."""
+        pause = 0.01
+        while peer.record is None:
+            assert self._worker.rendezvous is not None
+            records = await self._worker.in_thread(self._worker.rendezvous.members)
+            for record in records:
+                if self._worker.group.is_gone(record):
+                    continue
+                if record.name == peer.name or f"#{record.id}" == peer.name:
+                    self._adopt(peer, record)
+                    self._worker.group.on_joined(record)
+                    break
+            else:
+                if peer.rest():
+                    return None
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 0.5)
+        return peer.record
+
+    def _adopt(self, peer: Peer, record: WorkerRecord) -> None:
+        peer.record = record
+        self._peers.setdefault(record.id, peer)
+
+
+def _is_key(key: object) -> bool:
+    """Whether it can name a worker: 1.0 and True are equal to 1, and would find its entry."""
+    return isinstance(key, (str, int)) and not isinstance(key, bool)

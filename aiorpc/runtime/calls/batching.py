@@ -1,0 +1,511 @@
+"""``@batched``: one call of a function for many callers, each of whom gets its own result or its own error.
+
+A ``Batcher`` belongs to one function (for methods: to one instance) and gathers arrivals into an open ``Batch``. It
+runs nothing and keeps no time by itself: the arrival that fills a batch gets it back to run, and the caller of ``add``
+lends a timer for the rest. So the same code serves coroutine handlers, handler threads and tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from ... import foreign
+from ...errors import RpcCancelled, RpcUsageError
+
+logger = logging.getLogger("aiorpc")
+
+MARK = "__aiorpc_batched__"
+_BY_VALUE = (int, str, MethodType)
+Done = Callable[[object | None, BaseException | None], None]
+Arm = Callable[[float, Callable[[], "Batch | None"]], object]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Entry(NamedTuple):
+    """One caller: what it passed, who is told, by what it is known to ``discard``, and what to call before a look at
+    what it passed, in the thread that looks."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    done: Done
+    token: object
+    join: Callable[[], None] | None
+
+
+class Batch:
+    """Callers that are served by one call of the function. Run it once, with ``run`` or ``run_async``.
+
+    Every caller's ``done(result, error)`` is called exactly once, in the thread that runs the batch. Callers may be
+    discarded until the batch starts. A batch that will never run must be given to ``abort``.
+    """
+
+    def __init__(self, batcher: Batcher, target: Callable[..., Any], deadline: float | None) -> None:
+        self._batcher = batcher
+        self._target = target
+        self._entries: list[_Entry] = []
+        self.deadline = deadline
+        """When it must go though not full, on ``time.monotonic``'s clock; None: only when full."""
+
+    def __len__(self) -> int:
+        """Callers waiting in it; 0 once it has started."""
+        return len(self._entries)
+
+    def tokens(self) -> list[object]:
+        """By what those who wait in it are known to ``discard``."""
+        return [entry.token for entry in list(self._entries)]
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is a coroutine function, for ``run_async``."""
+        return self._batcher.is_async
+
+    def run(self) -> None:
+        """Call the function in this thread and settle every caller. Raises only what is no ``Exception``."""
+        entries = self._batcher._start(self)
+        if not entries:
+            return
+        try:
+            result = self._call(entries)
+            if inspect.isawaitable(result):
+                if inspect.iscoroutine(result):
+                    result.close()
+                raise RpcUsageError(f"{self._batcher.name} is asynchronous: its batch needs run_async")
+        except BaseException as error:
+            self._fail(entries, error)
+            return
+        self._share(entries, result)
+
+    async def run_async(self) -> None:
+        """Call the function in this task, await what it returns, settle every caller.
+
+        If the task is cancelled meanwhile, every caller gets RpcCancelled and the cancellation goes on.
+        """
+        entries = self._batcher._start(self)
+        if not entries:
+            return
+        try:
+            result = self._call(entries)
+            if inspect.isawaitable(result):
+                result = await result
+        except BaseException as error:
+            self._fail(entries, error)
+            return
+        self._share(entries, result)
+
+    def abort(self, error: BaseException) -> None:
+        """Settle every caller with the error, without a call. Nothing if the batch has started."""
+        for entry in self._batcher._start(self):
+            _tell(entry.done, None, error)
+
+    def _call(self, entries: Sequence[_Entry]) -> Any:
+        for entry in entries:
+            if entry.join is not None:
+                entry.join()
+        columns = [list(column) for column in zip(*(entry.args for entry in entries), strict=True)]
+        named = {key: [entry.kwargs[key] for entry in entries] for key in entries[0].kwargs}
+        return self._target(*columns, **named)
+
+    def _share(self, entries: Sequence[_Entry], result: Any) -> None:
+        try:
+            rows = list(_rows(self._batcher.name, result, len(entries)))
+        except BaseException as error:
+            self._fail(entries, error)
+            return
+        for entry, row in zip(entries, rows, strict=True):
+            if foreign.is_a(row, Exception):
+                _tell(entry.done, None, cast("Exception", row))
+            else:
+                _tell(entry.done, row, None)
+
+    def _fail(self, entries: Sequence[_Entry], error: BaseException) -> None:
+        """Tell every caller; an exit or a cancellation then goes on to whoever runs the batch."""
+        told = error
+        if foreign.is_a(error, asyncio.CancelledError):
+            told = RpcCancelled(f"the batched call of {self._batcher.name} was cancelled while it ran")
+            told.__cause__ = error
+        for entry in entries:
+            _tell(entry.done, None, told)
+        if not foreign.is_a(error, Exception):
+            raise error
+
+
+class Batcher:
+    """Gathers the callers of one function, or of one method of one instance, into batches. Thread-safe.
+
+    Made by ``batched``; found with ``get_batcher``.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], max_size: int | Callable[[], int], max_wait: float | None, *, bound: bool
+    ) -> None:
+        self.function = function
+        self.max_wait = max_wait
+        self.name: str = getattr(function, "__qualname__", None) or repr(function)
+        self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+        self._max_size = max_size
+        self._signature, self._plain_count = _signature(function, bound)
+        self._owner: weakref.ref[Any] | None = None
+        self._lock = threading.Lock()
+        self._open: Batch | None = None
+        self._waiting: dict[Batch, None] = {}
+        self._armed = False
+        self._instances = _Siblings()
+        self._scopes = _Siblings()
+
+    def __repr__(self) -> str:
+        return f"<Batcher {self.name}, {self.waiting} waiting>"
+
+    @property
+    def waiting(self) -> int:
+        """Callers in the open batch."""
+        batch = self._open
+        return len(batch) if batch is not None else 0
+
+    @property
+    def deadline(self) -> float | None:
+        """When the open batch must go, on ``time.monotonic``'s clock; None without one or without ``max_wait``."""
+        batch = self._open
+        return batch.deadline if batch is not None else None
+
+    def add(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        done: Done,
+        arm: Arm | None = None,
+        token: object = None,
+        join: Callable[[], None] | None = None,
+    ) -> Batch | None:
+        """A caller arrives. Returns the batch, ready to run, if this arrival filled it.
+
+        done: told the caller's result or error, once. A call that cannot be part of a batch is told at once, here.
+        arm: ``arm(seconds, take)`` must call ``take()`` after so many seconds, in any thread, and run the batch it
+        returns, if any. It is called at most once per ``max_wait``, not once per batch; without it use ``due``.
+        token: what ``discard`` will know this caller by: an object, a number or a text; ``done`` if None.
+        join: called before the function, in the thread that runs the batch.
+        """
+        try:
+            entry = _Entry(*self._normalise(args, kwargs), done, done if token is None else token, join)
+            size = self._size()
+            target = self._target()
+        except Exception as error:
+            _tell(done, None, error)
+            return None
+        with self._lock:
+            accepted = self._accept(entry, target)
+            ready = self._take_open() if accepted and self.waiting >= size else None
+            timer = self._timer(arm) if accepted else None
+        if not accepted:
+            _tell(done, None, self._shape_error(entry))
+        if timer is not None and arm is not None:
+            self._arm(arm, *timer)
+        return ready
+
+    def due(self, now: float) -> Batch | None:
+        """The open batch if its deadline has passed at ``now`` (``time.monotonic``), to be run by the caller."""
+        with self._lock:
+            deadline = self.deadline
+            return self._take_open() if deadline is not None and deadline <= now else None
+
+    def flush(self, *, only_full: bool = False) -> Batch | None:
+        """The open batch, to be run by the caller, full or not; with ``only_full`` only if it is full by now."""
+        size = self._size() if only_full else 1
+        with self._lock:
+            return self._take_open() if self.waiting >= size else None
+
+    def discard(self, token: object) -> bool:
+        """Remove a caller whose batch has not started; its ``done`` is not called. False if it was not found."""
+        with self._lock:
+            for batch in self._waiting:
+                for index, entry in enumerate(batch._entries):
+                    # Bound methods and numbers by value; what else is equal to itself only may not even compare.
+                    if entry.token is token or (isinstance(token, _BY_VALUE) and entry.token == token):
+                        del batch._entries[index]
+                        self._forget_if_empty(batch)
+                        return True
+        return False
+
+    def abort(self, error: BaseException) -> int:
+        """Settle every caller whose batch has not started with the error (at shutdown). Returns how many batches."""
+        with self._lock:
+            batches = list(self._waiting)
+            self._open = None
+            # The timer may be gone with the loop that had it.
+            self._armed = False
+        for batch in batches:
+            batch.abort(error)
+        return len(batches)
+
+    # What an arrival passes through.
+
+    def _normalise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments in the one form all callers share: by position where possible, defaults filled in."""
+        if self._signature is None or (not kwargs and len(args) == self._plain_count):
+            return args, kwargs
+        try:
+            call = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}(): {error}") from None
+        call.apply_defaults()
+        return call.args, call.kwargs
+
+    def _size(self) -> int:
+        size = self._max_size() if callable(self._max_size) else self._max_size
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise RpcUsageError(f"max_size of {self.name} must give an integer, not {size!r}")
+        # A group that has become empty has nobody to wait for.
+        return max(1, size)
+
+    def _target(self) -> Callable[..., Any]:
+        if self._owner is None:
+            return self.function
+        owner = self._owner()
+        if owner is None:
+            raise RpcUsageError(f"the object whose method {self.name} was called no longer exists")
+        # Bound by hand: what the instance's attribute of that name is today may be something else.
+        return cast("Callable[..., Any]", self.function.__get__(owner))
+
+    def _accept(self, entry: _Entry, target: Callable[..., Any]) -> bool:
+        batch = self._open
+        if batch is None:
+            deadline = None if self.max_wait is None else time.monotonic() + self.max_wait
+            self._open = batch = Batch(self, target, deadline)
+            self._waiting[batch] = None
+        elif _shape(batch._entries[0]) != _shape(entry):
+            return False
+        batch._entries.append(entry)
+        return True
+
+    def _shape_error(self, entry: _Entry) -> RpcUsageError:
+        count, names = _shape(entry)
+        return RpcUsageError(
+            f"{self.name} is batched: all callers of one batch must pass the same number of arguments under the same "
+            f"names; this one passed {count} by position and {sorted(names)} by name, unlike the first"
+        )
+
+    # Batches: open, then waiting to be run, then started. Called with the lock held, but for _start.
+
+    def _take_open(self) -> Batch | None:
+        batch, self._open = self._open, None
+        return batch
+
+    def _forget_if_empty(self, batch: Batch) -> None:
+        if not batch._entries:
+            self._waiting.pop(batch, None)
+            if self._open is batch:
+                self._open = None
+
+    def _start(self, batch: Batch) -> list[_Entry]:
+        """The callers of a batch, the first time it is asked; then they can no longer be discarded."""
+        with self._lock:
+            entries, batch._entries = batch._entries, []
+            self._forget_if_empty(batch)
+            return entries
+
+    # The one timer.
+
+    def _timer(self, arm: Arm | None) -> tuple[float, Batch] | None:
+        """Seconds to arm the timer for and the batch that it is for; None if one runs already. The lock is held."""
+        batch = self._open
+        if arm is None or self._armed or batch is None or batch.deadline is None:
+            return None
+        self._armed = True
+        return max(0.0, batch.deadline - time.monotonic()), batch
+
+    def _arm(self, arm: Arm, seconds: float, batch: Batch) -> None:
+        def take() -> Batch | None:
+            with self._lock:
+                self._armed = False
+                # The batch this was armed for goes even where the timer's clock is a little ahead of ours.
+                on_time = self._open is batch or (self.deadline or 0.0) <= time.monotonic()
+                ready = self._take_open() if on_time else None
+                again = self._timer(arm)
+            if again is not None:
+                self._arm(arm, *again)
+            return ready
+
+        arm(seconds, take)
+
+    # Methods: a queue for each instance. Workers: a queue for each.
+
+    def of(self, owner: Any) -> Batcher:
+        """The batcher of this method for one instance (or class, for a class method), which it holds weakly."""
+
+        def make() -> Batcher:
+            batcher = Batcher(self.function, self._max_size, self.max_wait, bound=True)
+            batcher._owner = weakref.ref(owner)
+            return batcher
+
+        try:
+            return self._instances.get(owner, make)
+        except TypeError:
+            raise RpcUsageError(
+                f"{self.name} is batched for each instance, but {type(owner).__qualname__} cannot be weakly "
+                "referenced: add '__weakref__' to its __slots__"
+            ) from None
+
+    def within(self, scope: Any) -> Batcher:
+        """A batcher of the same function for one scope, held weakly: callers of two workers do not share a batch."""
+
+        def make() -> Batcher:
+            bound = self._owner is not None
+            batcher = Batcher(self.function, self._max_size, self.max_wait, bound=bound)
+            batcher._owner = self._owner
+            return batcher
+
+        return self._scopes.get(scope, make)
+
+
+class _Siblings:
+    """Batchers by the identity of an object that is held weakly: it may be unhashable, or equal to another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[int, tuple[weakref.ref[Any], Batcher]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: Any, make: Callable[[], Batcher]) -> Batcher:
+        """The batcher for this object, made on first use. TypeError if it cannot be weakly referenced."""
+        with self._lock:
+            known = self._known.get(id(key))
+            if known is not None and known[0]() is key:
+                return known[1]
+            batcher = make()
+            self._known[id(key)] = (weakref.ref(key, self._forgetter(id(key))), batcher)
+            return batcher
+
+    def _forgetter(self, number: int) -> Callable[[weakref.ref[Any]], None]:
+        # Runs wherever the object dies, perhaps in a thread that holds the lock: single dictionary steps only.
+        known = self._known
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            entry = known.get(number)
+            if entry is not None and entry[0] is reference:
+                known.pop(number, None)
+
+        return forget
+
+
+def batched(max_size: int | Callable[[], int], max_wait: float | timedelta | None = None) -> Callable[[F], F]:
+    """One call of the decorated function serves many remote callers.
+
+    The function (``def`` or ``async def``, also a method, class method or static method) receives, in place of each
+    argument, a list of the callers' arguments, and returns one result per caller: a list or tuple of that length, or a
+    tensor whose row ``i`` goes to caller ``i``. An ``Exception`` among the results is raised at that caller alone; if
+    the function raises, or the number of results is wrong (RpcUsageError), every caller of the batch gets the error.
+    Arguments may be passed by position or by name; a default stands in for callers that left it out. Each instance
+    gathers its own callers. Called locally, the function is what it was: it takes and returns lists.
+
+    max_size: callers that make a batch, or a function that says so, asked at every arrival ("all peers of the group").
+    max_wait: seconds after its first caller when an incomplete batch goes; None: only when it is full.
+    """
+    if not callable(max_size) and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
+        raise RpcUsageError(f"max_size must be an integer >= 1 or a function that returns one, not {max_size!r}")
+    wait = _max_wait(max_wait)
+
+    def decorate(function: F) -> F:
+        plain = getattr(function, "__func__", function)
+        if not callable(plain):
+            raise RpcUsageError(f"batched decorates a function, not {function!r}")
+        whole = inspect.unwrap(plain)
+        if inspect.isgeneratorfunction(whole) or inspect.isasyncgenfunction(whole):
+            raise RpcUsageError(f"{whole.__qualname__} is a generator: it can be streamed, not batched")
+        setattr(plain, MARK, Batcher(plain, max_size, wait, bound=False))
+        return function
+
+    return decorate
+
+
+def get_batcher(function: Any, scope: Any = None) -> Batcher | None:
+    """The batcher of a function, bound method or callable instance decorated with ``batched``; else None.
+
+    scope: an object (the worker) whose callers form batches of their own; held weakly. A wrapper that took over the
+    mark (``functools.wraps``, ``torch.no_grad``) is gathered by itself, so that what it adds happens once for the
+    batch. Cheap for functions that are not batched.
+    """
+    batcher = getattr(function, MARK, None)
+    if batcher is None and callable(function) and not isinstance(function, type):
+        function = function.__call__
+        batcher = getattr(function, MARK, None)
+    if not isinstance(batcher, Batcher):
+        return None
+    if inspect.ismethod(function):
+        batcher = _of_wrapper(function.__func__, batcher).of(function.__self__)
+    else:
+        batcher = _of_wrapper(function, batcher)
+    return batcher if scope is None else batcher.within(scope)
+
+
+def _of_wrapper(function: Any, batcher: Batcher) -> Batcher:
+    """The function's own batcher: a wrapper got that of the function it wraps."""
+    if batcher.function is function:
+        return batcher
+    with batcher._lock:
+        current: Batcher = getattr(function, MARK)
+        if current is batcher:
+            current = Batcher(function, batcher._max_size, batcher.max_wait, bound=False)
+            setattr(function, MARK, current)
+    return current
+
+
+def _max_wait(value: float | timedelta | None) -> float | None:
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+        raise RpcUsageError(f"max_wait must be a number of seconds >= 0 or None, not {value!r}")
+    return float(number)
+
+
+def _signature(function: Callable[..., Any], bound: bool) -> tuple[inspect.Signature | None, int]:
+    """The signature (None if unknown) and the number of arguments at which a call by position needs no binding."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None, -1
+    parameters = list(signature.parameters.values())
+    if bound and parameters and parameters[0].kind is not parameters[0].VAR_POSITIONAL:
+        del parameters[0]
+    simple = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return signature.replace(parameters=parameters), len(parameters) if simple else -1
+
+
+def _shape(entry: _Entry) -> tuple[int, frozenset[str]]:
+    return len(entry.args), frozenset(entry.kwargs)
+
+
+def _rows(name: str, result: Any, count: int) -> Sequence[Any]:
+    """One result per caller, or RpcUsageError naming function, expected and got."""
+    expected = f"{name} is batched and was called for {count} callers: expected {count} results"
+    if isinstance(result, torch.Tensor):
+        if result.dim() == 0:
+            raise RpcUsageError(f"{expected}, got a tensor without dimensions")
+        if result.shape[0] != count:
+            raise RpcUsageError(f"{expected}, got a tensor of shape {tuple(result.shape)}")
+        return [result[index] for index in range(count)] if result.is_sparse else result.unbind(0)
+    if not isinstance(result, (list, tuple)):
+        raise RpcUsageError(f"{expected} in a list, a tuple or the rows of a tensor, got {type(result).__qualname__}")
+    if len(result) != count:
+        raise RpcUsageError(f"{expected}, got {len(result)}")
+    return result
+
+
+def _tell(done: Done, result: object | None, error: BaseException | None) -> None:
+    """Settle one caller; its trouble must not reach the others of the batch."""
+    try:
+        done(result, error)
+    except Exception as broken:
+        foreign.log_error(logger, logging.ERROR, broken, "a caller of a batch could not be told its result")

@@ -1,0 +1,133 @@
+"""Exceptions on the wire: the type itself where it can be rebuilt, always the remote traceback as text."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ... import foreign
+from ...errors import RemoteError
+from ...protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
+
+MAX_TEXT = 64 * 1024
+# An exception that drags more than this along travels as text: it must never break the limit on a frame.
+MAX_PICKLE = 1024 * 1024
+# Raising these as themselves at the caller would do something else there than report an error.
+NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
+
+
+class RemoteTraceback(Exception):
+    """The traceback of the other worker, as text; the cause of every exception that came from there."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+def encode_error(error: BaseException, worker: str) -> list[Any]:
+    """The fields of an ERROR: type name, message, traceback text, worker, pickled exception or None. Never raises."""
+    pickled = _pickle(error) if foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF) else None
+    name = _valid(_type_name(type(error)))
+    return [name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled]
+
+
+def decode_error(fields: list[Any], function: str) -> BaseException:
+    """The exception to raise at the caller, with the remote traceback as its cause."""
+    name, message, text, worker, pickled = fields
+    cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
+    error: BaseException | None = None
+    if pickled is not None:
+        try:
+            loaded = loads(pickled, Incoming((), ()))
+            error = loaded if foreign.is_a(loaded, Exception) else None
+        except BaseException:  # whatever rebuilding it runs, the text is there
+            error = None
+    if error is None:
+        error = RemoteError(
+            f"On {worker}: {function} raised {name}: {message}\nOriginal exception on remote side was {name}\n{text}",
+            type_name=name,
+            remote_message=message,
+            remote_traceback=text,
+            worker=worker,
+        )
+    foreign.set_cause(error, cause)
+    return error
+
+
+def came_from_afar(error: BaseException) -> bool:
+    """Whether it was raised on another worker, and arrived here."""
+    return foreign.is_a(foreign.field(error, "__cause__"), RemoteTraceback)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The same error, its traceback kept as a note: its frames hold what was being decoded, and with it much memory.
+
+    A Future that held them could never be freed: the garbage collector does not see through torch's part of it.
+    """
+    with contextlib.suppress(BaseException):  # a class that takes no notes
+        BaseException.add_note(error, _valid(foreign.traceback_of(error)))
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and foreign.field(each, "__traceback__") is not None:
+            foreign.with_traceback(each, None)
+            left += [foreign.field(each, "__cause__"), foreign.field(each, "__context__")]
+    return error
+
+
+def _type_name(kind: type[BaseException]) -> str:
+    try:
+        return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    except BaseException:  # a class of a class of its own
+        return "an exception"
+
+
+def _valid(text: str) -> str:
+    return text[-MAX_TEXT:].encode("utf-8", "replace").decode()
+
+
+def _pickle(error: BaseException) -> bytes | None:
+    """The exception as a pickle that survived a full round trip here, or None.
+
+    Exceptions whose ``__init__`` takes something else than their ``args`` cannot be called again by pickle; for those
+    the parts travel. Tensors inside are left to the text form.
+    """
+    args = foreign.field(error, "args")
+    parts = (type(error), args, dict(foreign.field(error, "__dict__")))
+    for value in (error, _Parts(*parts)):
+        out = Outgoing(same_main=True)
+        token = outgoing.set(out)
+        try:
+            data = dumps(value, out)
+            if not (out.tensors or out.buffers or out.references) and len(data) <= MAX_PICKLE:
+                made = loads(data, Incoming((), ()))
+                # Parts are put back as they were; a call of the type may have made something else of its arguments.
+                if type(made) is type(error) and (type(value) is _Parts or made.args == args):
+                    return data
+        except BaseException:
+            continue
+        finally:
+            outgoing.reset(token)
+            out.unsend()
+    return None
+
+
+class _Parts:
+    """Pickles as a call of `rebuild`."""
+
+    def __init__(self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> None:
+        self.parts = (kind, args, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild, self.parts
+
+
+def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    """An exception of that type without calling its ``__init__``."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,83 @@
+"""Identities of this host and of this process's main module, and whether another process here is dead."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from ...protocol.identity import WorkerRecord
+
+# Made at import so that children forked later share it: they run the same interactive main as their parent.
+_PROCESS = secrets.token_hex(16)
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when they can see each other's unix sockets and pids.
+
+    One boot of one kernel, one network namespace, one pid namespace (containers may share some of them).
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        spaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
+    except OSError:
+        return f"host:{socket.gethostname()}"
+    return ":".join([boot, *spaces])
+
+
+def main_identity() -> str:
+    """Equal for two processes whose ``__main__`` defines the same names.
+
+    Module name (``python -m``) or real path of the script, each with the file's content. Children that multiprocessing
+    spawns load the parent's main again and get the parent's identity. Without a file (``python -c``, a notebook,
+    the prompt): random per process, shared with children forked from it.
+    """
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if not isinstance(file, str):
+        return f"process:{_PROCESS}"
+    try:
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return f"process:{_PROCESS}"
+    # A folder or zip archive that is run has a spec too, but its name is just "__main__".
+    name = getattr(getattr(main, "__spec__", None), "name", "__main__")
+    return f"file:{os.path.realpath(file)}:{digest}" if name == "__main__" else f"module:{name}:{digest}"
+
+
+def provably_dead(record: WorkerRecord, here: str) -> bool:
+    """True only if the record's process was on this host (identity `here`) and is gone or a zombie.
+
+    A pid that was given to another process since makes it look alive: the answer errs on that side.
+    """
+    return record.host == here and is_gone(record.pid)
+
+
+def is_gone(pid: int) -> bool:
+    """True if no process of this host has that pid, or only a zombie."""
+    if pid == os.getpid():
+        return False
+    # The second look: its parent may collect the zombie just before its state is read.
+    return not _exists(pid) or _is_zombie(pid) or not _exists(pid)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass  # somebody else's
+    return True
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    # The command name, in parentheses, may hold anything; the state is the first field after it.
+    return stat.rpartition(")")[2].split()[:1] in (["Z"], ["X"])

@@ -1,0 +1,181 @@
+"""A loop in a thread of its own: for scripts that know no asyncio, and for programs whose own loop is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from ...errors import WorkerClosed
+from ...futures import block_observer
+
+T = TypeVar("T")
+
+# What a loop that has ended by itself still has to do may take so many seconds.
+_LAST_GRACE = 10.0
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's loop where there is one, else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+async def run_in_thread(function: Callable[[], T], name: str) -> T:
+    """Run something that blocks in a thread of its own, and await it. Cancelled, the thread is left to its own end."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def finish(value: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(finish, value, failure)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    result: T = await done
+    thread.join()
+    return result
+
+
+async def _bounded(coroutine: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_GRACE):
+            await coroutine
+
+
+class LoopThread:
+    """A running loop in a daemon thread ``aiorpc-<name>-loop``; `close` ends both.
+
+    on_end: called in that thread if the loop ends by itself, as ``SystemExit`` in a task and ``loop.stop()`` make it,
+    with what ended it; the coroutine that it returns is run to its end before the loop is closed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = new_loop()
+        self.on_end: Callable[[BaseException | None], Coroutine[Any, Any, None]] | None = None
+        self._name = name
+        self._closing = False
+        self._over = False  # it ended by itself and takes no more
+        self._lock = threading.Lock()  # of `_over` and of what is handed to the loop
+        self._thread = threading.Thread(target=self._run, name=f"aiorpc-{name}-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        cause: BaseException | None = None
+        try:
+            self.loop.run_forever()
+        except BaseException as error:
+            cause = error
+        try:
+            if not self._closing:
+                self._end(cause)
+        finally:
+            asyncio.set_event_loop(None)
+
+    def _end(self, cause: BaseException | None) -> None:
+        """The loop has ended, and nobody asked for it: let go of what is on it, and leave nobody waiting for it."""
+        if self.on_end is not None:
+            self._finish(self.on_end(cause))
+        with self._lock:
+            self._over = True
+        self._finish(self._last())
+        self.loop.close()
+
+    async def _last(self) -> None:
+        await asyncio.sleep(0)  # what was handed over just before becomes a task
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+        await asyncio.sleep(0)  # what waits for them in other threads is told
+
+    def _finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run the loop until that is done, whatever else on it ends it once more."""
+        task = self.loop.create_task(_bounded(coroutine))
+        until = time.monotonic() + 2 * _LAST_GRACE
+        while not task.done() and time.monotonic() < until:
+            with contextlib.suppress(BaseException):
+                self.loop.run_until_complete(task)
+
+    def _hand_over(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        with self._lock:
+            if self._over or self.loop.is_closed():
+                coroutine.close()
+                raise WorkerClosed(self._why_over())
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def _why_over(self) -> str:
+        return f"the loop of worker {self._name!r} has ended"
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and block for its result; Ctrl-C cancels it, waits for its end and is raised."""
+        future = self._hand_over(coroutine)
+        observer = block_observer.get()
+        if observer is not None:
+            observer.enter_blocked()
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            concurrent.futures.wait([future], timeout=5.0)
+            raise
+        except concurrent.futures.CancelledError:
+            raise WorkerClosed(self._why_over()) from None
+        finally:
+            if observer is not None:
+                observer.exit_blocked()
+
+    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and await its result on the running loop."""
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        async def watched() -> T:
+            try:
+                return await coroutine
+            finally:
+                ended.set_result(None)
+
+        try:
+            return await asyncio.wrap_future(self._hand_over(watched()))
+        except asyncio.CancelledError:
+            if self._over:
+                raise WorkerClosed(self._why_over()) from None
+            # It is cancelled there as well; let it clean up before the loop ends.
+            await asyncio.wait((asyncio.wrap_future(ended),), timeout=5.0)
+            raise
+
+    def close(self) -> None:
+        """End the loop and its thread. Idempotent; not from the thread itself."""
+        self._closing = True
+        if self._over and threading.current_thread() is not self._thread:
+            self._thread.join(5.0)  # it closes its loop itself
+        if self.loop.is_closed():
+            return
+        with contextlib.suppress(RuntimeError):  # another thread has closed it meanwhile
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self.loop.close()

@@ -1,0 +1,330 @@
+"""Threads that run ``def`` handlers: a bounded pool that never counts a thread that only waits.
+
+Jobs are taken first in, first out; threads last in, first out, so that few stay warm. ``submit`` takes no lock: it
+appends the job, then looks for an idle thread; a thread that goes idle announces itself, then looks for a job. Whoever
+comes second sees the other, so no job can lie beside a sleeping thread. Every step that frees a place under the limit
+(going idle, waiting for a nested call, ending) is followed by that same second look.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ... import foreign
+from ...errors import WorkerClosed
+from ...futures import block_observer
+
+logger = logging.getLogger("aiorpc")
+
+_Job = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+# What a new wait counts for in the mean of those of its thread.
+_WEIGHT = 0.25
+
+
+class _Local(threading.local):
+    """How many waits the thread is in, -1 in threads that do not belong to the pool; seconds that its waits take."""
+
+    depth = -1
+    typical_wait = 0.0
+
+
+class ThreadPool:
+    """Daemon threads ``aiorpc-<name>-<n>``, started when needed, at most ``limit`` of them running a job at a time.
+
+    name: shown in thread names. limit: jobs that may run at once, those that wait for a nested call not counted.
+    linger: seconds a thread above the limit stays idle before it ends (starting one costs more than keeping one).
+    prepare: called first in each thread, to set its context variables. busy: seconds, see `stay_awake`.
+    All methods may be called from any thread. The pool lives until ``close``; it belongs to the process that made it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        *,
+        linger: float = 1.0,
+        prepare: Callable[[], object] | None = None,
+        busy: float = 0.0,
+    ) -> None:
+        if limit < 1:
+            raise ValueError(f"a thread pool needs a limit >= 1, not {limit}")
+        self._name = name
+        self._limit = limit
+        self._linger = linger
+        self._prepare = prepare
+        self._most_busy = busy
+        self._pid = os.getpid()
+        self._jobs: deque[_Job] = deque()
+        self._idle: list[threading.Lock] = []
+        self._local = _Local()
+        self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._threads = 0
+        self._blocked = 0
+        self._numbered = 0
+        self._waking = False
+        self._closed = False
+        self._awake = threading.RLock()  # of the thread that stays awake; what it unpickles then may wait, too
+
+    # Looking in.
+
+    @property
+    def threads(self) -> int:
+        """Threads alive."""
+        return self._threads
+
+    @property
+    def idle(self) -> int:
+        """Threads that wait for a job."""
+        return len(self._idle)
+
+    @property
+    def blocked(self) -> int:
+        """Threads inside a job that wait for a nested call."""
+        return self._blocked
+
+    @property
+    def queued(self) -> int:
+        """Jobs not started yet."""
+        return len(self._jobs)
+
+    def is_pool_thread(self) -> bool:
+        """Whether the calling thread is one of this pool's."""
+        return self._local.depth >= 0
+
+    # Work.
+
+    def submit(self, fn: Callable[..., None], *args: Any) -> None:
+        """Run ``fn(*args)`` once, in a thread of the pool, after all jobs submitted before.
+
+        ``fn`` should not raise; what it raises is logged. WorkerClosed after ``close`` and in a forked child.
+        """
+        if self._closed or os.getpid() != self._pid:
+            raise WorkerClosed(self._why_unusable())
+        job = (fn, args)
+        self._jobs.append(job)
+        # One thread at a time is being woken; when it arrives it wakes the next if jobs are left. A burst of jobs
+        # then costs the submitter one system call, and no crowd of threads contends for the interpreter lock.
+        if not self._waking:
+            try:
+                self._kick()
+            except RuntimeError:
+                self._take_back(job)
+
+    def enter_blocked(self) -> None:
+        """The calling pool thread is about to wait: another may run meanwhile. Nothing in other threads. May nest."""
+        local = self._local
+        if local.depth < 0:
+            return
+        local.depth += 1
+        if local.depth > 1:
+            return
+        with self._lock:
+            self._blocked += 1
+        self._look_again()
+
+    def exit_blocked(self) -> None:
+        """The wait announced by ``enter_blocked`` is over. More than ``limit`` may run until one finishes its job."""
+        local = self._local
+        if local.depth <= 0:
+            return
+        local.depth -= 1
+        if local.depth == 0:
+            with self._lock:
+                self._blocked -= 1
+
+    def stay_awake(
+        self, look: Callable[[Callable[[], bool]], None], done: Callable[[], bool], timeout: float | None
+    ) -> None:
+        """Call `look(enough)` in a thread that has to wait, if that pays; `enough()` says when to end it. Any thread.
+
+        A thread that sleeps needs tens of microseconds to wake up, and the core that went idle with it as long again.
+        So a thread whose waits are short looks for what it waits for itself, and lets others run between two looks: for
+        at most `busy` seconds, one thread at a time, and only while no job needs the interpreter. One whose waits take
+        longer on average sleeps at once.
+        """
+        most, local = self._most_busy, self._local
+        if not most or local.typical_wait > most or self._busy() > (local.depth >= 0) or not self._awake.acquire(False):
+            return
+        try:
+            until = time.monotonic() + (most if timeout is None else min(most, timeout))
+            look(lambda: done() or bool(self._jobs) or time.monotonic() > until)
+        finally:
+            self._awake.release()
+
+    def waited(self, seconds: float) -> None:
+        """The calling thread waited for so long: `stay_awake` goes by the mean.
+
+        Waits that are long count as twice `busy`, so that one among short ones is soon forgotten.
+        """
+        local = self._local
+        local.typical_wait += _WEIGHT * (min(seconds, 2 * self._most_busy) - local.typical_wait)
+
+    def close(self, timeout: float) -> int:
+        """Take no more jobs; end idle threads at once; wait up to ``timeout`` seconds for the jobs taken so far.
+
+        Returns how many jobs are unfinished (running, or queued behind them); these go on in daemon threads. Called
+        from a job, that job is neither waited for nor counted. Idempotent; does nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return 0
+        self._closed = True
+        self._wake_all()
+        own = int(self.is_pool_thread())
+        with self._ended:
+            self._ended.wait_for(lambda: self._threads <= own, timeout)
+            return max(0, self._threads - own - len(self._idle)) + len(self._jobs)
+
+    # Waking and starting threads.
+
+    def _busy(self) -> int:
+        """Threads that count against the limit now (woken and starting ones too)."""
+        return self._threads - len(self._idle) - self._blocked
+
+    def _kick(self) -> None:
+        """Wake an idle thread, or start one, where the limit allows."""
+        if self._busy() >= self._limit:
+            return
+        try:
+            wake = self._idle.pop()
+        except IndexError:
+            self._grow()
+            return
+        self._waking = True
+        wake.release()
+
+    def _look_again(self) -> None:
+        """After a place under the limit came free: the jobs that were refused it must not be forgotten."""
+        if self._jobs and not self._waking:
+            try:
+                self._kick()
+            except RuntimeError as error:
+                logger.warning("pool %s cannot start a thread, %d go on: %s", self._name, self._threads, error)
+
+    def _grow(self) -> None:
+        with self._lock:
+            if self._threads - self._blocked >= self._limit:
+                return
+            self._threads += 1
+            self._numbered += 1
+            number = self._numbered
+        self._waking = True
+        thread = threading.Thread(target=self._work, name=f"aiorpc-{self._name}-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._ended:
+                self._threads -= 1
+                self._ended.notify_all()
+            self._waking = False
+            raise
+
+    def _take_back(self, job: _Job) -> None:
+        """No thread could be started: fine while others live to run the job; else the job is withdrawn."""
+        if self._threads > 0:
+            return
+        for index in range(len(self._jobs)):
+            # By identity: comparing arguments could mean comparing tensors.
+            if self._jobs[index] is job:
+                del self._jobs[index]
+                raise WorkerClosed(f"pool {self._name}: no thread can be started (is the interpreter exiting?)")
+
+    def _why_unusable(self) -> str:
+        if os.getpid() != self._pid:
+            return f"pool {self._name} belongs to process {self._pid}; a forked child cannot use it"
+        return f"pool {self._name} is closed"
+
+    # A thread's life.
+
+    def _work(self) -> None:
+        self._local.depth = 0
+        block_observer.set(self)
+        if self._prepare is not None:
+            self._prepare()
+        wake = threading.Lock()
+        wake.acquire()
+        fresh = True
+        self._waking = False
+        while True:
+            if self._busy() <= self._limit and self._run_next(fresh):
+                fresh = False
+                continue
+            if self._closed and not self._jobs:
+                self._leave()
+                return
+            if not self._park(wake):
+                return
+            fresh = True
+            self._waking = False
+
+    def _run_next(self, fresh: bool) -> bool:
+        """Run the oldest job; False if there is none. A thread just woken passes the wake-up on first."""
+        try:
+            fn, args = self._jobs.popleft()
+        except IndexError:
+            return False
+        if fresh:
+            self._look_again()
+        try:
+            fn(*args)
+        except BaseException as error:
+            foreign.log_error(logger, logging.ERROR, error, "a job of pool %s raised; the pool goes on", self._name)
+        return True
+
+    def _park(self, wake: threading.Lock) -> bool:
+        """Sleep until woken; False if this thread is surplus and has left instead."""
+        self._idle.append(wake)
+        if self._must_stay_up():
+            if not self._unpark(wake):
+                wake.acquire()
+            return True
+        while True:
+            surplus = self._threads - self._blocked > self._limit
+            if wake.acquire(timeout=self._linger if surplus else -1):
+                return True
+            if self._retire(wake):
+                return False
+
+    def _must_stay_up(self) -> bool:
+        return self._busy() < self._limit if self._jobs else self._closed
+
+    def _unpark(self, wake: threading.Lock) -> bool:
+        """Stop being idle; False if somebody has already taken us from the list to wake us."""
+        try:
+            self._idle.remove(wake)
+        except ValueError:
+            return False
+        return True
+
+    def _retire(self, wake: threading.Lock) -> bool:
+        with self._ended:
+            if self._threads - self._blocked <= self._limit or not self._unpark(wake):
+                return False
+            self._threads -= 1
+            self._ended.notify_all()
+        # Between leaving the list and the count we looked busy: a job may have been left for us.
+        self._look_again()
+        return True
+
+    def _leave(self) -> None:
+        with self._ended:
+            self._threads -= 1
+            self._ended.notify_all()
+        self._look_again()
+        # Threads that went idle above the limit while jobs were left have not seen that the pool is done.
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        while True:
+            try:
+                self._idle.pop().release()
+            except IndexError:
+                return

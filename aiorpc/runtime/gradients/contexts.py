@@ -1,0 +1,350 @@
+"""What a worker remembers of autograd contexts: tensors that require gradients and were sent or received within one.
+
+Inside a context each call carries its id, and so does each call that its handlers make. A tensor that requires
+gradients leaves an entry at its sender, the edge of the graph that it came out of; at the receiver it is the output of
+a node without a past, so that the graph there ends in it. The two have one name: the sender, the number of the message,
+and the tensor's place in it. A backward pass (`aiorpc.autograd.passes`) goes along these names.
+
+Entries are made when a message is encoded, and taken back if it is not sent. Contexts end on all workers that took part
+(`AutogradContext.known`) when whoever opened one leaves it, or is gone.
+
+Any thread, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from ...channels.landing import Arrival
+from ...errors import ProtocolError, RpcError, RpcUsageError
+from ...futures import current_autograd as current_autograd
+from ...protocol.codec import Past
+from .reach import Reach, ReceivedTensor, SentName
+
+if TYPE_CHECKING:
+    from ..caller.peer import Peer
+    from ..worker import Worker
+
+Tensor = torch.Tensor
+# Contexts that were left are remembered, so that a call that comes late does not open them again.
+_REMEMBERED = 4096
+# A message says of a tensor where its gradient goes on to, up to so many tensors.
+_MOST_BEHIND = 512
+WORKER_BITS = 48  # of a context's id are the number; the worker's id is above them
+
+
+class _Received(torch.autograd.Function):
+    """The node that a received tensor comes out of."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, held: list[Tensor]) -> Tensor:
+        # Not an argument of its own: the output would count as a view of it, and could not be written to.
+        return held.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RpcUsageError(
+            "this tensor came from another worker, where its graph goes on: in place of loss.backward() use "
+            "aiorpc.autograd.backward(context_id, [loss])"
+        )
+
+
+# Function.apply without what it looks at first, for transforms, and bindings of arguments: half of its time.
+_make_received: Any = super(torch.autograd.Function, _Received).apply
+
+
+class AutogradContext:
+    """One context, as this worker sees it.
+
+    anchor: what makes nodes of `_Received` part of a graph. untracked: types of tensors that are sent without a past.
+    """
+
+    def __init__(self, id: int, anchor: Tensor, untracked: type | tuple[()] = ()) -> None:
+        self.id = id
+        self.sent: dict[SentName, GradientEdge] = {}
+        self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
+        self.known: set[Peer] = set()  # workers that calls of this context went to or came from
+        self.lock = threading.Lock()
+        self.reach = Reach(self.received, _Received._backward_cls)
+        self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
+        self.passed: set[int] = set()  # numbers of those that have ended
+        self._anchor = anchor
+        self._untracked = untracked
+        self._arrivals: list[Arrival] = []  # of gradients on devices
+        self._numbers = itertools.count(1)
+        self._gradients: dict[Tensor, Tensor] = {}  # a tensor's hash is its identity
+
+    # --- recording ----------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor]) -> tuple[int, list[int], list[Any]] | None:
+        """Remember those that require gradients: number of the message, their places, and for each what is behind it.
+
+        None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
+        """
+        untracked = self._untracked
+        places = [at for at, each in enumerate(tensors) if each.requires_grad and not isinstance(each, untracked)]
+        if not places:
+            return None
+        number = next(self._numbers)
+        behind = []
+        for place in places:
+            edge = self.sent[SentName(number, place)] = _edge_of(tensors[place])
+            found = self.behind(edge)
+            behind.append(None if found is None else [part for id, name in found for part in (id, *name)])
+        return number, places, behind
+
+    def behind(self, edge: GradientEdge) -> set[tuple[int, SentName]] | None:
+        """All tensors that were sent and that a gradient of this edge leads to, on whichever worker; None: too many."""
+        found: set[tuple[int, SentName]] = set()
+        for received in self.reach.received_of(self.reach.of(edge.node)):
+            if received.behind is None or len(found) > _MOST_BEHIND:
+                return None
+            found.add((received.sender, received.name))
+            found |= received.behind
+        return found
+
+    def unsend(self, number: int, places: Sequence[int]) -> None:
+        """That message was not sent."""
+        for place in places:
+            self.sent.pop(SentName(number, place), None)
+
+    def receive(self, sender: int, name: SentName, behind: Any, tensor: Tensor) -> Tensor:
+        """A tensor of a message from that worker, as what comes out of a node that stands for its past."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():  # whatever the thread is in the midst of
+            with torch.inference_mode(False), torch.enable_grad():
+                return self.receive(sender, name, behind, tensor)
+        received: Tensor = _make_received(self._anchor, [tensor])
+        # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
+        # gradient comes either.
+        edge = GradientEdge(received.grad_fn, 0)  # type: ignore[arg-type]  # it has one
+        others = None if behind is None else frozenset(_named(behind))
+        self.received[edge.node] = ReceivedTensor(sender, name, edge, others)
+        return received
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def accumulate(self, gradients: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
+        """Add to the gradients of leaves of this worker. arrival: of those on devices."""
+        with self.lock:
+            for each in self._arrivals:
+                each.join()
+            for tensor, gradient in gradients:
+                self._gradients[tensor] = _sum(self._gradients.get(tensor), gradient)
+            if arrival is not None:
+                self._arrivals.append(arrival)
+
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """By leaf of this worker; a copy. The current streams of this thread wait for those on devices."""
+        with self.lock:
+            for each in self._arrivals:
+                each.join()
+            return dict(self._gradients)
+
+    def take_back(self, tensor: Tensor) -> Tensor | None:
+        """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
+        with self.lock:
+            for each in self._arrivals:
+                each.join()
+            return self._gradients.pop(tensor, None)
+
+    def end(self, error: Exception) -> None:
+        """It was left: whoever still waits for a pass gets the error."""
+        for part in list(self.parts.values()):
+            part.fail(error)
+
+
+def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
+    if before is None:
+        return gradient
+    # torch adds a sparse tensor to a dense one, in this order only.
+    return gradient + before if before.is_sparse and not gradient.is_sparse else before + gradient
+
+
+def _edge_of(tensor: Tensor) -> GradientEdge:
+    """What `get_gradient_edge` gives; that takes a view of the tensor, which a sparse one does not have."""
+    if torch.is_inference_mode_enabled():  # whatever the thread is in the midst of: a view has no node then
+        with torch.inference_mode(False):
+            return _edge_of(tensor)
+    if tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    with torch.enable_grad():
+        behind: Any = torch.neg(tensor).grad_fn
+    node = tensor.grad_fn
+    if node is None:
+        return GradientEdge(behind.next_functions[0][0], 0)
+    return GradientEdge(node, tensor.output_nr, behind)  # which keeps the node alive, as in torch's own
+
+
+def _receive_apart(
+    context: AutogradContext, sender: int, apart: dict[int, tuple[SentName, Any]], number: int, tensor: Tensor
+) -> Tensor:
+    try:
+        return context.receive(sender, *apart[number], tensor)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _impossible(error) from None
+
+
+def _impossible(error: Exception) -> ProtocolError:
+    return ProtocolError(f"a message that says of gradients what cannot be: {error}")
+
+
+def _named(said: Any) -> list[tuple[int, SentName]]:
+    if type(said) is not list or len(said) % 3 or any(type(part) is not int for part in said):
+        raise ValueError(f"{said!r:.80}")
+    return [(said[at], SentName(said[at + 1], said[at + 2])) for at in range(0, len(said), 3)]
+
+
+class Tape:
+    """Records what one message of a context sends."""
+
+    def __init__(self, context: AutogradContext) -> None:
+        self._context = context
+
+    def record(self, tensors: Sequence[Tensor], on_unsent: list[Any]) -> list[Any] | None:
+        """What the message has to say of its tensors; None: nothing. on_unsent: gets what undoes it."""
+        sent = self._context.send(tensors)
+        if sent is None:
+            return None
+        on_unsent.append(partial(self._context.unsend, *sent[:2]))
+        return [self._context.id, *sent]
+
+
+class LeafSink(Protocol):
+    """Sees the gradients of a worker's leaves before their context does, while the worker has a part in a pass."""
+
+    def take(
+        self, context: AutogradContext, leaves: Sequence[tuple[Tensor, Tensor]]
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        """Gradients of these leaves are there: those that the context gets now. In a thread, never on a loop."""
+
+    def finish(self, context: AutogradContext, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
+        """The part has ended, and no `take` runs: what the context gets besides; nothing if the part failed.
+
+        Any thread, the loop's too.
+        """
+
+
+class Gradients:
+    """All contexts of one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        # Set before the worker starts. as_torch: calls under `no_grad` record nothing, and a Parameter that is sent
+        # arrives as one, without a past, so that optimizers take what has come in a module.
+        self.sink: LeafSink | None = None
+        self.as_torch = False
+        self._worker = worker
+        self._contexts: dict[int, AutogradContext] = {}
+        self._left: OrderedDict[int, None] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        with torch.inference_mode(False):
+            self._anchor = torch.empty(0, device="cpu", requires_grad=True)
+
+    def __len__(self) -> int:
+        """How many contexts are open."""
+        return len(self._contexts)
+
+    def next_number(self) -> int:
+        """A number for a context or a pass that no other worker gives to one."""
+        return self._worker.id << WORKER_BITS | next(self._numbers)
+
+    def open(self) -> AutogradContext:
+        """A new context of this worker."""
+        return self._enter(self.next_number())
+
+    def _enter(self, id: int) -> AutogradContext:
+        context = self._contexts.get(id)
+        if context is None:
+            untracked = torch.nn.Parameter if self.as_torch else ()
+            context = self._contexts.setdefault(id, AutogradContext(id, self._anchor, untracked))
+        return context
+
+    def get(self, id: int) -> AutogradContext:
+        """A context that is open here. RpcUsageError if there is none of that id."""
+        context = self._contexts.get(id)
+        if context is None:
+            raise RpcUsageError(
+                f"Could not find autograd context with id: {id} on worker {self._worker.name!r}. It was left, or has "
+                "not come here; are you inside of `with autograd.context() as context_id`?"
+            )
+        return context
+
+    def find(self, id: int) -> AutogradContext | None:
+        """A context that is open here; None if there is none of that id."""
+        return self._contexts.get(id)
+
+    def calls(self, id: int | None, peer: Peer) -> Tape | None:
+        """A call to that peer is made in context `id`; None outside of any, or of one that was left."""
+        return None if self.as_torch and not torch.is_grad_enabled() else self.answers(id, peer)
+
+    def answers(self, id: int | None, peer: Peer) -> Tape | None:
+        """A message to that peer is made in context `id`, as `calls`; whatever the mode of this thread is."""
+        context = self._contexts.get(id) if id else None
+        if context is None:
+            return None
+        context.known.add(peer)
+        return Tape(context)
+
+    def called(self, id: Any, peer: Peer) -> int | None:
+        """A call came from that peer in context `id`: the id, or None if the context was left by now."""
+        if type(id) is not int:
+            raise ProtocolError(f"{id!r:.40} is no autograd context")
+        if id in self._left:
+            return None
+        self._enter(id).known.add(peer)
+        return id
+
+    def receive(self, peer: Peer, said: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
+        """The tensors of a message from that peer, with the past that it says they have.
+
+        And what does the same for a tensor that was taken apart, given its number among those; None: there are none.
+        Both raise ProtocolError.
+        """
+        assert peer.record is not None, "a message came from it"
+        try:
+            id, number, places, behind = said
+            if type(number) is not int or any(place < 0 for place in places):
+                raise ValueError(f"{number!r:.40}, {places!r:.40}")
+            context = self._contexts.get(id)
+            if context is None:  # left meanwhile: they are tensors like others
+                return tensors, None
+            context.known.add(peer)
+            sender, tracked = peer.record.id, list(tensors)
+            apart: dict[int, tuple[SentName, Any]] = {}
+            for place, past in zip(places, behind, strict=True):
+                if place < len(tracked):
+                    tracked[place] = context.receive(sender, SentName(number, place), past, tracked[place])
+                else:
+                    apart[place - len(tracked)] = SentName(number, place), past
+            return tracked, partial(_receive_apart, context, sender, apart) if apart else None
+        except (TypeError, ValueError) as error:
+            raise _impossible(error) from None
+
+    def leave(self, id: int) -> set[Peer]:
+        """That context has ended: what is kept for it is dropped. Who else may know of it."""
+        with self._lock:
+            self._left[id] = None
+            while len(self._left) > _REMEMBERED:
+                self._left.popitem(last=False)
+        context = self._contexts.pop(id, None)
+        if context is None:
+            return set()
+        context.end(RpcError(f"autograd context {id} was left"))
+        return context.known
+
+    def on_gone(self, worker_id: int) -> None:
+        """A worker is gone, and leaves its contexts. On the loop."""
+        for id in [id for id in list(self._contexts) if id >> WORKER_BITS == worker_id]:
+            self.leave(id)
+
+    def close(self) -> None:
+        """The worker shuts down."""
+        self._contexts.clear()

@@ -1,0 +1,113 @@
+"""News of the group: workers that joined, left or were lost, told to whoever listens, on any loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from ...protocol.identity import WorkerInfo
+
+
+@dataclass(frozen=True)
+class WorkerJoined:
+    """A worker joined the group."""
+
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True)
+class WorkerLeft:
+    """A worker left in good order."""
+
+    worker: WorkerInfo
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A worker died or cannot be reached any more. cause: what was seen."""
+
+    worker: WorkerInfo
+    cause: str
+
+
+Event = WorkerJoined | WorkerLeft | WorkerLost
+
+
+class Events:
+    """The listeners of one worker. Any thread."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    @property
+    def listeners(self) -> int:
+        """How many listen now."""
+        return len(self._listeners)
+
+    def listen(self) -> Listener:
+        """Events from now on, until `end`."""
+        with self._lock:
+            listener = Listener(self._drop)
+            if self._ended:
+                listener.put(None)
+            else:
+                self._listeners.add(listener)
+        return listener
+
+    def _drop(self, listener: Listener) -> None:
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def publish(self, event: Event) -> None:
+        """Tell all who listen."""
+        with self._lock:
+            for listener in list(self._listeners):
+                listener.put(event)
+
+    def end(self) -> None:
+        """No more will come."""
+        with self._lock:
+            self._ended = True
+            for listener in list(self._listeners):
+                listener.put(None)
+
+
+class Listener(AsyncIterator[Event]):
+    """Gets each event once, in order. `put` from any thread; iterated on any loop, by one task at a time."""
+
+    def __init__(self, on_close: Callable[[Listener], None]) -> None:
+        self._on_close = on_close
+        self._events: deque[Event | None] = deque()
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def put(self, event: Event | None) -> None:
+        """The next one; None is the last."""
+        self._events.append(event)
+        if self._waiting is not None:
+            loop, arrived = self._waiting
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(arrived.set)
+
+    async def __anext__(self) -> Event:
+        arrived = asyncio.Event()
+        self._waiting = asyncio.get_running_loop(), arrived  # before the look: what comes now wakes us
+        if not self._events:
+            await arrived.wait()
+        event = self._events[0]
+        if event is None:
+            raise StopAsyncIteration
+        self._events.popleft()
+        return event
+
+    async def aclose(self) -> None:
+        """Listen no more."""
+        self._on_close(self)
+        self._events.clear()
+        self.put(None)

@@ -1,0 +1,290 @@
+"""The devices of one worker: which of them calls use, on which streams, and device memory that other processes use.
+
+A worker without devices, or without the hardware, has one of these, too: it may be sent what lay on a device, and may
+answer to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...channels import AnyBuffer
+from ...channels.accelerator import Accelerator, DeviceBuffer
+from ...channels.device import DIRECT, IPC, STAGING
+from ...channels.device.outbox import Inbox, Outbox
+from ...channels.landing import Arrival, Landing
+from ...channels.routes import Route, going
+from ...devices import DeviceClaims, devices_used, to_device_map
+from ...errors import DeviceMapError, WorkerClosed
+from ...protocol.identity import WorkerRecord
+from ..engine.host import provably_dead
+from ..engine.pool import ThreadPool
+from ..engine.watch import ProcessWatch
+
+if TYPE_CHECKING:
+    from ..worker import Worker
+
+logger = logging.getLogger("aiorpc")
+
+# Threads that wait for devices, and for the driver.
+_THREADS = 4
+# Seconds in which the end of a process follows that of its connections.
+_DEATH_PATIENCE = 2.0
+# Seconds between two looks whether others have closed what is ours.
+_PAUSE = 0.005
+
+
+class Accelerators:
+    """On the loop, except where it says otherwise."""
+
+    def __init__(self, worker: Worker, accelerator: Accelerator | None) -> None:
+        self.accelerator = accelerator
+        self.claims = worker.options.device_claims(
+            accelerator.count() if accelerator is not None else 0,
+            accelerator.kind if accelerator is not None else "cuda",
+        )
+        self._worker = worker
+        self._used: list[int] = []
+        self._threads = ThreadPool(f"{worker.name}-devices", _THREADS)
+        self._retired: list[tuple[WorkerRecord, Outbox | Inbox]] = []
+        self._reasons: set[str] = set()
+        self._watch: ProcessWatch | None = None
+
+    async def start(self, claims: Mapping[str, DeviceClaims]) -> None:
+        """The group is known, and with it the devices that calls use; they are woken, which takes seconds."""
+        self._use(devices_used(self._worker.name, claims))
+        if self._used:
+            await self._worker.in_thread(self._wake)
+        self._watch = ProcessWatch(self._worker.loop, lambda record: self.collect())
+
+    def _wake(self) -> None:
+        """In a thread: have the driver make what it makes at the first use of a device."""
+        driver = self.accelerator
+        if driver is not None:
+            for index in self._used:
+                driver.mark(driver.fresh(index))
+
+    def _use(self, devices: Sequence[torch.device]) -> None:
+        self._used = sorted({*self._used, *(device.index for device in devices if device.index is not None)})
+
+    # --- routes and streams, from any thread --------------------------------------------------------------------------
+
+    def route_to(self, name: str) -> Route | None:
+        """For requests to the worker of that name; None if tensors need not be looked at."""
+        return going(self.accelerator, self.claims.maps.get(name, {}), name) or None
+
+    def land(self) -> Landing | None:
+        """Fresh streams for a message that brings tensors to devices: one for each device that calls use."""
+        driver = self.accelerator
+        return None if driver is None else Landing(driver, {index: driver.fresh(index) for index in self._used})
+
+    def landing(self) -> Landing | None:
+        """For a message that may bring tensors to devices from the host: on the current streams."""
+        return None if self.accelerator is None else Landing(self.accelerator)
+
+    def arrival(self, value: Any = None) -> Arrival | None:
+        """What users of a value wait for that this thread has just made: all its current streams have been given.
+
+        The tensors in it, in containers and in modules, are kept for the streams that they are used on.
+        """
+        driver = self.accelerator
+        if driver is None or not self._used:
+            return None
+        carriers = [
+            (tensor.device.index, driver.carrier(tensor)) for tensor in tensors_in(value) if driver.holds(tensor)
+        ]
+        return Arrival(driver, [(index, driver.mark(driver.current(index))) for index in self._used], carriers)
+
+    def settled(self, buffers: Sequence[AnyBuffer]) -> Sequence[AnyBuffer]:
+        """The same buffers, to be sent later or by another thread: what is on devices is cloned on current streams."""
+        if not any(type(buffer) is DeviceBuffer for buffer in buffers):
+            return buffers
+        return [self._clone(buffer) if isinstance(buffer, DeviceBuffer) else buffer for buffer in buffers]
+
+    def _clone(self, buffer: DeviceBuffer) -> DeviceBuffer:
+        driver = self.accelerator
+        assert driver is not None, "without it nothing lies on a device"
+        if buffer.ready is not None:
+            return buffer
+        stream = driver.current(buffer.index)
+        carrier = driver.empty(len(buffer), buffer.index)
+        driver.move(carrier, buffer.carrier, stream)
+        return replace(buffer, carrier=carrier, ready=driver.mark(stream))
+
+    def in_background(self, fn: Callable[..., None], *args: Any) -> None:
+        """Run something that may wait for a device, soon. Any thread; nothing happens once we leave."""
+        try:
+            self._threads.submit(fn, *args)
+        except WorkerClosed:
+            logger.debug("left out, as the worker leaves: %r", fn)
+
+    # --- what the two ends of a link tell each other ------------------------------------------------------------------
+
+    def descriptor(self, name: str, *, opener: bool) -> dict[str, Any]:
+        """For the worker of that name: what it has to know of the devices here, and the opener's map."""
+        made: dict[str, Any] = {"obstacle": self._obstacle()}
+        if opener:
+            made["map"] = {str(a): str(b) for a, b in self.claims.maps.get(name, {}).items()}
+        return made
+
+    def _obstacle(self) -> str:
+        """Why device memory of this process cannot be shared; empty if it can."""
+        if self.accelerator is None:
+            return "it has no devices"
+        shared = self.accelerator.interprocess
+        if shared is None:
+            return f"{self.accelerator.kind} devices share no memory between processes"
+        return next((reason for index in self._used if (reason := shared.obstacle(index))), "")
+
+    def their_map(self, theirs: Mapping[str, Any]) -> dict[torch.device, torch.device]:
+        """The opener's map to us, out of its descriptor; what lies here and is new is used from now on."""
+        try:
+            device_map = to_device_map(theirs.get("map") or {})
+        except DeviceMapError as error:
+            logger.warning("a device map that is none: %s", error)
+            return {}
+        # Others do not exist here; what is sent to them fails alone.
+        before = list(self._used)
+        self._use([device for device in device_map.values() if device.type != "cpu" and self.claims.has(device)])
+        if self._used != before:
+            self.in_background(self._wake)
+        return device_map
+
+    def way(self, record: WorkerRecord) -> str:
+        """The way to that worker as far as it is settled without asking it; empty: see `choose`."""
+        wanted = self._worker.options.device_channel
+        here = record.host == self._worker.record.host
+        if wanted == STAGING:
+            return STAGING
+        if here and record.pid == os.getpid():
+            return DIRECT
+        return "" if here or wanted == IPC else STAGING
+
+    def choose(self, record: WorkerRecord, theirs: Mapping[str, Any]) -> tuple[str, str]:
+        """ipc or staging, and why not the former, as far as that can be told without trying."""
+        reason = self._obstacle() or str(theirs.get("obstacle", "it says nothing of devices"))
+        if record.host != self._worker.record.host:
+            reason = "it is on another host"
+        return (STAGING, reason) if reason else (IPC, "")
+
+    def on_chosen(self, record: WorkerRecord, way: str, reason: str) -> None:
+        """Said once for each worker and reason."""
+        if self.accelerator is None or not self._used:
+            return
+        text = f"tensors on devices go to {record.describe()} by {way}" + (f": {reason}" if reason else "")
+        if text not in self._reasons:
+            self._reasons.add(text)
+            logger.info("%s", text)
+
+    # --- memory that other processes use ------------------------------------------------------------------------------
+
+    def ended(self, record: WorkerRecord, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
+        """A link has ended. The worker at its other end may still be reading the outboxes.
+
+        Or it is dying: its connection ends before its process does. To close an inbox waits for copies out of it, which
+        may wait for what a dead process recorded; so that is put off until it is known which it is.
+        """
+        if not outboxes and not inboxes:
+            return
+        self._retired += [(record, box) for box in outboxes]
+        self._retired += [(record, box) for box in inboxes]
+        self.collect()
+        if self._retired and self._watch is not None and record.pid != os.getpid():
+            self._watch.add(record)
+            self._worker.loop.call_later(_DEATH_PATIENCE, self._close_inboxes)
+
+    def _close_inboxes(self) -> None:
+        """Of workers that live on: they do not need us for what they have recorded."""
+        for record, box in self._retired:
+            if isinstance(box, Inbox):
+                self.in_background(self._let_go, record, box)
+        self._retired = [each for each in self._retired if isinstance(each[1], Outbox)]
+
+    def collect(self) -> None:
+        """Free what only processes could use that are gone."""
+        retired, self._retired = self._retired, []
+        for record, box in retired:
+            if provably_dead(record, self._worker.record.host):
+                self.in_background(self._let_go, record, box, True)
+            else:
+                self._retired.append((record, box))
+
+    def _let_go(self, record: WorkerRecord, box: Outbox | Inbox, dead: bool = False) -> None:
+        """In a thread. dead: nobody else records its events any more."""
+        driver = self.accelerator
+        assert driver is not None, "without it there are none"
+        try:
+            if dead:
+                box.release_waiters(driver.spare(box.index))
+            box.free() if isinstance(box, Outbox) else box.close()
+        except RuntimeError as error:
+            logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
+
+    async def let_go(self, limit: float) -> None:
+        """We leave: close what we have opened, and wait until the others have closed what is ours, within `limit`
+        seconds. What they still have open then is freed when the process ends."""
+        links = [link for link in self._worker.links() if link.devices.opened or link.devices.boxes]
+        for link in links:
+            self.in_background(link.devices.let_go)
+        end = time.monotonic() + limit
+        while any(link.devices.shared and not link.connection.ended for link in links) and time.monotonic() < end:  # noqa: ASYNC110  # others' words, on many links
+            await asyncio.sleep(_PAUSE)
+
+    async def close(self, limit: float) -> None:
+        """No device is waited for any more. Waits for threads at most `limit` seconds."""
+        if self._watch is not None:
+            self._watch.close()
+        if self._threads.threads:
+            await self._worker.in_thread(lambda: self._threads.close(limit))
+        else:
+            self._threads.close(0.0)
+
+    def close_in_child(self) -> None:
+        """After a fork: all of it is the parent's."""
+        if self._watch is not None:
+            self._watch.close_in_child()
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in a value, in containers of it, in modules."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from itertools.chain(value.parameters(), value.buffers())
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif depth and isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+
+
+class Handover:
+    """Tensors that one end of a link leaves for the other, in the same process. Any thread."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._left: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def leave(self, carrier: torch.Tensor, event: Any) -> int:
+        """The number it is found by."""
+        number = next(self._numbers)
+        self._left[number] = (carrier, event)
+        return number
+
+    def take(self, number: int) -> tuple[torch.Tensor, Any] | None:
+        """What was left under that number, once; None if there is nothing."""
+        return self._left.pop(number, None)
+
+    def clear(self) -> None:
+        """The link has ended."""
+        self._left.clear()

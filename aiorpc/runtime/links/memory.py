@@ -1,0 +1,165 @@
+"""The memory that a worker shares: how much of it there is, who holds it, and when it comes back.
+
+It grows in the background: what a message could not have is there for the next one (`want`). It shrinks when nobody has
+used it for a while. What a worker holds stays lent until it says otherwise or its process is proved gone: a connection
+that ends proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from ...channels.arena import Arena
+from ...channels.shared import SharedMemory
+from ...channels.shm import Lender
+from ...protocol.identity import WorkerRecord
+from ..engine.host import provably_dead
+from ..engine.watch import ProcessWatch
+
+if TYPE_CHECKING:
+    from ..worker import Worker
+
+logger = logging.getLogger("aiorpc")
+
+# Seconds after which memory of the arena that nobody used goes back to the system.
+TRIM_PAUSE = 60.0
+# Seconds from the first message that found no room until the arena grows, for all that found none meanwhile; longer
+# while these messages are still on their other way, which needs the processor itself.
+GROW_PAUSE, GROW_PATIENCE = 0.02, 0.5
+# The arena grows by what was missing, and at most to twice its size or by so many bytes, unless one buffer needs more.
+GROW_MOST = 64 * 1024 * 1024
+
+
+class Memory:
+    """The arena of one worker, and all that was lent out of it. On the loop, except where it says otherwise."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        several = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else True
+        self.arena = Arena(
+            worker.options.shared_memory,
+            poison=sys.flags.dev_mode,  # use after release shows
+            assist=worker.in_background if several else None,
+        )
+        self._shared: dict[SharedMemory, WorkerRecord] = {}
+        self._retired: list[tuple[WorkerRecord, Lender]] = []
+        self._reasons: set[str] = set()
+        self._missing: list[int] = []
+        self._growing = False
+        self._trimming: asyncio.TimerHandle | None = None
+        # Its own: the group's ends with the connection, and that may come before the end of the process.
+        self._watch = ProcessWatch(worker.loop, lambda record: self.collect())
+
+    # --- who shares ---------------------------------------------------------------------------------------------------
+
+    def add(self, channel: SharedMemory, record: WorkerRecord) -> None:
+        """A connection to that worker shares memory."""
+        self._shared[channel] = record
+        if self._trimming is None:
+            self._trim_later()
+
+    def cannot_share(self, record: WorkerRecord, reason: str) -> None:
+        """Memory cannot be shared with that worker: said once for each reason."""
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            logger.info("no shared memory with %s: %s; large tensors go by socket", record.describe(), reason)
+
+    def ended(self, channel: SharedMemory) -> None:
+        """Its connection is gone. What the other side has adopted stays its own until its process ends."""
+        record = self._shared.pop(channel)
+        self._retired.append((record, channel.lender))
+        self.collect()
+        if channel.lender.leases and record.pid != os.getpid() and not self.arena.closed:
+            self._watch.add(record)
+
+    def collect(self) -> None:
+        """Take back what was lent to processes that are gone."""
+        here = self._worker.record.host
+        retired, self._retired = self._retired, []
+        for record, lender in retired:
+            if provably_dead(record, here):
+                lender.reclaim()
+            if lender.leases:
+                self._retired.append((record, lender))
+
+    # --- growing and shrinking ----------------------------------------------------------------------------------------
+
+    def want(self, size: int) -> None:
+        """A message found no room for so many bytes. Any thread."""
+        self._missing.append(size)
+        if not self._growing:
+            self._growing = True
+            self._worker.call_on_loop(self._grow_later)
+
+    def _grow_later(self) -> None:
+        self.collect()
+        self._worker.loop.call_later(GROW_PAUSE, self._grow_when_quiet, time.monotonic() + GROW_PATIENCE)
+
+    def _grow_when_quiet(self, latest: float) -> None:
+        if time.monotonic() < latest and any(link.busy for link in self._worker.links()):
+            self._worker.loop.call_later(GROW_PAUSE, self._grow_when_quiet, latest)
+        else:
+            self._worker.in_background(self._grow)
+
+    def _grow(self) -> None:
+        """In a thread: touching new pages takes its time."""
+        missing, self._missing = self._missing, []
+        size = min(sum(missing), max(*missing, self.arena.size, GROW_MOST))
+        ranges = self.arena.grow(min(size, self.arena.limit)) or self.arena.grow(max(missing))
+        self._worker.call_on_loop(self._grown, ranges)
+
+    def _grown(self, ranges: list[tuple[int, int, int]]) -> None:
+        self._growing = False
+        for channel in list(self._shared):
+            channel.grown(ranges)
+
+    def _trim_later(self) -> None:
+        self._trimming = self._worker.loop.call_later(TRIM_PAUSE, self._trim)
+
+    def _trim(self) -> None:
+        """Give memory back that a burst has left behind."""
+
+        def trim() -> None:
+            self.arena.trim()
+
+        if self.arena.segments:
+            self._worker.in_background(trim)
+        self._trim_later()
+
+    # --- looking, from any thread -------------------------------------------------------------------------------------
+
+    @property
+    def lent(self) -> int:
+        """Bytes that other workers hold."""
+        return sum(lender.lent for lender in self._lenders())
+
+    @property
+    def leases(self) -> int:
+        """Blocks that other workers hold."""
+        return sum(lender.leases for lender in self._lenders())
+
+    def _lenders(self) -> list[Lender]:
+        return [channel.lender for channel in list(self._shared)] + [lender for _, lender in list(self._retired)]
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let go of the arena; what others have adopted stays valid for them."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self.arena.close()
+        for channel in list(self._shared):
+            channel.close()
+        self._watch.close()
+
+    def close_in_child(self) -> None:
+        """After a fork: all of it is the parent's."""
+        for channel in list(self._shared):
+            channel.borrower.close_in_child()
+        self._watch.close_in_child()
+        self.arena.close_in_child()

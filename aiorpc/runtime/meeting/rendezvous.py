@@ -1,0 +1,516 @@
+"""How workers find each other: a meeting place, a group, and a secret its members share.
+
+All of it blocks and belongs in a helper thread, off every loop. Each wait polls the store and is bounded by the
+timeout given to `Rendezvous.open`; a timeout of 0 means no limit, and `stop` ends any wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
+
+from ...devices import DeviceClaims
+from ...errors import RendezvousError
+from ...protocol.identity import WorkerRecord
+from ...transport.sockets import SECRET_SUFFIX
+from ..engine.host import host_identity, main_identity
+from .membership import FixedWorld, FreeWorld, Member, load_json
+from .stores import (
+    LAST_PAUSE,
+    Board,
+    Patience,
+    Place,
+    StoreGone,
+    bounded,
+    check_ranks,
+    is_loopback,
+    listens,
+    local_address,
+    open_file,
+    open_tcp,
+    parse,
+    reach_tcp,
+)
+
+__all__ = ["Rendezvous", "host_identity", "main_identity"]
+
+logger = logging.getLogger("aiorpc")
+
+_SECRET_BYTES = 32
+_TURN_AWAY = 0.03
+_CLOSING_TIME = 1.5
+_PROBE_PAUSE = 0.05
+_READING_TIME = 2.0
+_LOOKING_TIME = 5.0
+_ADVICE = "which is a way to run code in workers: set AIORPC_SECRET for all, or meet in a file of this user's (file://)"
+
+
+def _environment_secret() -> bytes | None:
+    text = os.environ.get("AIORPC_SECRET")
+    return hashlib.sha256(text.encode()).digest() if text else None
+
+
+class Rendezvous:
+    """One worker's view of the meeting place. Made by `open`; its methods may be called from any thread.
+
+    rank, world_size: as given or found in the environment; world_size is None for a group that is joined freely.
+    hosts_store: this process serves the store, so the group cannot be joined once it has gone.
+    claims: what the members said of their devices, by name, as found at `join`.
+    """
+
+    def __init__(self, place: Place, store: Store, hosts_store: bool, patience: Patience) -> None:
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.hosts_store = hosts_store
+        self._place = place
+        self._patience = patience
+        self._board = Board(store, str(place))
+        self._own_secret = _environment_secret()
+        self._world = self._make_world()
+        self.claims: dict[str, DeviceClaims] = {}
+        self._held: _HeldSecret | None = None
+        self._warned = False
+        self._made: WorkerRecord | None = None
+
+    @classmethod
+    def open(
+        cls,
+        init_method: str,
+        *,
+        rank: int | None,
+        world_size: int | None,
+        timeout: float,
+        stop: threading.Event | None = None,
+        store: Store | None = None,
+    ) -> Rendezvous:
+        """Reach (or host) the store that `init_method` names, or use the `store` given.
+
+        timeout: seconds for this, `join` and `agree_secret` together; 0 means no limit. RendezvousError: a variable
+        of env:// is missing, or the store cannot be reached in time. RpcUsageError: the arguments make no sense.
+        """
+        patience = Patience(timeout, stop)
+        if store is not None:
+            check_ranks(rank, world_size)
+            return cls(Place(rank, world_size), store, False, patience)
+        place = parse(init_method, rank, world_size, os.environ)
+        if place.path:
+            return cls(place, open_file(place), False, patience)
+        made, hosts_store = open_tcp(place, patience)
+        rendezvous = cls(place, made, hosts_store, patience)
+        if hosts_store:
+            # A store shared with a process group of torch outlives us and may still say that we were leaving.
+            rendezvous._board.set_closing(False)
+        return rendezvous
+
+    @property
+    def dynamic(self) -> bool:
+        """True if workers join and leave freely."""
+        return self.world_size is None
+
+    @property
+    def confined(self) -> bool:
+        """True if all members have to be on this host: they meet at a loopback address, and without AIORPC_SECRET.
+
+        With it the place may be the near end of a tunnel: its members know each other without the store.
+        """
+        return self._own_secret is None and is_loopback(self._place)
+
+    @property
+    def generation(self) -> int:
+        """How many times, counting this one, the group was formed at this store; 0 before `join`."""
+        return self._world.generation
+
+    def local_address(self) -> str:
+        """IP address of the interface that reaches the rendezvous; 127.0.0.1 if that is on this host alone."""
+        return local_address(self._place)
+
+    def join(
+        self, make_record: Callable[[int], WorkerRecord], claims: DeviceClaims | None = None
+    ) -> list[WorkerRecord]:
+        """Register the record made for this worker's id; the members' records: all by rank, or those there now.
+
+        make_record is called with the id (the rank, or a free number in a dynamic group). claims: what this worker says
+        of its devices. RendezvousError, on all ranks where all are concerned: a name or rank that is not unique,
+        different world sizes, missing ranks; DeviceMapError: claims that do not fit together.
+        """
+        mine = claims or DeviceClaims()
+
+        def make(number: int) -> WorkerRecord:
+            self._made = make_record(number)
+            return self._made
+
+        for _ in self._patience.tries():
+            try:
+                self._check_open()
+                if isinstance(self._world, FreeWorld):
+                    members = self._world.join(make, mine, self._patience)
+                else:
+                    members = self._world.join(self._made or make(self._world.rank), mine, self._patience)
+                self.claims = {member.record.name: member.claims for member in members}
+                return [member.record for member in members]
+            except StoreGone:
+                if not self._is_client() or self._patience.left() <= 0:
+                    raise
+                self._reconnect()
+        raise RendezvousError(f"the store at {self._place} kept closing for {self._patience.seconds:g} s")
+
+    def members(self) -> list[WorkerRecord]:
+        """Records of the group: who is in it now if it is dynamic, else those found at `join`.
+
+        RendezvousError if somebody who does not know AIORPC_SECRET has written them.
+        """
+        members = self._world.members()
+        if self._own_secret is not None:
+            members = [member for member in members if member.own_secret]  # whoever joins without it is told so
+        return [member.record for member in members]
+
+    def find(self, name: str) -> WorkerRecord | None:
+        """The member of that name, or None. On a loop, too: RendezvousError if the store does not answer for 5 s."""
+        try:
+            members = bounded(self.members, _LOOKING_TIME)
+        except TimeoutError:
+            raise RendezvousError(
+                f"cannot find worker {name!r}: the store at {self._place} has not answered for {_LOOKING_TIME:g} s"
+            ) from None
+        return next((record for record in members if record.name == name), None)
+
+    def leave(self, record: WorkerRecord) -> None:
+        """Take a record out of the group (one's own, or a lost peer's). Nothing happens if the store has gone."""
+        self._tell(self._world.leave, record)
+
+    def abandon(self) -> None:
+        """`join` was given up: the rank and the name are free, and nobody takes us for a member."""
+        if self._made is not None:
+            self._tell(self._world.abandon, self._made)
+
+    def _tell(self, step: Callable[[WorkerRecord], None], record: WorkerRecord) -> None:
+        # torch logs every failed operation: do not ask a server that is not there.
+        if self._is_client() and not listens(self._place):
+            return
+        with contextlib.suppress(StoreGone):
+            step(record)
+
+    def close(self) -> None:
+        """Let go of the store, and end the server if this process hosts it. Idempotent.
+
+        The host first waits up to 2 s for ranks that have not yet read that the group is complete; whoever made the
+        group's secret as long for those that have not read it.
+        """
+        with contextlib.suppress(StoreGone):
+            self._await_readers()
+            if self.hosts_store:
+                self._announce_end()
+        self._board.close()
+        self.remove_secret()
+
+    def remove_secret(self) -> None:
+        """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
+        if self._held is not None:
+            self._held.remove()
+
+    def _await_readers(self) -> None:
+        """A rank may leave before others have begun: the file with the secret has to stay until they have read it."""
+        if isinstance(self._world, FixedWorld) and self._held is not None and self._held.path is not None:
+            others = self._world.world_size - 1
+            for _ in Patience(_READING_TIME).tries():
+                if int(self._board.get(self._secret_key("secret/read")) or 0) >= others:
+                    return
+
+    def _announce_end(self) -> None:
+        if isinstance(self._world, FixedWorld) and self._world.members():
+            self._world.wait_until_known(self._world.world_size, 2.0)
+        self._board.set_closing(True)
+        # Ranks may already be here for the next group: time to turn away, lest torch logs their broken connections.
+        time.sleep(_TURN_AWAY)
+        if int(self._board.get("generation") or 0) > self.generation:
+            time.sleep(3 * LAST_PAUSE)
+
+    def agree_secret(self, record: WorkerRecord, records: Sequence[WorkerRecord], directory: str | Path) -> bytes:
+        """The 32 bytes by which the group's members know each other.
+
+        From AIORPC_SECRET if it is set (on all, or RendezvousError). Else the first member makes them and leaves them
+        in a 0600 file in `directory` (private to this user, and the same for all members on this host); members on
+        other hosts get them through the store, and one warning says that whoever reaches that may join.
+        RendezvousError, too, where somebody else was at what the store says of the secret.
+        """
+        self._check_environment()
+        if self._own_secret is not None:
+            return self._own_secret
+        self._check_confined(record, records)
+        held = _HeldSecret(record, Path(directory))
+        try:
+            value = self._agree_free(held) if isinstance(self._world, FreeWorld) else self._agree_fixed(held, records)
+            self._check_offer(held)
+        except BaseException:
+            held.remove()
+            raise
+        self._held = held
+        return value
+
+    def serve_secret_requests(self) -> None:
+        """What a member of a dynamic group does now and then: hand the secret to those who cannot read the file.
+
+        Does not wait. Only one member acts: the one that offers the secret, or after it left the oldest that has it.
+        StoreGone if the process that hosts the store has.
+        """
+        world, held = self._world, self._held
+        if held is not None and isinstance(world, FreeWorld):
+            self._serve_secret(world, held)
+
+    def _serve_secret(self, world: FreeWorld, held: _HeldSecret) -> None:
+        alive = world.alive(world.members())
+        raw, offer = self._offer()
+        asker = self._asker(alive)
+        far = asker is not None and asker.host != held.record.host and not self.confined
+        if self._owner(offer, alive) is None:
+            heirs = [member.record.incarnation for member in alive if member.trusted]
+            if heirs[:1] == [held.record.incarnation]:
+                self._publish(held, raw, far)
+        elif offer["owner"] == held.record.incarnation:
+            if far and "value" not in offer:
+                self._publish(held, raw, True)
+            elif asker is not None:
+                held.write()  # somebody may have tidied up
+
+    def _make_world(self) -> FixedWorld | FreeWorld:
+        own = self._own_secret
+        if self.world_size is None:
+            return FreeWorld(self._board, self.rank, own_secret=own)
+        assert self.rank is not None, "checked with the arguments"
+        return FixedWorld(self._board, self.rank, self.world_size, own_secret=own, hosts_store=self.hosts_store)
+
+    def _is_client(self) -> bool:
+        return bool(self._place.host) and not self.hosts_store
+
+    def _check_open(self) -> None:
+        """StoreGone if the previous group's host is about to end the store; one that has ended is waited for anew."""
+        if self._is_client() and not listens(self._place):
+            self._connect_again()
+        self._board.check_open()
+
+    def _reconnect(self) -> None:
+        self._board.close()
+        self._wait_for_end()
+        self._connect_again()
+
+    def _connect_again(self) -> None:
+        self._board.close()
+        self._board = Board(reach_tcp(self._place, self._patience), str(self._place))
+        self._world = self._make_world()
+
+    def _wait_for_end(self) -> None:
+        """A store that is closing is gone soon, unless torch uses it as well: then its host takes it up again."""
+        limit = time.monotonic() + min(_CLOSING_TIME, self._patience.attempt())
+        # Its end closes this connection; a look at the port alone would take the next store for this one.
+        with contextlib.suppress(OSError), socket.create_connection((self._place.host, self._place.port), 1.0) as probe:
+            probe.settimeout(_PROBE_PAUSE)
+            while time.monotonic() < limit and not self._patience.stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    if not probe.recv(1):
+                        return
+
+    def _check_environment(self) -> None:
+        members = self._world.members()
+        with_it = [member.record.describe() for member in members if member.own_secret]
+        without = [member.record.describe() for member in members if not member.own_secret]
+        if with_it and without:
+            raise RendezvousError(
+                f"AIORPC_SECRET must be set for all workers or for none: {', '.join(with_it)} have it, "
+                f"{', '.join(without)} have not"
+            )
+
+    def _check_confined(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
+        far = [other.describe() for other in records if other.host != record.host]
+        if self.confined and far:
+            raise RendezvousError(
+                f"the store at {self._place} says that {', '.join(far)} would be on another host or in another "
+                f"container, but that place is on this host alone. Somebody else has written into the store, {_ADVICE}"
+            )
+
+    def _check_offer(self, held: _HeldSecret) -> None:
+        """Our own offer of the secret, if we have made one, has to stand in the store as we wrote it."""
+        if held.published and self._offer()[0] != held.published:
+            raise self._forged(held.record)
+
+    def _forged(self, owner: WorkerRecord) -> RendezvousError:
+        return RendezvousError(
+            f"the store at {self._place} does not say of the group's secret what {owner.describe()} wrote there. "
+            f"Somebody who is no member has written into the store, {_ADVICE}"
+        )
+
+    def _secret_key(self, name: str = "secret") -> str:
+        return f"{self.generation}/{name}"
+
+    def _agree_fixed(self, held: _HeldSecret, records: Sequence[WorkerRecord]) -> bytes:
+        first = min(records, key=lambda other: other.id)
+        openly = any(other.host != first.host for other in records)
+        if first.incarnation == held.record.incarnation:
+            if not self._publish(held, "", openly):
+                raise self._forged(first)
+            return held.value
+        for _ in self._patience.tries():
+            raw, offer = self._offer()
+            if raw and self._take(held, offer, first, openly):
+                self._board.count(self._secret_key("secret/read"))
+                return held.value
+        raise RendezvousError(f"no secret from {first.describe()} within {self._patience.seconds:g} s")
+
+    def _agree_free(self, held: _HeldSecret) -> bytes:
+        assert isinstance(self._world, FreeWorld)
+        me = held.record.incarnation
+        for _ in self._patience.tries():
+            alive = self._world.alive(self._world.members())
+            raw, offer = self._offer()
+            owner = self._owner(offer, alive)
+            if owner is not None:
+                if self._take(held, offer, owner.record, not self.confined):
+                    break
+                self._board.put(self._secret_key("wanted"), me)
+            elif _is_heir(me, alive) and self._publish(held, raw, False):
+                break
+        else:
+            raise RendezvousError(f"no member of the group handed out its secret within {self._patience.seconds:g} s")
+        self._world.trust(held.record, self._patience)
+        return held.value
+
+    def _take(self, held: _HeldSecret, offer: dict[str, str], owner: WorkerRecord, openly: bool) -> bool:
+        """Take the secret that `owner` offers; False if it cannot be had yet. openly: it may stand in the store."""
+        if offer.get("owner") != owner.incarnation or ("value" in offer and not openly):
+            raise self._forged(owner)
+        if owner.host == held.record.host:
+            # Whoever writes into the store may say anything: only the file proves who made the secret.
+            value = held.read(offer.get("path", ""), owner)
+        else:
+            value = _from_hex(offer["value"]) if "value" in offer else None
+        if value is None:
+            return False
+        if len(value) != _SECRET_BYTES or offer.get("value", value.hex()) != value.hex():
+            raise self._forged(owner)
+        held.value = value
+        return True
+
+    def _offer(self) -> tuple[str, dict[str, str]]:
+        raw = self._board.get(self._secret_key()) or ""
+        offer = load_json(raw) if raw else {}
+        if not isinstance(offer, dict) or not all(isinstance(value, str) for value in offer.values()):
+            raise RendezvousError("the rendezvous store holds something that is no offer of a secret")
+        return raw, offer
+
+    def _owner(self, offer: dict[str, str], alive: Sequence[Member]) -> Member | None:
+        owners = (member for member in alive if member.record.incarnation == offer.get("owner"))
+        return next(owners, None)
+
+    def _asker(self, alive: Sequence[Member]) -> WorkerRecord | None:
+        """The member that asked to be sent the secret, if it is still there and has none yet."""
+        asker = self._board.get(self._secret_key("wanted"))
+        askers = (member.record for member in alive if member.record.incarnation == asker and not member.trusted)
+        return next(askers, None)
+
+    def _publish(self, held: _HeldSecret, expected: str, openly: bool) -> bool:
+        offer = json.dumps(held.offer(openly))
+        won = self._board.swap(self._secret_key(), expected, offer) == offer
+        if won:
+            held.published = offer
+        if won and openly and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the workers are on several hosts and AIORPC_SECRET is not set: their secret goes through the "
+                "rendezvous store, so whoever reaches %s is trusted to run code on all of them",
+                self._place,
+            )
+        return won
+
+
+def _is_heir(incarnation: str, alive: Sequence[Member]) -> bool:
+    """True if this member may make a new secret: nobody knows an older one, and all others came later."""
+    return bool(alive) and alive[0].record.incarnation == incarnation and not any(member.trusted for member in alive)
+
+
+@dataclass
+class _HeldSecret:
+    """This worker's copy of the group's secret, empty until it is made or taken.
+
+    path: of the file that we keep it in for others, if we do. published: the offer of it that we wrote into the store.
+    """
+
+    record: WorkerRecord
+    directory: Path
+    value: bytes = b""
+    path: Path | None = None
+    published: str = ""
+
+    def offer(self, openly: bool) -> dict[str, str]:
+        """What goes into the store: where the file is, and the secret itself only if `openly`."""
+        self.value = self.value or secrets.token_bytes(_SECRET_BYTES)
+        if self.path is None:
+            # A name of its own: workers of one process may share the directory. That of the socket, if there is one:
+            # whoever finds the socket of a dead worker removes both.
+            stem = Path(self.record.unix_path).stem or secrets.token_hex(8)
+            self.path = self.directory / f"{stem}{SECRET_SUFFIX}"
+        self.write()
+        offer = {"owner": self.record.incarnation, "host": self.record.host, "path": str(self.path)}
+        return {**offer, "value": self.value.hex()} if openly else offer
+
+    def write(self) -> None:
+        """Keep the secret in our file, if we have offered one and it is not there."""
+        if self.path is not None and not self.path.exists():
+            _write_private(self.path, self.value)
+
+    def remove(self) -> None:
+        """Remove our file. OSError if that fails."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def read(self, text: str, owner: WorkerRecord) -> bytes | None:
+        """What stands in the file of a member on this host; None if it is not there."""
+        path = Path(text)
+        # Nothing is resolved: a member's path is spelled as we spell ours.
+        if path.parent != self.directory or path.suffix != SECRET_SUFFIX or "\0" in text:
+            raise RendezvousError(
+                f"the store says that the group's secret, made by {owner.describe()}, is in {text[:200]!r}, which is "
+                f"no secret in this worker's private directory {self.directory}. Either that worker has another TMPDIR "
+                f"or user: give all the same, or set AIORPC_SECRET. Or somebody else has written into the store, "
+                f"{_ADVICE}"
+            )
+        return _read_private(text)
+
+
+def _from_hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _read_private(path: str) -> bytes | None:
+    """Content of a file that only this user can have written; None if it is not there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RendezvousError(f"cannot read the group's secret ({error}); set AIORPC_SECRET for all") from None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise RendezvousError(f"{path} is not a private file of this user (mode 0600); set AIORPC_SECRET instead")
+        return file.read(_SECRET_BYTES + 1)

@@ -1,0 +1,376 @@
+"""torch's key-value stores as a meeting place: where it is, hosting or reaching it, and bounded access to it.
+
+Everything here blocks: call it in a helper thread, never on a loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+from ...errors import RendezvousError, RpcUsageError
+
+_FIRST_PAUSE, LAST_PAUSE = 0.002, 0.05
+_LONGEST_ATTEMPT = 30.0
+_CLOSING = "closing"
+T = TypeVar("T")
+
+
+class StoreGone(RendezvousError):
+    """The store stopped answering: the process that hosts it has left or died."""
+
+
+class Patience:
+    """A deadline, and an event that ends all waiting.
+
+    seconds: how long from now; 0 means no limit. stop: waits end with RendezvousError once it is set.
+    """
+
+    def __init__(self, seconds: float, stop: threading.Event | None = None) -> None:
+        self.seconds = seconds
+        self._deadline = time.monotonic() + seconds if seconds else float("inf")
+        self.stop = stop or threading.Event()
+
+    def left(self) -> float:
+        """Seconds left, not below 0; infinite without a limit."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def attempt(self) -> float:
+        """Seconds one attempt of something that is tried again may take."""
+        return max(0.05, min(self.left(), _LONGEST_ATTEMPT))
+
+    def tries(self) -> Iterator[None]:
+        """Yield at least once, then again after ever longer pauses, until the time is up."""
+        pause = _FIRST_PAUSE
+        while True:
+            if self.stop.is_set():
+                raise RendezvousError("joining the group was stopped")
+            yield
+            left = self.left()
+            if left <= 0:
+                return
+            self.stop.wait(min(pause, left))
+            pause = min(pause * 1.5, LAST_PAUSE)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the workers meet. path is for files; host, port and agent (torchrun owns the store) for TCP."""
+
+    rank: int | None
+    world_size: int | None
+    path: str = ""
+    host: str = ""
+    port: int = 0
+    agent: bool = False
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"file://{self.path}"
+        return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}" if self.host else "(given)"
+
+
+def parse(init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Place:
+    """The meeting place a URL describes; a rank and world size given as arguments win over URL and environment.
+
+    Raises RpcUsageError for a URL or number that makes no sense, RendezvousError for a missing environment variable.
+    """
+    url = urlsplit(init_method)
+    query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+    rank = _number(query["rank"], "rank in init_method") if rank is None and "rank" in query else rank
+    if world_size is None and "world_size" in query:
+        world_size = _number(query["world_size"], "world_size in init_method")
+    if url.scheme == "env":
+        place = _from_environment(rank, world_size, environ)
+    elif url.scheme == "tcp":
+        place = Place(rank, world_size, host=url.hostname or "", port=_port(url.netloc, init_method))
+    elif url.scheme == "file":
+        place = Place(rank, world_size, path=unquote(url.netloc + url.path))
+    else:
+        raise RpcUsageError(f"init_method must start with env://, tcp:// or file://, not {init_method!r}")
+    if url.scheme != "env" and not (place.path or place.host):
+        raise RpcUsageError(f"init_method names no {'path' if url.scheme == 'file' else 'host'}: {init_method!r}")
+    check_ranks(place.rank, place.world_size)
+    return place
+
+
+def check_ranks(rank: int | None, world_size: int | None) -> None:
+    """RpcUsageError if the two cannot belong together, whatever the others say."""
+    if world_size is not None and world_size < 1:
+        raise RpcUsageError(f"world_size must be at least 1, not {world_size}")
+    if rank is not None and rank < 0:
+        raise RpcUsageError(f"rank must not be negative, but is {rank}")
+    if rank is None and world_size is not None:
+        raise RpcUsageError(f"rank is needed when world_size ({world_size}) is given")
+
+
+def _from_environment(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Place:
+    def variable(name: str) -> str:
+        if not environ.get(name):
+            raise RendezvousError(f"init_method env:// needs the environment variable {name}, which is not set")
+        return environ[name]
+
+    return Place(
+        rank=_number(variable("RANK"), "RANK") if rank is None else rank,
+        world_size=_number(variable("WORLD_SIZE"), "WORLD_SIZE") if world_size is None else world_size,
+        host=variable("MASTER_ADDR"),
+        port=_number(variable("MASTER_PORT"), "MASTER_PORT", 1, 65_535),
+        agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _number(text: str, name: str, low: int = 0, high: int = 1 << 31) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise RpcUsageError(f"{name} must be an integer, not {text!r}") from None
+    if not low <= number <= high:
+        raise RpcUsageError(f"{name} must be between {low} and {high}, not {number}")
+    return number
+
+
+def _port(netloc: str, init_method: str) -> int:
+    _, colon, port = netloc.rpartition(":")
+    if not colon or port.endswith("]"):
+        raise RpcUsageError(f"init_method names no port: {init_method!r}")
+    return _number(port, "port in init_method", 1, 65_535)
+
+
+class Board:
+    """A torch store, its keys under one prefix, whose every failure is a RendezvousError.
+
+    Safe to use from several threads. Nothing here waits for a key: `get` of a missing key is None.
+    """
+
+    def __init__(self, store: Store, place: str) -> None:
+        self._store: Store | None = PrefixStore("aiorpc", store)
+        self._place = place
+
+    def _call(self, function: Callable[[Store], T]) -> T:
+        store = self._store
+        if store is None:
+            raise StoreGone(f"the rendezvous at {self._place} was closed by this worker")
+        try:
+            return function(store)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise StoreGone(f"the store at {self._place} no longer answers: {reason}") from error
+
+    def has(self, *keys: str) -> bool:
+        """True if all these keys exist."""
+        return self._call(lambda store: bool(store.check(list(keys))))
+
+    def get(self, key: str) -> str | None:
+        """The value of a key, None if there is none."""
+        # A bare get would wait for the key, and block every other operation of this client meanwhile.
+        return self._call(lambda store: store.get(key)).decode() if self.has(key) else None
+
+    def get_all(self, keys: list[str]) -> list[str]:
+        """The values of keys that are known to exist."""
+
+        def read(store: Store) -> list[bytes]:
+            extended = store.has_extended_api()  # type: ignore[attr-defined]  # not in torch's stubs
+            return store.multi_get(keys) if extended else [store.get(key) for key in keys]
+
+        return [value.decode() for value in self._call(read)]
+
+    def put(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._call(lambda store: store.set(key, value))
+
+    def swap(self, key: str, expected: str, desired: str) -> str:
+        """Set a key to `desired` if it is `expected` ("" for missing); return what it holds afterwards."""
+        return self._call(lambda store: store.compare_set(key, expected, desired)).decode()
+
+    def count(self, key: str) -> int:
+        """Add one to a counter and return its new value."""
+        return self._call(lambda store: store.add(key, 1))
+
+    def check_open(self) -> None:
+        """StoreGone if the process that hosts the store has said that it is about to end it."""
+        if self.has(_CLOSING):
+            raise StoreGone(f"the store at {self._place} is being closed")
+
+    def set_closing(self, closing: bool) -> None:
+        """Announce the end of the store, or take that back."""
+        if closing:
+            self.put(_CLOSING, "1")
+        else:
+            self._call(lambda store: store.delete_key(_CLOSING))
+
+    def close(self) -> None:
+        """Let go of the store; a server that this was the last user of ends. Idempotent."""
+        self._store = None
+
+
+def open_file(place: Place) -> Store:
+    """The file store at the place's path; its folder must exist."""
+    folder = os.path.dirname(os.path.abspath(place.path))
+    # torch retries for minutes on a path it cannot open.
+    target = place.path if os.path.exists(place.path) else folder
+    if not os.path.isdir(folder) or os.path.isdir(place.path) or not os.access(target, os.R_OK | os.W_OK):
+        raise RendezvousError(f"cannot open the rendezvous file {place.path}: no such folder, or no permission")
+    # Without a worker count the file outlives its users, so that they can meet there again.
+    return FileStore(place.path, -1)
+
+
+def open_tcp(place: Place, patience: Patience) -> tuple[Store, bool]:
+    """The TCP store at the place, and whether this process hosts it.
+
+    Rank 0 hosts. Where ranks are free, so does whoever finds its own address and nobody there. If another process
+    turns out to have the port, it is taken for the host. RendezvousError if the time passes without a store.
+    """
+    if place.agent or place.rank not in (0, None) or not (place.world_size or is_local(place)):
+        return reach_tcp(place, patience), False
+    reason = ""
+    for _ in patience.tries():
+        if place.world_size or not listens(place):
+            try:
+                return _host_tcp(place, patience), True
+            except TimeoutError:
+                reason = "no answer"
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+        if listens(place):
+            return reach_tcp(place, patience), False
+    raise RendezvousError(f"cannot host the store at {place} within {patience.seconds:g} s: {reason}")
+
+
+def _host_tcp(place: Place, patience: Patience) -> Store:
+    addresses, local = _addresses(place), is_local(place)
+    host = addresses[0] if addresses else place.host
+    limit = timedelta(seconds=max(1.0, patience.attempt()))
+    with _listener(place, addresses, local) or contextlib.nullcontext() as listener:
+        if not local:
+            _check_leads_here(place, patience)
+        descriptor = listener.detach() if listener else None
+    # A store that torch already serves in this process on that port (for a process group) is shared.
+    make = partial(TCPStore, host, place.port, None, True, limit, False, True, master_listen_fd=descriptor)
+    return bounded(make, patience.attempt())
+
+
+def _listener(place: Place, addresses: list[str], local: bool) -> socket.socket | None:
+    """A socket for torch to serve the store on; None where its own will do, or where the port is taken."""
+    with contextlib.suppress(OSError):
+        if not local:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            return socket.create_server(("", place.port), family=family, backlog=512, dualstack_ipv6=dual)
+        # torch listens on all interfaces, which a group that lives on one host has no need of.
+        named = place.host == "localhost" or place.host == addresses[0]
+        if len(addresses) == 1 and named and ipaddress.ip_address(addresses[0]).is_loopback:
+            family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+            return socket.create_server((addresses[0], place.port), family=family, backlog=512)
+    return None
+
+
+def _check_leads_here(place: Place, patience: Patience) -> None:
+    """RuntimeError if nobody answers at the place, where this host listens under an address not its own.
+
+    Behind a translated address (a container's, a service's) that may still be right. torch connects to its own store
+    with no way to end that, so a wrong address would leave a thread and an open port behind.
+    """
+    try:
+        socket.create_connection((place.host, place.port), min(patience.attempt(), 5.0)).close()
+    except OSError as error:
+        raise RuntimeError(f"{place.host} is no address of this host and does not lead to it ({error})") from error
+
+
+def reach_tcp(place: Place, patience: Patience) -> Store:
+    """A client of the store at the place, tried until it answers or the time is up (RendezvousError)."""
+    reason = "nothing was tried"
+    for _ in patience.tries():
+        # torch's client logs each failed attempt, and waits without limit for a server that never speaks.
+        try:
+            with socket.create_connection((place.host, place.port), min(patience.attempt(), 5.0)) as probe:
+                address = str(probe.getpeername()[0])
+            limit = timedelta(seconds=max(1.0, patience.attempt()))
+            return bounded(partial(TCPStore, address, place.port, None, False, limit, False), patience.attempt())
+        except TimeoutError:
+            reason = "no answer"
+        except (OSError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+    raise RendezvousError(f"cannot reach the store at {place} within {patience.seconds:g} s: {reason}")
+
+
+def bounded(make: Callable[[], T], seconds: float) -> T:
+    """Run `make` in a thread and return what it returns; TimeoutError after so many seconds.
+
+    The thread is a daemon and may be left behind, waiting inside torch for a server that never answers.
+    """
+    results: list[T | BaseException] = []
+    thread = threading.Thread(target=_append_outcome, args=(results, make), daemon=True, name="aiorpc-store")
+    thread.start()
+    thread.join(seconds)
+    if not results:
+        raise TimeoutError
+    result = results.pop()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _append_outcome(results: list[T | BaseException], make: Callable[[], T]) -> None:
+    try:
+        results.append(make())
+    except BaseException as error:
+        results.append(error)
+    finally:
+        del results  # the error has this frame: a store in a circle would live until there is garbage collection
+
+
+def listens(place: Place) -> bool:
+    """True if something accepts connections at the place just now."""
+    with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), 1.0):
+        return True
+    return False
+
+
+def is_local(place: Place) -> bool:
+    """True if the place's address belongs to this host."""
+    for address in _addresses(place):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def is_loopback(place: Place) -> bool:
+    """True if the place is so called that it can be reached from this host alone."""
+    # Not by what a name stands for: to its own host that of a host may stand for 127.0.1.1.
+    try:
+        return ipaddress.ip_address(place.host).is_loopback
+    except ValueError:
+        return place.host == "localhost"
+
+
+def local_address(place: Place) -> str:
+    """Address of the interface that reaches the place; 127.0.0.1 where there is no network in between."""
+    for address in _addresses(place) if place.host else ():
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # Connecting a datagram socket sends nothing; it only asks the kernel for the route.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, place.port))
+            own = str(probe.getsockname()[0])
+            return "127.0.0.1" if ipaddress.ip_address(own).is_loopback else own
+    return "127.0.0.1"
+
+
+def _addresses(place: Place) -> list[str]:
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []
