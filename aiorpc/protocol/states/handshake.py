@@ -1,0 +1,74 @@
+"""The lives of the two sides of a handshake."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .table import Table, Transition, from_each
+
+
+class HandshakeState(Enum):
+    """See `OPENER` and `ACCEPTOR`."""
+
+    START = "start"
+    SENT = "sent"
+    PROVED = "proved"
+    CHALLENGED = "challenged"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class HandshakeEvent(Enum):
+    """What the state of a handshake depends on."""
+
+    BEGUN = "`start` is called"
+    HELLO = "HELLO came, and is right"
+    PROOF = "PROOF came, and is right"
+    WELCOME = "WELCOME came"
+    REFUSED = "REFUSED came, or a frame that is wrong or out of turn"
+
+
+_S, _E = HandshakeState, HandshakeEvent
+_AFTER = (
+    "READY is the end: the proof is not asked for twice. A frame of a handshake that comes in READY or FAILED is an "
+    "error of whoever sent it, and changes no state. The end of the connection is no event: its handshake goes with it."
+)
+_REFUSED = "The connection is closed."
+
+OPENER: Table[HandshakeState, HandshakeEvent] = Table(
+    "handshake of the opener",
+    about=_AFTER,
+    initial=_S.START,
+    meanings={
+        _S.START: "Nothing was said.",
+        _S.SENT: "Our HELLO is out; theirs has to prove that they know the secret.",
+        _S.PROVED: "They have proved themselves, and our PROOF is out. No call is sent yet.",
+        _S.READY: "The other side is known, and knows us.",
+        _S.FAILED: "The other side is nobody to talk to.",
+    },
+    transitions=(
+        Transition(_S.START, _E.BEGUN, _S.SENT, "HELLO goes out."),
+        Transition(_S.SENT, _E.HELLO, _S.PROVED, "Its proof is right, so PROOF goes out."),
+        Transition(_S.PROVED, _E.WELCOME, _S.READY, "The limits of the options hold from now on."),
+        *from_each((_S.START, _S.SENT, _S.PROVED), _E.REFUSED, _S.FAILED, _REFUSED),
+    ),
+    final=(_S.READY, _S.FAILED),
+)
+
+ACCEPTOR: Table[HandshakeState, HandshakeEvent] = Table(
+    "handshake of the acceptor",
+    about=_AFTER,
+    initial=_S.START,
+    meanings={
+        _S.START: "Nothing was said.",
+        _S.CHALLENGED: "Our HELLO with our proof is out; theirs is missing.",
+        _S.READY: "The other side is known, and knows us.",
+        _S.FAILED: "The other side is nobody to talk to.",
+    },
+    transitions=(
+        Transition(_S.START, _E.HELLO, _S.CHALLENGED, "HELLO goes out, with our proof."),
+        Transition(_S.CHALLENGED, _E.PROOF, _S.READY, "WELCOME goes out. The limits of the options hold from now on."),
+        *from_each((_S.START, _S.CHALLENGED), _E.REFUSED, _S.FAILED, "REFUSED goes out. " + _REFUSED),
+    ),
+    final=(_S.READY, _S.FAILED),
+)

@@ -1,0 +1,91 @@
+"""The life of a worker."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .table import LOOP, Table, Transition, from_each
+
+
+class WorkerState(Enum):
+    """See `WORKER`."""
+
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class WorkerEvent(Enum):
+    """What a worker's state depends on."""
+
+    START = "`start` is called"
+    JOINED = "the group is complete"
+    NOT_JOINED = "joining failed or was cancelled"
+    SHUTDOWN = "`shutdown` is called"
+    LEFT = "the group is done, or is not waited for"
+    DROPPED = "a test ends it without leaving"
+    ENDED = "all parts have ended"
+    FORKED = "the process was forked, in the child"
+    EXITED = "the interpreter exits"
+
+
+_S, _E = WorkerState, WorkerEvent
+_ALIVE = (_S.STARTING, _S.RUNNING, _S.LEAVING, _S.CLOSING)
+
+WORKER: Table[WorkerState, WorkerEvent] = Table(
+    "worker",
+    about=(
+        "`shutdown` before `start` has nothing to do, and changes nothing. A worker that is CLOSED is never started "
+        "again. Closing takes time: from CLOSING on every verb raises WorkerClosed, and whoever waits for `shutdown` "
+        "waits until CLOSED."
+    ),
+    initial=_S.NEW,
+    meanings={
+        _S.NEW: "Nothing is possible yet; the process has nothing of it but memory.",
+        _S.STARTING: "It meets the others and listens. They may connect; nobody is answered.",
+        _S.RUNNING: "Calls go in both directions.",
+        _S.LEAVING: "As RUNNING, until the group is done.",
+        _S.CLOSING: "Verbs raise WorkerClosed. Pending calls fail, queued frames are written, threads and tasks end.",
+        _S.CLOSED: "Verbs raise WorkerClosed. No thread, task or socket of it is left.",
+    },
+    transitions=(
+        Transition(_S.NEW, _E.START, _S.STARTING, "The rendezvous begins.", LOOP),
+        Transition(_S.STARTING, _E.JOINED, _S.RUNNING, "It can be the current worker of its process.", LOOP),
+        Transition(_S.STARTING, _E.NOT_JOINED, _S.CLOSING, "`start` raises the reason once it is CLOSED.", LOOP),
+        Transition(_S.STARTING, _E.SHUTDOWN, _S.CLOSING, "Joining is given up; `start` raises WorkerClosed.", LOOP),
+        Transition(
+            _S.RUNNING,
+            _E.SHUTDOWN,
+            _S.LEAVING,
+            "Graceful: it serves while others still work. Else LEAVING is left at once.",
+            LOOP,
+        ),
+        Transition(
+            _S.LEAVING,
+            _E.LEFT,
+            _S.CLOSING,
+            "Also when the time is up, a member was lost, or whoever waited for `shutdown` was cancelled.",
+            LOOP,
+        ),
+        *from_each((_S.RUNNING, _S.LEAVING), _E.DROPPED, _S.CLOSING, "The others see a death.", LOOP),
+        Transition(_S.CLOSING, _E.ENDED, _S.CLOSED, "Whoever waits for `shutdown` gets the report.", LOOP),
+        *from_each(
+            _ALIVE,
+            _E.FORKED,
+            _S.CLOSED,
+            "The child lets go of the parent's descriptors, without a lock and without a word to anybody.",
+            "the only thread of the child",
+        ),
+        *from_each(
+            _ALIVE,
+            _E.EXITED,
+            _S.CLOSED,
+            "It says goodbye where that takes no waiting, and removes its socket's file.",
+            "the main thread",
+        ),
+    ),
+    final=(_S.CLOSED,),
+)
