@@ -22,8 +22,8 @@ class TransferState(Enum):
 class TransferEvent(Enum):
     """What the state of a transfer depends on."""
 
-    CHUNK = "a chunk came"
-    LAST_CHUNK = "the last chunk came"
+    CHUNK = "a chunk begins to come"
+    LAST_CHUNK = "the last chunk is in place"
     MESSAGE = "its message came"
     GIVEN_UP_POSTED = "given up, its message was sent"
     GIVEN_UP_UNPOSTED = "given up, its message will not be sent"
@@ -41,7 +41,7 @@ TRANSFER: Table[TransferState, TransferEvent] = Table(
     initial=_S.UNKNOWN,
     meanings={
         _S.UNKNOWN: "Nothing of it has come.",
-        _S.ARRIVING: "Chunks have come, and its message has not.",
+        _S.ARRIVING: "Chunks come; its message has not come.",
         _S.NAMED: "Its message has come, and waits for chunks.",
         _S.WHOLE: "All chunks are in place; its message has not come.",
         _S.GONE: "Its sender has given it up; its message has not come.",
@@ -50,7 +50,6 @@ TRANSFER: Table[TransferState, TransferEvent] = Table(
     },
     transitions=(
         Transition(_S.UNKNOWN, _E.CHUNK, _S.ARRIVING, "Memory for all of it is taken, or the reason why not is kept."),
-        Transition(_S.UNKNOWN, _E.LAST_CHUNK, _S.WHOLE, "It has one chunk only."),
         Transition(_S.UNKNOWN, _E.MESSAGE, _S.NAMED, "Memory for all of it is taken, or the reason why not is kept."),
         Transition(_S.UNKNOWN, _E.GIVEN_UP_POSTED, _S.GONE),
         Transition(_S.ARRIVING, _E.CHUNK, _S.ARRIVING),
