@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from . import gpu, picture, report, suite
+from . import counting, gpu, picture, report, suite
 from .stage import Plan
 from .stats import Outcome
 
@@ -24,7 +24,14 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--out", type=Path, default=DEFAULT_OUT, help="files to write, without .json, .png and -sizes.png"
     )
-    options.add_argument("--list", action="store_true", help="list the measurements")
+    options.add_argument(
+        "--list",
+        nargs="?",
+        const="",
+        metavar="OPERATION",
+        help="list the measurements; with --only functions, the Python functions of an operation: "
+        + ", ".join(each.name for each in counting.OPERATIONS),
+    )
     options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     options.add_argument("--halting", action="store_true", help="let idle cores halt also while callers await")
     options.add_argument("--null", action="store_true", help="torch against itself, to see the noise")
@@ -39,9 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
-    if options.list:
+    if options.list == "":
         print("\n".join(f"{each.name:16} {each.summary}" for each in suite.MEASUREMENTS))
         return 0
+    if options.list:
+        return _list_functions(options)
     if options.gpu:
         return _gpu(options, given)
     try:
@@ -53,6 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _write(outcome, options.out)
     missed = options.check and any(row.passed is False for row in outcome.rows)
     return 1 if outcome.failures or missed else 0
+
+
+def _list_functions(options: argparse.Namespace) -> int:
+    if options.only != "functions":
+        parser().error("--list takes an operation with --only functions alone")
+    try:
+        operation = counting.choose(options.list)
+    except ValueError as error:
+        parser().error(str(error))
+    print(counting.listing(operation, _plan(options)))
+    return 0
 
 
 def _gpu(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -24,7 +24,7 @@ JOIN_SECONDS = 20.0
 START_SECONDS = 60.0
 COMMAND_SECONDS = 60.0
 _PRELOAD = ["torch", "torch.distributed.rpc", "uvloop", "aiorpc", "bench.rank"]
-_PRELOAD += ["bench.clients", "bench.bulk_clients", "bench.awaited"]
+_PRELOAD += ["bench.clients", "bench.bulk_clients", "bench.awaited", "bench.count_clients"]
 _PRELOAD += ["gymnasium.envs.classic_control", "aiorpc.examples._rl"]  # what the batch_rl example needs
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -55,11 +55,18 @@ def free_address() -> str:
 class Cohort:
     """All workers of one world of one side. Every wait has a bound; a worker that dies is named in the error.
 
-    side: whose. start_up: seconds from the first fork until the last worker had joined.
+    side: whose. start_up: seconds from the first fork until the last worker had joined. counted: the workers count the
+    Python functions that they run (see `counter`).
     """
 
     def __init__(
-        self, side: SideName, names: Sequence[str], style: Style = "blocking", options: dict[str, Any] | None = None
+        self,
+        side: SideName,
+        names: Sequence[str],
+        style: Style = "blocking",
+        options: dict[str, Any] | None = None,
+        *,
+        counted: bool = False,
     ) -> None:
         self.label = f"{side} ({style})"
         self.names = list(names)
@@ -68,7 +75,8 @@ class Cohort:
         self.start_up = 0.0
         address = free_address()
         self._specs = [
-            RankSpec(side, style, name, rank, len(names), address, options or {}) for rank, name in enumerate(names)
+            RankSpec(side, style, name, rank, len(names), address, options or {}, counted)
+            for rank, name in enumerate(names)
         ]
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []

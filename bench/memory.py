@@ -86,17 +86,18 @@ def _pending(stage: Stage, side: SideName, handler: str, calls: int) -> Figures:
     return {end: figures[end] / calls for end in ("caller", "callee")}
 
 
-def pend(rpc: RpcModule, handler: str, calls: int) -> Figures:
+def pend(rpc: RpcModule, handler: str, calls: int, gauge: Callable[[], int] = functions.resident_bytes) -> Figures:
     """Runs in the client: have so many calls pending at the server, and see both processes grow. All are then ended.
 
-    handler: ``module:function``, by name because torch's side must not import aiorpc's decorated functions.
+    handler: ``module:function``, by name because torch's side must not import aiorpc's decorated functions. gauge: says
+    how large the process is that runs it.
     """
     module, _, name = handler.partition(":")
     hold = getattr(importlib.import_module(module), name)
-    before = (functions.resident_bytes(), rpc.rpc_sync("server", functions.resident_bytes))
+    before = (gauge(), rpc.rpc_sync("server", gauge))
     futures = [rpc.rpc_async("server", hold) for _ in range(calls)]
     _await_held(rpc, calls)
-    after = (functions.resident_bytes(), rpc.rpc_sync("server", functions.resident_bytes))
+    after = (gauge(), rpc.rpc_sync("server", gauge))
     _release(rpc, name, futures)
     left = rpc.rpc_sync("server", functions.held_count)
     return {"caller": float(after[0] - before[0]), "callee": float(after[1] - before[1]), "pending": float(left)}

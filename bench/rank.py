@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from .counter import counter
 from .sides import RpcModule, SideName, Style, module
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Who a worker process is. options: what differs from the side's defaults."""
+    """Who a worker process is. options: what differs from the side's defaults. counted: count Python functions."""
 
     side: SideName
     style: Style
@@ -31,6 +32,7 @@ class RankSpec:
     world_size: int
     init_method: str
     options: dict[str, Any] = field(default_factory=dict)
+    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ def start(spec: RankSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends its children
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks a worker that hangs where it is
     torch.set_num_threads(1)
+    if spec.counted:
+        counter().install()  # before there are other threads
     try:
         if spec.style == "blocking":
             _blocking(spec, pipe)

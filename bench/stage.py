@@ -27,7 +27,8 @@ class Plan:
     pending_calls: how many at once. episodes, steps: of batch_rl. cohort_rounds: of what starts new workers every time.
     transfers: of large tensors, at least so many in each round, however long they take. large_rounds: of the largest.
     tcp_rounds: of TCP alone. first_rounds: of first transfers. beside: seconds of calls beside a computation.
-    idle: seconds of doing nothing. iterations: training steps while memory is watched.
+    idle: seconds of doing nothing. iterations: training steps while memory is watched. operations: in a batch whose
+    functions are counted.
     """
 
     rounds: int = 5
@@ -44,13 +45,14 @@ class Plan:
     beside: float = 1.0  # a call may take 30 ms there: a shorter box would hold too few
     idle: float = 1.0
     iterations: int = 1_000
+    operations: int = 200
 
     @classmethod
     def quick(cls) -> Plan:
         """A look in under 100 seconds."""
         few = cls(rounds=3, cohort_rounds=1, large_rounds=2, tcp_rounds=1, first_rounds=3, transfers=3)
         small = replace(few, sizes=(2, 8), pending_calls=2_000, episodes=2, steps=200)
-        return replace(small, seconds=0.2, beside=0.3, idle=0.4, iterations=300)
+        return replace(small, seconds=0.2, beside=0.3, idle=0.4, iterations=300, operations=50)
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,17 @@ class Stage:
         return self.activate(self._pairs[key])
 
     def start(
-        self, side: SideName, names: Sequence[str], style: Style = "blocking", options: dict[str, Any] | None = None
+        self,
+        side: SideName,
+        names: Sequence[str],
+        style: Style = "blocking",
+        options: dict[str, Any] | None = None,
+        *,
+        counted: bool = False,
     ) -> Cohort:
         """Start a cohort, which the caller closes, while all others are paused. In an A/A run torch plays aiorpc."""
         self.pause()
-        cohort = Cohort(self.side(side), names, style, options)
+        cohort = Cohort(self.side(side), names, style, options, counted=counted)
         self._keep_awake(cohort)
         self._active = cohort.start()
         return cohort

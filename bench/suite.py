@@ -7,18 +7,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import bulk, dropin, gradients, hardware, idle, latency, memory, scaling, throughput, training
+from . import bulk, counting, dropin, gradients, hardware, idle, latency, memory, scaling, throughput, training
 from .stage import Plan, Stage, progress
 from .stats import Failure, Outcome, Row
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A name for ``--only``, what it is in one line, and what takes it."""
+    """A name for ``--only``, what it is in one line, and what takes it. compared: taken also when nothing is named."""
 
     name: str
     summary: str
     take: Callable[[Stage], list[Row]]
+    compared: bool = True
 
 
 MEASUREMENTS: tuple[Measurement, ...] = (
@@ -45,15 +46,24 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("workers", "cost per call and start-up as workers grow", scaling.workers),
     Measurement("idle", "processor time of idle workers", idle.idle),
     Measurement("memory", "resident bytes per connection and per pending call", memory.memory),
+    Measurement(
+        "functions",
+        "Python functions of one operation, both ends (with --only alone)",
+        counting.counted,
+        compared=False,
+    ),
 )
 
 
 def choose(names: Sequence[str] | None) -> list[Measurement]:
-    """The measurements of these names in the suite's order, all without names; ValueError names unknown ones."""
+    """The measurements of these names in the suite's order; ValueError names unknown ones.
+
+    Without names, all that compare the sides.
+    """
     known = {each.name for each in MEASUREMENTS}
     if unknown := set(names or ()) - known:
         raise ValueError(f"no measurement {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
-    return [each for each in MEASUREMENTS if names is None or each.name in names]
+    return [each for each in MEASUREMENTS if (each.compared if names is None else each.name in names)]
 
 
 def run(
