@@ -6,8 +6,8 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0 --picture build/demo.png
 TEST_ARGS ?=
-# Test files run side by side in so many processes.
-TEST_JOBS ?= 3
+# Tests run side by side in so many processes, each of which collects all of them and imports torch.
+TEST_JOBS ?= 2
 ARGS ?=
 BENCH_ARGS ?=
 
@@ -23,11 +23,11 @@ help: ## list the targets
 demo: $(VENV)/.installed-examples ## train CartPole with an agent and several observers (DEMO_ARGS)
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
 
-test: $(VENV)/.installed-test ## run the tests (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long" $(TEST_ARGS)
+test: $(VENV)/.installed-test ## run the quick tests: all there is, once (TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist worksteal -m "not long" $(TEST_ARGS)
 
-testlong: $(VENV)/.installed-test ## run the tests that take minutes (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist worksteal -m long $(TEST_ARGS)
+testlong: $(VENV)/.installed-test ## run the rest: the other loop, mutants, storms, more random cases (TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist worksteal -m "long or random" $(TEST_ARGS)
 
 conformance: $(VENV)/.installed-test ## run PyTorch's own RPC tests on aiorpc (ARGS; see tests/conformance/README.md)
 	$(BIN)/python -m tests.conformance $(ARGS)
@@ -43,7 +43,7 @@ format: $(VENV)/.installed-dev ## repair what can be repaired by itself
 types: $(VENV)/.installed-dev ## check types, strictly
 	$(BIN)/mypy
 
-check: lint types test ## lint, types, test
+check: lint types test ## lint, types, quick tests
 
 bench: $(VENV)/.installed-test ## measure against torch.distributed.rpc (BENCH_ARGS)
 	$(BIN)/python -m bench $(BENCH_ARGS)

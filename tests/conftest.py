@@ -1,4 +1,4 @@
-"""What every test gets: both event loops, a time limit, a temporary directory, and a look at what it left behind."""
+"""What every test gets: event loops, a tier, a time limit, a temporary directory, and a look at what it left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pytest_asyncio import is_async_test
 
-from tests import leaks
+from tests import leaks, tiers
 from tests.limits import limit_of, time_limit
 
 if TYPE_CHECKING:
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 CALL_FAILED = pytest.StashKey[bool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tiers.choose_profile(config.option.markexpr)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before anything is left out by its marks."""
+    tiers.assign(items, loop_factories())
 
 
 def loop_factories() -> dict[str, LoopFactory]:
@@ -36,7 +46,7 @@ def loop_factories() -> dict[str, LoopFactory]:
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, LoopFactory]:
-    """Async tests run once on each loop; slow ones only on the preferred one."""
+    """Async tests run once on each loop, one of them in each tier; slow ones only on the preferred one."""
     factories = loop_factories()
     return dict([factories.popitem()]) if item.get_closest_marker("slow") else factories
 
