@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before anything is left out by its marks."""
-    tiers.assign(items, loop_factories())
+    tiers.assign(items)
 
 
 def loop_factories() -> dict[str, LoopFactory]:
@@ -46,7 +46,7 @@ def loop_factories() -> dict[str, LoopFactory]:
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, LoopFactory]:
-    """Async tests run once on each loop, one of them in each tier; slow ones only on the preferred one."""
+    """Async tests run once on each loop, on one of them in the quick tier; slow ones only on the preferred one."""
     factories = loop_factories()
     return dict([factories.popitem()]) if item.get_closest_marker("slow") else factories
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 from tests import tiers
@@ -15,11 +16,20 @@ TESTS = """
 import pytest
 from hypothesis import given, strategies
 
-from tests.tiers import examples
+
+@pytest.fixture(params=["a", "b"])
+def way(request):
+    pass
 
 
 @pytest.mark.parametrize("n", range(20))
 async def test_on_loops(n):
+    pass
+
+
+@pytest.mark.parametrize(("x", "y"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("z", range(3))
+async def test_combined(way, x, y, z):
     pass
 
 
@@ -36,31 +46,44 @@ async def test_long():
     pass
 
 
+@pytest.mark.parametrize("some", [pytest.param(1, marks=pytest.mark.long), 2, 3])
+def test_partly(some):
+    pass
+
+
 @given(strategies.none())
 def test_random(value):
     pass
 """
 
 
-def test_ids_without_a_loop_are_left_alone() -> None:
-    """Also where a loop's name is a part of a word, or of a file's name."""
-    ids = ["a-asyncio-b.py::test_uvloop[some]", "a.py::test[no_asyncio]", "a.py::test[asyncio2]", "a.py::test"]
-    assert tiers.on_other_loops(ids, LOOPS) == set()
+def cases(*sizes: int, **more: int) -> dict[str, tiers.Case]:
+    """All combinations of so many values of parameters; those with names have these names."""
+    names = [*map(str, range(len(sizes))), *more]
+    chosen = product(*map(range, (*sizes, *more.values())))
+    return {f"test[{'-'.join(map(str, values))}]": dict(zip(names, values, strict=True)) for values in chosen}
 
 
-def test_one_of_each_pair_is_long() -> None:
-    """The other one is quick; which one, its id alone says."""
-    common = [f"a.py::test{n}[%s-{n}]" for n in range(100)]
-    ids = [each % loop for each in common for loop in LOOPS]
-    long = tiers.on_other_loops(ids, LOOPS)
-    assert all(sum(each % loop in long for loop in LOOPS) == 1 for each in common)
-    assert 30 < sum("asyncio" in each for each in long) < 70
-    assert tiers.on_other_loops(ids[40:60], LOOPS) == long & set(ids[40:60])
+def test_each_value_is_quick_once() -> None:
+    """With whatever value of the others: a case for each value of the parameter that has the most."""
+    all_ = cases(3, 7, 2)
+    quick = tiers.quick_ones(all_)
+    assert len(quick) == 7
+    assert {pair for each in quick for pair in all_[each].items()} == {
+        pair for case in all_.values() for pair in case.items()
+    }
 
 
-def test_what_is_there_on_one_loop_alone_is_quick() -> None:
-    """As when one asks for it by its id."""
-    assert tiers.on_other_loops(["a.py::test[asyncio]"], LOOPS) == set()
+def test_one_loop_will_do() -> None:
+    """Of a hundred tests about half on each; the same one whatever else there is."""
+    all_ = cases(100, loop_factory=2)
+    quick = tiers.quick_ones(all_)
+    assert sorted(all_[each]["0"] for each in quick) == list(range(100))
+    assert 30 < sum(all_[each]["loop_factory"] == 0 for each in quick) < 70
+    some = {each: case for each, case in all_.items() if case["0"] in range(10, 20)}  # type: ignore[operator]
+    assert tiers.quick_ones(some) == quick & some.keys()
+    assert len(tiers.quick_ones(cases(loop_factory=2))) == 1
+    assert len(tiers.quick_ones(cases(seed=6, loop_factory=2))) == 1
 
 
 def test_the_tiers_have_each_test_once(tmp_path: Path) -> None:
@@ -69,8 +92,8 @@ def test_the_tiers_have_each_test_once(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     quick, long = (_collect(tmp_path, marks) for marks in ("not long", "long or random"))
     assert set(quick) & set(long) == {"test_it.py::test_random"}
-    assert len(quick) == 20 + 1 + 1 + 1
-    assert len(long) == 20 + 1 + 2 + 1
+    assert _counts(quick) == {"combined": 4, "on_loops": 20, "partly": 2, "plain": 1, "random": 1, "runs_loops": 1}
+    assert _counts(long) == {"combined": 44, "long": 2, "on_loops": 20, "partly": 1, "random": 1, "runs_loops": 1}
     assert {loop for loop in LOOPS if any(f"[{loop}-" in each for each in quick)} == set(LOOPS)
 
 
@@ -84,11 +107,17 @@ def _collect(folder: Path, marks: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+def _counts(ids: list[str]) -> dict[str, int]:
+    """How many cases of each test, by its name."""
+    names = [each.partition("::test_")[2].partition("[")[0] for each in ids]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
 def test_few_random_cases_in_the_quick_tier() -> None:
     """A fifth, but some; in the long one as many as are asked for."""
-    counts = "from tests import tiers; tiers.choose_profile({!r}); print(*map(tiers.examples, (60, 10, 2)))"
+    code = "from tests import tiers; tiers.choose_profile({!r}); print(*map(tiers.examples, (60, 10, 2)))"
     said = [
-        subprocess.run([sys.executable, "-c", counts.format(marks)], cwd=ROOT, capture_output=True, text=True).stdout
+        subprocess.run([sys.executable, "-c", code.format(marks)], cwd=ROOT, capture_output=True, text=True).stdout
         for marks in ("not long", "long or random")
     ]
     assert said == ["12 4 2\n", "60 10 2\n"]

@@ -1,15 +1,16 @@
 """Which tests are quick, and which long: `make test` runs the quick ones (``-m "not long"``), `make testlong` the rest.
 
-Long is what is marked so, and of a test that runs on each kind of loop all but one: which, a hash of its id says, so
-that both kinds are met, and a test stays where it is whatever is written beside it. What tries random cases is in both
-tiers, with few cases in the quick one, and always the same.
+Long is what is marked so; and of a test with many cases all but so few that each value of each of its parameters is
+tried once, whatever it is combined with. Loops and seeds count for nothing there: each of these cases has one of them.
+Which ones they are, hashes of their ids say: they are the same each time, whatever is written beside the test. What
+tries random cases is in both tiers, with few cases in the quick one, and always the same.
 """
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -18,6 +19,11 @@ QUICK = "quick"
 EXAMPLES = 15  # where a test does not say how many
 SHARE = 5
 LEAST = 4
+#: Parameters of which one value will do: pytest-asyncio's loop, that of our own fixture, and seeds.
+ONE_OF = ("_asyncio_loop_factory", "loop_factory", "seed")
+
+#: By what a test is parametrized with, one name or several at once: which of its values a case has.
+Case = Mapping[str, Hashable]
 
 
 def choose_profile(marks: str) -> None:
@@ -32,27 +38,41 @@ def examples(count: int) -> int:
     return count if settings.get_current_profile_name() != QUICK else max(count // SHARE, min(count, LEAST))
 
 
-def assign(items: Sequence[pytest.Item], loops: Collection[str]) -> None:
+def assign(items: Sequence[pytest.Item]) -> None:
     """Mark what is in the long tier, and what is in both."""
+    tests: dict[str, dict[str, Case]] = {}
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("random")
-    long = on_other_loops((item.nodeid for item in items), loops)
+        if hasattr(item, "callspec") and not item.get_closest_marker("long"):
+            tests.setdefault(item.nodeid.partition("[")[0], {})[item.nodeid] = _case(item)
+    long = {each for cases in tests.values() for each in cases.keys() - quick_ones(cases)}
     for item in items:
         if item.nodeid in long:
             item.add_marker("long")
 
 
-def on_other_loops(ids: Iterable[str], loops: Collection[str]) -> set[str]:
-    """Of ids that differ only in the name of a loop, all but one."""
-    name = re.compile(rf"(?<=[\[-])(?:{'|'.join(map(re.escape, loops))})(?=[\]-])")
-    groups: dict[str, list[str]] = {}
-    for each in ids:
-        if name.search(each):
-            groups.setdefault(name.sub("", each), []).append(each)
-    long: set[str] = set()
-    for common, group in groups.items():
-        group.sort()
-        del group[zlib.crc32(common.encode()) % len(group)]
-        long.update(group)
-    return long
+def quick_ones(cases: Mapping[str, Case]) -> set[str]:
+    """Of the cases of a test, by id: so few that no value of a parameter is left out, but those that stand for all."""
+    alike: dict[frozenset[tuple[str, Hashable]], list[str]] = {}
+    for each, case in cases.items():
+        alike.setdefault(frozenset(pair for pair in case.items() if pair[0] not in ONE_OF), []).append(each)
+    order = sorted(alike, key=lambda values: (_hash(min(alike[values])), min(alike[values])))
+    left = set().union(*order)
+    chosen = []
+    while left or not chosen:
+        chosen.append(max(order, key=lambda values: len(values & left)))
+        left -= chosen[-1]
+    return {min(alike[values], key=_hash) for values in chosen}
+
+
+def _case(item: Any) -> Case:
+    values: dict[str, Hashable] = {name: id(value) for name, value in item.callspec.params.items()}
+    for mark in item.iter_markers("parametrize"):
+        names = [name.strip() for name in names.split(",")] if isinstance(names := mark.args[0], str) else names
+        values[",".join(names)] = tuple(values.pop(name) for name in names)
+    return values
+
+
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode())

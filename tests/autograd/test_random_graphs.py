@@ -20,13 +20,14 @@ from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import check, expected, gradients_of, step, vector, weight_of
 from tests.autograd.programs import WORKERS, Node, Program, compare, programs
+from tests.tiers import examples
 
 EXAMPLES = 60
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 bounded = settings(
-    max_examples=EXAMPLES,
+    max_examples=examples(EXAMPLES),
     derandomize=True,
     database=None,
     deadline=None,
@@ -78,6 +79,7 @@ def most_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(gradients, "_MOST_BEHIND", request.param)
 
 
+@pytest.mark.random
 @pytest.mark.time_limit(120)
 @pytest.mark.usefixtures("most_behind")
 def test_random_graphs(loop_factory: LoopFactory) -> None:
@@ -94,6 +96,7 @@ def test_random_graphs(loop_factory: LoopFactory) -> None:
         check_one()
 
 
+@pytest.mark.random
 @pytest.mark.time_limit(120)
 @pytest.mark.usefixtures("most_behind")
 def test_random_graphs_side_by_side(loop_factory: LoopFactory) -> None:
@@ -103,7 +106,7 @@ def test_random_graphs_side_by_side(loop_factory: LoopFactory) -> None:
         async def all_at_once(each: list[Program]) -> None:
             await asyncio.gather(*(compare(program, workers) for program in each))
 
-        @settings(bounded, max_examples=EXAMPLES // 4)
+        @settings(bounded, max_examples=examples(EXAMPLES // 4))
         @given(each=st.lists(programs(longest=6), min_size=2, max_size=4))
         def check_some(each: list[Program]) -> None:
             run(all_at_once(each))

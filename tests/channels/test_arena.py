@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
+from tests.tiers import examples
 
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 2 * MIB), st.sampled_from(SLOTS), st.integers(1, 12 * MIB))
 # Each step: allocate so many bytes, or (negative) free the block at that place of those alive.
@@ -143,7 +144,7 @@ def test_the_slot_freed_last_is_used_first() -> None:
         assert allocated(arena, 40 * KIB).offset == second.offset
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(STEPS, st.booleans())
 def test_blocks_keep_their_bytes(steps: list[int], poison: bool) -> None:
     """Each live block holds what was written to it, whatever happens to the others."""

@@ -18,9 +18,10 @@ from aiorpc.channels import Wire
 from aiorpc.errors import ProtocolError
 from tests.channels.device.ends import DEVICE_KINDS
 from tests.channels.ends import KINDS, MIB, BulkEnds, Choose, Ends, Message, SharedEnds
+from tests.tiers import examples
 
 BOUND = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )

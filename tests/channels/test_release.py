@@ -33,6 +33,7 @@ from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.protocol.frames import Buffer
 from tests.processes.zygote import Zygote, zygote
 from tests.tensors import describe_on_host
+from tests.tiers import examples
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -453,7 +454,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 100_000)), m
 
 
 @pytest.mark.time_limit(120)  # a failure is made small first
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(STEPS)
 def test_blocks_go_back_exactly_when_the_last_view_dies(steps: list[tuple[str, int]]) -> None:
     """After each step: a block with any view is intact and lent; one without is back, once; cycles wait for gc."""
@@ -562,6 +563,7 @@ class Traffic:
         self.wire.settle()
 
 
+@pytest.mark.long
 def test_thousands_of_messages_over_few_blocks() -> None:
     """Four sizes, all kinds of views, cycles: every place is used over and over, never while somebody looks at it."""
     with wired(32 * MIB) as wire:
@@ -695,7 +697,7 @@ EXITS = {
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Zygote]:
     """Programs are forked from it, and end as interpreters do."""
-    with zygote() as made:
+    with zygote(__name__) as made:
         yield made
 
 

@@ -33,6 +33,7 @@ from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
 from tests.shared_files import named_shared_files
 from tests.tensors import describe_on_host
+from tests.tiers import examples
 
 LIMIT = 64 * MIB
 WAIT = 20.0  # seconds: for what a process has to do
@@ -336,7 +337,7 @@ class Receiver:
         assert self.pair.lender.leases == self.sent - self.back
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ACTIONS)
 def test_blocks_are_released_once_and_never_early(actions: list[tuple[str, int]]) -> None:
     """Views of all kinds, threads, cycles, any order: each block comes back once, none while somebody looks at it."""

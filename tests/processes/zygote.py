@@ -23,9 +23,11 @@ ROOT = Path(__file__).parents[2]
 
 # The children leave the loop and run to the end of the file, which is where an interpreter begins to shut down.
 SERVER = """
-import json, os, sys
+import importlib, json, os, sys
 import torch, aiorpc, cloudpickle
 torch.set_num_threads(1)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 for line in sys.stdin:
     order = json.loads(line)
     if "wait" in order:
@@ -105,11 +107,11 @@ class Program:
 
 
 @contextlib.contextmanager
-def zygote() -> Iterator[Zygote]:
-    """An interpreter that has loaded torch and aiorpc, to fork programs from."""
+def zygote(*modules: str) -> Iterator[Zygote]:
+    """An interpreter that has loaded torch, aiorpc and some modules, to fork programs from."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SERVER]
+    command = [sys.executable, "-c", SERVER, *modules]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Zygote(process)

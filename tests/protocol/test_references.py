@@ -27,6 +27,7 @@ from aiorpc.protocol.reference_messages import (
     Wire,
 )
 from aiorpc.protocol.references import ReferenceTable
+from tests.tiers import examples
 
 EMPTY = Counts(owned=0, users=0, pending=0, forks=0, pins=0, placeholders=0, tombstones=0)
 
@@ -1099,12 +1100,14 @@ def run_seed(seed: int, table: type[ReferenceTable] = ReferenceTable, steps: int
     return world
 
 
+@pytest.mark.random
 def test_every_guarantee_holds_in_random_programs() -> None:
     """G1 to G16: many seeded programs with overtaken frames, unsent frames and dying workers."""
-    worlds = [run_seed(seed) for seed in range(SEEDS)]
+    count = examples(SEEDS)
+    worlds = [run_seed(seed) for seed in range(count)]
     states = [fork.state for world in worlds for fork in world.forks.values() if fork.kind == "passed"]
-    assert min(states.count("confirmed"), states.count("broken")) > SEEDS // 4  # both ends are reached
-    assert sum(len(world.freed) for world in worlds) > 2 * SEEDS
+    assert min(states.count("confirmed"), states.count("broken")) > count // 4  # both ends are reached
+    assert sum(len(world.freed) for world in worlds) > 2 * count
 
 
 numbers = st.integers(0, (1 << 16) - 1)
@@ -1171,7 +1174,11 @@ class References(RuleBasedStateMachine):
 
 TestReferences = References.TestCase
 TestReferences.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(80),
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

@@ -1136,6 +1136,7 @@ async def test_hard_shutdown_ends_what_is_under_way(way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_many_calls_from_threads_and_the_loop(both_ways: tuple[FakeCuda, list[Worker]]) -> None:
     """Two hundred at once, of all kinds and sizes, in both directions: all right, and nothing is left behind."""
     fake, workers = both_ways

@@ -31,10 +31,11 @@ from tests.channels.device.ends import (
 from tests.channels.ends import KIB, MIB, Message
 from tests.fakes.streams import Mark, Stream
 from tests.fakes.tensors import ghost
+from tests.tiers import examples
 
 SIZES = [1, 64 * KIB - 1, 64 * KIB, MIB + 1, 2 * BOX + 5]
 BOUND = settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from aiorpc.channels.device.outbox import Inbox, Outbox, cut
 from tests.channels.device.ends import UUIDS, NeighbourCuda, NeighbourInterprocess
 from tests.channels.ends import KIB, MIB
+from tests.tiers import examples
 
 SIZES = [4 * MIB, 6 * MIB, 8 * MIB, 32 * MIB, 62 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB]
 
@@ -59,7 +60,7 @@ def test_slots_lie_inside_and_apart(size: int) -> None:
     check_slots(size)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(size=st.integers(2, 512))
 def test_slots_of_boxes_of_any_size(size: int) -> None:
     """Any multiple of CUDA's granule that the options allow."""
@@ -120,7 +121,7 @@ def test_a_slot_that_is_not_lent_cannot_be_given_back(box: Outbox, slot: int) ->
     assert len(set(everything)) == len(box.slots) and box.take(1) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 1 << 32), operations=st.integers(1, 300))
 def test_no_slot_is_lent_twice(seed: int, operations: int) -> None:
     """Takes and gives in any order: one owner each, and what was given back is to be had again."""
