@@ -6,8 +6,10 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 DEMO_ARGS ?= --world-size 5 --num-episode 40 --num-steps 200 --seed 0 --picture build/demo.png
 TEST_ARGS ?=
-# Tests run side by side in so many processes, each of which collects all of them and imports torch.
+# Test files run side by side in so many processes, each of which imports torch and collects all tests: the long ones
+# wait more than they work.
 TEST_JOBS ?= 2
+LONG_JOBS ?= 3
 ARGS ?=
 BENCH_ARGS ?=
 
@@ -24,10 +26,10 @@ demo: $(VENV)/.installed-examples ## train CartPole with an agent and several ob
 	$(BIN)/python -m aiorpc.examples.batch_rl $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test ## run the quick tests: all there is, once (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist worksteal -m "not long" $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile -m "not long" $(TEST_ARGS)
 
 testlong: $(VENV)/.installed-test ## run the rest: the other loop, mutants, storms, more random cases (TEST_ARGS)
-	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist worksteal -m "long or random" $(TEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "long or random" $(TEST_ARGS)
 
 conformance: $(VENV)/.installed-test ## run PyTorch's own RPC tests on aiorpc (ARGS; see tests/conformance/README.md)
 	$(BIN)/python -m tests.conformance $(ARGS)

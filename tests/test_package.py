@@ -68,8 +68,8 @@ def watch(command: str, cwd: Path) -> str:
     ("command", "expected"),
     [
         ("threading.Thread(target=int).start()", "threading.Thread.start"),
-        ("loop = asyncio.new_event_loop()", "socket.__new__"),
-        ("loop = uvloop.new_event_loop()", "anon_inode:[eventpoll]"),
+        pytest.param("loop = asyncio.new_event_loop()", "socket.__new__", marks=pytest.mark.long),
+        pytest.param("loop = uvloop.new_event_loop()", "anon_inode:[eventpoll]", marks=pytest.mark.long),
     ],
 )
 def test_watch_sees_what_it_watches_for(command: str, expected: str, tmp_path: Path) -> None:
@@ -138,6 +138,7 @@ def test_wheel_describes_itself(installed: Path) -> None:
     assert {"examples", "test", "dev"} == set(fields.get_all("Provides-Extra", []))
 
 
+@pytest.mark.long
 def test_installed_example_runs_from_any_folder(installed: Path, tmp_path: Path) -> None:
     """What the wheel installs is found and runs outside the project."""
     where = run_python("-c", "import aiorpc; print(aiorpc.__file__)", cwd=tmp_path, path=installed)

@@ -86,7 +86,10 @@ async def run_guide(names: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("printed", "program"), PROGRAMS, ids=["await", "blocking"])
+@pytest.mark.parametrize(
+    ("printed", "program"),
+    [pytest.param(*PROGRAMS[0], id="await"), pytest.param(*PROGRAMS[1], id="blocking", marks=pytest.mark.long)],
+)
 def test_a_program_of_the_readme_runs(printed: str, program: str, tmp_path: Path) -> None:
     """Saved to a file and started as the README says, it prints what the README says."""
     (tmp_path / "hello.py").write_text(program)

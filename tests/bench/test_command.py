@@ -44,6 +44,7 @@ def test_only_keeps_the_order_of_the_suite() -> None:
     assert [each.name for each in choose(["memory", "noop_blocking"])] == ["noop_blocking", "memory"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_null_run_measures_torch_against_itself(tmp_path: Path) -> None:
     """The harness itself works from start to files without aiorpc, and says that it was not measured."""
@@ -70,12 +71,14 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_blocking_and_awaited_calls_are_compared(small_run: dict[str, list[Row]]) -> None:
     """Each of their figures has a ratio."""
     assert all(row.ratio is not None for name in ("noop_blocking", "noop_awaited") for row in small_run[name])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_large_tensors_are_compared_and_judged(small_run: dict[str, list[Row]]) -> None:
     """Both sides by their speed, aiorpc's loop by its lag; and nothing is lent in the end."""
@@ -93,6 +96,7 @@ def misbehaved() -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "expected"),

@@ -105,6 +105,7 @@ def test_rate_counts_whole_steps_after_warming_up() -> None:
     assert len(done) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_small_run_of_both_sides_gives_figures() -> None:
     """The real program on both, one short round: every loop has its rate."""

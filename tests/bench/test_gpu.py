@@ -246,6 +246,7 @@ def small_run(devices: tuple[str, str], out: Path) -> tuple[dict[str, Any], str]
     return data, done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_small_run_on_the_cpu_gives_figures_and_files(tmp_path: Path) -> None:
     """The whole way from worker processes to table, JSON and picture, with tensors on the CPU; the files say so."""

@@ -238,6 +238,7 @@ report.write_json(outcome, Path(sys.argv[1]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_small_run_of_both_sides_gives_figures(tmp_path: Path) -> None:
     """A tiny run of the real thing: both sides compared in everything, and no context left."""

@@ -113,6 +113,7 @@ def draw_sizes(outcome: Outcome, folder: Path) -> tuple[str, Path]:
     return done.stdout.strip(), drawn
 
 
+@pytest.mark.long
 def test_picture_of_sizes_is_drawn(outcome: Outcome, tmp_path: Path) -> None:
     """Time against size is a PNG of its own; a side or a direction without figures is left out."""
     rows = [
@@ -130,6 +131,7 @@ def test_picture_of_sizes_is_drawn(outcome: Outcome, tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_without_sizes_there_is_no_picture_of_them(outcome: Outcome, tmp_path: Path) -> None:
     """A run that measured no tensors writes no empty picture, and says so."""
     said, drawn = draw_sizes(outcome, tmp_path)

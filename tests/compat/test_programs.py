@@ -78,6 +78,7 @@ def run(arguments: list[str], directory: Path, python_path: str | Path = ROOT) -
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_and_the_children_it_spawns(program: Path, tmp_path: Path) -> None:
     """``python -m aiorpc.compat.torch script.py``; children of `torch.multiprocessing.spawn` get it, too."""
@@ -90,6 +91,7 @@ def test_a_module_and_its_forked_child(program: Path, tmp_path: Path) -> None:
     assert run(["-m", "aiorpc.compat.torch", "-m", "program", "fork", str(tmp_path / "store")], tmp_path) == EXPECTED
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_install_reaches_spawned_children(program: Path, tmp_path: Path) -> None:
     """A program that calls `install` itself, in its main part alone: workers of a Pool that it spawns have it, too."""
@@ -106,6 +108,7 @@ def test_install_reaches_spawned_children(program: Path, tmp_path: Path) -> None
     assert run([str(starter), str(tmp_path / "store")], tmp_path) == EXPECTED
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_children_of_another_kind(program: Path, tmp_path: Path) -> None:
     """Processes that a program starts itself, as torchrun does, get it through the environment; so do their own."""
@@ -155,6 +158,7 @@ def test_the_environments_own_customization_still_runs(tmp_path: Path) -> None:
     assert run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path) == ["customized", "False"]
 
 
+@pytest.mark.long
 def test_a_spawned_child_waits_for_torch(tmp_path: Path) -> None:
     """It finds aiorpc as its parent did, by ``sys.path`` alone, and imports neither before it imports torch."""
     (tmp_path / "script.py").write_text(
@@ -182,6 +186,7 @@ def test_what_children_find_on_their_path() -> None:
         assert environment == {"PYTHONPATH": os.pathsep.join([SITE, "first"])}
 
 
+@pytest.mark.long
 def test_a_child_without_aiorpc_on_its_path(tmp_path: Path) -> None:
     """It is found once torch comes, behind all else."""
     code = (
@@ -193,7 +198,13 @@ def test_a_child_without_aiorpc_on_its_path(tmp_path: Path) -> None:
     assert run(["-c", code], tmp_path, SITE) == [f"aiorpc.compat.torch.rpc {ROOT}"]
 
 
-@pytest.mark.parametrize("name", ["torch.distributed.nn.api.remote_module", "torch.distributed.optim.optimizer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("torch.distributed.nn.api.remote_module", marks=pytest.mark.long),
+        "torch.distributed.optim.optimizer",
+    ],
+)
 def test_modules_that_are_imported_first_of_all(name: str, tmp_path: Path) -> None:
     """``import a.b.c as d`` gives ours, though nothing has imported a.b."""
     assert run(["-c", f"import {name} as m; import {name}; print(m.__name__, {name} is m)"], tmp_path, SITE) == [
@@ -216,6 +227,7 @@ def test_a_thread_that_outlives_the_script(how: list[str], tmp_path: Path) -> No
     assert run(arguments, tmp_path / "elsewhere") == [f"True {not how}"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_forked_child_may_initialize_rpc(tmp_path: Path) -> None:
     """Its parent's worker is not its own."""
@@ -238,7 +250,7 @@ def test_a_forked_child_may_initialize_rpc(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_shutdown_that_is_over_before_all_have_come(late: int, tmp_path: Path) -> None:
     """RuntimeError at those that did not want to wait longer, in that time; those that come late leave like others."""
     (tmp_path / "script.py").write_text(
@@ -264,6 +276,7 @@ def test_a_shutdown_that_is_over_before_all_have_come(late: int, tmp_path: Path)
     assert lines == ["RpcTimeout True", "late"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_group_without_a_size(tmp_path: Path) -> None:
     """``init_rpc(name, rank=rank)`` alone, with a place in the environment: workers find each other, as with torch."""
@@ -292,6 +305,7 @@ def test_a_group_without_a_size(tmp_path: Path) -> None:
     assert sorted(run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path)) == ["0 1", "1 2"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_replicas_that_add_up_gradients_stay_alike(tmp_path: Path) -> None:
     """Passes within DDP's ``no_sync()`` and one without, in one context: all ranks get the average of their sums."""
@@ -317,6 +331,7 @@ def test_replicas_that_add_up_gradients_stay_alike(tmp_path: Path) -> None:
     assert run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path) == ["[[2.0, 2.0], [2.0]]"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_parameters_that_only_other_replicas_use(tmp_path: Path) -> None:
     """With ``find_unused_parameters`` contexts get what ``.grad`` gets without them, and ``.grad`` stays as it was."""
@@ -353,6 +368,7 @@ def test_parameters_that_only_other_replicas_use(tmp_path: Path) -> None:
     assert lines == ["[tensor([4.5000]), tensor([1.5000])] [10.0, 10.0]"] * 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_releasing_a_context_tells_the_others(tmp_path: Path) -> None:
     """A context of ``_new_context`` ends on all workers that took part."""

@@ -46,6 +46,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["first", "last", "between"])
 def test_a_trainer_that_fails_holds_nobody_up(order: str, tmp_path: Path) -> None:

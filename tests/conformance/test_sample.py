@@ -23,6 +23,7 @@ LIMIT = 540
 PATIENCE = 5  # seconds, for ending them
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.time_limit(LIMIT + 10),  # the first of them waits for all
     pytest.mark.skipif(
         not KNOWN.here(torch.__version__),

@@ -33,6 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return dict(zip(VARIANTS, found, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["batched", "unbatched"])
 def test_the_loss_falls(results: dict[str, dict[str, Any]], name: str) -> None:
     """Two trainers teach one model: the last steps are better than the first ones."""
@@ -42,6 +43,7 @@ def test_the_loss_falls(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["samples_per_s"] > 0
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_losses_again(results: dict[str, dict[str, Any]]) -> None:
     """Batched: gradients are averaged in the trainers' order, whatever order they came in."""
     assert results["batched again"]["losses"] == pytest.approx(results["batched"]["losses"][:2], rel=1e-6)

@@ -48,6 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return dict(zip(VARIANTS, found, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_plays_all_its_steps(results: dict[str, dict[str, Any]], name: str) -> None:
     """Two observers, three episodes of forty steps; the result says so, with a reward for each episode."""
@@ -58,17 +59,20 @@ def test_every_variant_plays_all_its_steps(results: dict[str, dict[str, Any]], n
     assert result["steps_per_s"] > 0 and result["median_steps_per_s"] > 0
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_rewards_again(results: dict[str, dict[str, Any]]) -> None:
     """Batched: whatever the order of the calls, and whichever way the program is written."""
     assert results["batched"]["rewards"] == results["batched again"]["rewards"]
     assert results["batched"]["rewards"] == results["async batched"]["rewards"]
 
 
+@pytest.mark.long
 def test_torch_rpc_gives_the_same_rewards(results: dict[str, dict[str, Any]]) -> None:
     """The same program on torch.distributed.rpc: what is compared is the same work."""
     assert results["batched"]["rewards"] == results["torch batched"]["rewards"]
 
 
+@pytest.mark.long
 def test_the_program_shows_progress_and_speed(tmp_path: Path) -> None:
     """What is started, a line for each episode, one for the whole run, a picture, and nothing on stderr."""
     command = ["-m", MODULE, "--world-size", "3", *SMALL, "--picture", "new/rl.png"]
@@ -82,6 +86,7 @@ def test_the_program_shows_progress_and_speed(tmp_path: Path) -> None:
     assert is_png(tmp_path / "new" / "rl.png")
 
 
+@pytest.mark.long
 def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     """torchrun starts the workers, its environment says which; only rank 0 speaks."""
     outcome = run_program(torchrun(2, "-m", MODULE, *SMALL), tmp_path, timeout=LIMIT)
@@ -102,6 +107,7 @@ def test_a_killed_observer_ends_the_run_and_is_named(tmp_path: Path) -> None:
         assert f"error: observer2 (rank 2, pid {worker}): was killed by SIGKILL" in outcome.err
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_workers(tmp_path: Path) -> None:
     """One line, exit code 130, no traceback, and no process left; as from a terminal the signal reaches all of them."""
     with started(ENDLESS, tmp_path) as program:
@@ -112,6 +118,7 @@ def test_ctrl_c_ends_all_workers(tmp_path: Path) -> None:
         assert outcome.err.splitlines()[-1] == "interrupted" and "Traceback" not in outcome.err
 
 
+@pytest.mark.long
 def test_workers_end_with_a_killed_program(tmp_path: Path) -> None:
     """Even SIGKILL of the program leaves no worker and no file behind."""
     with started(ENDLESS, tmp_path) as program:

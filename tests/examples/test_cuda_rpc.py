@@ -43,6 +43,7 @@ def a_result(**seconds: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_without_a_gpu_the_cpu_part_runs_and_says_so(tmp_path: Path) -> None:
     """What is run, that there is no device, the seconds, a picture, and nothing on stderr."""
     outcome = run_program(["-m", MODULE, *SMALL, "--picture", "new/c.png"], tmp_path, timeout=LIMIT, env=NO_GPU)
@@ -51,6 +52,7 @@ def test_without_a_gpu_the_cpu_part_runs_and_says_so(tmp_path: Path) -> None:
     assert is_png(tmp_path / "new" / "c.png")
 
 
+@pytest.mark.long
 def test_it_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     """torchrun starts the two workers; only rank 0 speaks."""
     outcome = run_program(torchrun(2, "-m", MODULE, *SMALL), tmp_path, timeout=LIMIT, env=NO_GPU)

@@ -69,6 +69,7 @@ def losses_in_one_process(settings: Settings) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_accuracy_rises(results: dict[str, dict[str, Any]], name: str) -> None:
     """From guessing to knowing most digits, on pictures that no trainer has seen; and the loss falls."""
@@ -80,12 +81,14 @@ def test_accuracy_rises(results: dict[str, dict[str, Any]], name: str) -> None:
     assert result["trainers"] == {"one": 1, "two": 2}[name]
 
 
+@pytest.mark.long
 def test_a_single_trainer_learns_as_in_one_process(results: dict[str, dict[str, Any]]) -> None:
     """Gradients and steps across two workers are what torch computes without them."""
     settings = Settings(**{**SMALL, **VARIANTS["one"], "num_steps": 40})
     assert results["one"]["losses"][:40] == pytest.approx(losses_in_one_process(settings), rel=1e-3)
 
 
+@pytest.mark.long
 def test_accuracy_is_looked_at_as_often_as_asked(results: dict[str, dict[str, Any]]) -> None:
     """Before the first step, then after every four of six, and once more at the end."""
     assert len(results["few"]["accuracies"]) == 2
@@ -93,6 +96,7 @@ def test_accuracy_is_looked_at_as_often_as_asked(results: dict[str, dict[str, An
     assert 0 <= results["few"]["accuracy"] <= 1
 
 
+@pytest.mark.long
 def test_it_shows_progress_and_draws(ran: Ran) -> None:
     """A line for each look, what came out, a picture, and nothing on stderr."""
     assert ran.outcome.err == ""

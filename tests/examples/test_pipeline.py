@@ -63,6 +63,7 @@ def a_result(*micro: int) -> dict[str, Any]:
     return {"batch_size": 60, "runs": runs}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", range(3))
 def test_the_loss_falls(result: dict[str, Any], place: int) -> None:
     """With any number of micro-batches, and all take some time."""
@@ -72,12 +73,14 @@ def test_the_loss_falls(result: dict[str, Any], place: int) -> None:
     assert one["s_per_batch"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", range(3))
 def test_losses_are_those_of_the_model_in_one_process(result: dict[str, Any], place: int) -> None:
     """Gradients of all micro-batches add up, in one context, to those of the batch."""
     assert result["runs"][place]["losses"] == pytest.approx(losses_in_one_process(Settings(**SMALL)), rel=1e-3)
 
 
+@pytest.mark.long
 def test_it_shows_progress_and_draws(ran: Ran) -> None:
     """A line for each step, one for each number, a picture, and nothing on stderr."""
     assert ran.outcome.err == ""

@@ -63,6 +63,7 @@ def losses_in_one_process(settings: Settings) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_perplexity_falls(results: list[dict[str, Any]]) -> None:
     """From nearly all letters to a few, and the model writes as many as it was asked for."""
     losses, perplexities = results[0]["losses"], results[0]["perplexities"]
@@ -72,17 +73,20 @@ def test_perplexity_falls(results: list[dict[str, Any]]) -> None:
     assert results[0]["written"].startswith("Alice ") and len(results[0]["written"]) == 6 + 40
 
 
+@pytest.mark.long
 def test_losses_are_those_of_the_model_in_one_process(results: list[dict[str, Any]]) -> None:
     """Gradients and Adam's steps across three workers are what torch computes without them."""
     settings = Settings(**{**SMALL, "epochs": 2})
     assert results[0]["losses"][:16] == pytest.approx(losses_in_one_process(settings), rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_losses_again(results: list[dict[str, Any]]) -> None:
     """Nothing depends on when calls arrive."""
     assert results[1]["losses"] == pytest.approx(results[0]["losses"][:8], rel=1e-6)
 
 
+@pytest.mark.long
 def test_it_shows_progress_and_draws(ran: Ran) -> None:
     """A line for each epoch, what came out, a picture, and nothing on stderr."""
     assert ran.outcome.err == ""

@@ -40,6 +40,7 @@ def _appears_in_order(lines: list[str], starts: tuple[str, ...]) -> bool:
     return all(any(line.startswith(start) for line in rest) for start in starts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRINTS)
 def test_a_script_runs_from_any_folder(tmp_path: Path, name: str) -> None:
     """It prints what it is about, says nothing on stderr, and leaves nothing behind."""
@@ -50,6 +51,7 @@ def test_a_script_runs_from_any_folder(tmp_path: Path, name: str) -> None:
         assert words in outcome.out
 
 
+@pytest.mark.long
 def test_the_torchrun_script_runs_under_torchrun(tmp_path: Path) -> None:
     """Three processes find each other; one object counts the calls of all."""
     outcome = run_program(torchrun(3, str(FOLDER / "torchrun.py")), tmp_path, timeout=LIMIT)

@@ -56,6 +56,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_runs_unchanged_under_torchrun(spoken: dict[str, str], name: str) -> None:
     """Each worker finds its place, the results are right, and nobody else speaks."""

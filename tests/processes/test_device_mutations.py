@@ -391,7 +391,10 @@ UNSEEN: dict[str, tuple[str, Where, Workload]] = {
     ),
 }
 _PAIRS = [*EXPOSED.values(), *((place, workload) for _, place, workload in UNSEEN.values())]
-USED = sorted({(place.__name__, workload.__name__): (place, workload) for place, workload in _PAIRS}.items())
+USED = dict(sorted({(place.__name__, workload.__name__): (place, workload) for place, workload in _PAIRS}.items()))
+# What the quick tests leave out: the first call found in each of these places. The long ones do all the rest.
+QUICK = {place: site for site, (place, _) in reversed(EXPOSED.items())}
+QUICK_PLACES = (by_ipc, directly, from_a_dead_one, to_a_dead_one)
 
 
 def test_the_table_has_all_there_is() -> None:
@@ -399,8 +402,15 @@ def test_the_table_has_all_there_is() -> None:
     assert sorted(EXPOSED | UNSEEN) == sorted(sites())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("place", "workload"), [pair for _, pair in USED], ids=lambda each: str(each.__name__))
+def _quick_pairs() -> list[tuple[Where, Workload]]:
+    return [EXPOSED[QUICK[place]] for place in QUICK_PLACES]
+
+
+@pytest.mark.parametrize(
+    ("place", "workload"),
+    [pytest.param(*pair, marks=[] if pair in _quick_pairs() else pytest.mark.long) for pair in USED.values()],
+    ids=lambda each: str(each.__name__),
+)
 async def test_with_nothing_left_out_all_is_right(place: Where, workload: Workload) -> None:
     """Each workload, where it is run."""
     assert await place(workload, "") == []
@@ -410,8 +420,13 @@ async def test_with_nothing_left_out_all_is_right(place: Where, workload: Worklo
 ATTEMPTS = 20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("site", EXPOSED)
+@pytest.mark.parametrize(
+    "site",
+    [
+        pytest.param(site, marks=[] if site in map(QUICK.get, QUICK_PLACES) else pytest.mark.long, id=site)
+        for site in EXPOSED
+    ],
+)
 async def test_what_is_left_out_is_seen(site: str) -> None:
     """Wrong values, errors, or broken rules; in one of some attempts, as it takes an unlucky order of events."""
     place, workload = EXPOSED[site]
@@ -421,7 +436,7 @@ async def test_what_is_left_out_is_seen(site: str) -> None:
     raise AssertionError(f"nothing shows that {site} is left out")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("site", UNSEEN)
 async def test_what_is_not_needed_is_not_seen(site: str) -> None:
     """Else its place is in the other table."""

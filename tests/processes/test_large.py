@@ -90,6 +90,7 @@ async def test_thousand_blocking_calls_of_eight_threads() -> None:
         assert sums == [[(thread + 1.0) * (n + 1) for n in range(125)] for thread in range(8)]
 
 
+@pytest.mark.long
 async def test_calls_in_flight_together_cost_less_than_one_after_the_other() -> None:
     """The point of many pending calls: at least twice as many a second, by the same functions on the same machine."""
     async with group(2) as _:
@@ -120,6 +121,7 @@ def live_objects() -> int:
     return len(gc.get_objects())
 
 
+@pytest.mark.long
 async def test_memory_is_flat_over_20000_calls() -> None:
     """Neither side grows with the calls it made or served, whatever they carry and however they end."""
     async with group(2) as _:
@@ -166,6 +168,7 @@ def available_memory() -> int:
     return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable")), 0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(
     available_memory() < HUGE_NEEDS,

@@ -203,6 +203,7 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     assert (done.code, done.out, done.err) == (0, "[0, 20]\n", "")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_started_by_spawn(tmp_path: Path) -> None:
     """torch.multiprocessing.spawn: the children load the parent's main again, under another name."""
@@ -228,6 +229,7 @@ if __name__ == "__main__":
     assert (done.code, done.out, done.err) == (0, "20\n", "")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_torchrun_starts_the_same_script(tmp_path: Path) -> None:
     """Under torchrun the agent owns the store, and the ranks need to say nothing; a second life works as well."""
@@ -276,6 +278,7 @@ def train_beside_a_process_group(place: Place, link: Link, port: int) -> list[fl
     return weights
 
 
+@pytest.mark.long
 def test_process_group_and_ddp_in_the_same_process() -> None:
     """gloo meets at the same address and port; gradients are averaged and calls go on."""
     port = free_port()
@@ -298,6 +301,7 @@ def call_everybody(place: Place, link: Link) -> int:
     return size
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_thirty_two_local_workers_call_each_other() -> None:
     """With default options: all start, all reach all, all leave."""

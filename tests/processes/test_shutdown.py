@@ -315,6 +315,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_clean_run_prints_nothing(tmp_path: Path) -> None:
     """No line on stdout or stderr, with warnings and development mode on; no thread is left."""

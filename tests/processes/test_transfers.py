@@ -251,6 +251,7 @@ def is_gone(worker: rpc.Worker, name: str) -> bool:
     return name not in [info.name for info in worker.worker_infos()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_peer_killed_at_any_moment_of_a_transfer() -> None:
     """Receiver or sender: calls end with PeerLost or the right result, what arrived stays, and all else is let go."""
@@ -337,6 +338,7 @@ async def test_a_peer_stopped_in_the_middle_of_a_transfer() -> None:
 # ---- pressure, and refusals
 
 
+@pytest.mark.long
 async def test_a_receiver_that_keeps_everything() -> None:
     """Four times what may be shared: all arrives and stays intact, the rest goes another way, and it says why."""
     size, count = 8 * MIB, 32
@@ -438,6 +440,7 @@ def prepared() -> torch.Tensor:
     return Large.tensor
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_the_loop_goes_on_while_256_megabytes_are_sent(record_property: Callable[[str, object], None]) -> None:
     """Awaited from a coroutine, as argument and as result: no turn of the loop is held up for long."""
@@ -510,6 +513,7 @@ def state_of_300() -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.long
 async def test_a_state_dict_of_300_tensors_is_exact() -> None:
     """Names, types, shapes, strides, bits and sharing, there and back, before and after the way is warm."""
     async with group(2) as (worker, _):
@@ -571,6 +575,7 @@ def how_it_ended(call: asyncio.Future[Any]) -> str:
     return "done"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_burst_of_large_transfers_from_threads_and_coroutines() -> None:
     """Dozens at once, both ways, of all sizes, with small calls between them: all intact, nothing stays lent."""

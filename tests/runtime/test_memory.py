@@ -780,6 +780,7 @@ def fork_and_drop(tensor: torch.Tensor) -> int:
 # --- lasts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_two_thousand_megabytes_keep_one_segment(warmed: list[Worker]) -> None:
     """Blocks are used again: the arenas stay as they were after the first call."""

@@ -409,7 +409,7 @@ def test_close_is_quiet_at_interpreter_exit() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "left 1\n", "")
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7])
+@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(7, marks=pytest.mark.long)])
 def test_every_job_runs_exactly_once_under_stress(pools: Callable[..., ThreadPool], limit: int) -> None:
     """Several submitters, jobs that submit and wait for others, short switch interval: none lost, none doubled."""
     pool = pools(limit, linger=0.002)
