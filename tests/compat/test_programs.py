@@ -122,7 +122,8 @@ def test_children_of_another_kind(program: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_does_not_hold_up_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dead", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_worker_that_dies_does_not_hold_up_the_others(dead: int, tmp_path: Path) -> None:
     """Where torch's would wait for it for ever, `shutdown` of the others returns."""
     (tmp_path / "dying.py").write_text(
         "import os, sys, time\n"
@@ -140,10 +141,8 @@ def test_a_worker_that_dies_does_not_hold_up_the_others(tmp_path: Path) -> None:
         "if rank < 2:\n"
         "    os.wait()\n"
     )
-    for dead in (0, 2):
-        arguments = ["-m", "aiorpc.compat.torch", "dying.py", str(tmp_path / f"store{dead}"), str(dead)]
-        lines = run(arguments, tmp_path)
-        assert sorted(lines) == [f"{rank} True" for rank in range(3) if rank != dead]
+    lines = run(["-m", "aiorpc.compat.torch", "dying.py", str(tmp_path / "store"), str(dead)], tmp_path)
+    assert sorted(lines) == [f"{rank} True" for rank in range(3) if rank != dead]
 
 
 def test_the_environments_own_customization_still_runs(tmp_path: Path) -> None:
@@ -212,7 +211,7 @@ def test_modules_that_are_imported_first_of_all(name: str, tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("how", [[], ["-P"]])
+@pytest.mark.parametrize("how", [[], pytest.param(["-P"], marks=pytest.mark.long)])
 def test_a_thread_that_outlives_the_script(how: list[str], tmp_path: Path) -> None:
     """It finds the script's names in ``__main__``; ``-P`` keeps the script's directory off the path."""
     (tmp_path / "script.py").write_text(
@@ -250,7 +249,7 @@ def test_a_forked_child_may_initialize_rpc(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("late", [0, 1])
 def test_a_shutdown_that_is_over_before_all_have_come(late: int, tmp_path: Path) -> None:
     """RuntimeError at those that did not want to wait longer, in that time; those that come late leave like others."""
     (tmp_path / "script.py").write_text(
