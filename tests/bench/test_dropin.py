@@ -76,6 +76,7 @@ def test_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
         dropin.run("torch", 0.1)
 
 
+@pytest.mark.long
 def test_sides_differ_in_the_command_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's side imports nothing of aiorpc; ours has its modules in the place of torch's."""
     text = """

@@ -87,7 +87,14 @@ picture.draw(report.read_json(Path(sys.argv[1])), Path(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 5), (0, 2), (2, 4)], ids=["all", "bars", "curves"])
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        pytest.param(0, 5, id="all"),
+        pytest.param(0, 2, id="bars", marks=pytest.mark.long),
+        pytest.param(2, 4, id="curves", marks=pytest.mark.long),
+    ],
+)
 def test_picture_is_drawn(outcome: Outcome, tmp_path: Path, first: int, last: int) -> None:
     """The picture is a PNG with bars and curves; it is drawn with only one kind of row too."""
     pytest.importorskip("matplotlib", exc_type=ImportError)

@@ -211,7 +211,8 @@ def test_modules_that_are_imported_first_of_all(name: str, tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("how", [[], pytest.param(["-P"], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [[], ["-P"]])
 def test_a_thread_that_outlives_the_script(how: list[str], tmp_path: Path) -> None:
     """It finds the script's names in ``__main__``; ``-P`` keeps the script's directory off the path."""
     (tmp_path / "script.py").write_text(
@@ -248,6 +249,7 @@ def test_a_forked_child_may_initialize_rpc(tmp_path: Path) -> None:
     assert run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path) == ["True", "True"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_shutdown_that_is_over_before_all_have_come(late: int, tmp_path: Path) -> None:
@@ -410,6 +412,7 @@ def test_not_over_torchs_own_rpc(tmp_path: Path) -> None:
     assert run(["script.py"], tmp_path) == [said]
 
 
+@pytest.mark.long
 def test_what_cannot_be_run() -> None:
     """The command line says how it is used."""
     done = subprocess.run(

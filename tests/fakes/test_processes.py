@@ -14,7 +14,6 @@ from .cuda import POISON, FakeCuda, FakeInterprocess
 from .interprocess import InterprocessEvent
 
 PLACE = Place("other", 1, None, "")
-LONG = pytest.mark.long
 
 
 class Other:
@@ -86,13 +85,14 @@ def test_a_buffer_is_exchanged_in_order() -> None:
     assert exchange() == (0, [])
 
 
-@pytest.mark.parametrize("left_out", ["wait", pytest.param("record", marks=LONG)])
+@pytest.mark.parametrize("left_out", ["wait", pytest.param("record", marks=pytest.mark.long)])
 def test_what_the_sender_leaves_out_is_seen(left_out: str) -> None:
     """Without its wait it overwrites what is not read; without its record the reader is too early."""
     assert exchange(sender=left_out)[0] > 0
 
 
-@pytest.mark.parametrize("left_out", [pytest.param("wait", marks=LONG), "record"])
+@pytest.mark.long
+@pytest.mark.parametrize("left_out", ["wait", "record"])
 def test_what_the_receiver_leaves_out_is_seen(left_out: str) -> None:
     """Without its wait it reads too early; without its record the sender writes too early."""
     assert exchange(receiver=left_out)[0] > 0
