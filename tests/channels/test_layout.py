@@ -604,7 +604,7 @@ def test_scattered_views_are_gathered_on_their_device(fake: FakeCuda) -> None:
     """A few elements of much memory travel by themselves, as they are on the current stream."""
     base = fake.fake_tensor(torch.zeros(100_000), 0)
     with fake.entered([fake.fresh(0)]):
-        fake.wait(fake.mark(fake._default[0]), fake.current(0))
+        fake.wait(fake.mark(fake.default_streams[0]), fake.current(0))
         base.fill_(3)  # the gathering has to come after this, on the same stream
         table, buffers = describe_routed([base[::50_000]], route(fake, {0: 1}))
         assert [len(buffer) for buffer in buffers] == [8]

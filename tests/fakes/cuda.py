@@ -72,9 +72,9 @@ class FakeCuda:
         self.waiters: set[int] = set()
         self.closed = False
         self.machine = Machine(seed=seed, lag=lag, patience=patience, policy=policy, report=self.report)
-        self._failures: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
         self._local = threading.local()
-        self._default = [Stream(index, "default stream") for index in range(len(self.uuids))]
+        self.default_streams = [Stream(index, "default stream") for index in range(len(self.uuids))]
         self._streams = [
             [Stream(index, f"stream {number}") for number in range(1, POOL_STREAMS + 1)]
             for index in range(len(self.uuids))
@@ -155,17 +155,17 @@ class FakeCuda:
             raise RuntimeError(f"move of {source.numel()} bytes to {target.numel()}")
         with self.entered([stream]):
             for carrier in (target, source):
-                if self._device_of(carrier) is not None:
+                if self.device_of(carrier) is not None:
                     self._keep(carrier, stream)
-            to = self._device_of(target)
+            to = self.device_of(target)
             if to is None and not self._is_pinned(target):
                 self.waiters.add(threading.get_ident())
-            self.transfer(target, to, source, self._device_of(source), True)
+            self.transfer(target, to, source, self.device_of(source), True)
 
     def current(self, index: int) -> Stream:
         """The default one unless within `entered`."""
         self.require_device(index)
-        return self._entered().get(index, self._default[index])
+        return self._entered().get(index, self.default_streams[index])
 
     def fresh(self, index: int) -> Stream:
         """One of four, in turn."""
@@ -226,7 +226,7 @@ class FakeCuda:
     def fail(self, name: str, times: int = 1) -> None:
         """Let the next calls of a method fail: RuntimeError, of `empty` torch.OutOfMemoryError."""
         with self.machine.lock:
-            self._failures[name] = self._failures.get(name, 0) + times
+            self.failures[name] = self.failures.get(name, 0) + times
 
     def in_use(self, index: int) -> int:
         """Bytes of the device that tensors have, or streams on their behalf."""
@@ -256,9 +256,9 @@ class FakeCuda:
         """Count it; RuntimeError if it was to fail."""
         with self.machine.lock:
             self.calls[name] += 1
-            if not self._failures.get(name):
+            if not self.failures.get(name):
                 return
-            self._failures[name] -= 1
+            self.failures[name] -= 1
         raise RuntimeError(f"{name}: the fake device was told to fail")
 
     def require_device(self, index: int) -> None:
@@ -345,7 +345,7 @@ class FakeCuda:
                     return True
         return False
 
-    def _device_of(self, tensor: Tensor) -> int | None:
+    def device_of(self, tensor: Tensor) -> int | None:
         address = tensor.untyped_storage().data_ptr()
         return next((index for index, pool in enumerate(self._pools) if pool.holds(address)), None)
 

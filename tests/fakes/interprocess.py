@@ -166,7 +166,7 @@ class FakeInterprocess:
         self._fake = fake
         self._peer_access = peer_access
         self._refused = refused
-        self._memory: dict[int, Memory] = {}
+        self.mapped: dict[int, Memory] = {}
         self._pages: list[Segment] = []
         self._events = _EVENTS  # of the last page in use
         self._opened_pages: dict[tuple[int, int, bytes], Segment] = {}
@@ -191,7 +191,7 @@ class FakeInterprocess:
         ctypes.memset(segment.base, POISON, size)
         handle = self._handle(_MEMORY, segment, size, index)
         with self._fake.machine.lock:
-            self._memory[segment.base] = Memory(index, segment, size, handle, False)
+            self.mapped[segment.base] = Memory(index, segment, size, handle, False)
         return segment.base
 
     def free(self, index: int, address: int) -> None:
@@ -209,7 +209,7 @@ class FakeInterprocess:
     def export(self, index: int, address: int) -> bytes:
         """64 bytes."""
         self._begin("export", index)
-        memory = self._memory.get(address)
+        memory = self.mapped.get(address)
         if memory is None or memory.index != index or memory.opened:
             self._refuse(f"export: no memory of device {index} was allocated at {address:#x}")
         return memory.handle
@@ -218,7 +218,7 @@ class FakeInterprocess:
         """Maps it. Refused in the process that exported it, twice, and without access to the device."""
         self._begin("open", index)
         pid, fd, size, nonce, who = self._read(_MEMORY, handle)
-        if any(memory.handle == handle for memory in self._memory.values()):
+        if any(memory.handle == handle for memory in self.mapped.values()):
             self._refuse("open: this process has that memory open already, or allocated it")
         self._require_access("open", index, who)
         segment = Segment.of(pid, fd, size, nonce)
@@ -227,7 +227,7 @@ class FakeInterprocess:
             raise RuntimeError("invalid handle: the memory was freed")
         segment.enter(0, os.getpid())
         with self._fake.machine.lock:
-            self._memory[segment.base] = Memory(index, segment, size, bytes(handle), True)
+            self.mapped[segment.base] = Memory(index, segment, size, bytes(handle), True)
         return segment.base
 
     def close(self, index: int, address: int) -> None:
@@ -325,11 +325,11 @@ class FakeInterprocess:
 
     def shut_down(self) -> None:
         """After the machine has stopped: unmap memory, and close all descriptors."""
-        for memory in self._memory.values():
+        for memory in self.mapped.values():
             if memory.opened:
                 memory.segment.enter(os.getpid(), 0)
             memory.segment.unmap()
-        self._memory.clear()
+        self.mapped.clear()
         for page in self._pages:  # mapped still: events that are left have words there
             page.close_descriptor()
 
@@ -374,18 +374,18 @@ class FakeInterprocess:
     def _take(self, index: int, address: int, opened: bool) -> Memory:
         """Strike a range off, once the device has done what it was given."""
         name = "close" if opened else "free"
-        memory = self._memory.get(address)
+        memory = self.mapped.get(address)
         if memory is None or memory.opened != opened or memory.index != index:
             self._refuse(f"{name}: {address:#x} is not such memory of device {index}")
         if not self._fake.machine.settle(index):
             self._refuse(f"{name}: device {index} did not come to an end with what it was given")
         with self._fake.machine.lock:
-            del self._memory[address]
+            del self.mapped[address]
         return memory
 
     def _trouble(self, address: int, size: int, index: int) -> str:
         """Why a device cannot use a range; empty if it can."""
-        for start, memory in self._memory.items():
+        for start, memory in self.mapped.items():
             if start <= address < start + memory.size:
                 if address + size > start + memory.size:
                     return f"{size} bytes at {address:#x} go past the end of their memory"
@@ -397,7 +397,7 @@ class FakeInterprocess:
     def _copy(self, target: int, source: int, size: int) -> None:
         for address in (target, source):
             if not self._fake.is_mapped(address, size) and not any(
-                start <= address < start + memory.size for start, memory in self._memory.items()
+                start <= address < start + memory.size for start, memory in self.mapped.items()
             ):
                 raise RuntimeError(f"the memory at {address:#x} is gone")
         ctypes.memmove(target, source, size)

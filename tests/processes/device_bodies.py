@@ -509,7 +509,7 @@ def fail_next(name: str, times: int) -> None:
 def stop_failing(name: str) -> None:
     """What was to fail and was not called is forgotten."""
     fake = fake_here()
-    fake._failures.pop(name, None)
+    fake.failures.pop(name, None)
 
 
 def say_by_hand(to: str, fields: list[Any]) -> None:

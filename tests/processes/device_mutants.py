@@ -76,7 +76,10 @@ def sites() -> list[str]:
 
 
 def _short(module: str) -> str:
-    return module.removeprefix("aiorpc.").removeprefix("channels.").removeprefix("runtime.")
+    """Without the package that it is in, which may be another one tomorrow."""
+    if module.startswith("aiorpc.channels."):
+        return module.removeprefix("aiorpc.channels.")
+    return module.rpartition(".")[2]
 
 
 def _find(name: str) -> _Finder:

@@ -43,7 +43,7 @@ async def exchange(group: Group, count: int = 4, seed: int = 0) -> None:
 def shared(fake: FakeCuda) -> int:
     """How many pieces of memory are allocated for others, or opened."""
     assert fake.interprocess is not None
-    return len(fake.interprocess._memory)
+    return len(fake.interprocess.mapped)
 
 
 @pytest.mark.slow

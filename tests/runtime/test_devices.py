@@ -65,7 +65,9 @@ async def group(
             await asyncio.gather(*[worker.shutdown() for worker in workers], return_exceptions=True)
         assert fake.violations == []
         assert threading.get_ident() not in fake.waiters, "the loop waited for a device"
-        assert [fake.current(index) for index in range(fake.count())] == fake._default, "streams of the loop's thread"
+        assert [fake.current(index) for index in range(fake.count())] == fake.default_streams, (
+            "streams of the loop's thread"
+        )
         await until(lambda: nothing_in_use(fake), 5)
 
 
@@ -504,7 +506,7 @@ async def test_pool_threads_and_loop_have_their_own_streams_back(way: str) -> No
     """After handlers of all kinds, also failed ones: the only thread of the pool is as it was, and so is the loop."""
     async with group({"worker1": CROSSED}, {}, way=way, num_worker_threads=1) as (fake, (worker0, _)):
         FAKES["one"] = fake
-        default = [repr(stream) for stream in fake._default]
+        default = [repr(stream) for stream in fake.default_streams]
         for handler in [*HANDLERS.values(), fails_on_device, fails_on_device_async]:
             if handler in HANDLERS.values():
                 await worker0.call("worker1", handler, fake.fake_tensor(values(1), 0))

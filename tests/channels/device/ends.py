@@ -191,10 +191,10 @@ class DeviceEnds(Ends):
         self.channels = self.devices
         self.overwrites = True
         self.holds = True  # messages, now and then: what they name comes first
-        self._holding = False
+        self.holding = False
         self._known: dict[int, bytes] = {}  # by address: what buffers to send hold
-        self._calls = 0
-        self._numbers: dict[int, int] = {}  # of calls, by the identity of their messages
+        self.calls_made = 0
+        self.numbers: dict[int, int] = {}  # of calls, by the identity of their messages
         if chosen:
             self.choose()
 
@@ -263,7 +263,7 @@ class DeviceEnds(Ends):
 
     def _enter(self, buffer: DeviceBuffer) -> FakeCuda:
         """The current stream is about to use it."""
-        fake = next(fake for fake in self.fakes if fake._device_of(buffer.carrier) == buffer.index)
+        fake = next(fake for fake in self.fakes if fake.device_of(buffer.carrier) == buffer.index)
         stream = fake.current(buffer.index)
         if buffer.ready is not None:
             fake.wait(buffer.ready, stream)
@@ -287,22 +287,22 @@ class DeviceEnds(Ends):
         tensor.copy_(before, non_blocking=True)
 
     def put(self, lane: str, action: Callable[[], None]) -> None:
-        if self._holding:  # it comes, but waits behind another message of its call
+        if self.holding:  # it comes, but waits behind another message of its call
             lane = f"held {self.random.randrange(LANES)}"
         super().put(lane, action)
 
     def post(self, message: Message) -> None:
-        self._holding = self.holds and self.random.random() < 0.3
+        self.holding = self.holds and self.random.random() < 0.3
         super().post(message)
-        self._holding = False
-        self._calls += 1
-        self._numbers[id(message)] = self._calls
-        self.devices[message.way].posted(message.taken, self._calls)
+        self.holding = False
+        self.calls_made += 1
+        self.numbers[id(message)] = self.calls_made
+        self.devices[message.way].posted(message.taken, self.calls_made)
 
     def withdraw(self, message: Message) -> None:
         super().withdraw(message)
         if message.posted:
-            self.devices[message.way].give_up(self._numbers[id(message)])
+            self.devices[message.way].give_up(self.numbers[id(message)])
 
     def hear_piece(self, end: int, frame: list[Buffer]) -> None:
         """A frame with a piece has come."""
@@ -317,11 +317,11 @@ class DeviceEnds(Ends):
 
     def run_thread(self, end: int, job: Job) -> None:
         """What an end wants done by a thread that may wait for its devices."""
-        with self._in_thread(end):
+        with self.in_thread(end):
             _run(job)
 
     @contextmanager
-    def _in_thread(self, end: int) -> Iterator[None]:
+    def in_thread(self, end: int) -> Iterator[None]:
         fake = self.fakes[end]
         assert isinstance(fake, NeighbourCuda)
         with fake.in_thread():
@@ -362,7 +362,7 @@ class DeviceEnds(Ends):
         super().dispose()
         self.settle()
         for end in (0, 1):
-            with self._in_thread(end):
+            with self.in_thread(end):
                 while self.around[end].retired:
                     self.around[end].retired.pop().free()
             self.around[end].left.clear()  # it goes with the link
@@ -370,7 +370,7 @@ class DeviceEnds(Ends):
     def finish(self) -> None:
         """No rule was broken, all boxes were freed and closed; the devices go."""
         self.dispose()
-        shared = [fake.interprocess._memory for fake in self.fakes if fake.interprocess is not None]
+        shared = [fake.interprocess.mapped for fake in self.fakes if fake.interprocess is not None]
         left = [memory for memories in shared for memory in memories.values()]
         for fake in self.fakes:
             fake.close()

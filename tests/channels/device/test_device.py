@@ -271,16 +271,16 @@ def test_what_comes_before_the_message_that_names_it_waits(kind: type[DeviceEnds
     """Chunks, pieces, and the word that nothing more comes."""
     ends = make(kind, seed)
     ends.holds = False
-    ends._holding = True  # for the messages alone
+    ends.holding = True  # for the messages alone
     messages = []
     for number in range(4):
         message = send(ends, 100, MIB + 1, 2 * BOX, seed=number)
-        ends._holding = True
+        ends.holding = True
         super(DeviceEnds, ends).post(message)
-        ends._holding = False
-        ends._calls += 1
-        ends._numbers[id(message)] = ends._calls
-        ends.devices[0].posted(message.taken, ends._calls)
+        ends.holding = False
+        ends.calls_made += 1
+        ends.numbers[id(message)] = ends.calls_made
+        ends.devices[0].posted(message.taken, ends.calls_made)
         messages.append(message)
     ends.withdraw(messages[1])
     settle_but(ends, "held")
@@ -469,7 +469,7 @@ def test_a_worker_that_leaves_closes_what_it_opened(make: Make) -> None:
     sent = [post(ends, MIB, way=way) for way in (0, 1, 0, 1)]
     ends.settle()
     assert [devices.opened for devices in ends.devices] == [devices.boxes for devices in ends.devices] == [1, 1]
-    with ends._in_thread(0):
+    with ends.in_thread(0):
         ends.devices[0].let_go()
     ends.settle()
     assert [devices.opened for devices in ends.devices] == [devices.boxes for devices in ends.devices] == [0, 0]
@@ -488,7 +488,7 @@ def test_transfers_under_way_to_a_worker_that_leaves_come_to_an_end(make: Make, 
     for _ in range(steps):
         if ends.lanes():
             ends.step(chance.choice(ends.lanes()))
-    with ends._in_thread(0):
+    with ends.in_thread(0):
         ends.devices[0].let_go()
     ends.settle(chance.choice)
     for each in (message, back):
@@ -523,7 +523,7 @@ def test_what_a_device_refuses_is_that_buffers_trouble(
             ends.step(chance.choice(ends.lanes()))
     ends.fakes[end].fail(name)
     ends.settle(chance.choice)
-    ends.fakes[end]._failures.clear()
+    ends.fakes[end].failures.clear()
     failed = 0
     for message in sent:
         assert message.settled, f"it never came: {message.wires}"
@@ -568,10 +568,10 @@ def test_a_send_that_fails_has_sent_nothing(
     try:
         with pytest.raises(RuntimeError, match="told to"):
             ends.send([good, bad])
-        pending = ends.fakes[0]._failures.get(name)
+        pending = ends.fakes[0].failures.get(name)
     except BaseException:
-        if ends.fakes[0]._failures.get(name):
-            ends.fakes[0]._failures.clear()
+        if ends.fakes[0].failures.get(name):
+            ends.fakes[0].failures.clear()
             pytest.skip("that way does not use it")
         raise
     assert not pending
@@ -593,7 +593,7 @@ def test_a_device_that_fails_for_good_fails_all_who_wait(make: Make) -> None:
         ends.step(next(lane for lane in ends.lanes() if not lane.startswith("messages 1")))
     ends.fakes[0].fail("copy", 1_000_000)
     ends.settle()
-    ends.fakes[0]._failures.clear()
+    ends.fakes[0].failures.clear()
     for message in sent:
         check_errors(message, "told to fail")
 
@@ -660,7 +660,7 @@ def test_what_failed_before_close_is_not_told_after_it(make: Make, way: str) -> 
     ends.close(1)
     ends.settle()
     assert message.outcomes == [[]]
-    ends.fakes[1]._failures.clear()
+    ends.fakes[1].failures.clear()
 
 
 def test_a_send_after_close_leaves_nothing(kind: type[DeviceEnds], make: Make) -> None:

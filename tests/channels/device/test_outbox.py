@@ -24,7 +24,7 @@ def fake() -> Iterator[NeighbourCuda]:
     with NeighbourCuda(uuids=UUIDS, lag=(0.0, 0.0002)) as fake, fake.in_thread():
         yield fake
         assert fake.violations == []
-        assert driver_of(fake)._memory == {}
+        assert driver_of(fake).mapped == {}
 
 
 @pytest.fixture
@@ -165,11 +165,11 @@ def test_a_box_that_cannot_be_opened_leaves_nothing(fake: NeighbourCuda, box: Ou
         other.fail(name)
         with pytest.raises(RuntimeError, match="told to fail"):
             Inbox(driver_of(other), 0, box.handle, box.event_handles, box.slots)
-        assert driver_of(other)._memory == {}
+        assert driver_of(other).mapped == {}
         inbox = Inbox(driver_of(other), 0, box.handle, box.event_handles, box.slots)
         inbox.close()
         inbox.close()
-        assert other.violations == [] and driver_of(other)._memory == {}
+        assert other.violations == [] and driver_of(other).mapped == {}
 
 
 def test_free_is_done_once(fake: NeighbourCuda, box: Outbox) -> None:
