@@ -253,7 +253,7 @@ def test_checks_are_wired_into_every_test(tmp_path: Path) -> None:
     assert "thread 'forgotten' (daemon=True)" in done.stdout
     assert done.stdout.count("task 'forgotten'") >= 1
     assert "-> /\n" in done.stdout
-    assert "ran for more than 0.2 s" in done.stdout
+    assert "ran for more than " in done.stdout
 
 
 def _counts(output: str) -> str:
