@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 from pytest_asyncio import is_async_test
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 CALL_FAILED = pytest.StashKey[bool]()
+
+# No limit of 200 ms on each example: on a busy machine any takes that. tests/limits.py has one for each test.
+hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
