@@ -87,6 +87,7 @@ def interrupted(work: Callable[[], None], at: int, *files: str) -> str | None:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for such a frame in settrace, and not again
     sys.settrace(trace)
     try:
         work()
