@@ -392,7 +392,9 @@ def test_program_that_ends_without_a_shutdown(
 
 
 FORK = """
-import os, sys, aiorpc as rpc
+import os, sys, warnings, aiorpc as rpc
+
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 
 def join(name, method):
     options = rpc.RpcBackendOptions(init_method=method, transports=("unix",), rpc_timeout=5)
