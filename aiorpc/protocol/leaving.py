@@ -1,0 +1,477 @@
+"""Who is in a group, who leads it, and how all leave together: the decisions, without I/O and without time.
+
+A group of fixed size is a star: every member makes itself known to the leader, the live member with the lowest id. The
+leader sees a member die and tells the others; when it dies itself, the next one leads. In a group that is joined freely
+nobody leads, and a member that leaves finishes its own calls. A fixed group leaves together, as torch programs expect:
+each member goes on serving until all have finished.
+
+    member                         leader
+    ENTER (a call)         -->     notes it; once every live member has entered:
+                           <--     POLL (calls): idle? how many calls so far?   ... two equal, idle rounds in a row
+    leaves                 <--     answers all ENTERs
+    GOODBYE                        GOODBYE
+
+Why two rounds: an idle worker wakes up only by a call, and calls start only at workers that are not idle, or from
+users' threads. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under
+way in between.
+
+One `GroupTable` per worker. Its methods take events and return what is to be done, in order; they never block, and must
+be called by one thread at a time. The leader's own ENTER is a message to itself. What holds, and the test in
+`tests/protocol/test_leaving.py` that pins each:
+
+1. Nobody is let go before every live member has entered, unless a bound was passed.
+   `test_l1_nobody_is_let_go_before_all_have_entered`
+2. Nobody is let go while a call is under way between live members, unless a bound was passed.
+   `test_l2_only_two_equal_idle_rounds_let_go`
+3. Once all live members have entered and their calls are over, all are let go in a bounded number of steps.
+   `test_l3_all_are_let_go_once_they_are_idle`
+4. A death leaves no live member waiting for ever: whoever waited for the dead one goes on without it, and whoever had
+   entered at a leader that is gone enters at the next one.
+   `test_l4_a_death_is_waited_for_by_nobody`, `test_l4_a_member_enters_again_at_the_next_leader`,
+   `test_l4_who_leads_after_a_goodbye_looks_after_the_rest`
+5. The leader is the live member with the lowest id, and only a member that leads in its own view polls, answers or
+   reports. `test_l5_the_live_member_with_the_lowest_id_leads`, `test_l5_a_lost_leader_is_replaced`
+6. Nothing is sent to a member that is known to be gone. `test_l6_nothing_is_told_to_the_gone`
+7. In a fixed group a loss becomes known to all live members, as long as no leader has left before the others.
+   `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
+8. That a member is gone is news once, and final. `test_l8_a_member_goes_once`
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .identity import WorkerInfo, WorkerRecord
+
+
+class Leaving(enum.Enum):
+    """How far this worker is with its own leaving."""
+
+    WORKING = enum.auto()  # its user has not asked for it
+    ENTERED = enum.auto()  # the leader has been told, or is being told; its answer is awaited
+    FINISHING = enum.auto()  # by itself: its own calls are waited for, and nothing else
+    STAYING = enum.auto()  # it hosts the store of a free group, which the others still need
+    LEFT = enum.auto()  # nothing more is waited for
+
+
+class Step(enum.Enum):
+    """What takes this worker from one state of its leaving to the next."""
+
+    ENTER = enum.auto()  # its user asked for it, in a fixed group
+    FINISH = enum.auto()  # its user asked for it, in a free group
+    ANSWERED = enum.auto()  # the leader lets it go
+    LEADER_GONE = enum.auto()  # the leader went without an answer
+    REFUSED = enum.auto()  # the leader is there, and could not take the ENTER
+    IDLE = enum.auto()  # its own calls are over
+    NEEDED = enum.auto()  # its own calls are over, and the others need the store that it hosts
+    ALONE = enum.auto()  # the last of the others went
+    GIVE_UP = enum.auto()  # a bound was passed, or whoever waited was cancelled
+
+
+LEAVING: dict[tuple[Leaving, Step], Leaving] = {
+    (Leaving.WORKING, Step.ENTER): Leaving.ENTERED,
+    (Leaving.WORKING, Step.FINISH): Leaving.FINISHING,
+    (Leaving.ENTERED, Step.ANSWERED): Leaving.LEFT,
+    (Leaving.ENTERED, Step.LEADER_GONE): Leaving.ENTERED,
+    (Leaving.ENTERED, Step.REFUSED): Leaving.FINISHING,
+    (Leaving.ENTERED, Step.GIVE_UP): Leaving.LEFT,
+    (Leaving.FINISHING, Step.IDLE): Leaving.LEFT,
+    (Leaving.FINISHING, Step.NEEDED): Leaving.STAYING,
+    (Leaving.FINISHING, Step.GIVE_UP): Leaving.LEFT,
+    (Leaving.STAYING, Step.ALONE): Leaving.LEFT,
+    (Leaving.STAYING, Step.GIVE_UP): Leaving.LEFT,
+    (Leaving.LEFT, Step.GIVE_UP): Leaving.LEFT,  # a bound may be passed in the moment in which we are let go
+}
+
+
+class Rounds(enum.Enum):
+    """How far the leader is with letting the group go."""
+
+    GATHERING = enum.auto()  # somebody has not entered, or all that entered have their answer
+    FIRST_ROUND = enum.auto()  # all are asked; there is nothing yet to compare the answers with
+    NEXT_ROUND = enum.auto()  # all are asked again
+    RESTING = enum.auto()  # somebody works; after a pause all are asked again
+
+
+class Turn(enum.Enum):
+    """What takes the leader from one state of its rounds to the next."""
+
+    COMPLETE = enum.auto()  # the last live member has entered, or the last that had not is gone
+    BUSY = enum.auto()  # a round does not show that nothing is under way
+    QUIET = enum.auto()  # a round shows it, together with the one before
+    OVERDUE = enum.auto()  # the rounds have taken too long
+    RESTED = enum.auto()  # the pause is over
+
+
+ROUNDS: dict[tuple[Rounds, Turn], Rounds] = {
+    (Rounds.GATHERING, Turn.COMPLETE): Rounds.FIRST_ROUND,
+    (Rounds.FIRST_ROUND, Turn.BUSY): Rounds.NEXT_ROUND,
+    (Rounds.FIRST_ROUND, Turn.OVERDUE): Rounds.GATHERING,
+    (Rounds.NEXT_ROUND, Turn.BUSY): Rounds.RESTING,
+    (Rounds.NEXT_ROUND, Turn.QUIET): Rounds.GATHERING,
+    (Rounds.NEXT_ROUND, Turn.OVERDUE): Rounds.GATHERING,
+    (Rounds.RESTING, Turn.RESTED): Rounds.NEXT_ROUND,
+}
+
+
+class Activity(NamedTuple):
+    """What a worker answers to a poll. calls: how many calls of users it has made and served so far."""
+
+    idle: bool
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """Tell `to` that we are a member, over a connection that is then kept."""
+
+    to: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Make sure that this worker hears of the death of `to`.
+
+    Its process is watched if that can be done from here; otherwise a connection is kept to it, as for Attend.
+    """
+
+    to: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLost:
+    """Tell `to` that another member was lost. cause: for people."""
+
+    to: WorkerRecord
+    member: WorkerRecord
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A member is new here: this worker's user wants to know."""
+
+    member: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A member is lost: all that waits for it here fails. error: what was raised, None if nothing was."""
+
+    member: WorkerRecord
+    cause: str
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A member has left in good order: all that waits for it here fails, once no answer can be on its way any more."""
+
+    member: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SendEnter:
+    """Tell the leader `to`, which may be this worker, that our program is done; how that call ends is an event.
+
+    `enter_answered`: it returned. `enter_failed`: it raised, as it has to when the leader is gone.
+    """
+
+    to: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnters:
+    """These members may leave: answer their ENTERs. One that is gone needs no answer, but its call has to end."""
+
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Ask these members, this worker among them, for their activity. The event `polled` follows.
+
+    first: whether the time for all the rounds starts with this one.
+    """
+
+    members: tuple[WorkerRecord, ...]
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Wait a little, longer each time in the same rounds. The event `rested` follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """All are let go although these members still have calls under way, or have not answered. Log that."""
+
+    busy: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitIdle:
+    """Wait until no call of users is under way at this worker. The event `idle` follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """A member was lost, so that others may wait for it in vain: call `give_up` after a grace. Comes at most once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Leave now. complete: whether the work of all is over, as far as this worker can know. Comes at most once."""
+
+    complete: bool
+
+
+Output = (
+    Attend
+    | Follow
+    | ReportLost
+    | Joined
+    | Lost
+    | Left
+    | SendEnter
+    | AnswerEnters
+    | Poll
+    | Rest
+    | Overdue
+    | AwaitIdle
+    | Hurry
+    | Go
+)
+Outputs = list[Output]
+
+
+class GroupTable:
+    """One worker's view of its group.
+
+    worker_id: this worker's id. members: the records it has been given, its own among them. free: members join and
+    leave at any time. Ids of workers are never used twice.
+    """
+
+    def __init__(self, worker_id: int, members: Iterable[WorkerRecord], *, free: bool) -> None:
+        self.worker_id = worker_id
+        self.free = free
+        self.members: dict[int, WorkerRecord] = {record.id: record for record in members}
+        self.lost: dict[int, WorkerInfo] = {}
+        self.gone: set[int] = set()  # the lost, and those that have left
+        self.leaving = Leaving.WORKING
+        self.rounds = Rounds.GATHERING
+        self._middle = self.leader  # of the star, when we last made ourselves known
+        self._losses: list[tuple[WorkerRecord, str]] = []
+        self._hosts_store = False
+        self._waiting: dict[int, None] = {}  # who has entered and waits for the answer, in that order
+        self._answered: set[int] = set()
+        self._previous: dict[int, Activity | None] | None = None  # what the last round found
+
+    @property
+    def leader(self) -> int:
+        """The id of the member that coordinates a group of fixed size."""
+        return min((record.id for record in self.live()), default=self.worker_id)
+
+    @property
+    def leads(self) -> bool:
+        """Whether that is this worker."""
+        return self.leader == self.worker_id
+
+    def live(self) -> list[WorkerRecord]:
+        """The members that have neither left nor been lost, this worker among them."""
+        return [record for record in self.members.values() if record.id not in self.gone]
+
+    # -- members come and go ----------------------------------------------------------------------------------------
+
+    def start(self) -> Outputs:
+        """This worker is ready to serve: make it known to the leader, or to everybody in a free group."""
+        if self.free:
+            return [Attend(record) for record in self._others()]
+        self._middle = self.leader
+        if self.leads:
+            # A member may die before it has made itself known to us.
+            return [Follow(record) for record in self._others()]
+        return [Attend(self.members[self.leader])]
+
+    def join(self, record: WorkerRecord) -> Outputs:
+        """A member is there, as it has said itself or as the rendezvous says. Nothing follows if it was known."""
+        if record.id in self.members:
+            return []
+        self.members[record.id] = record
+        return [Joined(record)]
+
+    def lose(self, record: WorkerRecord, cause: str, error: BaseException | None = None) -> Outputs:
+        """A member died or cannot be reached. Nothing follows if it is gone already, or if it is this worker."""
+        if record.id in self.gone or record.id == self.worker_id:
+            return []
+        led = record.id == self.leader
+        hurry = not self.lost and self.leaving not in (Leaving.WORKING, Leaving.LEFT)
+        self.gone.add(record.id)
+        self.lost[record.id] = record.info
+        self._losses.append((record, cause))
+        outputs = self._take_over() if led else self._report(self._losses[-1:])
+        if hurry and not self.free:
+            outputs.append(Hurry())
+        return [*outputs, *self._part(record.id), Lost(record, cause, error), *self._after_parting()]
+
+    def depart(self, record: WorkerRecord) -> Outputs:
+        """A member has said goodbye. Nothing follows if it is gone already, or if it is this worker."""
+        if record.id in self.gone or record.id == self.worker_id:
+            return []
+        self.gone.add(record.id)
+        return [*self._part(record.id), Left(record), *self._after_parting()]
+
+    def _others(self) -> list[WorkerRecord]:
+        return [record for record in self.live() if record.id != self.worker_id]
+
+    def _take_over(self) -> Outputs:
+        """The leader is gone: a new one takes its place, and says all that the old one may not have come to say."""
+        return [] if self.free else [*self.start(), *self._report(self._losses)]
+
+    def _report(self, losses: Iterable[tuple[WorkerRecord, str]]) -> Outputs:
+        if self.free or not self.leads:
+            return []
+        return [ReportLost(other, record, cause) for record, cause in losses for other in self._others()]
+
+    def _part(self, member: int) -> Outputs:
+        """Forget the ENTER of a member that is gone, if this worker is the leader and has got one."""
+        self._answered.discard(member)
+        if member not in self._waiting:
+            return []
+        del self._waiting[member]
+        return [AnswerEnters((member,))]
+
+    def _after_parting(self) -> Outputs:
+        """What follows once a member is gone: it may have been the last one that the others waited for."""
+        if self.leaving is Leaving.STAYING and not self._others():
+            return self._go(Step.ALONE)
+        return self._begin_rounds()
+
+    # -- leaving, as a member ---------------------------------------------------------------------------------------
+
+    def leave(self, *, hosts_store: bool = False) -> Outputs:
+        """The user of this worker has asked it to leave. Only once.
+
+        hosts_store: whether this process serves the store, which newcomers need.
+        """
+        self._hosts_store = hosts_store
+        if self.free:
+            self._step(Step.FINISH)
+            return [AwaitIdle()]
+        self._step(Step.ENTER)
+        hurry: Outputs = [Hurry()] if self.lost else []
+        return [*hurry, *self._send_enter()]
+
+    def enter_answered(self) -> Outputs:
+        """The leader has answered the ENTER of this worker."""
+        return self._go(Step.ANSWERED)
+
+    def enter_failed(self, leader: int) -> Outputs:
+        """The ENTER of this worker at that leader has raised an error."""
+        if leader in self.gone:
+            self._step(Step.LEADER_GONE)
+            return self._send_enter()
+        self._step(Step.REFUSED)
+        return [AwaitIdle()]
+
+    def idle(self) -> Outputs:
+        """No call of users is under way at this worker any more. Follows on AwaitIdle."""
+        if self.free and self._hosts_store and self._others():
+            # The store ends with its host: then nobody could join or be found any more.
+            self._step(Step.NEEDED)
+            return []
+        return self._go(Step.IDLE)
+
+    def give_up(self) -> Outputs:
+        """This worker stops waiting, whatever the others do. Nothing follows if it has been let go before."""
+        if self.leaving is Leaving.LEFT:
+            self._step(Step.GIVE_UP)
+            return []
+        return self._go(Step.GIVE_UP)
+
+    def _send_enter(self) -> Outputs:
+        """To the leader of now. If that is us because others have left, we begin only here to look after the rest.
+
+        At their goodbye it would have been too early: where all leave one by one, each would take those that have just
+        left without a word to it for lost.
+        """
+        outputs = self._take_over() if self.leads and self._middle != self.worker_id else []
+        return [*outputs, SendEnter(self.members[self.leader])]
+
+    def _go(self, step: Step) -> Outputs:
+        self._step(step)
+        return [Go(complete=step is not Step.GIVE_UP)]
+
+    def _step(self, step: Step) -> None:
+        if (self.leaving, step) not in LEAVING:
+            raise AssertionError(f"{step} cannot come while {self.leaving}")
+        self.leaving = LEAVING[self.leaving, step]
+
+    # -- leaving, as the leader -------------------------------------------------------------------------------------
+
+    def enter(self, member: int) -> Outputs:
+        """That member has entered. It may know that this worker leads before this worker knows it itself.
+
+        Then nothing follows until the members that come before this worker are gone here, too.
+        """
+        if member in self._answered:
+            return [AnswerEnters((member,))]
+        self._waiting[member] = None
+        return self._begin_rounds()
+
+    def polled(self, answers: Mapping[int, Activity | None], *, overdue: bool) -> Outputs:
+        """A round is over.
+
+        answers: of each member that was polled, None if it has not answered. overdue: whether the time is up. A member
+        that has not answered does not count as idle: its process may be stopped, or a handler holds the interpreter.
+        """
+        previous, self._previous = self._previous, self._found(answers)
+        busy = [member for member, activity in self._previous.items() if activity is None or not activity.idle]
+        if not busy and self._previous == previous:
+            self._turn(Turn.QUIET)
+            return self._let_go()
+        if overdue:
+            self._turn(Turn.OVERDUE)
+            return [Overdue(tuple(busy)), *self._let_go()]
+        self._turn(Turn.BUSY)
+        if self.rounds is Rounds.NEXT_ROUND:
+            return [self._poll(first=False)]
+        return [Rest()]
+
+    def rested(self) -> Outputs:
+        """The pause of Rest is over."""
+        self._turn(Turn.RESTED)
+        return [self._poll(first=False)]
+
+    def _begin_rounds(self) -> Outputs:
+        """Ask all for their activity, if all live members have entered and some of them still wait for the answer."""
+        entered = self._waiting.keys() | self._answered
+        if self.rounds is not Rounds.GATHERING or not self._waiting:
+            return []
+        if any(record.id not in entered for record in self.live()):
+            return []
+        self._turn(Turn.COMPLETE)
+        self._previous = None
+        return [self._poll(first=True)]
+
+    def _poll(self, *, first: bool) -> Poll:
+        return Poll(tuple(self.live()), first)
+
+    def _found(self, answers: Mapping[int, Activity | None]) -> dict[int, Activity | None]:
+        """The answers of a round that count: those of members that went in the course of it do not."""
+        return {member: activity for member, activity in answers.items() if member not in self.gone}
+
+    def _let_go(self) -> Outputs:
+        members = tuple(self._waiting)
+        self._answered.update(members)
+        self._waiting.clear()
+        return [AnswerEnters(members)]
+
+    def _turn(self, turn: Turn) -> None:
+        if (self.rounds, turn) not in ROUNDS:
+            raise AssertionError(f"{turn} cannot come while {self.rounds}")
+        self.rounds = ROUNDS[self.rounds, turn]

@@ -1,0 +1,1055 @@
+"""Leaving together: each invariant of `aiorpc/protocol/leaving.py` by itself, then all of them in random walks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+
+from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.leaving import (
+    LEAVING,
+    ROUNDS,
+    Activity,
+    AnswerEnters,
+    Attend,
+    AwaitIdle,
+    Follow,
+    Go,
+    GroupTable,
+    Hurry,
+    Joined,
+    Leaving,
+    Left,
+    Lost,
+    Output,
+    Outputs,
+    Overdue,
+    Poll,
+    ReportLost,
+    Rest,
+    Rounds,
+    SendEnter,
+    Step,
+    Turn,
+)
+
+W = [
+    WorkerRecord(
+        name=f"w{number}",
+        id=number,
+        incarnation=f"{number:x}",
+        host="here",
+        hostname="here",
+        pid=1 + number,
+        main="main",
+        unix_path="",
+        tcp_host="",
+        tcp_port=0,
+    )
+    for number in range(6)
+]
+IDLE, BUSY = Activity(True, 3), Activity(False, 3)
+
+
+# -- each by itself ----------------------------------------------------------------------------------------------------
+
+
+def make(worker: int, size: int = 3, *, free: bool = False) -> GroupTable:
+    return GroupTable(worker, W[:size], free=free)
+
+
+def lead(size: int = 3) -> GroupTable:
+    """A leader whose members have all entered, itself last: it has begun to poll."""
+    table = make(0, size)
+    assert table.leave() == [SendEnter(W[0])]
+    for member in range(1, size):
+        assert table.enter(member) == []
+    assert table.enter(0) == [Poll(tuple(W[:size]), first=True)]
+    return table
+
+
+def answers(table: GroupTable, *activities: Activity | None) -> dict[int, Activity | None]:
+    return dict(zip((record.id for record in table.live()), activities, strict=True))
+
+
+def test_a_member_makes_itself_known_to_the_leader_which_follows_all() -> None:
+    """A group of fixed size is a star; a free one is a mesh."""
+    assert make(2).start() == [Attend(W[0])]
+    assert make(0).start() == [Follow(W[1]), Follow(W[2])]
+    assert make(2, free=True).start() == [Attend(W[0]), Attend(W[1])]
+    assert make(0, 1).start() == []
+
+
+def test_l1_nobody_is_let_go_before_all_have_entered() -> None:
+    """L1: the rounds begin with the last ENTER."""
+    table = make(0)
+    assert table.enter(1) == table.enter(0) == table.enter(1) == []
+    assert table.enter(2) == [Poll(tuple(W[:3]), first=True)]
+    assert table.polled(answers(table, IDLE, IDLE, IDLE), overdue=False) == [Poll(tuple(W[:3]), first=False)]
+    assert table.polled(answers(table, IDLE, IDLE, IDLE), overdue=False) == [AnswerEnters((1, 0, 2))]
+
+
+QUIET = (IDLE, IDLE)
+NOT_QUIET: dict[str, tuple[tuple[Activity | None, ...], tuple[Activity | None, ...]]] = {
+    "busy in both": ((IDLE, BUSY), (IDLE, BUSY)),
+    "busy before": ((IDLE, BUSY), QUIET),
+    "busy now": (QUIET, (IDLE, BUSY)),
+    "woken between": (QUIET, (IDLE, Activity(True, 4))),
+    "silent in both": ((IDLE, None), (IDLE, None)),
+    "silent before": ((IDLE, None), QUIET),
+}
+
+
+@pytest.mark.parametrize("case", NOT_QUIET)
+def test_l2_only_two_equal_idle_rounds_let_go(case: str) -> None:
+    """L2: a call that is under way, or was between the rounds, or may be, makes the leader ask again after a pause."""
+    table = lead(2)
+    before, now = NOT_QUIET[case]
+    assert table.polled(answers(table, *before), overdue=False) == [Poll((W[0], W[1]), first=False)]
+    assert table.polled(answers(table, *now), overdue=False) == [Rest()]
+    assert table.rested() == [Poll((W[0], W[1]), first=False)]
+
+
+def test_l2_a_bound_lets_go_all_the_same() -> None:
+    """L2: once the rounds have taken too long, whoever had calls under way is named."""
+    table = lead(2)
+    table.polled(answers(table, IDLE, None), overdue=False)
+    assert table.polled(answers(table, IDLE, None), overdue=True) == [Overdue((1,)), AnswerEnters((1, 0))]
+    table = lead(2)
+    assert table.polled(answers(table, BUSY, IDLE), overdue=True) == [Overdue((0,)), AnswerEnters((1, 0))]
+
+
+def test_l3_all_are_let_go_once_they_are_idle() -> None:
+    """L3: after any number of rounds, two quiet ones are enough; the time of the rounds has no say in that."""
+    table = lead(2)
+    table.polled(answers(table, BUSY, IDLE), overdue=False)
+    for _ in range(5):
+        assert table.polled(answers(table, BUSY, IDLE), overdue=False) == [Rest()]
+        assert table.rested() == [Poll((W[0], W[1]), first=False)]
+    assert table.polled(answers(table, *QUIET), overdue=False) == [Rest()]
+    table.rested()
+    assert table.polled(answers(table, *QUIET), overdue=True) == [AnswerEnters((1, 0))]
+    assert table.enter_answered() == [Go(complete=True)]
+    assert table.enter(1) == [AnswerEnters((1,))]
+
+
+def test_l4_a_death_is_waited_for_by_nobody() -> None:
+    """L4: the leader begins without the one that was lost, and goes on without it in the middle of its rounds."""
+    table = make(0)
+    table.enter(1)
+    table.enter(0)
+    outputs = table.lose(W[2], "for the test")
+    assert outputs[-1] == Poll((W[0], W[1]), first=True) and Lost(W[2], "for the test", None) in outputs
+    found = answers(table, IDLE, IDLE)
+    assert AnswerEnters((1,)) in table.lose(W[1], "for the test")
+    assert table.polled(found, overdue=False) == [Poll((W[0],), first=False)]
+    assert table.polled({0: IDLE}, overdue=False) == [AnswerEnters((0,))]
+
+
+def test_l4_who_goes_within_the_rounds_makes_for_one_more() -> None:
+    """L4: its calls may have woken others; what it had answered counts no more."""
+    table = lead(2)
+    table.polled(answers(table, *QUIET), overdue=False)
+    assert table.depart(W[1]) == [AnswerEnters((1,)), Left(W[1])]
+    assert table.polled({0: IDLE, 1: IDLE}, overdue=False) == [Rest()]
+
+
+def test_l4_a_member_enters_again_at_the_next_leader() -> None:
+    """L4: also when the next leader is that member, and whether the old one died or left."""
+    table = make(2)
+    assert table.leave() == [SendEnter(W[0])]
+    table.lose(W[0], "for the test")
+    assert table.enter_failed(0) == [SendEnter(W[1])]
+    table.depart(W[1])
+    assert table.enter_failed(1)[-1] == SendEnter(W[2])
+    assert table.enter(2) == [Poll((W[2],), first=True)]
+
+
+def test_l4_an_enter_that_comes_too_early_is_kept() -> None:
+    """L4: a member may hear of a leader's death before the next leader does."""
+    table = make(1)
+    table.leave()
+    assert table.enter(2) == []
+    table.lose(W[0], "for the test")
+    assert table.enter_failed(0) == [SendEnter(W[1])]
+    assert table.enter(1) == [Poll((W[1], W[2]), first=True)]
+
+
+def test_l4_who_leads_after_a_goodbye_looks_after_the_rest() -> None:
+    """L4: once it has asked to leave, for then it waits for them; once."""
+    table = make(1)
+    assert table.depart(W[0]) == [Left(W[0])]
+    assert table.leave() == [Follow(W[2]), SendEnter(W[1])]
+    table = make(1, 4)
+    table.leave()
+    table.lose(W[2], "why")
+    assert table.depart(W[0]) == [Left(W[0])]
+    assert table.enter_failed(0) == [Follow(W[3]), ReportLost(W[3], W[2], "why"), SendEnter(W[1])]
+    table = make(1)
+    table.lose(W[0], "why")
+    assert table.leave() == [Hurry(), SendEnter(W[1])]
+
+
+def test_l5_the_live_member_with_the_lowest_id_leads() -> None:
+    """L5: whether those before it died or left."""
+    table = make(2, 4)
+    assert (table.leader, table.leads) == (0, False)
+    table.depart(W[0])
+    assert (table.leader, table.leads) == (1, False)
+    table.lose(W[1], "for the test")
+    assert (table.leader, table.leads) == (2, True)
+    assert [record.id for record in table.live()] == [2, 3]
+
+
+def test_l5_a_lost_leader_is_replaced() -> None:
+    """L5: the next one follows the others, and tells them; the others make themselves known to it."""
+    lost = Lost(W[0], "why", None)
+    told = ReportLost(W[2], W[0], "why")
+    assert make(1).lose(W[0], "why") == [Follow(W[2]), told, lost]
+    assert make(2).lose(W[0], "why") == [Attend(W[1]), lost]
+
+
+def test_l6_nothing_is_told_to_the_gone() -> None:
+    """L6: not even by a new leader, which looks at all members."""
+    table = make(1, 4)
+    table.depart(W[3])
+    assert table.lose(W[0], "why")[:2] == [Follow(W[2]), ReportLost(W[2], W[0], "why")]
+
+
+def test_l7_the_leader_tells_the_others_of_a_loss() -> None:
+    """L7: nobody else does, and nobody in a free group, where all are connected."""
+    lost = Lost(W[2], "why", None)
+    assert make(0, 4).lose(W[2], "why") == [ReportLost(W[1], W[2], "why"), ReportLost(W[3], W[2], "why"), lost]
+    assert make(1, 4).lose(W[2], "why") == [lost]
+    assert make(0, 4, free=True).lose(W[2], "why") == [lost]
+
+
+def test_l7_a_new_leader_tells_of_earlier_losses() -> None:
+    """L7: it may have seen one that the old leader did not live to report."""
+    table = make(1, 4)
+    table.lose(W[3], "first")
+    first, second = ReportLost(W[2], W[3], "first"), ReportLost(W[2], W[0], "second")
+    assert table.lose(W[0], "second") == [Follow(W[2]), first, second, Lost(W[0], "second", None)]
+
+
+def test_l8_a_member_goes_once() -> None:
+    """L8: later news of it, and of this worker itself, is none."""
+    table, error = make(0), OSError("broken")
+    assert table.lose(W[1], "why", error)[-1] == Lost(W[1], "why", error)
+    assert table.lose(W[1], "again") == table.depart(W[1]) == []
+    assert table.lose(W[0], "why") == table.depart(W[0]) == []
+    assert table.lost == {1: W[1].info} and table.gone == {1}
+
+
+def test_newcomers_are_news_once() -> None:
+    """Those that join a free group are its members from then on."""
+    table = make(0, 1, free=True)
+    assert table.join(W[1]) == [Joined(W[1])] and table.join(W[1]) == []
+    assert table.live() == W[:2]
+
+
+def test_a_loss_bounds_the_leaving() -> None:
+    """Once, from the later of the two; not in a free group, where nobody waits for the lost."""
+    table = make(0, 4)
+    table.leave()
+    assert Hurry() in table.lose(W[1], "why") and Hurry() not in table.lose(W[2], "why")
+    table = make(0, 4)
+    assert Hurry() not in table.lose(W[1], "why")
+    assert table.leave() == [Hurry(), SendEnter(W[0])]
+    assert Hurry() not in table.lose(W[2], "why")
+    table = make(0, 4, free=True)
+    table.leave()
+    assert Hurry() not in table.lose(W[1], "why")
+
+
+def test_a_leader_that_refuses_is_left_alone() -> None:
+    """It lives, and cannot take the ENTER: the member finishes its own calls and goes."""
+    table = make(1)
+    table.leave(hosts_store=True)
+    assert table.enter_failed(0) == [AwaitIdle()]
+    assert table.idle() == [Go(complete=True)]
+
+
+def test_a_member_of_a_free_group_finishes_its_own_calls() -> None:
+    """Others are no concern of it, unless it hosts their store: then it stays until all have gone."""
+    table = make(1, free=True)
+    assert table.leave() == [AwaitIdle()] and table.idle() == [Go(complete=True)]
+    table = make(1, free=True)
+    assert table.leave(hosts_store=True) == [AwaitIdle()] and table.idle() == []
+    assert table.depart(W[0]) == [Left(W[0])]
+    assert table.lose(W[2], "why") == [Lost(W[2], "why", None), Go(complete=True)]
+    table = make(0, 1, free=True)
+    assert table.leave(hosts_store=True) == [AwaitIdle()] and table.idle() == [Go(complete=True)]
+
+
+def test_giving_up_ends_every_wait_once() -> None:
+    """Whatever is waited for; a bound that passes in the moment of the answer changes nothing."""
+    entered, finishing, staying = make(1), make(1, free=True), make(1, free=True)
+    entered.leave()
+    finishing.leave()
+    staying.leave(hosts_store=True)
+    staying.idle()
+    for table in (entered, finishing, staying):
+        assert table.give_up() == [Go(complete=False)] and table.give_up() == []
+        assert table.leaving is Leaving.LEFT
+
+
+STEPS = [(state, step) for state, step in itertools.product(Leaving, Step) if (state, step) not in LEAVING]
+TURNS = [(state, turn) for state, turn in itertools.product(Rounds, Turn) if (state, turn) not in ROUNDS]
+
+
+@pytest.mark.parametrize(("state", "step"), STEPS)
+def test_a_step_that_is_not_in_the_table_is_refused(state: Leaving, step: Step) -> None:
+    """A worker that answers itself twice, say, has a fault that must not pass for a shutdown."""
+    table = make(0)
+    table.leaving = state
+    with pytest.raises(AssertionError, match="cannot come"):
+        table._step(step)
+    assert table.leaving is state
+
+
+@pytest.mark.parametrize(("state", "turn"), TURNS)
+def test_a_turn_that_is_not_in_the_table_is_refused(state: Rounds, turn: Turn) -> None:
+    """The same for the rounds of a leader."""
+    table = make(0)
+    table.rounds = state
+    with pytest.raises(AssertionError, match="cannot come"):
+        table._turn(turn)
+    assert table.rounds is state
+
+
+# -- a small world: workers, connections, what a runtime does with a table, and an oracle that knows everything --------
+
+
+class Violation(AssertionError):
+    """An invariant was broken."""
+
+
+def require(condition: bool, *what: object) -> None:
+    if not condition:
+        raise Violation(*what)
+
+
+@dataclass(eq=False)
+class Request:
+    """A call of the runtime (enter, poll) or of a user (job), until it is answered or fails. parent: who made it so."""
+
+    kind: str
+    source: int
+    to: int
+    parent: Request | None = None
+    running: bool = False  # a job that has arrived
+    over: bool = False
+
+
+@dataclass(eq=False)
+class Node:
+    """What the runtime of one worker keeps beside its table. calls: made and served by users, in all."""
+
+    table: GroupTable
+    working: bool = True  # its user has not asked it to leave
+    started: bool = False
+    stalled: bool = False
+    calls: int = 0
+    enters: dict[int, list[Request]] = field(default_factory=dict)
+    found: dict[int, Activity | None] | None = None  # the answers of the round that is under way
+    asked: int = 0
+    hurried: bool = False
+
+
+Frame = tuple[str, object]
+Event = Callable[[], object]  # returns False if it is too early for it
+
+
+class World:
+    """Workers joined by one FIFO queue per ordered pair. local: whether they can watch each other's processes.
+
+    Whoever connects to another hears its goodbye or its end on that connection, behind all that it has sent.
+    Some queues, drawn by lot, are slow; or, where the world is unlucky, each poll waits until its receiver is idle.
+    """
+
+    def __init__(self, size: int, source: random.Random, table: type[GroupTable] = GroupTable, *, local: bool) -> None:
+        self.source = source
+        self.local = local
+        self.nodes = [Node(table(number, W[:size], free=False)) for number in range(size)]
+        self.alive = set(range(size))
+        self.dead: set[int] = set()
+        self.forced = False  # a bound let a whole group go
+        self.overdue = False  # that may happen
+        self.leaderless = False  # a leader has left before the others
+        self.let_go = 0  # how many left because they were told that they may
+        self.queues: dict[tuple[int, int], deque[Frame]] = {}
+        self.connected: set[tuple[int, int]] = set()
+        self.watching: set[tuple[int, int]] = set()
+        self.slow = {pair for pair in itertools.product(range(size), repeat=2) if source.random() < 0.2}
+        self.unlucky = False  # polls come when nothing is to be seen
+        self.events: list[tuple[int, Event]] = []
+        self.requests: dict[Request, None] = {}
+        self.news: set[tuple[int, int]] = set()
+        for number in range(size):
+            self.later(number, partial(self.start, number))
+
+    # what a runtime does
+
+    def start(self, worker: int) -> None:
+        """It begins to serve: some time after the others may have met it."""
+        if not self.nodes[worker].started:
+            self.nodes[worker].started = True
+            self.carry_out(worker, self.nodes[worker].table.start())
+
+    def carry_out(self, worker: int, outputs: Outputs) -> None:
+        self.forced = self.forced or any(isinstance(output, Overdue) for output in outputs)
+        for output in outputs:
+            if worker not in self.alive:
+                return
+            self._check_receiver(worker, output)
+            getattr(self, "_do_" + type(output).__name__)(worker, output)
+
+    def _do_Attend(self, worker: int, output: Attend) -> None:
+        self.send(worker, output.to.id, "attend", W[worker])
+
+    def _do_Follow(self, worker: int, output: Follow) -> None:
+        if not self.local:
+            self.send(worker, output.to.id, "attend", W[worker])
+            return
+        self.watching.add((worker, output.to.id))
+        if output.to.id not in self.alive:
+            self.notice(worker, output.to.id)
+
+    def _do_ReportLost(self, worker: int, output: ReportLost) -> None:
+        self.send(worker, output.to.id, "report", output.member)
+
+    def _do_Lost(self, worker: int, output: Lost) -> None:
+        require((worker, output.member.id) not in self.news, "L8: gone twice", worker, output)
+        self.news.add((worker, output.member.id))
+        self.queues.pop((output.member.id, worker), None)
+        for request in list(self.requests):
+            if request.to == worker and request.source == output.member.id:
+                self._end(request)
+            elif request.source == worker and request.to == output.member.id:
+                self.later(worker, partial(self.fail, request))
+
+    _do_Left = _do_Lost
+
+    def _do_SendEnter(self, worker: int, output: SendEnter) -> None:
+        self._request(Request("enter", worker, output.to.id))
+
+    def _do_AnswerEnters(self, worker: int, output: AnswerEnters) -> None:
+        waiting = [member for member in output.members if member not in self.nodes[worker].table.gone]
+        if waiting:
+            self._check_let_go(worker)
+        for member in output.members:
+            for request in self.nodes[worker].enters.pop(member, []):
+                if member in waiting:
+                    self.send(worker, member, "entered", request)
+
+    def _do_Poll(self, worker: int, output: Poll) -> None:
+        node = self.nodes[worker]
+        require(node.found is None, "L5: two rounds at once", worker)
+        require(worker == min(self.alive), "L5: polls, and does not lead", worker)
+        node.found, node.asked = {}, len(output.members)
+        for record in output.members:
+            if record.id == worker:
+                self.later(worker, lambda: self._answer_poll(worker, worker, self.activity(worker)))
+            else:
+                self._request(Request("poll", worker, record.id))
+
+    def _do_Rest(self, worker: int, output: Rest) -> None:
+        self.later(worker, lambda: self.carry_out(worker, self.nodes[worker].table.rested()))
+
+    def _do_Overdue(self, worker: int, output: Overdue) -> None:
+        pass
+
+    def _do_Hurry(self, worker: int, output: Hurry) -> None:
+        require(not self.nodes[worker].hurried, "two bounds", worker)
+        self.nodes[worker].hurried = True
+
+    def _do_Go(self, worker: int, output: Go) -> None:
+        if output.complete:
+            self.let_go += 1
+            self._check_let_go(worker)
+        self.quit(worker)
+
+    def _answer_poll(self, worker: int, member: int, activity: Activity | None) -> None:
+        node = self.nodes[worker]
+        assert node.found is not None
+        node.found[member] = activity
+        if len(node.found) == node.asked:
+            found, node.found = node.found, None
+            overdue = self.overdue and self.source.random() < 0.1
+            self.carry_out(worker, node.table.polled(found, overdue=overdue))
+
+    def _request(self, request: Request) -> None:
+        self.requests[request] = None
+        self.send(request.source, request.to, request.kind, request)
+
+    def _end(self, request: Request) -> None:
+        request.over, request.running = True, False
+        self.requests.pop(request, None)
+
+    def fail(self, request: Request) -> None:
+        """A call that its peer owes an answer fails: at once if the peer was lost, later if it has left."""
+        if request.over:
+            return
+        self._end(request)
+        if request.kind == "enter":
+            self.carry_out(request.source, self.nodes[request.source].table.enter_failed(request.to))
+        elif request.kind == "poll":
+            self._answer_poll(request.source, request.to, None)
+
+    def send(self, source: int, to: int, kind: str, body: object) -> None:
+        if to in self.alive:
+            self.connected |= {(source, to), (to, source)}
+            self.queues.setdefault((source, to), deque()).append((kind, body))
+        elif (source, to) not in self.connected:
+            self.notice(source, to)  # it cannot be reached
+
+    def later(self, worker: int, event: Event) -> None:
+        self.events.append((worker, event))
+
+    def notice(self, worker: int, gone: int) -> None:
+        """That worker finds out by itself, some time, that another one has ended."""
+
+        self.later(worker, partial(self._look, worker, gone))
+
+    def _look(self, worker: int, gone: int) -> bool:
+        if gone not in self.dead and self.queues.get((gone, worker)):
+            return False  # the goodbye that it wrote before it ended is read first
+        self.carry_out(worker, self.nodes[worker].table.lose(W[gone], "gone"))
+        return True
+
+    def quit(self, worker: int) -> None:
+        """It leaves, with a goodbye to all that are connected to it."""
+        self.leaderless = self.leaderless or worker == min(self.alive)
+        self._remove(worker)
+        for other in self.alive:
+            if (worker, other) in self.connected:
+                self.queues.setdefault((worker, other), deque()).append(("goodbye", W[worker]))
+
+    def kill(self, worker: int) -> None:
+        """It dies. Of what it sent to each other worker some still arrives; then comes the end of the connection."""
+        self._remove(worker)
+        self.dead.add(worker)
+        for other in self.alive:
+            queue = self.queues.setdefault((worker, other), deque())
+            keep = self.source.randint(0, len(queue))
+            while len(queue) > keep:
+                queue.pop()
+            if (worker, other) in self.connected:
+                queue.append(("end", W[worker]))
+            if not queue:
+                del self.queues[worker, other]
+
+    def _remove(self, worker: int) -> None:
+        self.alive.discard(worker)
+        self.events = [(each, event) for each, event in self.events if each != worker]
+        for other in range(len(self.nodes)):
+            self.queues.pop((other, worker), None)
+            if other in self.alive and (other, worker) in self.watching:
+                self.notice(other, worker)
+        for request in list(self.requests):
+            if request.to == worker:
+                request.running = False
+            if request.source == worker and not request.running:
+                self._end(request)
+
+    # frames arriving
+
+    def deliver(self, source: int, to: int) -> None:
+        queue = self.queues[source, to]
+        kind, body = queue.popleft()
+        if not queue:
+            del self.queues[source, to]
+        getattr(self, "_take_" + kind)(source, to, body)
+
+    def _take_attend(self, source: int, to: int, record: WorkerRecord) -> None:
+        self.carry_out(to, self.nodes[to].table.join(record))
+
+    def _take_report(self, source: int, to: int, record: WorkerRecord) -> None:
+        self.carry_out(to, self.nodes[to].table.lose(record, "reported"))
+
+    def _take_end(self, source: int, to: int, record: WorkerRecord) -> None:
+        self.carry_out(to, self.nodes[to].table.lose(record, "its connection broke"))
+
+    def _take_goodbye(self, source: int, to: int, record: WorkerRecord) -> None:
+        self.carry_out(to, self.nodes[to].table.depart(record))
+
+    def _take_enter(self, source: int, to: int, request: Request) -> None:
+        self.nodes[to].enters.setdefault(source, []).append(request)
+        self.carry_out(to, self.nodes[to].table.enter(source))
+
+    def _take_entered(self, source: int, to: int, request: Request) -> None:
+        if not request.over:
+            self._end(request)
+            self.carry_out(to, self.nodes[to].table.enter_answered())
+
+    def _take_poll(self, source: int, to: int, request: Request) -> None:
+        self.send(to, source, "polled", (request, self.activity(to)))
+
+    def _take_polled(self, source: int, to: int, body: tuple[Request, Activity]) -> None:
+        request, activity = body
+        if not request.over:
+            self._end(request)
+            self._answer_poll(to, source, activity)
+
+    def _take_job(self, source: int, to: int, request: Request) -> None:
+        self.nodes[to].calls += 1
+        if source in self.alive and not request.over:
+            request.running = True
+
+    def _take_done(self, source: int, to: int, request: Request) -> None:
+        self._end(request)
+
+    # what users do
+
+    def jobs(self, worker: int) -> list[Request]:
+        """The calls that it serves."""
+        return [each for each in self.requests if each.running and each.to == worker]
+
+    def activity(self, worker: int) -> Activity:
+        busy = any(each.kind == "job" and each.source == worker for each in self.requests) or self.jobs(worker)
+        return Activity(not busy, self.nodes[worker].calls)
+
+    def start_job(self, worker: int, to: int, parent: Request | None = None) -> None:
+        if to not in self.nodes[worker].table.gone:
+            self.nodes[worker].calls += 1
+            self._request(Request("job", worker, to, parent))
+
+    def finish_job(self, request: Request) -> None:
+        request.running = False
+        self.send(request.to, request.source, "done", request)
+
+    def leave(self, worker: int) -> None:
+        self.start(worker)
+        self.nodes[worker].working = False
+        self.carry_out(worker, self.nodes[worker].table.leave())
+
+    def give_up(self, worker: int) -> None:
+        self.carry_out(worker, self.nodes[worker].table.give_up())
+
+    # the oracle
+
+    def _check_receiver(self, worker: int, output: Output) -> None:
+        table = self.nodes[worker].table
+        told = output.members if isinstance(output, Poll) else (getattr(output, "to", None),)
+        for record in told:
+            require(record is None or record.id not in table.gone, "L6: told to the gone", worker, output)
+        if isinstance(output, (Follow, ReportLost)):
+            leads = worker == min({record.id for record in table.members.values()} - table.gone)
+            require(leads, "L5: leads out of turn", worker, output)
+
+    def _check_let_go(self, worker: int) -> None:
+        if self.forced:
+            return
+        working = [each for each in self.alive if self.nodes[each].working]
+        require(not working, "L1: let go while others work", worker, working)
+        under_way = [each for each in self.requests if each.kind == "job" and self._counts(each)]
+        require(not under_way, "L2: let go while a call is under way", worker, under_way)
+
+    def _counts(self, request: Request | None) -> bool:
+        """Whether a call, and all that led to it, is between workers that live."""
+        while request is not None:
+            if request.source not in self.alive or request.to not in self.alive:
+                return False
+            request = request.parent
+        return True
+
+    # to the end
+
+    def moves(self, *, slow: bool = True, stalled: bool = False) -> list[Callable[[], object]]:
+        """All that can happen by itself now. slow, stalled: also what is slow, and at those that stall."""
+        awake = {each for each in self.alive if stalled or not self.nodes[each].stalled}
+        pairs = [pair for pair in self.queues if pair[1] in awake and (slow or not self._is_slow(pair))]
+        events = [
+            entry for entry in self.events if entry[0] in awake and (slow or (entry[0], entry[0]) not in self.slow)
+        ]
+        moves: list[Callable[[], object]] = [partial(self.deliver, *pair) for pair in pairs]
+        return moves + [partial(self._happen, entry) for entry in events]
+
+    def _is_slow(self, pair: tuple[int, int]) -> bool:
+        if self.unlucky:
+            return self.queues[pair][0][0] == "poll" and not self.activity(pair[1]).idle
+        return pair in self.slow
+
+    def _happen(self, entry: tuple[int, Event]) -> None:
+        if entry[1]() is not False and entry in self.events:
+            self.events.remove(entry)
+
+    def settle(self) -> None:
+        """Nothing new begins until all know of all losses."""
+        for _ in range(500 * len(self.nodes)):
+            moves = self.moves(stalled=True)
+            if not moves or not self._unknown_losses():
+                break
+            self.source.choice(moves)()
+        require(not self._unknown_losses(), "L7: never heard of a loss", self._unknown_losses())
+
+    def _unknown_losses(self) -> list[tuple[int, int]]:
+        if self.leaderless:
+            return []
+        return [(each, dead) for each in self.alive for dead in self.dead if dead not in self.nodes[each].table.gone]
+
+    def finish(self) -> None:
+        """All users are done, all calls end, and nobody stalls any more: then all are let go."""
+        for worker in list(self.alive):
+            if worker in self.alive and self.nodes[worker].working:
+                self.leave(worker)
+        for _ in range(2000 * len(self.nodes)):
+            if not self.alive:
+                return
+            running = [each for each in self.requests if each.running]
+            moves = self.moves(stalled=True)
+            moves += [partial(self.finish_job, each) for each in running]
+            require(bool(moves), "L4: waits for ever", {each: self.nodes[each].table.leaving for each in self.alive})
+            self.source.choice(moves)()
+        raise Violation("L3: rounds without end")
+
+
+# -- any interleaving --------------------------------------------------------------------------------------------------
+
+
+class Actions:
+    """What may happen in a world besides its moves, each with a weight."""
+
+    def __init__(self, world: World, *, deaths: int, quits: int, bounds: bool) -> None:
+        self.world = world
+        self.source = world.source
+        self.deaths, self.quits, self.bounds = deaths, quits, bounds
+
+    def _any(self) -> int:
+        return self.source.choice(sorted(self.world.alive))
+
+    def move(self) -> None:
+        moves = self.world.moves(slow=self.source.random() < 0.1) or self.world.moves()
+        if moves:
+            self.source.choice(moves)()
+
+    def start_job(self) -> None:
+        """A call: by the user of a worker that has not asked it to leave, else by a handler that runs there."""
+        worker, to = self._any(), self.source.randrange(len(self.world.nodes))
+        serving = self.world.jobs(worker)
+        if serving and self.source.random() < 0.7:
+            self.world.start_job(worker, to, self.source.choice(serving))
+        elif self.world.nodes[worker].working:
+            self.world.start_job(worker, to)
+
+    def finish_job(self) -> None:
+        running = [each for each in self.world.requests if each.running and not self.world.nodes[each.to].stalled]
+        if running:
+            self.world.finish_job(self.source.choice(running))
+
+    def pass_on(self) -> None:
+        """A handler makes a call and does not wait for its answer."""
+        running = [each for each in self.world.requests if each.running]
+        if running:
+            job = self.source.choice(running)
+            self.world.start_job(job.to, self.source.randrange(len(self.world.nodes)), job)
+            self.world.finish_job(job)
+
+    def leave(self) -> None:
+        worker = self._any()
+        if self.world.nodes[worker].working:
+            self.world.leave(worker)
+
+    def kill(self) -> None:
+        """One dies, or two at once: then one of them may have seen nothing of the other's death."""
+        for _ in range(self.source.choice((1, 1, 2))):
+            if self.deaths and len(self.world.alive) > 1:
+                self.deaths -= 1
+                self.world.kill(self.source.choice((self._any(), min(self.world.alive))))
+
+    def quit(self) -> None:
+        """A shutdown that is not graceful."""
+        if self.quits and len(self.world.alive) > 1:
+            self.quits -= 1
+            self.world.quit(self._any())
+
+    def stall(self) -> None:
+        node = self.world.nodes[self._any()]
+        node.stalled = not node.stalled
+
+    def poll_unheard(self) -> None:
+        """A poll has timed out; its answer may come later, to nobody."""
+        polls = [each for each in self.world.requests if each.kind == "poll"]
+        if polls:
+            self.world.fail(self.source.choice(polls))
+
+    def give_up(self) -> None:
+        """The bound after a loss was passed, or the one that the user gave."""
+        worker = self._any()
+        node = self.world.nodes[worker]
+        if not node.working and (node.hurried or self.bounds):
+            self.world.give_up(worker)
+
+
+@dataclass
+class Life:
+    """A kind of walk. deaths: at most. work, leave: weights of actions before and after most users are done.
+
+    jobs: calls that are under way when they are. steps: of that second part. unlucky: see `World`.
+    """
+
+    deaths: int
+    work: dict[str, int]
+    leave: dict[str, int]
+    sizes: tuple[int, int] = (2, 5)
+    jobs: int = 0
+    steps: int = 80
+    unlucky: bool = False
+
+
+TROUBLE = {"kill": 1, "stall": 1, "poll_unheard": 2, "give_up": 1}
+LIVES = [
+    Life(
+        deaths=2,
+        work={"move": 30, "start_job": 8, "finish_job": 4, "leave": 2, "quit": 1, **TROUBLE},
+        leave={"move": 30, "start_job": 6, "finish_job": 8, **TROUBLE},
+    ),
+    # Few connections besides the star, so that a death is seen by few.
+    Life(
+        deaths=4,
+        work={"move": 12, "start_job": 2, "finish_job": 1, "leave": 1, "quit": 1, **TROUBLE, "kill": 2},
+        leave={"move": 12, **TROUBLE},
+    ),
+    # One call that hops from worker to worker while the leader asks them one after the other, each when it is idle.
+    Life(
+        deaths=0,
+        work={"move": 1},
+        leave={"move": 30, "pass_on": 10},
+        sizes=(4, 5),
+        jobs=1,
+        steps=150,
+        unlucky=True,
+    ),
+]
+WALKS = 2400
+
+
+def walk(seed: int, table: type[GroupTable] = GroupTable) -> World:
+    """A random life of two to five workers, to its end. Raises Violation when an invariant breaks."""
+    source, life = random.Random(seed), LIVES[seed % len(LIVES)]
+    world = World(source.randint(*life.sizes), source, table, local=source.random() < 0.4)
+    actions = Actions(world, deaths=life.deaths, quits=source.randrange(2), bounds=source.random() < 0.1)
+    world.unlucky = life.unlucky
+    world.overdue = source.random() < 0.1
+    act(actions, life.work, steps=40)
+    act(actions, {"start_job": 1}, steps=life.jobs)
+    for worker in sorted(world.alive):
+        if world.nodes[worker].working and source.random() < 0.9:
+            world.leave(worker)
+    act(actions, life.leave, steps=life.steps)
+    world.settle()
+    world.finish()
+    return world
+
+
+def act(actions: Actions, weights: dict[str, int], steps: int) -> None:
+    for name in actions.source.choices(list(weights), weights=list(weights.values()), k=steps):
+        if actions.world.alive:
+            getattr(actions, name)()
+
+
+def test_every_invariant_holds_in_random_walks() -> None:
+    """L1 to L8: calls, leaves, deaths, stalls and bounds in any order; each death seen at another time by each."""
+    worlds = [walk(seed) for seed in range(WALKS)]
+    assert sum(world.let_go for world in worlds) > 2 * WALKS
+    for what in ("dead", "forced", "leaderless"):
+        assert sum(bool(getattr(world, what)) for world in worlds) > WALKS // 100, what
+
+
+# -- the oracle can fail -----------------------------------------------------------------------------------------------
+
+
+class PollsOnce(GroupTable):
+    """One idle round is enough for it."""
+
+    def polled(self, answers, *, overdue):  # type: ignore[no-untyped-def]  # as what it replaces
+        self._previous = self._found(answers)
+        return super().polled(answers, overdue=overdue)
+
+    def _turn(self, turn):  # type: ignore[no-untyped-def]  # as what it replaces
+        if turn is Turn.QUIET and self.rounds is Rounds.FIRST_ROUND:
+            self.rounds = Rounds.NEXT_ROUND
+        super()._turn(turn)
+
+
+class CountsNothing(GroupTable):
+    """Compares only whether all were idle, not what happened between the rounds."""
+
+    def _found(self, answers):  # type: ignore[no-untyped-def]  # as what it replaces
+        found = super()._found(answers)
+        return {member: each and Activity(each.idle, 0) for member, each in found.items()}
+
+
+class TakesBusyForIdle(GroupTable):
+    """Compares only the counts."""
+
+    def _found(self, answers):  # type: ignore[no-untyped-def]  # as what it replaces
+        found = super()._found(answers)
+        return {member: each and Activity(True, each.calls) for member, each in found.items()}
+
+
+class TakesSilenceForIdle(GroupTable):
+    """A member that does not answer is not waited for."""
+
+    def _found(self, answers):  # type: ignore[no-untyped-def]  # as what it replaces
+        return {member: each or Activity(True, 0) for member, each in super()._found(answers).items()}
+
+
+class PollsTheFirst(GroupTable):
+    """Begins its rounds before all have entered."""
+
+    def _begin_rounds(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        if self.rounds is not Rounds.GATHERING or not self._waiting or not self.leads:
+            return []
+        self._turn(Turn.COMPLETE)
+        return [self._poll(first=True)]
+
+
+class WaitsForTheGone(GroupTable):
+    """Does not look again at who has entered when a member is gone."""
+
+    def _after_parting(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return []
+
+
+class EntersOnce(GroupTable):
+    """Goes on waiting for a leader that is gone."""
+
+    def enter_failed(self, leader):  # type: ignore[no-untyped-def]  # as what it replaces
+        return []
+
+
+class ForgetsEarlyEnters(GroupTable):
+    """Takes an ENTER only once it knows that it leads."""
+
+    def enter(self, member):  # type: ignore[no-untyped-def]  # as what it replaces
+        return super().enter(member) if self.leads else []
+
+
+class AnswersNobody(GroupTable):
+    """Finds the group quiet, and lets nobody go."""
+
+    def _let_go(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        super()._let_go()
+        return []
+
+
+class RestsForEver(GroupTable):
+    """Asks no third time."""
+
+    def rested(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return []
+
+
+class KeepsItsLeader(GroupTable):
+    """Takes the member that led first for the leader, gone or not."""
+
+    @property
+    def leader(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return min(self.members)
+
+
+class LeadsAtOnce(GroupTable):
+    """Takes a loss for a sign that it leads."""
+
+    @property
+    def leader(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return self.worker_id if self.lost else super().leader
+
+
+class FollowsNobody(GroupTable):
+    """A leader waits until the others come to it; those that have died do not."""
+
+    def start(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return [output for output in super().start() if not isinstance(output, Follow)]
+
+
+class LeavesTheRestAlone(GroupTable):
+    """A leader by the goodbye of another one looks after nobody."""
+
+    def _send_enter(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return super()._send_enter()[-1:]
+
+
+class ReportsNothing(GroupTable):
+    """Keeps the losses to itself."""
+
+    def _report(self, losses):  # type: ignore[no-untyped-def]  # as what it replaces
+        return []
+
+
+class ReportsOnlyTheLeader(GroupTable):
+    """A new leader tells nothing of the losses before."""
+
+    def _take_over(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return [*self.start(), *self._report(self._losses[-1:])]
+
+
+class TellsTheGone(GroupTable):
+    """Tells all members, whether they live or not."""
+
+    def _others(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return [record for record in self.members.values() if record.id != self.worker_id]
+
+
+class PollsTheGone(GroupTable):
+    """Polls all members, whether they live or not."""
+
+    def _poll(self, *, first):  # type: ignore[no-untyped-def]  # as what it replaces
+        return Poll(tuple(self.members.values()), first)
+
+
+class MournsTwice(GroupTable):
+    """Says again that a member is lost when another one says so, too."""
+
+    def lose(self, record, cause, error=None):  # type: ignore[no-untyped-def]  # as what it replaces
+        return super().lose(record, cause, error) or [Lost(record, cause, error)]
+
+
+MUTANTS = {
+    PollsOnce: "L2",
+    CountsNothing: "L2",
+    TakesBusyForIdle: "L2",
+    TakesSilenceForIdle: "L2",
+    PollsTheFirst: "L1",
+    WaitsForTheGone: "L4",
+    EntersOnce: "L4",
+    ForgetsEarlyEnters: "L4",
+    AnswersNobody: "L4",
+    RestsForEver: "L4",
+    KeepsItsLeader: "L",
+    LeadsAtOnce: "L5",
+    FollowsNobody: "L",
+    LeavesTheRestAlone: "L4",
+    ReportsNothing: "L7",
+    ReportsOnlyTheLeader: "L7",
+    TellsTheGone: "L6",
+    PollsTheGone: "L6",
+    MournsTwice: "L8",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_oracle_notices_a_broken_table(mutant: type[GroupTable]) -> None:
+    """Each fault planted in a table is found by the same walks that the real table passes."""
+    found = []
+    for seed in range(WALKS):
+        try:
+            walk(seed, mutant)
+        except Violation as violation:
+            found.append(str(violation.args[0]))
+        except (
+            AssertionError,
+            KeyError,
+        ):  # a broken table may also trip over itself: that proves nothing of the oracle
+            continue
+        if any(text.startswith(MUTANTS[mutant]) for text in found):
+            return
+    pytest.fail(f"not noticed; seen: {set(found)}")
