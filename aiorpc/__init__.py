@@ -28,12 +28,13 @@ from .futures import Future, collect_all, wait_all
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
 from .runtime.caller.handle import PeerHandle
-from .runtime.caller.streams import Stream
-from .runtime.engine.current import caller, cancelled, check_cancelled, deadline
+from .runtime.caller.stream import Stream
+from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
+from .runtime.calls.pending import PendingCall
 from .runtime.group.events import WorkerJoined, WorkerLeft, WorkerLost
 from .runtime.group.group import ShutdownReport
 from .runtime.references.rref import RRef
-from .runtime.statistics import PendingCall, Statistics
+from .runtime.statistics import Statistics
 from .runtime.worker import Worker
 from .sync import BackendType, init_rpc, rpc_async, rpc_sync, shutdown
 

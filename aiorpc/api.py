@@ -12,8 +12,8 @@ from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.peers import To
-from .runtime.caller.streams import Stream
-from .runtime.engine.current import registry
+from .runtime.caller.stream import Stream, open_stream
+from .runtime.node import registry
 from .runtime.references.rref import RRef
 from .runtime.worker import Worker
 
@@ -44,7 +44,8 @@ def current() -> Worker:
 
     With several, that of the ``async with`` block this runs in. NotInitialized without one, or if nothing says which.
     """
-    return registry.get()
+    worker: Worker = registry.get().worker
+    return worker
 
 
 def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -56,8 +57,8 @@ def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     RpcUsageError for what names no worker. Cancelling the Future stops the callee as far as it can be stopped;
     it may have run in part.
     """
-    worker = registry.get()
-    return worker.peers.find(to).call(function, args, kwargs, worker.default_timeout)
+    node = registry.get()
+    return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
 
 
 def peer(to: To, *, timeout: float | None = None) -> PeerHandle:
@@ -66,7 +67,7 @@ def peer(to: To, *, timeout: float | None = None) -> PeerHandle:
     timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``. UnknownWorker if the group cannot have it;
     RpcUsageError for a timeout below 0, or for what names no worker.
     """
-    return registry.get().peer(to, timeout=timeout)
+    return current().peer(to, timeout=timeout)
 
 
 @overload
@@ -96,13 +97,13 @@ def remote(*given: Any, **named: Any) -> RRef[Any]:
     UnknownWorker (also for who has not joined yet), Overloaded, NotInitialized, WorkerClosed, and RendezvousError if
     only the store can tell where the worker is and does not answer.
     """
-    worker = registry.get()
+    node = registry.get()
     if len(given) < 2 or _is_torch_form(given[2:], named):
         to, function, args, kwargs, timeout = _remote_as_in_torch(*given, **named)
-        timeout = worker.timeout(timeout)
+        timeout = node.engine.timeout(timeout)
     else:
-        (to, function, *args), kwargs, timeout = given, named, worker.default_timeout
-    return worker.references.create(worker.peers.find(to), function, tuple(args), kwargs, timeout, depth=2)
+        (to, function, *args), kwargs, timeout = given, named, node.engine.default_timeout
+    return node.references.create(node.peers.find(to), function, tuple(args), kwargs, timeout, depth=2)
 
 
 def _is_torch_form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -133,10 +134,10 @@ def stream(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -
     The producer stops while the consumer does (``options.stream_window`` items may be under way), and for good when the
     loop is left. Its error is raised in its place, after the items before it. The timeout is for each item.
     """
-    worker = registry.get()
-    return worker.open_stream(worker.peers.find(to), function, args, kwargs, worker.default_timeout)
+    node = registry.get()
+    return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and id of the current worker, or of the one of that name. UnknownWorker if the group has none."""
-    return registry.get().get_worker_info(worker_name)
+    return current().get_worker_info(worker_name)

@@ -1,6 +1,7 @@
 """One Future for every caller: blocking threads, ``await`` on any loop, callbacks, torch's C++ helpers.
 
-States and who moves them. A Future leaves PENDING once; the first settler wins, every later one learns that it lost.
+Its states, and who changes them. A Future leaves PENDING once. The first who settles it wins, and every later one
+learns that it was too late.
 
     from      event                                     to       seen by
     PENDING   set_result / the answer arrived           VALUE    waiters woken, callbacks run
@@ -52,7 +53,7 @@ _running_loop = asyncio._get_running_loop
 
 
 class BlockObserver(Protocol):
-    """Told when a thread of a pool starts and ends a wait, so that the pool can make up for it."""
+    """Told when a thread of a pool begins and ends to wait, so that the pool can run another thread meanwhile."""
 
     def enter_blocked(self) -> None: ...
 
@@ -60,7 +61,10 @@ class BlockObserver(Protocol):
 
 
 class Executor(Protocol):
-    """Where callbacks of users run when the settling thread must not run them; and what it knows of threads."""
+    """Where callbacks of users run if the thread that settles must not run them (`ThreadPool`).
+
+    It also says in which threads it pays to wait without sleeping.
+    """
 
     def submit(self, fn: Callable[..., None], *args: object) -> None: ...
 
@@ -71,12 +75,12 @@ class Executor(Protocol):
         ...
 
     def waited(self, seconds: float) -> None:
-        """This thread has waited for so long, one way or the other."""
+        """This thread has waited for so many seconds, asleep or awake."""
         ...
 
 
 class Arrival(Protocol):
-    """Tensors of a value that are still being made on some streams."""
+    """The tensors of a value that are still being made on streams of devices."""
 
     def join(self) -> None:
         """Make the current streams of this thread wait for them."""
@@ -89,7 +93,8 @@ Marks = Callable[[Any], Arrival | None]
 block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
 
 
-# The autograd context that code runs in, by its id (runtime/gradients.py); 0 or None: none. Callbacks take it along.
+# The id of the autograd context that code runs in (runtime/gradients/contexts.py); 0 or None if there is none.
+# Callbacks take it along.
 current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default=None)
 
 # Where in the user's program a call was made: code and instruction. The line is computed only when somebody asks.
@@ -124,7 +129,7 @@ class _Unobserved:
         self.seen = False
 
     def __del__(self) -> None:
-        # What we gave up ourselves, by cancelling it or by leaving, is no news.
+        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged.
         if not self.seen and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
             logger.error("%s failed and nobody looked: %s", self.what, foreign.said(self.error))
 
@@ -473,7 +478,7 @@ class _UserCallback:
 
 
 def _hand_over(future: Future[Any], callbacks: Sequence[_UserCallback]) -> None:
-    """Run them off the loop: one after the other, in their order."""
+    """Have callbacks run in a thread that runs no loop, one after the other in their order."""
     executor = callbacks[0].executor
     if executor is not None:
         try:
@@ -490,7 +495,7 @@ def _run_all(callbacks: Sequence[_UserCallback], future: Future[Any]) -> None:
 
 
 class _Failure:
-    """What torch's C++ half keeps of an error: the way to it, and an equal one should the Future be gone.
+    """What torch's C++ half keeps in place of an error: a way to find it, and to make an equal one if it is gone.
 
     Raising fills in the traceback, whose frames often hold the Future. The garbage collector sees that cycle in Python
     but not through C++: with the error itself there, Future and frames would never be freed.

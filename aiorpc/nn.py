@@ -25,10 +25,9 @@ from .errors import RpcError, RpcUsageError
 from .futures import Future
 from .protocol import codec
 from .runtime.caller.peers import To
-from .runtime.engine.current import registry
 from .runtime.gradients.contexts import current_autograd
+from .runtime.node import Node, node_of, registry
 from .runtime.references.rref import RRef
-from .runtime.worker import Worker
 
 __all__ = ["RemoteModule", "RemoteModuleError"]
 
@@ -91,7 +90,7 @@ class RemoteModule(Module):
         args: tuple[Any, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        registry.get().refuse_on_loop("RemoteModule(...)", "await RemoteModule.create(...)")
+        registry.get().engine.refuse_on_loop("RemoteModule(...)", "await RemoteModule.create(...)")
         super().__init__()
         self._adopt(remote_device)
         self.module_rref = self._make(module_cls, args, kwargs).wait()
@@ -122,63 +121,63 @@ class RemoteModule(Module):
         """
         made = cls.__new__(cls)
         Module.__init__(made)
-        worker = made._adopt(remote_device)
-        if worker.get_worker_info(_name_of(worker, made.on)) != module_rref.owner():
+        node = made._adopt(remote_device)
+        if node.peers.info(node.peers.id_of(node.peers.find(made.on))) != module_rref.owner():
             raise RemoteModuleError(f"{remote_device!r} is not where the module is: its owner is {module_rref.owner()}")
         made.module_rref = module_rref
         return made
 
-    def _adopt(self, remote_device: str) -> Worker:
-        worker = registry.get()
-        worker.check_open()
-        self.on, device = parse_remote_device(remote_device, worker.name)
+    def _adopt(self, remote_device: str) -> Node:
+        node = registry.get()
+        node.engine.lifetime.check_open()
+        self.on, device = parse_remote_device(remote_device, node.engine.name)
         self.device = str(device)
-        worker.peers.find(self.on)
-        return worker
+        node.peers.find(self.on)
+        return node
 
     def _make(
         self, module_cls: Callable[..., Module], args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None
     ) -> Future[RRef[Module]]:
-        worker = registry.get()
+        node = registry.get()
         values = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
-        return worker.peers.find(self.on).call(new_module, values, None, worker.default_timeout)
+        return node.peers.find(self.on).call(new_module, values, None, node.engine.default_timeout)
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`; on the worker's loop `forward_async`: ``y = await module(x)``."""
-        worker = self._worker()
-        if worker.on_loop:
+        node = self._node()
+        if node.engine.on_loop:
             return self.forward_async(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives for these arguments; blocks. Raises what it raises, PeerLost, RpcTimeout."""
-        self._worker().refuse_on_loop("module.forward()", "await module(...)")
+        self._node().engine.refuse_on_loop("module.forward()", "await module(...)")
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """The same as a Future, at once. Any thread. Cancelling it may leave the module having run."""
-        rref, worker = self.module_rref, self._worker()
+        rref, node = self.module_rref, self._node()
         rref._check()
-        if self.device == "cpu" and worker.accelerators.accelerator is None:
+        if self.device == "cpu" and node.accelerators.accelerator is None:
             call: Future[Any] = rref.rpc_async()(*args, **kwargs)  # nothing to move, so no reference has to travel
             return call
         values = (rref, self.device, self._is_led_to(), args, kwargs)
-        return worker.peers.by_id(rref.owner().id).call(forward, values, None, worker.default_timeout)
+        return node.peers.by_id(rref.owner().id).call(forward, values, None, node.engine.default_timeout)
 
     @property
     def is_device_map_set(self) -> bool:
         """Whether this worker has a device map to the owner."""
-        worker = self._worker()
-        return bool(worker.options.device_maps.get(self.module_rref.owner_name()))
+        node = self._node()
+        return bool(node.engine.options.device_maps.get(self.module_rref.owner_name()))
 
     def _is_led_to(self) -> bool:
         """Whether what lies on the module's device can come back from there as it is."""
-        worker = self._worker()
+        node = self._node()
         name = self.device
         device = torch.device(name if name == "cpu" or ":" in name else f"{name}:0")
-        return device in worker.accelerators.claims.maps.get(self.module_rref.owner_name(), {}).values()
+        return device in node.accelerators.claims.maps.get(self.module_rref.owner_name(), {}).values()
 
     # --- the module ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +190,7 @@ class RemoteModule(Module):
 
         recurse: with those of its submodules.
         """
-        self._worker().refuse_on_loop("module.remote_parameters()", "await module.remote_parameters_async()")
+        self._node().engine.refuse_on_loop("module.remote_parameters()", "await module.remote_parameters_async()")
         return self.remote_parameters_async(recurse).wait()
 
     def remote_parameters_async(self, recurse: bool = True) -> Future[list[RRef[torch.nn.Parameter]]]:
@@ -200,13 +199,13 @@ class RemoteModule(Module):
 
     def train(self, mode: bool = True) -> Self:
         """Put the module into training mode, or out of it. Blocks."""
-        self._worker().refuse_on_loop("module.train()", "await module.train_async()")
+        self._node().engine.refuse_on_loop("module.train()", "await module.train_async()")
         self.train_async(mode).wait()
         return self
 
     def eval(self) -> Self:
         """Put the module out of training mode. Blocks."""
-        self._worker().refuse_on_loop("module.eval()", "await module.eval_async()")
+        self._node().engine.refuse_on_loop("module.eval()", "await module.eval_async()")
         return self.train(False)
 
     def train_async(self, mode: bool = True) -> Future[None]:
@@ -226,7 +225,7 @@ class RemoteModule(Module):
 
         destination: where to add it, and `prefix`: before the names. keep_vars: without effect, they are copies.
         """
-        self._worker().refuse_on_loop("module.state_dict()", "await module.state_dict_async()")
+        self._node().engine.refuse_on_loop("module.state_dict()", "await module.state_dict_async()")
         state = self.state_dict_async().wait()
         if destination is None and not prefix:
             return state
@@ -247,7 +246,7 @@ class RemoteModule(Module):
         assign: put the tensors in place of the parameters; RRefs of those then refer to what the module uses no more.
         Raises torch's RuntimeError if the state does not fit.
         """
-        self._worker().refuse_on_loop("module.load_state_dict()", "await module.load_state_dict_async(...)")
+        self._node().engine.refuse_on_loop("module.load_state_dict()", "await module.load_state_dict_async(...)")
         return self.load_state_dict_async(state_dict, strict, assign).wait()
 
     def load_state_dict_async(
@@ -330,19 +329,19 @@ class RemoteModule(Module):
             )
         return super().__reduce_ex__(protocol)
 
-    def _worker(self) -> Worker:
-        worker: Worker = self.module_rref._references.worker
-        worker.check_open()
-        return worker
+    def _node(self) -> Node:
+        node: Node = node_of(self.module_rref)
+        node.engine.lifetime.check_open()
+        return node
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call a handler of this module on the owner, outside of any autograd context."""
-        worker, rref = self._worker(), self.module_rref
+        node, rref = self._node(), self.module_rref
         rref._check()
         token = current_autograd.set(0)
         try:
-            peer = worker.peers.by_id(rref.owner().id)
-            return peer.call(function, (rref, *args), None, worker.default_timeout)
+            peer = node.peers.by_id(rref.owner().id)
+            return peer.call(function, (rref, *args), None, node.engine.default_timeout)
         finally:
             current_autograd.reset(token)
 
@@ -375,10 +374,6 @@ def _device(text: str) -> torch.device | None:
         return torch.device(text)
     except RuntimeError:
         return None
-
-
-def _name_of(worker: Worker, to: To) -> str:
-    return worker.peers.find(to).name
 
 
 def _metadata_of(state: Any) -> Mapping[str, Any]:

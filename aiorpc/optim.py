@@ -25,9 +25,9 @@ import torch
 
 from .errors import RpcError, RpcTimeout, RpcUsageError
 from .futures import Future, block_observer, call_site
-from .runtime.engine.current import check_cancelled, current_call, registry
+from .runtime.calls.current import check_cancelled, current_call
+from .runtime.node import Node, node_of, registry, serving
 from .runtime.references.rref import RRef
-from .runtime.worker import Worker
 
 __all__ = ["DistributedOptimizer", "NoGradients"]
 
@@ -60,7 +60,7 @@ class DistributedOptimizer:
     def __init__(
         self, optimizer_class: Callable[..., Any], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
     ) -> None:
-        registry.get().refuse_on_loop("DistributedOptimizer(...)", "await DistributedOptimizer.create(...)")
+        registry.get().engine.refuse_on_loop("DistributedOptimizer(...)", "await DistributedOptimizer.create(...)")
         self.remote_optimizers = _make(optimizer_class, params_rref, args, kwargs).wait()
 
     @classmethod
@@ -88,10 +88,10 @@ class DistributedOptimizer:
         PeerLost at once if an owner is lost; RpcTimeout after the worker's ``rpc_timeout``. After an error, and if it
         is cancelled, some owners may have stepped; one that waits for its turn then does not.
         """
-        worker = _worker_of(self.remote_optimizers)
+        node = _node_of(self.remote_optimizers)
         if isinstance(context_id, bool) or not isinstance(context_id, int):
             raise RpcUsageError(f"a context is named by its id, an int, not {context_id!r:.80}")
-        worker.gradients.get(context_id)
+        node.gradients.get(context_id)
 
         def finish(stepped: Mapping[str, int]) -> None:
             if not any(stepped.values()):
@@ -101,11 +101,11 @@ class DistributedOptimizer:
                     "on these parameters?"
                 )
 
-        blocking = not worker.on_loop
+        blocking = not node.engine.on_loop
         what = "DistributedOptimizer.step()"
         arguments = (int(context_id),)
-        here = partial(_step_here, worker, *arguments) if blocking else None
-        done = _on_owners(worker, self.remote_optimizers, "step", lambda _: arguments, finish, what, here)
+        here = partial(_step_here, node, *arguments) if blocking else None
+        done = _on_owners(node, self.remote_optimizers, "step", lambda _: arguments, finish, what, here)
         if blocking:
             done.wait()
         return done
@@ -116,15 +116,15 @@ class DistributedOptimizer:
         No step of these parameters is under way while an owner's is copied; owners are not looked at in the same
         moment. Raises PeerLost and RpcTimeout; WouldBlockLoop on the worker's loop, where `state_dict_async` serves.
         """
-        _worker_of(self.remote_optimizers).refuse_on_loop(
+        _node_of(self.remote_optimizers).engine.refuse_on_loop(
             "optimizer.state_dict()", "await optimizer.state_dict_async()"
         )
         return self.state_dict_async().wait()
 
     def state_dict_async(self) -> Future[dict[str, State]]:
         """The same as a Future, to be awaited or waited for. Any thread."""
-        worker = _worker_of(self.remote_optimizers)
-        return _on_owners(worker, self.remote_optimizers, "state_dict", lambda _: (), dict, "state_dict()")
+        node = _node_of(self.remote_optimizers)
+        return _on_owners(node, self.remote_optimizers, "state_dict", lambda _: (), dict, "state_dict()")
 
     def load_state_dict(self, state_dict: Mapping[str, State]) -> None:
         """Give each owner's optimizer the state of its name, as `state_dict` made it; tensors go to their devices.
@@ -133,7 +133,7 @@ class DistributedOptimizer:
         ``load_state_dict`` raises on an owner, with a note that names it, and others may have loaded theirs;
         WouldBlockLoop on the worker's loop, where `load_state_dict_async` serves.
         """
-        _worker_of(self.remote_optimizers).refuse_on_loop(
+        _node_of(self.remote_optimizers).engine.refuse_on_loop(
             "optimizer.load_state_dict()", "await optimizer.load_state_dict_async(...)"
         )
         self.load_state_dict_async(state_dict).wait()
@@ -148,9 +148,9 @@ class DistributedOptimizer:
         def arguments(name: str) -> tuple[Any, ...]:
             return (state_dict[name],)
 
-        worker = _worker_of(self.remote_optimizers)
+        node = _node_of(self.remote_optimizers)
         return _on_owners(
-            worker, self.remote_optimizers, "load_state_dict", arguments, lambda _: None, "load_state_dict()"
+            node, self.remote_optimizers, "load_state_dict", arguments, lambda _: None, "load_state_dict()"
         )
 
     def __repr__(self) -> str:
@@ -161,10 +161,10 @@ class DistributedOptimizer:
 # --- where the optimizer is used --------------------------------------------------------------------------------------
 
 
-def _worker_of(rrefs: Sequence[RRef[Any]]) -> Worker:
-    worker: Worker = rrefs[0]._references.worker
-    worker.check_open()
-    return worker
+def _node_of(rrefs: Sequence[RRef[Any]]) -> Node:
+    node: Node = node_of(rrefs[0])
+    node.engine.lifetime.check_open()
+    return node
 
 
 def _make(
@@ -174,20 +174,22 @@ def _make(
     kwargs: dict[str, Any],
 ) -> Future[list[RRef[Any]]]:
     """RRefs of new optimizers, one on each owner."""
-    worker = registry.get()
-    worker.check_open()
+    node = registry.get()
+    node.engine.lifetime.check_open()
     by_owner: dict[int, list[RRef[Any]]] = {}
     for rref in _checked(params_rref):
         rref._check()
         by_owner.setdefault(rref.owner().id, []).append(rref)
     gathered: _Gathered[list[RRef[Any]]] = _Gathered(
-        worker, "making a DistributedOptimizer", lambda made: list(made.values())
+        node, "making a DistributedOptimizer", lambda made: list(made.values())
     )
     for owner, rrefs in by_owner.items():
-        peer = worker.peers.by_id(owner)
+        peer = node.peers.by_id(owner)
         gathered.add(
-            worker.peers.describe(owner),
-            partial(peer.call, new_optimizer, (optimizer_class, rrefs, args, kwargs), None, worker.default_timeout),
+            node.peers.describe(owner),
+            partial(
+                peer.call, new_optimizer, (optimizer_class, rrefs, args, kwargs), None, node.engine.default_timeout
+            ),
         )
     return gathered.begin()
 
@@ -208,7 +210,7 @@ def _checked(params_rref: Sequence[RRef[Any]]) -> list[RRef[Any]]:
 
 
 def _on_owners(
-    worker: Worker,
+    node: Node,
     rrefs: Sequence[RRef[Any]],
     method: str,
     arguments: Callable[[str], tuple[Any, ...]],
@@ -222,25 +224,25 @@ def _on_owners(
     """
     for rref in rrefs:
         rref._check()  # a lost owner: before any other has been told
-    gathered: _Gathered[T] = _Gathered(worker, what, finish)
+    gathered: _Gathered[T] = _Gathered(node, what, finish)
     own = None
     for rref in rrefs:
         if here is not None and rref.is_owner():
             own = rref
         else:
             name = rref.owner_name()
-            gathered.add(name, partial(rref._call_method, method, arguments(name), worker.default_timeout))
+            gathered.add(name, partial(rref._call_method, method, arguments(name), node.engine.default_timeout))
     if here is not None and own is not None:
-        gathered.add(worker.name, partial(here, own.local_value()))
+        gathered.add(node.engine.name, partial(here, own.local_value()))
     return gathered.begin()
 
 
-def _step_here(worker: Worker, context_id: int, optimizer: LocalOptimizer) -> Future[int]:
+def _step_here(node: Node, context_id: int, optimizer: LocalOptimizer) -> Future[int]:
     """What a call to ourselves would give; done when it returns."""
     done: Future[int] = Future()
-    limit = worker.default_timeout or None
+    limit = node.engine.default_timeout or None
     try:
-        stepped = optimizer.step_on(worker, context_id, limit)
+        stepped = optimizer.step_on(node, context_id, limit)
     except Exception as error:
         done._settle(None, error)
     else:
@@ -254,11 +256,11 @@ class _Gathered(Future[T]):
     Cancelling it cancels the calls.
     """
 
-    def __init__(self, worker: Worker, what: str, finish: Callable[[dict[str, Any]], T]) -> None:
+    def __init__(self, node: Node, what: str, finish: Callable[[dict[str, Any]], T]) -> None:
         """finish: from results, by worker and in the order of `add`, to the value; quick, called by whoever
         reads the last answer."""
         super().__init__()
-        self._loop, self._executor, self._what = worker.loop, worker.pool, what
+        self._loop, self._executor, self._what = node.engine.loop, node.engine.pool, what
         self._site = call_site(_users_frame())
         self._finish = finish
         self._starts: dict[str, Callable[[], Future[Any]]] = {}
@@ -412,23 +414,23 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> int:
         """Handler: step with the gradients of a context; for how many parameters there was one."""
-        return self.step_on(_serving_worker(), context_id)
+        return self.step_on(_serving_node(), context_id)
 
-    def step_on(self, worker: Worker, context_id: int, seconds: float | None = None) -> int:
+    def step_on(self, node: Node, context_id: int, seconds: float | None = None) -> int:
         """The same, on that worker. seconds: as of `_Turns.take`."""
-        context = worker.gradients.find(context_id)
+        context = node.gradients.find(context_id)
         gradients = {} if context is None else context.gradients()
         own = [gradients.get(parameter) for parameter in self._parameters]
         count = sum(gradient is not None for gradient in own)
         if count:
             with _turns.take(self._parameters, seconds), _Gradients(self._parameters, own):
                 self.optimizer.step()
-                self._finish(worker)
+                self._finish(node)
         return count
 
-    def _finish(self, worker: Worker) -> None:
+    def _finish(self, node: Node) -> None:
         """Whoever uses the parameters next does so on other streams, which know nothing of this one."""
-        driver = worker.accelerators.accelerator
+        driver = node.accelerators.accelerator
         if driver is None:
             return
         for index in {parameter.get_device() for parameter in self._parameters} - {-1}:
@@ -445,7 +447,7 @@ class LocalOptimizer:
         own = _copied(state)
         with _turns.take(self._parameters):
             self.optimizer.load_state_dict(own)
-            self._finish(_serving_worker())
+            self._finish(_serving_node())
 
 
 def new_optimizer(
@@ -458,10 +460,9 @@ def new_optimizer(
     return RRef(LocalOptimizer(optimizer_class, [rref.local_value() for rref in params_rref], args, kwargs))
 
 
-def _serving_worker() -> Worker:
-    call = current_call.get()
-    assert call is not None, "only called by workers"
-    return call.worker
+def _serving_node() -> Node:
+    node, _ = serving()
+    return node
 
 
 class _Gradients:

@@ -14,9 +14,9 @@ from .errors import RpcUsageError
 from .futures import Future
 from .options import RpcBackendOptions
 from .runtime.caller.peers import To
-from .runtime.engine.current import registry
 from .runtime.engine.loops import LoopThread
 from .runtime.group.group import ShutdownReport
+from .runtime.node import registry
 from .runtime.worker import Worker
 
 UNSET_RPC_TIMEOUT = -1.0
@@ -56,9 +56,9 @@ def host(worker: Worker) -> None:
 
     Raises what starting it raises; RpcUsageError if this process has a worker already.
     """
-    running = registry.workers()
+    running = registry.nodes()
     if running:
-        raise RpcUsageError(f"RPC is already initialized: worker {running[0].name!r} runs in this process")
+        raise RpcUsageError(f"RPC is already initialized: worker {running[0].engine.name!r} runs in this process")
     thread = LoopThread(worker.name)
     thread.on_end = worker.loop_ended
     try:
@@ -77,12 +77,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     and what was still referred to. From any thread but the loop's, where it raises WouldBlockLoop; RpcUsageError if the
     worker runs on a loop of yours: ``await worker.shutdown()`` there.
     """
-    workers = registry.workers()
-    if not workers:
+    if not registry.nodes():
         return ShutdownReport()
-    worker = registry.get()
-    worker.refuse_on_loop("shutdown()", "await worker.shutdown()")
-    thread = worker.hosted_by or worker.own_loop
+    node = registry.get()
+    node.engine.refuse_on_loop("shutdown()", "await worker.shutdown()")
+    worker: Worker = node.worker
+    thread = worker.thread
     if thread is None:
         raise RpcUsageError(f"worker {worker.name!r} runs on a loop of yours; use `await worker.shutdown()` there")
     try:
@@ -103,9 +103,9 @@ def rpc_sync(
     timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. From any thread but the one that runs
     the worker's loop: there it raises WouldBlockLoop, with nothing sent.
     """
-    worker = registry.get()
-    worker.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
-    return worker.peers.find(to).call(func, args or (), kwargs, worker.timeout(timeout)).wait()
+    node = registry.get()
+    node.engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
+    return node.peers.find(to).call(func, args or (), kwargs, node.engine.timeout(timeout)).wait()
 
 
 def rpc_async(
@@ -119,8 +119,8 @@ def rpc_async(
 
     timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. Any thread.
     """
-    worker = registry.get()
-    return worker.peers.find(to).call(func, args or (), kwargs, worker.timeout(timeout))
+    node = registry.get()
+    return node.peers.find(to).call(func, args or (), kwargs, node.engine.timeout(timeout))
 
 
 __all__ = [

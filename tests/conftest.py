@@ -188,11 +188,11 @@ async def apart() -> AsyncIterator[list[Worker]]:
 async def current_pair() -> AsyncIterator[list[Worker]]:
     """Two workers on the test's loop, the first of them the current one."""
     from aiorpc import RpcBackendOptions
-    from aiorpc.runtime.engine.current import current_worker
+    from aiorpc.runtime.calls.current import current_node
     from aiorpc.testing import cluster
     from tests.runtime.waiting import LIMIT
 
     async with cluster(2, options=RpcBackendOptions(rpc_timeout=LIMIT)) as workers:
-        token = current_worker.set(workers[0])
+        token = current_node.set(workers[0].node)
         yield workers
-        current_worker.reset(token)
+        current_node.reset(token)

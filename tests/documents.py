@@ -3,7 +3,7 @@
     python -m tests.documents           says whether the documents are as the code is
     python -m tests.documents --write   makes those parts anew
 
-So far that is section 7 of docs/design.md, from the tables of states.
+That is section 7 of docs/design.md, from the tables of states, and all of docs/wire.md, from the classes of messages.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from aiorpc.protocol import states
+from tests import wire
 
 COMMAND = "python -m tests.documents --write"
 DESIGN = Path(__file__).resolve().parent.parent / "docs" / "design.md"
+WIRE = DESIGN.with_name("wire.md")
 WIDTH = 120
 BEGIN, END = "<!-- states: begin -->", "<!-- states: end -->"
 
@@ -100,6 +102,15 @@ def differences(text: str, tables: Sequence[AnyTable] = TABLES) -> str:
     return f"{DESIGN.name} differs from the tables of states; `{COMMAND}` makes its part anew:\n{found}"
 
 
+def wire_differences(text: str) -> str:
+    """What docs/wire.md has otherwise than the classes of messages, and what to do about it; empty if nothing."""
+    lines = list(difflib.unified_diff(text.splitlines(), wire.whole().splitlines(), "text", "classes", n=1))
+    if not lines:
+        return ""
+    found = "\n".join(lines)
+    return f"{WIRE.name} differs from the classes of messages; `{COMMAND}` makes it anew:\n{found}"
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description="Compares the documents with the code they are made from.")
@@ -107,9 +118,10 @@ def main() -> int:
     text = DESIGN.read_text(encoding="utf-8")
     if parser.parse_args().write:
         DESIGN.write_text(renewed(text), encoding="utf-8")
+        WIRE.write_text(wire.whole(), encoding="utf-8")
         return 0
-    found = differences(text)
-    print(found or f"{DESIGN.name} is as the tables are", file=sys.stderr if found else sys.stdout)
+    found = differences(text) + wire_differences(WIRE.read_text(encoding="utf-8"))
+    print(found or "the documents are as the code is", file=sys.stderr if found else sys.stdout)
     return 1 if found else 0
 
 

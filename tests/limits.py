@@ -7,6 +7,7 @@ uvloop let through from anywhere; any other exception could end up in a task tha
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 
 DEFAULT_LIMIT = 60.0
 SLOW_LIMIT = 240.0
+LONGEST = 280.0  # faulthandler_timeout, in pyproject.toml, ends all that takes longer
 REPEAT = 1.0  # seconds: again, should cleaning up hang as well
 
 
@@ -43,12 +45,20 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
+def busy() -> float:
+    """How many times as long things take now as on an idle machine: one, or how many want each core.
+
+    For bounds on what has to be soon: tight where that can be told, and no matter of luck where much else is running.
+    """
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1.0
+
+
 def limit_of(item: pytest.Item) -> float:
-    """Seconds one phase of this test may take: its ``time_limit`` marker, or the default for its kind."""
+    """Seconds one phase of this test may take: its ``time_limit`` marker, or the default for its kind, while `busy`."""
     marker = item.get_closest_marker("time_limit")
-    if marker is not None:
-        return float(marker.args[0])
-    return SLOW_LIMIT if item.get_closest_marker("slow") else DEFAULT_LIMIT
+    default = SLOW_LIMIT if item.get_closest_marker("slow") else DEFAULT_LIMIT
+    idle = default if marker is None else float(marker.args[0])
+    return max(idle, min(idle * busy(), LONGEST))
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from aiorpc import Worker
-from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.calls.current import current_node
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ def as_script(worker: Worker, function: Callable[..., T], *args: Any) -> Callabl
     """The call as a script's part, for a thread: with that worker as the current one."""
 
     def body() -> T:
-        current_worker.set(worker)
+        current_node.set(worker.node)
         return function(*args)
 
     return body

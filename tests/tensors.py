@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from aiorpc.channels.layout import describe, rebuild
-from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values, pack, unpack
+from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values
 from aiorpc.protocol.frames import Buffer
+from aiorpc.protocol.messages import Reply, read_values, write
+from aiorpc.protocol.packing import pack, unpack
 
 Tensor = torch.Tensor
 ROWS, COLUMNS = 64, 512
@@ -29,10 +31,10 @@ def describe_on_host(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Buffer]
 def travel(*values: Any) -> tuple[list[Any], int]:
     """What arrives when these values are sent in one message, and how long its body is, tensors' table apart."""
     out = Outgoing()
-    body = pack(encode_values(list(values), out))
+    body = write(Reply(encode_values(list(values), out)))
     table, segments = describe_on_host(out.tensors) if out.tensors else ([], [])
     tensors = rebuild(unpack(pack(table)), [bytearray(segment) for segment in segments])
-    arrived = decode_values(unpack(body), Incoming(tensors, ()), [bytearray(buffer) for buffer in out.buffers])
+    arrived = decode_values(read_values(body), Incoming(tensors, ()), [bytearray(buffer) for buffer in out.buffers])
     return arrived, len(body)
 
 

@@ -1067,3 +1067,33 @@ def test_devices_that_torch_does_not_have_are_refused_at_once() -> None:
         pytest.skip("this torch is made for CUDA: it takes such devices, whether there are any or not")
     with pytest.raises(RuntimeError):
         Future(devices=["cuda:0"])
+
+
+@pytest.mark.parametrize("raised", hostile.RAISED)
+@pytest.mark.parametrize("place", hostile.PLACES)
+def test_settling_with_an_error_that_raises_when_touched(place: str, raised: type[BaseException]) -> None:
+    """Whoever settles is not harmed; whoever waits, by our way or torch's, and its callbacks get that very error."""
+    error = hostile.make(place, raised)
+    future: Future[int] = Future()
+    seen: list[BaseException | None] = []
+    child = future.then(lambda done: seen.append(outcome(done)[1]))
+    assert future._settle(None, error)
+    child.wait(LONG)
+    assert seen[0] is error and outcome(future)[1] is error
+    for wait in (future.wait, partial(torch._C.Future.wait, future)):
+        try:
+            wait()
+        except BaseException as got:
+            assert type(got) is type(error)
+        else:
+            pytest.fail("it has a value")
+
+
+def test_an_unobserved_error_without_a_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The line that nobody looked says what it can."""
+    future: Future[int] = Future()
+    future._site = (test_an_unobserved_error_without_a_text_is_logged.__code__, 0)
+    future._settle(None, hostile.make("__str__", SystemExit))
+    del future
+    gc.collect()
+    assert "nobody looked: Hostile_str_SystemExit: <its text cannot be made: SystemExit>" in caplog.text

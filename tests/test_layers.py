@@ -1,4 +1,7 @@
-"""Imports point downward only, and the protocol core does no I/O: read from the source, nothing is imported."""
+"""Imports point downward only, between layers and between the rooms of runtime/, and the protocol core does no I/O.
+
+Read from the source, nothing is imported; an import for types alone counts as any other.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,27 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
+# The rooms of runtime/, top to bottom; a file of a room may import its own room and those below it. A file that stands
+# in runtime/ itself is a room of its own.
+RUNTIME = "runtime"
+ROOMS = (
+    "worker",
+    "life",
+    "statistics",
+    "node",
+    "hooks",
+    "group",
+    "caller",
+    "references",
+    "callee",
+    "gradients",
+    "links",
+    "meeting",
+    "calls",
+    "engine",
+)
+FLOOR = {name: floor for floor, name in enumerate(ROOMS)}
+
 # Written as their users write theirs: through the package's public names.
 MAY_IMPORT_ROOT = {"examples"}
 
@@ -55,8 +79,51 @@ def violations(sources: Mapping[str, str]) -> list[str]:
         f"{path}:{line}: {problem}"
         for path, text in sorted(sources.items())
         for line, target in imported(path, ast.parse(text, path), modules)
-        if (problem := judge(part_of(module_name(path)), target))
+        if (problem := judge(part_of(module_name(path)), target) or judge_room(module_name(path), target))
     ]
+
+
+def judge_room(module: str, target: str) -> str | None:
+    """Why a module of runtime/ may not import another one; None if it may."""
+    room, other = room_of(module), room_of(target)
+    if not room or not other:
+        return None
+    for each in (room, other):
+        if each not in FLOOR:
+            return f"aiorpc.runtime.{each} has no floor: give it one in tests/test_layers.py and in docs/design.md"
+    return f"the room {room} imports {target} from a room above it" if FLOOR[other] < FLOOR[room] else None
+
+
+def room_of(module: str) -> str:
+    """The room of runtime/ that a module belongs to; empty for others, and for runtime/__init__.py."""
+    return f"{module}..".split(".")[2] if is_under(module, f"{PACKAGE}.{RUNTIME}") else ""
+
+
+def circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Modules that import each other, directly or by way of others."""
+    modules = {module_name(path) for path in sources}
+    arrows = {
+        module_name(path): {
+            target
+            for _, target in imported(path, ast.parse(text, path), modules)
+            if target in modules and target != module_name(path)
+        }
+        for path, text in sources.items()
+    }
+    reached = {module: _reached(module, arrows) for module in modules}
+    found = {frozenset(each for each in modules if each in reached[m] and m in reached[each]) for m in modules}
+    return sorted(sorted(circle) for circle in found if circle)
+
+
+def _reached(module: str, arrows: Mapping[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    left = [*arrows[module]]
+    while left:
+        each = left.pop()
+        if each not in seen:
+            seen.add(each)
+            left += arrows[each]
+    return seen
 
 
 def judge(part: str, target: str) -> str | None:
@@ -128,6 +195,20 @@ def test_imports_point_downward() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def test_no_modules_import_each_other() -> None:
+    """There is no circle of modules, not even of imports for types alone."""
+    assert circles(project_sources()) == []
+
+
+def test_each_room_says_what_it_owns() -> None:
+    """Each package of runtime/ begins with what it owns, what it shows and what it must not touch."""
+    for room in ROOMS:
+        package = ROOT / PACKAGE / RUNTIME / room / "__init__.py"
+        if package.exists():
+            text = ast.get_docstring(ast.parse(package.read_text())) or ""
+            assert all(word in text for word in ("Owns:", "Shows:", "Must not touch:")), room
+
+
 # What the made-up sources may refer to.
 MADE_UP = {
     "aiorpc/__init__.py": "from .runtime import worker\n",
@@ -138,6 +219,10 @@ MADE_UP = {
     "aiorpc/protocol/codec.py": "import torch\nx = torch.empty(1)\n",
     "aiorpc/runtime/__init__.py": "import asyncio\n",
     "aiorpc/runtime/worker.py": "import threading\nfrom ..protocol import frames\nimport aiorpc.transport.unix\n",
+    "aiorpc/runtime/engine/__init__.py": "",
+    "aiorpc/runtime/engine/loops.py": "import asyncio\n",
+    "aiorpc/runtime/links/__init__.py": "",
+    "aiorpc/runtime/links/link.py": "from ..engine.loops import x\nfrom . import other\n",
     "aiorpc/transport/unix.py": "import socket\nfrom aiorpc.protocol.frames import Frame\n",
     "aiorpc/examples/hello.py": "import aiorpc as rpc\nfrom aiorpc import call\nimport asyncio\n",
     "aiorpc/sync.py": "from .runtime.worker import Worker\n",
@@ -187,6 +272,18 @@ def test_allowed_imports_pass() -> None:
         ("runtime/worker.py", "from aiorpc import call\n", "1: runtime imports the package root aiorpc"),
         ("runtime/worker.py", "from ..sync import rpc_sync\n", "1: runtime imports aiorpc.sync from a higher layer"),
         ("sync.py", "from .examples import hello\n", "1: sync imports aiorpc.examples.hello from a higher layer"),
+        (
+            "runtime/engine/pool.py",
+            "from ..links.link import Link\n",
+            "1: the room engine imports aiorpc.runtime.links",
+        ),
+        ("runtime/engine/pool.py", "from .. import worker\n", "1: the room engine imports aiorpc.runtime.worker"),
+        (
+            "runtime/links/second.py",
+            "if TYPE_CHECKING:\n    from ..worker import Worker\n",
+            "2: the room links imports aiorpc.runtime.worker",
+        ),
+        ("runtime/attic/old.py", "from ..engine import loops\n", "1: aiorpc.runtime.attic has no floor"),
         ("helpers.py", "import os\n", "1: aiorpc.helpers has no layer"),
         ("sync.py", "from .helpers import f\n", "1: imports aiorpc.helpers, which has no layer"),
     ],
@@ -195,3 +292,24 @@ def test_violation_is_found_at_its_line(path: str, source: str, expected: str) -
     """Each way to break a rule is reported with file and line."""
     (found,) = violations({**MADE_UP, f"aiorpc/{path}": source})
     assert found.startswith(f"aiorpc/{path}:{expected}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"transport/unix.py": "from ..errors import a\n", "errors.py": "from .transport import unix\n"}, 2),
+        (
+            {
+                "runtime/engine/loops.py": "if TYPE_CHECKING:\n    from ..links.link import Link\n",
+                "runtime/links/link.py": "from ..worker import Worker\n",
+                "runtime/worker.py": "def f():\n    from .engine import loops\n",
+            },
+            3,
+        ),
+    ],
+)
+def test_circles_are_found(changes: Mapping[str, str], expected: list[str] | int) -> None:
+    """Of two modules, and of three that only name each other's types or import late."""
+    found = circles({**MADE_UP, **{f"aiorpc/{path}": text for path, text in changes.items()}})
+    assert [len(circle) for circle in found] == ([expected] if expected else [])

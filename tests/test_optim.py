@@ -424,7 +424,7 @@ async def test_a_step_whose_caller_gave_up_is_not_made(apart: list[Worker]) -> N
             first.start()
             wait_until(lambda: Held.begun == 1)
             second = optimizer.remote_optimizers[0].rpc_async().step(int(context_id))
-            wait_until(lambda: apart[1].pool.blocked == 1)
+            wait_until(lambda: apart[1].node.engine.pool.blocked == 1)
             second.cancel()
             aiorpc.rpc_sync("worker1", len, ("",))  # the news of it has come by then
             Held.let.set()
@@ -451,10 +451,10 @@ async def test_a_step_of_this_worker_does_not_wait_for_ever(apart: list[Worker])
             first = threading.Thread(target=as_script(aiorpc.current(), optimizer.step, context_id))
             first.start()
             wait_until(lambda: Held.begun == 1)
-            aiorpc.current().default_timeout = 0.05
+            aiorpc.current().node.engine.default_timeout = 0.05
             with pytest.raises(RpcTimeout, match="it did not step"):
                 optimizer.step(context_id)
-            aiorpc.current().default_timeout = LIMIT
+            aiorpc.current().node.engine.default_timeout = LIMIT
             Held.let.set()
             first.join(LIMIT)
             assert not first.is_alive()

@@ -27,10 +27,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "aiorpc"
+RUNTIME = PACKAGE / "runtime"
 DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",
-    *(f"docs/{name}.md" for name in ("guide", "migrating", "cuda", "design", "contributing", "references")),
+    *(f"docs/{name}.md" for name in ("guide", "migrating", "cuda", "design", "contributing", "counting", "glossary")),
 )
 LIMIT = 60.0  # seconds for what takes about four
 
@@ -186,11 +187,52 @@ def defined(node: ast.AST) -> Iterator[str]:
 
 
 def test_the_design_has_every_module() -> None:
-    """Each module of the runtime has its place in the design's table."""
-    table = DESIGN.partition("| runtime/ | owns |")[2].partition("\n\n")[0]
-    listed = set(re.findall(r"`([\w/]+\.py)`", table.replace("`protocol/references.py`", "")))
-    runtime = PACKAGE / "runtime"
-    assert listed == {str(path.relative_to(runtime)) for path in runtime.rglob("[!_]*.py")}
+    """Each module of the runtime has its row in the design's table of files, and each room one in that of rooms."""
+    section = DESIGN.partition("\n## 3. ")[2].partition("\n## ")[0]
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", section, re.MULTILINE)
+    modules = {str(path.relative_to(RUNTIME)) for path in RUNTIME.rglob("*.py") if path.name != "__init__.py"}
+    assert (set(files), len(files)) == (modules, len(modules))
+    rooms = re.findall(r"^\| `(\w+)/` \|", section, re.MULTILINE)
+    assert set(rooms) == {path.parent.name for path in RUNTIME.glob("*/__init__.py")}
+
+
+def test_the_drawing_of_the_rooms_is_true() -> None:
+    """A room imports those that its arrows lead to, and no other; each arrow is there because of an import."""
+    drawing = DESIGN.partition("```mermaid")[2].partition("```")[0]
+    arrows = set(re.findall(r"^ *(\w+) --> (\w+)$", drawing, re.MULTILINE))
+    rooms = {path.parent.name for path in RUNTIME.glob("*/__init__.py")}
+    between = {(source, target) for source, target in arrows if {source, target} <= {*rooms, "root"}}
+    used = {
+        (room, target)
+        for room in {*rooms, "root"}
+        for path in (RUNTIME if room == "root" else RUNTIME / room).glob("*.py")
+        for target in imported_rooms(path, inside=room != "root") & rooms
+        if target != room
+    }
+    assert len(between) > len(rooms)
+    assert used - reachable(between) == set()
+    assert between - used == set()
+
+
+def imported_rooms(path: Path, *, inside: bool) -> set[str]:
+    """The packages and modules beside its own that a module of the runtime names. inside: it is in a room."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 1 + inside]
+    return {name for node in found for name in ([node.module.partition(".")[0]] if node.module else names_of(node))}
+
+
+def names_of(node: ast.ImportFrom) -> list[str]:
+    """What is imported by one statement."""
+    return [alias.name for alias in node.names]
+
+
+def reachable(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Where one comes from where, along arrows."""
+    found = set(arrows)
+    while more := {(a, d) for a, b in found for c, d in arrows if b == c} - found:
+        found |= more
+    assert all(source != target for source, target in found), "the arrows go round in a circle"
+    return found
 
 
 def test_the_table_of_options_is_complete() -> None:

@@ -1,9 +1,9 @@
 """Which tests are quick, and which long: `make test` runs the quick ones (``-m "not long"``), `make testlong` the rest.
 
 Long is what is marked so; and of a test with many cases all but so few that each value of each of its parameters is
-tried once, whatever it is combined with. Loops and seeds count for nothing there: each of these cases has one of them.
-Which ones they are, hashes of their ids say: they are the same each time, whatever is written beside the test. What
-tries random cases is in both tiers, with few cases in the quick one, and always the same.
+tried once, whatever it is combined with. Of some parameters (`ONE_OF`: loops, seeds, ways of tensors to devices) any
+value will do. Which cases these are, hashes of their ids say: they are the same each time, whatever is written beside
+the test. What tries random cases is in both tiers, with few cases in the quick one, and always the same.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 QUICK = "quick"
 EXAMPLES = 15  # where a test does not say how many
 SHARE = 5
 LEAST = 4
-#: Parameters of which one value will do: pytest-asyncio's loop, that of our own fixture, and seeds.
-ONE_OF = ("_asyncio_loop_factory", "loop_factory", "seed")
+#: The first is pytest-asyncio's loop, the second that of our own fixture.
+ONE_OF = ("_asyncio_loop_factory", "loop_factory", "seed", "way")
 
 #: By what a test is parametrized with, one name or several at once: which of its values a case has.
 Case = Mapping[str, Hashable]
 
 
 def choose_profile(marks: str) -> None:
-    """Hypothesis's, by what pytest's ``-m`` says."""
-    settings.register_profile(QUICK, max_examples=EXAMPLES, derandomize=True)
-    if "not long" in marks:
-        settings.load_profile(QUICK)
+    """Hypothesis's, by what pytest's ``-m`` says; neither has a bound of time, which a busy machine would miss."""
+    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("all", patient)
+    settings.register_profile(QUICK, patient, max_examples=EXAMPLES, derandomize=True)
+    settings.load_profile(QUICK if "not long" in marks else "all")
 
 
 def examples(count: int) -> int:
@@ -59,7 +60,7 @@ def quick_ones(cases: Mapping[str, Case]) -> set[str]:
         alike.setdefault(frozenset(pair for pair in case.items() if pair[0] not in ONE_OF), []).append(each)
     order = sorted(alike, key=lambda values: (_hash(min(alike[values])), min(alike[values])))
     left = set().union(*order)
-    chosen = []
+    chosen: list[frozenset[tuple[str, Hashable]]] = []
     while left or not chosen:
         chosen.append(max(order, key=lambda values: len(values & left)))
         left -= chosen[-1]

@@ -18,10 +18,10 @@ import torch
 
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
+from ..runtime.calls.current import current_call, deadline
 from ..runtime.calls.functions import inline
-from ..runtime.engine.current import current_call, deadline, registry
 from ..runtime.gradients.contexts import current_autograd
-from ..runtime.worker import Worker
+from ..runtime.node import Node, registry, serving
 from .parts import ask
 from .passes import Pass
 
@@ -43,7 +43,7 @@ class Context(int):
     def backward(self, roots: Sequence[Tensor], retain_graph: bool = False) -> Future[None]:
         """Start a backward pass; to be awaited, or waited for. See `aiorpc.autograd.backward`."""
         one = make_pass(int(self), roots, retain_graph)
-        registry.get().pool.submit(one.start)
+        registry.get().engine.pool.submit(one.start)
         return one.done
 
     def gradients(self) -> dict[Tensor, Tensor]:
@@ -59,21 +59,21 @@ class context:
     """
 
     def __init__(self) -> None:
-        self._worker: Worker
+        self._node: Node
         self._id = 0
         self._token: contextvars.Token[int | None]
 
-    def _open(self, worker: Worker) -> Context:
-        worker.check_open()
-        self._worker = worker
-        self._id = worker.gradients.open().id
+    def _open(self, node: Node) -> Context:
+        node.engine.lifetime.check_open()
+        self._node = node
+        self._id = node.gradients.open().id
         self._token = current_autograd.set(self._id)
         return Context(self._id)
 
     def __enter__(self) -> Context:
-        worker = registry.get()
-        worker.refuse_on_loop("`with autograd.context()`", "async with autograd.context() as ctx")
-        return self._open(worker)
+        node = registry.get()
+        node.engine.refuse_on_loop("`with autograd.context()`", "async with autograd.context() as ctx")
+        return self._open(node)
 
     def __exit__(self, *exc_info: object) -> None:
         for calls, seconds in self._leave():
@@ -92,7 +92,7 @@ class context:
     def _leave(self) -> Iterator[tuple[list[Future[bytes]], float]]:
         """It has ended: here, and on all workers that know of it. Yields calls to wait for, and for how long."""
         current_autograd.reset(self._token)
-        farewell = _Farewell(self._worker, self._id)
+        farewell = _Farewell(self._node, self._id)
         limit = time.monotonic() + LEAVE_PATIENCE
         while (calls := farewell.tell()) and time.monotonic() < limit:
             yield calls, limit - time.monotonic()
@@ -107,22 +107,22 @@ async def _ended(call: Future[Any]) -> None:
 class _Farewell:
     """Tells all workers that took part in a context that it has ended, also those that answer late."""
 
-    def __init__(self, worker: Worker, context_id: int) -> None:
-        self._worker = worker
+    def __init__(self, node: Node, context_id: int) -> None:
+        self._node = node
         self._id = context_id
-        known = {peer.record.id for peer in worker.gradients.leave(context_id) if peer.record is not None}
-        self._told = {worker.id}
+        known = {peer.record.id for peer in node.gradients.leave(context_id) if peer.record is not None}
+        self._told = {node.engine.id}
         self._todo = known
         self._alone = False  # nobody waits for it any more
 
     def tell(self) -> list[Future[bytes]]:
         """Tell those that are known by now, and were not told: the calls. Any thread."""
         new = self._todo - self._told
-        if not new or self._worker.closed:
+        if not new or self._node.engine.closed:
             return []
         self._told |= new
         # Without a deadline: nobody is to forget because of it that he had to forget.
-        calls = [ask(self._worker, worker_id, forget, self._id, until=None) for worker_id in new]
+        calls = [ask(self._node, worker_id, forget, self._id, until=None) for worker_id in new]
         for call in calls:
             call._add_callback(self._answered)
         return calls
@@ -136,7 +136,7 @@ class _Farewell:
         if call.exception() is None:
             self._todo = self._todo.union(each for (each,) in struct.iter_unpack("<q", call.value()))
         else:  # it is gone, and with it what it knew of others
-            self._todo = self._todo | {info.id for info in self._worker.worker_infos()}
+            self._todo = self._todo | {info.id for info in self._node.worker_infos()}
         if self._alone:
             self.tell()
 
@@ -144,21 +144,20 @@ class _Farewell:
 @inline
 def forget(context_id: int) -> bytes:
     """Handler: a context has ended. Which workers it is known to that this one knows of; packed ids."""
-    call = current_call.get()
-    assert call is not None, "only called by workers"
-    known = [peer.record.id for peer in call.worker.gradients.leave(context_id) if peer.record is not None]
+    node, _ = serving()
+    known = [peer.record.id for peer in node.gradients.leave(context_id) if peer.record is not None]
     return struct.pack(f"<{len(known)}q", *known)
 
 
 def make_pass(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> Pass:
     """A pass that has not started; any thread. Raises RpcUsageError for roots, or a context, that cannot be."""
-    worker = registry.get()
-    worker.check_open()
+    node = registry.get()
+    node.engine.lifetime.check_open()
     if isinstance(context_id, bool) or not isinstance(context_id, int):
         raise RpcUsageError(f"a context is named by its id, an int, not {context_id!r:.80}")
-    limit = worker.default_timeout or None
+    limit = node.engine.default_timeout or None
     if current_call.get() is not None:
         left = deadline()
         limit = left if limit is None or (left is not None and left < limit) else limit
     until = None if limit is None else time.monotonic() + limit
-    return Pass(worker, worker.gradients.get(context_id), roots, retain_graph, until)
+    return Pass(node, node.gradients.get(context_id), roots, retain_graph, until)

@@ -19,12 +19,12 @@ from torch.autograd.graph import GradientEdge
 from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
+from ..runtime.calls.current import current_call
 from ..runtime.calls.functions import async_execution, inline
-from ..runtime.calls.messages import Results
-from ..runtime.engine.current import current_call
+from ..runtime.calls.values import Results
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd
 from ..runtime.gradients.reach import FOREIGN, ReceivedTensor, SentName, Target
-from ..runtime.worker import Worker
+from ..runtime.node import Node, serving
 
 Tensor = torch.Tensor
 # On the wire: the names of entries, packed, and then the gradient of each; None: nothing flows there.
@@ -48,12 +48,12 @@ class Part:
     done: a Future of the gradients for entries of the worker that runs the pass that were not sent before.
     """
 
-    def __init__(self, worker: Worker, context: AutogradContext, number: int) -> None:
+    def __init__(self, node: Node, context: AutogradContext, number: int) -> None:
         self.done: Future[Wire] = Future()
-        self.done._what = f"the part of worker {worker.name!r} in a backward pass"
-        self.done._loop, self.done._executor = worker.loop, worker.pool
+        self.done._what = f"the part of worker {node.engine.name!r} in a backward pass"
+        self.done._loop, self.done._executor = node.engine.loop, node.engine.pool
         self.held: dict[int, Gradients] | None = None  # gradients for others, while they are not to be sent
-        self._worker = worker
+        self._node = node
         self._context = context
         self._number = number
         self._lock = threading.Lock()
@@ -107,7 +107,7 @@ class Part:
             try:
                 deliveries = self._run(used, ready, self._retain or not last, arrivals)
             except BaseException as error:
-                _say_where(error, self._worker.name)
+                _say_where(error, self._node.engine.name)
                 self._running = False
                 self.fail(error)
                 return
@@ -152,7 +152,7 @@ class Part:
         return deliveries
 
     def _accumulate(self, leaves: Sequence[tuple[Tensor, Tensor]]) -> None:
-        sink, gradients = self._worker.gradients.sink, [gradient for _, gradient in leaves]
+        sink, gradients = self._node.gradients.sink, [gradient for _, gradient in leaves]
         hooks = self._context.reach.hooks
         if sink is not None and leaves:
             self._sink = sink
@@ -160,7 +160,7 @@ class Part:
         hooked = [leaf for leaf, _ in leaves if hooks[leaf]]
         if hooked:
             leaves = [(leaf, hooks[leaf].before(gradient)) for leaf, gradient in leaves]
-        self._context.accumulate(leaves, arrival_of(self._worker, gradients))
+        self._context.accumulate(leaves, arrival_of(self._node, gradients))
         if hooked:
             for leaf, gradient in leaves:
                 hooks[leaf].after(gradient)
@@ -180,7 +180,7 @@ class Part:
         """Some targets are done: their gradients go to whoever has sent them."""
         with self._lock:
             assert self._entries is not None, "it runs"
-            self._gradients.update(deliveries.pop(self._worker.id, {}))
+            self._gradients.update(deliveries.pop(self._node.engine.id, {}))
             self._left &= ~ready
             self._running = False
             if not self._left and not self._ready(self._entries)[1]:  # the answer to the plan takes them along
@@ -196,7 +196,7 @@ class Part:
     def _deliver(self, worker_id: int, gradients: Gradients) -> None:
         try:
             said = (self._context.id, self._number, *to_wire(gradients))
-            call = ask(self._worker, worker_id, take, *said, until=self._until)
+            call = ask(self._node, worker_id, take, *said, until=self._until)
         except BaseException as error:
             self.fail(error)
             return
@@ -222,7 +222,7 @@ class Part:
                 return
             self._ended = True
         if kept := self._kept(failed=False):
-            self._context.accumulate(kept, arrival_of(self._worker, [gradient for _, gradient in kept]))
+            self._context.accumulate(kept, arrival_of(self._node, [gradient for _, gradient in kept]))
         self.done._settle(to_wire(self._home))
 
 
@@ -247,12 +247,12 @@ def unpack_names(packed: bytes) -> list[SentName]:
     return list(map(SentName, numbers, numbers))
 
 
-def arrival_of(worker: Worker, gradients: Iterable[Tensor | None]) -> Arrival | None:
+def arrival_of(node: Node, gradients: Iterable[Tensor | None]) -> Arrival | None:
     """What users of these wait for, if any are on a device."""
-    if worker.accelerators.accelerator is None:
+    if node.accelerators.accelerator is None:
         return None
     on_device = any(gradient is not None and not gradient.is_cpu for gradient in gradients)
-    return worker.accelerators.arrival() if on_device else None
+    return node.accelerators.arrival() if on_device else None
 
 
 def _evaluate(
@@ -312,30 +312,29 @@ def _say_where(error: BaseException, worker: str) -> None:
 # --- calls between workers --------------------------------------------------------------------------------------------
 
 
-def ask(worker: Worker, worker_id: int, function: Any, /, *args: Any, until: float | None) -> Future[Any]:
+def ask(node: Node, worker_id: int, function: Any, /, *args: Any, until: float | None) -> Future[Any]:
     """Call a function of the runtime's on a worker, in no context. until: on ``time.monotonic``'s clock, or None."""
     timeout = 0.0 if until is None else max(1e-3, until - time.monotonic())
     token = current_autograd.set(0)
     try:
-        return worker.peers.by_id(worker_id).call(function, args, None, timeout)
+        return node.peers.by_id(worker_id).call(function, args, None, timeout)
     finally:
         current_autograd.reset(token)
 
 
-def _here(context_id: int) -> tuple[Worker, AutogradContext]:
-    call = current_call.get()
-    assert call is not None, "only called by workers"
-    return call.worker, call.worker.gradients.get(context_id)
+def _here(context_id: int) -> tuple[Node, AutogradContext]:
+    node, _ = serving()
+    return node, node.gradients.get(context_id)
 
 
-def part_of(worker: Worker, context: AutogradContext, number: int) -> Part:
+def part_of(node: Node, context: AutogradContext, number: int) -> Part:
     """The part of a pass, made by whichever of its messages comes first."""
     with context.lock:
         if number in context.passed:
-            raise RpcError(f"this backward pass of context {context.id} has ended on worker {worker.name!r}")
+            raise RpcError(f"this backward pass of context {context.id} has ended on worker {node.engine.name!r}")
         part: Part | None = context.parts.get(number)
         if part is None:
-            part = context.parts[number] = Part(worker, context, number)
+            part = context.parts[number] = Part(node, context, number)
             part.done._add_callback(lambda _: _end_part(context, number))
         return part
 
@@ -366,21 +365,21 @@ def plan(
     *gradients: Tensor | None,
 ) -> Future[Wire]:
     """Handler: these entries get gradients in that pass, of which some are given. Completes with the part."""
-    worker, context = _here(context_id)
+    node, context = _here(context_id)
     call = current_call.get()
     assert call is not None, "it is served"
-    part = part_of(worker, context, number)
+    part = part_of(node, context, number)
     try:
         entries = {}
         for name in unpack_names(names):
             edge = context.sent.get(name)
             if edge is None:
                 raise RpcError(
-                    f"worker {worker.name!r} knows nothing of tensor {tuple(name)} that it is said to have sent"
+                    f"worker {node.engine.name!r} knows nothing of tensor {tuple(name)} that it is said to have sent"
                 )
             entries[name] = Entry(edge, context.reach.of(edge.node))
         until = time.monotonic() + seconds if seconds else None
-        part.take(from_wire(given, *gradients), arrival_of(worker, gradients))
+        part.take(from_wire(given, *gradients), arrival_of(node, gradients))
         part.begin(entries, root=call.caller.id, retain=retain, until=until)
         part.advance()
     except BaseException as error:
@@ -390,15 +389,15 @@ def plan(
 
 def take(context_id: int, number: int, names: bytes, *gradients: Tensor | None) -> None:
     """Handler: gradients of entries of this worker."""
-    worker, context = _here(context_id)
-    part = part_of(worker, context, number)
-    part.take(from_wire(names, *gradients), arrival_of(worker, gradients))
+    node, context = _here(context_id)
+    part = part_of(node, context, number)
+    part.take(from_wire(names, *gradients), arrival_of(node, gradients))
     part.advance()
 
 
 @inline
 def abort(context_id: int, number: int, reason: str) -> None:
     """Handler: that pass has failed elsewhere."""
-    worker, context = _here(context_id)
+    node, context = _here(context_id)
     if number not in context.passed:
-        part_of(worker, context, number).fail(RpcError(f"the backward pass has failed: {reason}"))
+        part_of(node, context, number).fail(RpcError(f"the backward pass has failed: {reason}"))

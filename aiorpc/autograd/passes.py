@@ -43,7 +43,7 @@ from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.gradients.contexts import AutogradContext
 from ..runtime.gradients.reach import SentName
-from ..runtime.worker import Worker
+from ..runtime.node import Node
 from .parts import Entry, Wire, abort, arrival_of, ask, from_wire, gather, pack_names, part_of, plan, to_wire
 
 Tensor = torch.Tensor
@@ -71,21 +71,21 @@ class Pass:
     """A pass, at the worker that has the roots. Any thread; `start` and `drive` not on a loop."""
 
     def __init__(
-        self, worker: Worker, context: AutogradContext, roots: Sequence[Tensor], retain: bool, until: float | None
+        self, node: Node, context: AutogradContext, roots: Sequence[Tensor], retain: bool, until: float | None
     ) -> None:
         """Raises RpcUsageError for roots that cannot be."""
         self.done: Future[None] = Future()
         self.done._what = f"the backward pass of autograd context {context.id}"
-        self.done._loop, self.done._executor = worker.loop, worker.pool
-        self._worker = worker
+        self.done._loop, self.done._executor = node.engine.loop, node.engine.pool
+        self._node = node
         self._context = context
         self._until = until
         self._retain = retain
-        self._number = worker.gradients.next_number()
+        self._number = node.gradients.next_number()
         self._roots = check_roots(roots)
         self._gradients = [torch.ones_like(root) for root in roots]
-        self._arrival = arrival_of(worker, roots)
-        self._part = part_of(worker, context, self._number)
+        self._arrival = arrival_of(node, roots)
+        self._part = part_of(node, context, self._number)
         self._plans: dict[int, list[SentName]] = {}
         self._answers = 0  # that are missing
         self._calls: list[Future[Wire | bytes]] = []
@@ -106,11 +106,11 @@ class Pass:
         names = [SentName(-1, place) for place in range(len(self._roots))]
         edges = dict(zip(names, self._roots, strict=True))
         self._plans = self._close_over(edges.values())
-        edges |= {name: context.sent[name] for name in self._plans.pop(self._worker.id, ())}
+        edges |= {name: context.sent[name] for name in self._plans.pop(self._node.engine.id, ())}
         entries = {name: Entry(edge, context.reach.of(edge.node)) for name, edge in edges.items()}
         part.take(dict(zip(names, self._gradients, strict=True)), self._arrival)
         part.held = {}
-        part.begin(entries, root=self._worker.id, retain=self._retain, until=self._until)
+        part.begin(entries, root=self._node.engine.id, retain=self._retain, until=self._until)
         part.advance()
         held, part.held = part.held, None
         self._answers = len(self._plans)
@@ -119,7 +119,7 @@ class Pass:
         for worker_id, wanted in self._plans.items():
             given = to_wire(held.pop(worker_id, {}))
             said = (context.id, self._number, pack_names(wanted), self._retain, seconds, *given)
-            call = ask(self._worker, worker_id, plan, *said, until=self._until)
+            call = ask(self._node, worker_id, plan, *said, until=self._until)
             self._calls.append(call)
             call._add_callback(self._answered)
 
@@ -145,7 +145,7 @@ class Pass:
         todo = [(each.sender, each.name) for edge in roots for each in reach.received_of(reach.of(edge.node))]
         while todo:
             unknown = {worker_id for worker_id, _ in todo} - tables.keys()
-            calls = {each: ask(self._worker, each, gather, self._context.id, until=self._until) for each in unknown}
+            calls = {each: ask(self._node, each, gather, self._context.id, until=self._until) for each in unknown}
             for worker_id, call in calls.items():
                 tables[worker_id] = {
                     SentName(message, place): [(sender, SentName(*name)) for sender, *name in received]
@@ -171,7 +171,7 @@ class Pass:
     def _use(self, answer: Wire | bytes) -> None:
         """Not on a loop: a part is done, and has sent what came out of it last; a lone result comes by itself."""
         names, *gradients = (answer,) if isinstance(answer, bytes) else answer
-        self._part.take(from_wire(names, *gradients), arrival_of(self._worker, gradients))
+        self._part.take(from_wire(names, *gradients), arrival_of(self._node, gradients))
         self._part.advance()
         with self._lock:
             self._answers -= 1
@@ -197,7 +197,7 @@ class Pass:
         for worker_id in self._plans:
             try:
                 said = (self._context.id, self._number, reason)
-                call = ask(self._worker, worker_id, abort, *said, until=time.monotonic() + _ABORT_PATIENCE)
+                call = ask(self._node, worker_id, abort, *said, until=time.monotonic() + _ABORT_PATIENCE)
             except RpcError:  # we leave
                 continue
             call._add_callback(lambda future: future._look())
@@ -207,7 +207,7 @@ class Pass:
     def _do(self, job: Callable[[], None]) -> None:
         """Off the loop: in the thread that drives the pass, or in one of the pool."""
         if not self._driven:
-            self._worker.pool.submit(self._guarded, job)
+            self._node.engine.pool.submit(self._guarded, job)
             return
         self._jobs.append(job)
         self._open_gate()
@@ -230,7 +230,7 @@ class Pass:
             self.start()
             while not self.done.done() or self._jobs:
                 gate: Future[None] = Future()
-                gate._loop, gate._executor, gate._what = self._worker.loop, self._worker.pool, self.done._what
+                gate._loop, gate._executor, gate._what = self._node.engine.loop, self._node.engine.pool, self.done._what
                 gate._sources = self._calls
                 self._gate = gate
                 if self._jobs:
@@ -240,5 +240,5 @@ class Pass:
         finally:
             self._driven = False
             for job in self._jobs:  # interrupted: somebody else has to
-                self._worker.pool.submit(self._guarded, job)
+                self._node.engine.pool.submit(self._guarded, job)
         self.done.wait()

@@ -37,13 +37,13 @@ AnyBuffer = Buffer | DeviceBuffer
 
 # What the other end needs in order to receive one buffer: plain data, a part of the message.
 Wire = list[Any]
-# Which of the wires, and its buffer or the reason why there is none.
+# Is called with the number of the wire in the message, and with its buffer or the reason why there is none.
 Arrived = Callable[[int, Buffer | Exception], None]
 
 
 @dataclass
 class Traffic:
-    """What one end has moved. Written without locks: a rare lost increment costs less than a lock per buffer."""
+    """What one end of a channel has moved. Counted without a lock, which would cost more than a count lost at times."""
 
     sent: int = 0
     bytes_sent: int = 0
@@ -101,7 +101,7 @@ class Channel(Protocol):
         """
 
     def on_message(self, fields: list[Any]) -> None:
-        """What the other end says. Raises ProtocolError for what it cannot have said."""
+        """A message from the other end of the channel. Raises ProtocolError for one that it cannot have sent."""
 
     def close(self) -> None:
         """Nothing more arrives, and what is sent goes nowhere. Idempotent."""

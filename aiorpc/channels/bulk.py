@@ -1,40 +1,46 @@
 """The bulk channel: large buffers in chunks, on a connection that small messages do not have to wait for.
 
-A transfer is one buffer. Its chunks carry its number, and where they belong in a buffer of what size, so that the
-receiver reads each of them straight into its place, and does not care whether they or the message that names the
-transfer come first. Transfers under way take turns, a chunk each: a short one is not held up by a long one.
-
-    an incoming transfer   is left when
-    BEGUN                  a chunk or the message names it first; now its memory is there, or the reason why not
-    WHOLE                  the last chunk is in place; it waits for its message, if that has not come
-    GONE                   its sender has given it up; it waits for its message, if that was sent
+A transfer is one buffer. Each of its chunks says the number of the transfer, the size of the whole buffer, and where in
+it the chunk belongs. So the receiver reads every chunk straight into its place, and it does not matter whether the
+chunks or the message that names the transfer come first. Transfers under way take turns, a chunk each, so that a short
+one is not held up by a long one. The states of an incoming transfer are the table `protocol.states.TRANSFER`.
 
 Invariants
-1. A number names one transfer for ever; chunks come in order, without gaps.
-2. Memory for it is taken once, after its size was compared with the limit.
-3. What is kept for a transfer goes as soon as both the message and the end of the transfer have come.
+1. A number names one transfer for ever. The chunks of a transfer come in order and without gaps.
+2. Memory for a transfer is taken once, and after its size was compared with the limit.
+3. What is kept for a transfer is dropped as soon as both its message and its end have come.
 """
 
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from ..errors import ProtocolError, RpcCancelled
 from ..options import BULK_SIZE
 from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame
+from ..protocol.messages import Chunk, read_chunk, write_chunk
 from . import Arrived, Traffic, Wire
 from .inline import allocate
 
 CHUNK_SIZE = 1024 * 1024
-# While there is no connection for chunks: to make one takes longer than to send so many bytes in a frame.
+# While there is no connection for chunks, only buffers of so many bytes go this way: making the connection takes longer
+# than to send a shorter one in a frame.
 HASTY_SIZE = 4 * 1024 * 1024
-_PLACE = struct.Struct("<QQ")  # of a chunk: where it begins, and the size of the whole
-_GIVEN_UP = (1 << 64) - 1  # in place of where it begins: no more will come
+_GIVEN_UP = (1 << 64) - 1  # stands in place of the offset of a chunk, and says that no more will come
+
+
+class Transfer(NamedTuple):
+    """In a PARCEL: a buffer that comes in chunks."""
+
+    #: The number of the transfer, which its CHUNKs have as their call id.
+    transfer: int
+    #: Its size in bytes.
+    size: int
 
 
 class _Outgoing:
@@ -65,7 +71,7 @@ class _Incoming:
 
 
 class Bulk:
-    """One end. What it has to write, `next_frame` gives; what the other end wrote goes to `place` and `on_frame`.
+    """One end of the channel. `next_frame` returns what it has to write; `place` and `on_frame` take what has come.
 
     limit: bytes of the longest buffer taken. wake: called from any thread when `next_frame` has something.
     least, chunk: bytes of the shortest buffer sent this way, and of its pieces.
@@ -102,7 +108,7 @@ class Bulk:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
-        """Queue the long ones. wire: number of the transfer, bytes."""
+        """Queue the buffers that are long enough. The wire of each is the number of its transfer and its size."""
         wires: list[Wire | None] = [None] * len(buffers)
         least = self._least if self.ready else max(self._least, HASTY_SIZE)
         for index, buffer in enumerate(buffers):
@@ -122,17 +128,17 @@ class Bulk:
             self._outgoing[transfer.number] = transfer
             self._turns.append(transfer)
         self.traffic.count_sent(len(data))
-        return [transfer.number, len(data)]
+        return [*Transfer(transfer.number, len(data))]
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
-        """Send no more of these; the other end is told, behind what was sent of them."""
+        """Send no more of these transfers. The other end is told so, behind what was sent of them."""
         with self._lock:
             if self._closed:
                 return
             for number, size in wires:
                 transfer = self._outgoing.pop(number, None)
-                if transfer is None:  # all of it is there, or on its way
-                    if named:  # and so is the message, which will take it
+                if transfer is None:  # all of it has been written
+                    if named:  # the message has been written, too, and will take it
                         continue
                     transfer = _Outgoing(number, memoryview(b""))
                     transfer.at = size
@@ -149,7 +155,7 @@ class Bulk:
                 number, at = transfer.number, transfer.at
                 if transfer.given_up:
                     if at or transfer.named:
-                        return encode_frame(CHUNK, number, _PLACE.pack(_GIVEN_UP, transfer.named))
+                        return encode_frame(CHUNK, number, write_chunk(Chunk(_GIVEN_UP, transfer.named)))
                     continue
                 size = len(transfer.data)
                 piece = transfer.data[at : at + self._chunk]
@@ -158,18 +164,18 @@ class Bulk:
                     self._turns.append(transfer)
                 else:
                     del self._outgoing[number]
-                return encode_frame(CHUNK, number, _PLACE.pack(at, size), (piece,))
+                return encode_frame(CHUNK, number, write_chunk(Chunk(at, size)), (piece,))
         return None
 
     # --- receiving, on the loop ---------------------------------------------------------------------------------------
 
     def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Buffer | None]:
-        """Those that are whole; the others when they are."""
+        """The buffers that are complete. `arrived` is called with each of the others when it is complete."""
         return [self._receive(wire, partial(arrived, index)) for index, wire in enumerate(wires)]
 
     def _receive(self, wire: Wire, arrived: Callable[[Buffer | Exception], None]) -> Buffer | None:
         try:
-            number, size = wire
+            number, size = Transfer(*wire)
             incoming = self._incoming.get(number) or self._begin(number, size)
         except (TypeError, ValueError):
             raise ProtocolError(f"a message that names the transfer {wire!r:.100}") from None
@@ -192,13 +198,13 @@ class Bulk:
         incoming = self._incoming[number] = _Incoming(size)
         try:
             incoming.buffer = allocate(size)
-        except MemoryError as error:  # that message's trouble; the others are well
+        except MemoryError as error:  # it fails its message, and no other
             incoming.failure = error
         return incoming
 
     def place(self, number: int, body: bytes, length: int) -> memoryview:
         """Where the chunk belongs that is about to be read. Raises ProtocolError."""
-        offset, size = _unpack_place(body)
+        offset, size = read_chunk(body)
         incoming = self._incoming.get(number) or self._begin(number, size)
         if size != incoming.size or offset != incoming.placed or not 0 < length <= size - offset:
             raise ProtocolError(f"bytes {offset} to {offset + length} of transfer {number}, which is at another place")
@@ -211,7 +217,7 @@ class Bulk:
         """A chunk is in its place, or a transfer will not be finished. Raises ProtocolError."""
         number = frame.call_id
         if not frame.segments:
-            place, named = _unpack_place(frame.body)
+            place, named = read_chunk(frame.body)
             if place != _GIVEN_UP:
                 raise ProtocolError(f"{frame}, a chunk without bytes")
             self._given_up(number, bool(named))
@@ -246,7 +252,7 @@ class Bulk:
         incoming.arrived(outcome)
 
     def on_message(self, fields: list[object]) -> None:
-        """All that it says goes with its chunks."""
+        """This channel has no messages of its own: what it has to say goes with its chunks."""
         raise ProtocolError("a message for the bulk channel, which takes none")
 
     def close(self) -> None:
@@ -256,11 +262,3 @@ class Bulk:
             self._outgoing.clear()
             self._turns.clear()
         self._incoming.clear()
-
-
-def _unpack_place(body: bytes) -> tuple[int, int]:
-    try:
-        offset, size = _PLACE.unpack(body)
-    except struct.error:
-        raise ProtocolError("a chunk that does not say where it belongs") from None
-    return offset, size

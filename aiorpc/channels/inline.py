@@ -1,4 +1,4 @@
-"""The inline channel: buffers travel in the frame of their message. Takes everything; the others fall back to it."""
+"""The inline channel: buffers travel in the frame of their message. It takes whatever the other channels refuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import Arrived, Traffic, Wire
 
 
 class Inline:
-    """See the module."""
+    """One end of the inline channel; it keeps nothing but its counts."""
 
     name = "inline"
 
@@ -21,23 +21,23 @@ class Inline:
         self.traffic = Traffic()
 
     def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
-        """They ride along. wire: the number of the rider."""
+        """All buffers go with the frame. The wire of each is its number among the segments of the frame."""
         first = len(riders)
         riders.extend(buffers)
         self.count(buffers)
         return [[number] for number in range(first, len(riders))]
 
     def count(self, buffers: Sequence[Buffer]) -> None:
-        """These ride in a frame that says nothing about channels."""
+        """Count buffers that go with a frame which says nothing about channels."""
         for buffer in buffers:
             self.traffic.sent += 1
             self.traffic.bytes_sent += len(buffer)
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
-        """They go with their frame, or not at all."""
+        """Nothing is to be done: the buffers go with their frame, or not at all."""
 
     def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Buffer | None]:
-        """They are here, with the message."""
+        """The buffers have arrived with the frame of the message."""
         try:
             taken = [riders[number] for (number,) in wires if number >= 0]
         except (TypeError, ValueError, IndexError):
@@ -49,7 +49,7 @@ class Inline:
         return list(taken)
 
     def on_message(self, fields: list[Any]) -> None:
-        """Nothing is ever said."""
+        """The two ends of this channel say nothing to each other, so this is always a ProtocolError."""
         raise ProtocolError("a message for the inline channel, which takes none")
 
     def close(self) -> None:

@@ -63,6 +63,10 @@ def describe(
     route: for tensors on devices; those it takes may be among them. Raises SerializationError for a tensor that has no
     bytes although it has elements.
     """
+    if len(tensors) == 1 and type(tensors[0]) is torch.Tensor and (route is None or not route.host_target):
+        described = describe_plain(tensors[0])
+        if described is not None:
+            return described
     buffers: list[Any] = []
     try:
         return _describe_routed(tensors, route, buffers) if route else _describe_all(tensors, _HOST, buffers), buffers
@@ -72,10 +76,16 @@ def describe(
         raise SerializationError(f"(or another value) holds a tensor without memory of its own: {error}") from error
 
 
-def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], Sequence[Buffer]] | None:
-    """The table entry of one plain tensor by itself and its buffer, if it needs one; None for any other tensor.
+def forget_leaf(entry: list[Any]) -> None:
+    """The tensor of that entry gets a past at the receiver: it is no leaf there, and no Parameter."""
+    entry[5] &= ~OF_A_LEAF
 
-    What `describe` would say, in a fifth of its instructions: a call that wakes a core pays for each of them anew.
+
+def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], list[Any]] | None:
+    """The table and the buffers of one plain tensor by itself; None for any other tensor.
+
+    What `describe` would say in the general case, in a fifth of its instructions: a call that wakes a core pays for
+    each of them anew.
     """
     try:
         size = tensor.nbytes  # not defined for sparse ones
@@ -100,15 +110,15 @@ def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], Sequence[Buffer]] |
         return None
     code = _CODES[tensor.dtype]
     if size <= EMBEDDED_SIZE:
-        return [EMBEDDED, array.tobytes(), code, array.shape, None, flags], ()
+        return [[EMBEDDED, array.tobytes(), code, array.shape, None, flags]], []
     if size < DIRECT_SIZE:
-        return [0, 0, code, array.shape, None, flags], (array.tobytes(),)
+        return [[0, 0, code, array.shape, None, flags]], [array.tobytes()]
     if code in _COMPLEX:  # numpy's, which a memoryview cannot take apart
         return None
-    return [0, 0, code, array.shape, None, flags], (array.data.cast("B"),)
+    return [[0, 0, code, array.shape, None, flags]], [array.data.cast("B")]
 
 
-def rebuild(table: list[Any], buffers: Sequence[Any], landing: Landing | None = None) -> list[torch.Tensor]:
+def rebuild(table: Sequence[Any], buffers: Sequence[Any], landing: Landing | None = None) -> list[torch.Tensor]:
     """Tensors over the received buffers, without copying, but for what goes from the host to a device: on the current
     streams. Raises ProtocolError for a table that does not fit, torch.OutOfMemoryError if that device is full.
 
@@ -133,7 +143,7 @@ def rebuild(table: list[Any], buffers: Sequence[Any], landing: Landing | None = 
 def warm_up() -> None:
     """Have torch and numpy set up what they need of each other: the first tensor of a program takes a millisecond."""
     table, buffers = describe([torch.zeros(DIRECT_SIZE)])
-    describe_plain(*rebuild(table, [bytearray(bytes(buffer)) for buffer in buffers]))  # type: ignore[arg-type]  # host memory
+    describe(rebuild(table, [bytearray(bytes(buffer)) for buffer in buffers]))  # type: ignore[arg-type]  # host memory
 
 
 class _Host:

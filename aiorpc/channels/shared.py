@@ -1,15 +1,9 @@
 """The shared-memory channel: a large buffer is copied once, into a block that the receiver then owns where it lies.
 
-Each end lends blocks of its own arena and adopts those of the other's (shm.py). What the ends tell each other:
-
-    offer, segment, fd, size, nonce     map this segment of my arena; I should like to send through it
-    mapped, segment                     done, and the nonce is there: blocks of it may come
-    refused, segment, reason            it cannot be done: send the bytes another way
-    warm, segment, start, size          these pages are there now; have them in your tables before you need them
-    release, [blocks]                   these are yours again
-
-Nothing waits for any of it. Until a segment is mapped, and whenever there is no warm room, `send` takes nothing; the
-first buffers to a peer therefore always go another way, while the memory is made ready in the background.
+Each end lends blocks of its own arena and adopts those of the other's (shm.py). What the ends tell each other is in
+`shared_messages`; nothing waits for any of it. Until a segment is mapped, and whenever there is no warm room, `send`
+takes nothing; the first buffers to a peer therefore always go another way, while the memory is made ready in the
+background.
 
 Short buffers of a message that has many go into a block together, each at the next multiple of 64 bytes.
 """
@@ -27,9 +21,9 @@ from ..protocol.frames import Buffer
 from . import Arrived, Traffic, Wire
 from .arena import ALIGN, TOGETHER_SIZE, Arena, Block
 from .segments import Bytes
+from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, Offer, Refused, Release, Warm
 from .shm import Borrower, Lender
 
-OFFER, MAPPED, REFUSED, WARM, RELEASE = "offer", "mapped", "refused", "warm", "release"
 # Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
 PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
 # A buffer that has to be copied out is copied off the loop from this size on, in bytes.
@@ -134,8 +128,9 @@ class SharedMemory:
         block, copy_out = lent
         start = 0
         for index, member in zip(group, members, strict=True):
-            part = [] if len(group) == 1 else [start, len(member)]
-            wires[index] = [*block, int(copy_out), *part]
+            alone = len(group) == 1
+            wire = Lent(*block, int(copy_out)) if alone else LentPart(*block, int(copy_out), start, len(member))
+            wires[index] = [*wire]
             start += -(-len(member) // ALIGN) * ALIGN
             self.traffic.count_sent(len(member))
 
@@ -149,7 +144,8 @@ class SharedMemory:
         traffic = self.traffic
         traffic.sent += 1
         traffic.bytes_sent += len(buffer)
-        return [*lent[0], int(lent[1])]
+        block, copy_out = lent
+        return [*block, int(copy_out)]  # a Lent
 
     def _lend(self, buffers: Sequence[Buffer]) -> tuple[Block, bool] | None:
         if self._closed:
@@ -189,7 +185,7 @@ class SharedMemory:
             return
         self._offered.add(index)
         segment = segments[index]
-        self._around.post([OFFER, index, segment.fd, segment.size, segment.nonce])
+        self._say(Offer(index, segment.fd, segment.size, segment.nonce))
 
     def grown(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         """These ranges (segment, start, bytes) of the arena are warm now; tell the other end if it may need them."""
@@ -197,7 +193,7 @@ class SharedMemory:
             return
         for index, start, size in ranges:
             if index in self._mapped:
-                self._around.post([WARM, index, start, size])
+                self._say(Warm(index, start, size))
             else:
                 self._offer(index)
 
@@ -205,7 +201,7 @@ class SharedMemory:
         """Those of a message that was not sent are free again; others are released where they arrive."""
         if named:
             return
-        for block in {Block(*wire[:4]) for wire in wires}:
+        for block in {_block_of(wire) for wire in wires}:
             self.lender.taken_back(block)
 
     # --- receiving ----------------------------------------------------------------------------------------------------
@@ -217,44 +213,43 @@ class SharedMemory:
         for index, wire in enumerate(wires):
             if type(wire) is not list:
                 raise ProtocolError(f"not a block: {wire!r:.100}")
-            if len(wire) == 7:
-                buffers.append(self._part(wire, packs))
+            if len(wire) == len(LentPart._fields):
+                buffers.append(self._part(LentPart(*wire), packs))
                 continue
-            block = self._adopt(wire)
+            *numbers, copy_out = wire or [None]
+            block = self.borrower.adopt(numbers)
             self.traffic.count_received(block.nbytes)
-            if wire[4] and block.nbytes >= COPY_SIZE:
+            if copy_out and block.nbytes >= COPY_SIZE:
                 buffers.append(None)
                 self._around.in_background(self._copy_out, [block], partial(arrived, index))
             else:
-                buffers.append((block.copy() if wire[4] else block).data)
+                buffers.append((block.copy() if copy_out else block).data)
             del block
         return buffers
 
     def receive_one(self, wire: Wire) -> memoryview | None:
         """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""
-        if len(wire) != 5 or wire[4]:
+        if len(wire) != len(Lent._fields):
             return None
-        block = self._adopt(wire)
+        *numbers, copy_out = wire
+        if copy_out:
+            return None
+        block = self.borrower.adopt(numbers)
         self.traffic.count_received(block.nbytes)
         return block.data
 
-    def _adopt(self, wire: Wire, *, copy: bool = False) -> Bytes:
-        if len(wire) != 5:
-            raise ProtocolError(f"not a block: {wire!r:.100}")
-        return self.borrower.adopt(wire[:4], copy)
-
-    def _part(self, wire: Wire, packs: dict[int, memoryview]) -> Buffer:
+    def _part(self, part: LentPart, packs: dict[int, memoryview]) -> Buffer:
         """One of several in a block. Slices of a memoryview keep its array, and with it the block."""
-        *whole, start, size = wire
-        if type(wire[3]) is not int:
-            raise ProtocolError(f"not a block: {wire!r:.100}")
-        pack = packs.get(wire[3])
+        *numbers, copy_out, start, length = part
+        if type(part.generation) is not int:
+            raise ProtocolError(f"not a block: {part!r:.100}")
+        pack = packs.get(part.generation)
         if pack is None:
-            pack = packs[wire[3]] = self._adopt(whole, copy=bool(wire[4])).data
-        if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= len(pack):
-            raise ProtocolError(f"a part outside of its block: {wire!r:.100}")
-        self.traffic.count_received(size)
-        return pack[start : start + size]
+            pack = packs[part.generation] = self.borrower.adopt(numbers, bool(copy_out)).data
+        if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= len(pack):
+            raise ProtocolError(f"a part outside of its block: {part!r:.100}")
+        self.traffic.count_received(length)
+        return pack[start : start + length]
 
     def _copy_out(self, block: list[Bytes], arrived: Callable[[Buffer | Exception], None]) -> None:
         """In a thread. The list: so that the block is released here, not when the thread finds its next job."""
@@ -272,55 +267,52 @@ class SharedMemory:
         """Send what was released, if anything was. more: a message follows at once. Any thread."""
         released = self.borrower.drain()
         if released:
-            self._around.post([RELEASE, released], more=more)
+            self._say(Release(released), more=more)
 
     # --- messages, on the loop ----------------------------------------------------------------------------------------
 
+    def _say(self, message: Message, *, more: bool = False) -> None:
+        self._around.post(MESSAGES.write(message), more=more)
+
     def on_message(self, fields: list[Any]) -> None:
         """From the other end. Raises ProtocolError."""
-        try:
-            tag, *rest = fields
-            if tag == OFFER:
-                index, fd, size, nonce = rest
-                if type(nonce) is not bytes:
-                    raise TypeError("a nonce that is no bytes")
+        match MESSAGES.read(fields):
+            case Offer(index, fd, size, nonce):
                 if not self._closed:
-                    self._around.in_background(self._map, int(index), int(fd), int(size), nonce)
-            elif tag == MAPPED:
-                self._mapped.add(self._offer_of(rest[0]))
-            elif tag == WARM:
-                index, start, size = map(int, rest)
+                    self._around.in_background(self._map, index, fd, size, nonce)
+            case Mapped(index):
+                if index not in self._offered:
+                    raise ProtocolError(f"segment {index} was mapped, and not offered")
+                self._mapped.add(index)
+            case Warm(index, start, size):
                 if not self._closed:
                     self._around.in_background(self.borrower.touch, index, start, size)
-            elif tag == REFUSED:
+            case Refused(_, reason):
                 self.traffic.refused["refused"] += 1
-                self._around.on_refused(f"it cannot map our memory: {rest[1]}")
-            elif tag == RELEASE:
-                self.lender.released(rest[0])
-            else:
-                raise ProtocolError(f"a message about memory that is none: {str(tag)[:40]}")
-        except (TypeError, ValueError, IndexError, OverflowError) as error:
-            raise ProtocolError(f"a message about memory that is none: {error}") from None
-
-    def _offer_of(self, index: Any) -> int:
-        if type(index) is not int or index not in self._offered:
-            raise ValueError(f"segment {index!r:.20} was not offered")
-        return index
+                self._around.on_refused(f"it cannot map our memory: {reason}")
+            case Release(blocks):
+                self.lender.released(blocks)
 
     def _map(self, index: int, fd: int, size: int, nonce: bytes) -> None:
         """In a thread: mapping makes the pages of the segment known to this process."""
         try:
             self.borrower.map(index, f"/proc/{self._pid}/fd/{fd}", size, nonce)
         except Exception as error:
-            self._around.post([REFUSED, index, f"{type(error).__name__}: {error}"])
+            self._say(Refused(index, f"{type(error).__name__}: {error}"))
         else:
-            self._around.post([MAPPED, index])
+            self._say(Mapped(index))
 
     def close(self) -> None:
         """What was lent stays so until it is proved that nobody can use it; what was adopted stays valid."""
         self._closed = True
         self.lender.retire()
         self.borrower.close()
+
+
+def _block_of(wire: Wire) -> Block:
+    """The block that a Lent or a LentPart of ours names."""
+    segment, offset, size, generation, *_ = wire
+    return Block(segment, offset, size, generation)
 
 
 def _groups(buffers: Sequence[Buffer], least: int) -> list[list[int]]:

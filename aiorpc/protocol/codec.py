@@ -1,22 +1,10 @@
 """Values to and from the wire.
 
-A message carries a list of values (the arguments of a call, the one result of a reply). On the wire it becomes fields:
-
-    values      msgpack list; scalars, str and bytes stand there themselves, everything else leaves a None behind
-    tensors_at  positions in `values` that are dense tensors, in the order of the tensor list
-    opaque_at   positions in `values` that were pickled
-    pickled     one pickle (protocol 5) of the tuple of those, so that what they share stays shared
-    buffers     how many segments of the frame are out-of-band buffers of that pickle; they come last
-    table       the channel's description of the tensors (None: there are none)
-    references  wire forms of the remote references inside; a message that cannot be unpickled still has to take them.
-                One that is a value by itself ends with its position, and needs no pickle
-    gradients   inside of an autograd context: its id, the number of the message, and which tensors require gradients;
-                those that were taken apart count on from the last one in the table
-
-Trailing fields that would be empty are left out. Tensors always leave the body: also those inside pickled objects,
-where ``(load_tensor, index)`` stands for them; one with Python attributes is pickled for their sake. Tensors of other
-kinds are taken apart into such ones (`reductions`). A container is pickled rather than written as msgpack because
-msgpack would turn tuples into lists and bytearrays into bytes, and would forget which objects were the same.
+A message carries a list of values (the arguments of a call, the one result of a reply) as `messages.Values`. Tensors
+always leave the body: also those inside pickled objects, where ``(load_tensor, index)`` stands for them; one with
+Python attributes is pickled for their sake. Tensors of other kinds are taken apart into such ones (`reductions`). A
+container is pickled rather than written as msgpack because msgpack would turn tuples into lists and bytearrays into
+bytes, and would forget which objects were the same.
 """
 
 from __future__ import annotations
@@ -24,7 +12,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -32,13 +19,13 @@ from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
-import msgpack
 import torch
 
 from ..errors import ProtocolError, SerializationError
 from ..foreign import text_of
 from . import reductions
 from .frames import Buffer
+from .messages import Values
 
 # Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
@@ -47,18 +34,23 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 SIMPLE_SIZE = 64
 _STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later names a class or function
 
+_new: Any = tuple.__new__
+
 Tensor = torch.Tensor
 Parameter = torch.nn.Parameter
 
 
-class Route(Protocol):
+class TensorRoute(Protocol):
     """Says which tensors that lie on devices may go to a worker."""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether it can go as it is; False if it has to be taken apart. Raises SerializationError if it cannot go."""
+        """Whether a tensor can go as it is; False if it has to be taken apart.
+
+        Raises SerializationError if it cannot go at all.
+        """
 
     def leads(self, device: torch.device) -> bool:
-        """Whether what lies there can go."""
+        """Whether tensors on that device can go to the worker."""
 
 
 class Outgoing:
@@ -73,7 +65,7 @@ class Outgoing:
     __slots__ = ("apart", "buffers", "on_unsent", "places", "references", "route", "same_main", "target", "tensors")
 
     def __init__(
-        self, target: Any = None, *, same_main: bool = False, route: Route | None = None, apart: bool = False
+        self, target: Any = None, *, same_main: bool = False, route: TensorRoute | None = None, apart: bool = False
     ) -> None:
         self.target = target
         self.apart: list[Tensor] | None = [] if apart else None
@@ -109,33 +101,7 @@ outgoing: ContextVar[Outgoing | None] = ContextVar("aiorpc_outgoing", default=No
 incoming: ContextVar[Incoming | None] = ContextVar("aiorpc_incoming", default=None)
 
 
-# Making a packer costs as much as packing a call. A packer is used by one thread at a time: taken out, used, put back.
-_packers: deque[msgpack.Packer] = deque(maxlen=32)
-
-
-def pack(fields: Sequence[object]) -> bytes:
-    """A message body from fields that are plain values or lists of them."""
-    try:
-        packer = _packers.pop()
-    except IndexError:
-        packer = msgpack.Packer(autoreset=True)
-    body: bytes = packer.pack(fields)
-    _packers.append(packer)
-    return body
-
-
-def unpack(body: Buffer) -> list[Any]:
-    """The fields of a message body. Raises ProtocolError."""
-    try:
-        fields = msgpack.unpackb(body, strict_map_key=False)
-    except Exception as error:
-        raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
-    if type(fields) is not list:
-        raise ProtocolError("a message body that is no list")
-    return fields
-
-
-def is_dense(tensor: Tensor, route: Route | None = None) -> bool:
+def is_dense(tensor: Tensor, route: TensorRoute | None = None) -> bool:
     """Whether a tensor is described by dtype, shape and strides over bytes, on a CPU or a device that the route takes.
 
     See `reductions` for others.
@@ -151,42 +117,48 @@ def is_dense(tensor: Tensor, route: Route | None = None) -> bool:
     )
 
 
-def encode_values(values: list[Any], out: Outgoing) -> list[Any]:
-    """The fields `values .. pickled` for a message; tensors and buffers are left in `out`.
+def encode_values(values: list[Any], out: Outgoing) -> Values:
+    """The values as a message says them; tensors, buffers and references are left in `out`, for the caller to add.
 
     Raises SerializationError with the position of the value that cannot be serialised.
     """
     tensors_at: list[int] = []
     opaque_at: list[int] = []
-    plain = values
+    plain, route = values, out.route
     for position, value in enumerate(values):
         kind = type(value)
         if (
             kind in PLAIN
             and (kind is not int or -(1 << 63) <= value < 1 << 64)
-            and (kind is not str or _is_text(value))
+            # Lone surrogates are valid in str and not in UTF-8. isascii is O(1) and true for nearly all.
+            and (kind is not str or value.isascii() or _is_text(value))
         ):
             continue
         if plain is values:
             plain = list(values)
         plain[position] = None
-        if kind is Tensor and id(value) not in out.places and _goes_alone(value, position, out.route):
+        if (
+            kind is Tensor
+            and id(value) not in out.places
+            and (
+                # As `_goes_alone` says, without a call for each tensor.
+                value.is_cpu
+                and value.layout is torch.strided
+                and not (value.is_quantized or value.is_nested or value.__dict__)
+                if route is None
+                else _goes_alone(value, position, route)
+            )
+        ):
             tensors_at.append(position)
             out.places[id(value)] = len(out.tensors)
             out.tensors.append(value)
-        elif is_reference(kind):
+        elif hasattr(kind, "_travel"):  # a remote reference
             refer(value, position, out)
         else:
             opaque_at.append(position)
-    if opaque_at:
-        pickled = _pickle_all(values, opaque_at, out)
-        return [plain, tensors_at, opaque_at, pickled, len(out.buffers)]
-    return [plain, tensors_at] if tensors_at else [plain]
-
-
-def is_reference(kind: type) -> bool:
-    """Whether values of that type are remote references."""
-    return hasattr(kind, "_travel")
+    pickled = _pickle_all(values, opaque_at, out) if opaque_at else None
+    fields: Values = _new(Values, (plain, tensors_at, opaque_at, pickled, len(out.buffers), None, out.references, None))
+    return fields
 
 
 def refer(value: Any, position: int, out: Outgoing) -> None:
@@ -198,44 +170,38 @@ def refer(value: Any, position: int, out: Outgoing) -> None:
         raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
 
 
-def _goes_alone(tensor: Tensor, position: int, route: Route | None) -> bool:
+def _goes_alone(tensor: Tensor, position: int, route: TensorRoute) -> bool:
     try:
         return is_dense(tensor, route) and not tensor.__dict__
     except SerializationError as error:
         raise SerializationError(f"is {error}", position) from None
 
 
-def decode_values(fields: list[Any], message: Incoming, buffers: Sequence[Buffer]) -> list[Any]:
+def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) -> list[Any]:
     """The values of a message. Raises whatever unpickling raises, and ProtocolError for a message that is none."""
-    values: list[Any] = fields[0]
-    if len(fields) == 1:
-        return values
+    values = message.values
     try:
-        for position, tensor in zip(fields[1], message.tensors, strict=False):
+        for position, tensor in zip(message.tensors_at, inside.tensors, strict=False):
             values[position] = tensor
-        if message.references:
-            for wire, reference in zip(fields[6], message.references, strict=True):
+        if inside.references:
+            for wire, reference in zip(message.references, inside.references, strict=True):
                 if len(wire) > 5:
                     values[wire[5]] = reference
-        pickled = fields[3] if len(fields) > 2 and fields[2] else b""
     except (TypeError, IndexError, ValueError) as error:
         raise ProtocolError(f"a message whose tensors or references have no place: {error}") from None
-    if pickled:
-        if type(pickled) is not bytes:
-            raise ProtocolError("a message whose pickle is none")
-        opaque = loads(pickled, message, buffers)
+    if message.pickled:
+        opaque = loads(message.pickled, inside, buffers)
         try:
-            for position, value in zip(fields[2], opaque, strict=True):
+            for position, value in zip(message.opaque_at, opaque, strict=True):
                 values[position] = value
         except (TypeError, IndexError, ValueError) as error:
             raise ProtocolError(f"a message whose pickled values have no place: {error}") from None
+    elif message.opaque_at:
+        raise ProtocolError("a message without the pickle that it speaks of")
     return values
 
 
 def _is_text(text: str) -> bool:
-    # Lone surrogates are valid in str and not in UTF-8. isascii is O(1) and true for nearly all.
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -261,7 +227,9 @@ def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
 
 
 def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes:
-    opaque = tuple(values[position] for position in positions)
+    opaque = tuple([values[position] for position in positions])
+    if is_simple(opaque):
+        return pickle.dumps(opaque, 5)  # what the pickler of ours would write, in a fraction of the time
     token = outgoing.set(out)
     tensors, buffers = len(out.tensors), len(out.buffers)
     try:

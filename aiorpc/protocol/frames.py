@@ -57,7 +57,7 @@ class Kind(IntEnum):
 
 # Members of an IntEnum cost a look-up and a conversion each time; the hot paths use these.
 CALL, REPLY, ERROR, ITEM = int(Kind.CALL), int(Kind.REPLY), int(Kind.ERROR), int(Kind.ITEM)
-PARCEL, CHUNK = int(Kind.PARCEL), int(Kind.CHUNK)
+CHANNEL, PARCEL, CHUNK = int(Kind.CHANNEL), int(Kind.PARCEL), int(Kind.CHUNK)
 
 
 class Frame(NamedTuple):

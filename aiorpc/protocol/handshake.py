@@ -17,7 +17,7 @@ one for each direction, come from the secret and both HELLOs: they are good for 
 seals from its WELCOME on, the opener behind it; each takes nothing without a seal once it has checked the other's
 proof. So no byte behind a proof goes without one, and whoever carries a handshake to and fro gets nothing out of it.
 
-States of the opener: START -> SENT -> PROVED -> READY; of the acceptor: START -> CHALLENGED -> READY. Else: FAILED.
+The states of both sides are the tables `OPENER` and `ACCEPTOR` of `states`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,46 @@ import hmac
 import secrets
 from collections.abc import Callable
 from dataclasses import fields
-from enum import Enum
+from typing import Any, NamedTuple
 
 import msgpack
 
 from ..errors import PeerRefused, ProtocolError, RpcUsageError
 from .frames import Buffer, Frame, Kind, encode_frame
 from .identity import WorkerRecord
+from .states import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 
-VERSION = 2
+VERSION = 3
 NONCE_SIZE = 32
 # Longest body taken from somebody who has not proved anything yet, in bytes.
 MAX_BODY = 16 * 1024
 
 
-class State(Enum):
-    """Where a handshake stands."""
+class Hello(NamedTuple):
+    """Who I am, and a proof if the other side has said that before. In this form for ever, whatever the version."""
 
-    START = "start"
-    SENT = "sent"
-    PROVED = "proved"
-    CHALLENGED = "challenged"
-    READY = "ready"
-    FAILED = "failed"
+    #: An Introduction, as bytes: both sides' are what the proofs are made from.
+    introduction: bytes
+    #: The acceptor's; empty in the opener's.
+    proof: bytes
+
+
+class Introduction(NamedTuple):
+    """What a Hello says. Its first field keeps its place for ever; the others may differ between versions."""
+
+    #: Of the protocol.
+    version: int
+    #: Of the worker (`identity.WorkerRecord`).
+    record: tuple[Any, ...]
+    #: 32 random bytes, never used again.
+    nonce: bytes
+    #: The number that the opener gave to its link with the acceptor.
+    link: int
+    #: PIPE: this is the second connection of that link, for chunks. SEALED: what follows the handshake bears seals.
+    flags: int
+
+
+PIPE, SEALED = 1, 2
 
 
 class Handshake:
@@ -77,7 +94,8 @@ class Handshake:
         self.link = link
         self.pipe = pipe
         self.sealed = sealed
-        self.state = State.START
+        self._table = OPENER if opener else ACCEPTOR
+        self.state = self._table.initial
         self.peer: WorkerRecord | None = None
         self._candidate: WorkerRecord | None = None
         self._secret = secret
@@ -90,24 +108,25 @@ class Handshake:
 
     def start(self) -> list[Buffer]:
         """The opener's HELLO. RpcUsageError on the acceptor's side, and the second time."""
-        if not self._opener or self.state is not State.START:
+        if not self._opener or self.state is not HandshakeState.START:
             side = "opener's" if self._opener else "acceptor's"
             raise RpcUsageError(f"an {side} handshake that is {self.state.value} cannot be started")
         self._mine = self._hello()
-        self.state = State.SENT
-        return encode_frame(Kind.HELLO, 0, msgpack.packb([self._mine, b""]))
+        self.state = self._table.next(self.state, HandshakeEvent.BEGUN)
+        return encode_frame(Kind.HELLO, 0, write_hello(Hello(self._mine, b"")))
 
     def feed(self, frame: Frame) -> list[Buffer]:
         """The peer's next frame. Raises PeerRefused or ProtocolError, with `refusal` as the frame to send first."""
         try:
             return self._feed(frame)
         except (PeerRefused, ProtocolError):
-            self.state = State.FAILED
+            if self.state not in self._table.final:
+                self.state = self._table.next(self.state, HandshakeEvent.REFUSED)
             raise
 
     def keys(self) -> tuple[bytes, bytes]:
         """For the seals of what we send, and of what we receive. Once the other side's proof was checked."""
-        if self.state not in (State.PROVED, State.READY):
+        if self.state not in (HandshakeState.PROVED, HandshakeState.READY):
             raise RpcUsageError(f"a handshake that is {self.state.value} has no keys")
         ours, theirs = ("opener", "acceptor") if self._opener else ("acceptor", "opener")
         return self._keyed(f"seal of {ours}"), self._keyed(f"seal of {theirs}")
@@ -115,61 +134,41 @@ class Handshake:
     def _feed(self, frame: Frame) -> list[Buffer]:
         if frame.kind == Kind.REFUSED:
             raise PeerRefused(f"the other side refused the connection: {frame.body[:500].decode('utf-8', 'replace')}")
-        if self.state is State.START and not self._opener and frame.kind == Kind.HELLO:
-            self._theirs, _ = self._read_hello(frame)
+        if self.state is HandshakeState.START and not self._opener and frame.kind == Kind.HELLO:
+            self._theirs = read_hello(frame.body).introduction
             self._candidate = self._check_record()
             self._mine = self._hello()
-            self.state = State.CHALLENGED
-            return encode_frame(Kind.HELLO, 0, msgpack.packb([self._mine, self._proof("acceptor")]))
-        if self.state is State.SENT and frame.kind == Kind.HELLO:
-            self._theirs, proof = self._read_hello(frame)
+            self.state = self._table.next(self.state, HandshakeEvent.HELLO)
+            return encode_frame(Kind.HELLO, 0, write_hello(Hello(self._mine, self._proof("acceptor"))))
+        if self.state is HandshakeState.SENT and frame.kind == Kind.HELLO:
+            self._theirs, proof = read_hello(frame.body)
             self._candidate = self._check_record()
             self._check_proof("acceptor", proof)
-            self.state = State.PROVED
+            self.state = self._table.next(self.state, HandshakeEvent.HELLO)
             return encode_frame(Kind.PROOF, 0, self._proof("opener"))
-        if self.state is State.PROVED and frame.kind == Kind.WELCOME and self._candidate is not None:
-            self._ready(self._candidate)
+        if self.state is HandshakeState.PROVED and frame.kind == Kind.WELCOME and self._candidate is not None:
+            self._ready(self._candidate, HandshakeEvent.WELCOME)
             return []
-        if self.state is State.CHALLENGED and frame.kind == Kind.PROOF and self._candidate is not None:
+        if self.state is HandshakeState.CHALLENGED and frame.kind == Kind.PROOF and self._candidate is not None:
             self._check_proof("opener", frame.body)
-            self._ready(self._candidate)
+            self._ready(self._candidate, HandshakeEvent.PROOF)
             return encode_frame(Kind.WELCOME, 0, b"")
         raise ProtocolError(f"{frame} does not belong in a handshake that is {self.state.value}")
 
-    def _ready(self, peer: WorkerRecord) -> None:
+    def _ready(self, peer: WorkerRecord, event: HandshakeEvent) -> None:
         self.peer = peer
-        self.state = State.READY
+        self.state = self._table.next(self.state, event)
 
     def _hello(self) -> bytes:
-        hello: bytes = msgpack.packb(
-            [VERSION, self.record.to_wire(), self._nonce, self.link, self.pipe, self.sealed],
-        )
-        return hello
-
-    def _read_hello(self, frame: Frame) -> tuple[bytes, bytes]:
-        hello = _unpack(frame.body)
-        if not isinstance(hello, list) or len(hello) != 2 or not all(isinstance(part, bytes) for part in hello):
-            raise ProtocolError("a HELLO that is none")
-        return hello[0], hello[1]
+        flags = (PIPE if self.pipe else 0) | (SEALED if self.sealed else 0)
+        return write_introduction(Introduction(VERSION, tuple(self.record.to_wire()), self._nonce, self.link, flags))
 
     def _check_record(self) -> WorkerRecord:
-        hello = _unpack(self._theirs)
-        if not isinstance(hello, list) or not hello:
-            raise ProtocolError("a HELLO that is none")
-        if type(hello[0]) is int and hello[0] != VERSION:
-            raise PeerRefused(
-                f"it speaks version {hello[0]} of the protocol, we speak {VERSION}; use one aiorpc everywhere"
-            )
-        if len(hello) != 6 or type(hello[0]) is not int:
-            raise ProtocolError("a HELLO that is none")
-        _, record, nonce, link, pipe, sealed = hello
-        if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
-            raise ProtocolError("a HELLO without a nonce")
-        if type(link) is not int or type(pipe) is not bool or type(sealed) is not bool:
-            raise ProtocolError("a HELLO that does not say what the connection is for")
+        theirs = read_introduction(self._theirs)
         if not self._opener:
-            self.link, self.pipe = link, pipe
-        peer = WorkerRecord.from_wire(record)
+            self.link, self.pipe = theirs.link, bool(theirs.flags & PIPE)
+        sealed = bool(theirs.flags & SEALED)
+        peer = WorkerRecord.from_wire(theirs.record)
         self._check_expected(peer)
         if sealed != self.sealed:
             says, we = ("seals", "do not") if sealed else ("does not seal", "do")
@@ -214,9 +213,49 @@ def refusal(reason: str) -> list[Buffer]:
     return encode_frame(Kind.REFUSED, 0, reason.encode()[:500])
 
 
-def _unpack(data: bytes) -> object:
+def write_hello(hello: Hello) -> bytes:
+    """The body of a HELLO."""
+    body: bytes = msgpack.packb(hello)
+    return body
+
+
+def read_hello(body: Buffer) -> Hello:
+    """The Hello of a body. Raises ProtocolError."""
+    fields = _unpack(body)
+    if len(fields) != len(Hello._fields) or not all(isinstance(field, bytes) for field in fields):
+        raise ProtocolError("a HELLO that is none")
+    return Hello(*fields)
+
+
+def write_introduction(introduction: Introduction) -> bytes:
+    """The bytes of it that go into a Hello."""
+    introduced: bytes = msgpack.packb(introduction)
+    return introduced
+
+
+def read_introduction(data: Buffer) -> Introduction:
+    """What a Hello says; its record is not looked at. Raises PeerRefused for another version, or ProtocolError."""
+    fields = _unpack(data)
+    match fields:
+        case [version, *_] if version != VERSION:
+            theirs = f"version {version!r:.40} of the protocol"
+            raise PeerRefused(f"it speaks {theirs}, we speak {VERSION}; use one aiorpc everywhere")
+    if len(fields) != len(Introduction._fields):
+        raise ProtocolError("a HELLO that is none")
+    introduction = Introduction(*fields)
+    if not isinstance(introduction.nonce, bytes) or len(introduction.nonce) != NONCE_SIZE:
+        raise ProtocolError("a HELLO without a nonce")
+    flags = introduction.flags
+    if type(introduction.link) is not int or type(flags) is not int or not 0 <= flags <= PIPE | SEALED:
+        raise ProtocolError("a HELLO that does not say what the connection is for")
+    return introduction
+
+
+def _unpack(data: Buffer) -> list[Any]:
     try:
-        unpacked: object = msgpack.unpackb(data, max_array_len=64, max_map_len=0)
+        unpacked = msgpack.unpackb(data, max_array_len=64, max_map_len=0)
     except Exception as error:
         raise ProtocolError(f"a HELLO that is no msgpack: {error}") from None
+    if type(unpacked) is not list:
+        raise ProtocolError("a HELLO that is none")
     return unpacked

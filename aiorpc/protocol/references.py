@@ -2,7 +2,7 @@
 
 A value lives at its owner. Every holder has a *fork* of the reference, named by an id, and the owner keeps the set of
 forks it counts; it frees the value when that set is empty. A fork that is passed on stays counted (*pinned*) until the
-receiver's own fork is counted. `docs/references.md` numbers the guarantees and has the tables of messages and states.
+receiver's own fork is counted. `docs/counting.md` numbers the guarantees and has the tables of messages and states.
 
 One `ReferenceTable` per worker. Its methods take events and return what is to be done, in order; they never block, and
 must be called by one thread at a time. What a worker says to itself (a reference to its own value) is handled inside
@@ -40,7 +40,7 @@ from .reference_messages import (
 
 
 class _State(enum.Enum):
-    """Of a fork, at its holder."""
+    """The states of a fork, at its holder."""
 
     PENDING = enum.auto()
     CONFIRMED = enum.auto()
@@ -48,7 +48,7 @@ class _State(enum.Enum):
 
 
 class _Value(enum.Enum):
-    """Of a value, at its owner."""
+    """The states of a value, at its owner."""
 
     AWAITED = enum.auto()
     CREATED = enum.auto()

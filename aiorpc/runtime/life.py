@@ -1,209 +1,175 @@
-"""A worker's life: its states, how it joins the group, how it leaves, and what a fork or an exit leaves of it.
+"""How a worker joins its group, how it leaves, and what becomes of it when its loop ends.
 
-state      entered by                        what is possible
-NEW        `Worker(...)`                     nothing yet
-STARTING   `start`                           rendezvous, listening; others may connect, nobody is answered
-RUNNING    the rendezvous and the secret     calls in both directions
-LEAVING    `shutdown`                        graceful: everything, until the group is done
-CLOSED     the end of `shutdown`, a failed   every verb raises WorkerClosed; Futures that were pending have failed
-           start, a fork (in the child), the
-           end of the loop's own thread
+Its states are the table `protocol.states.WORKER`. Everything that joining makes is entered into one exit stack. The
+stack takes it down again, whether joining has failed halfway or the worker leaves after a long life: there is no other
+place where a worker is taken down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import logging
 import os
 import secrets
 import socket
 import sys
-import threading
-import time
-from collections.abc import Coroutine
-from enum import Enum
-from typing import TYPE_CHECKING, Any
-
-from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
 
 from .. import foreign
 from ..channels import layout
-from ..errors import RendezvousError, WorkerClosed
+from ..errors import RendezvousError, RpcUsageError, WorkerClosed
 from ..options import seconds
 from ..protocol.identity import WorkerRecord
+from ..protocol.states import WorkerEvent, WorkerState
 from ..transport import sockets
-from .engine.current import current_worker, registry
-from .engine.deadlines import Deadlines
 from .engine.host import host_identity, main_identity
-from .engine.lag import LoopMonitor
-from .engine.pool import ThreadPool
-from .group.connecting import Acceptor
-from .group.group import Group, ShutdownReport
-from .links.memory import Memory
+from .engine.lifetime import Lifetime
+from .engine.steps import Steps
+from .group.group import ShutdownReport
+from .group.listening import Listeners
 from .meeting.rendezvous import Rendezvous
 from .meeting.stores import StoreGone
-from .references.rref import References
-
-if TYPE_CHECKING:
-    from .worker import Worker
+from .node import Meeting, Node, Plan, registry
 
 logger = logging.getLogger("aiorpc")
 
-# What is still running after these many seconds is left to itself.
-_POOL_GRACE = 1.0
-_TASKS_GRACE = 1.0
-_CONNECTION_GRACE = 1.0
-_DEVICES_GRACE = 1.0
 _SERVING_PAUSE = 0.25
 _STORE_GRACE = 5.0  # longer than `Rendezvous.close` waits for others
 
 
-class State(Enum):
-    """See the module."""
-
-    NEW = "new"
-    STARTING = "starting"
-    RUNNING = "running"
-    LEAVING = "leaving"
-    CLOSED = "closed"
-
-
 class Life:
-    """Makes the parts of a worker and lets go of them. On its loop, except where it says otherwise."""
+    """The life of one worker. On its loop, except where a method says otherwise.
 
-    def __init__(
-        self, worker: Worker, acceptor: Acceptor, *, rank: int | None, world_size: int | None, store: Store | None
-    ) -> None:
-        self.stop_waiting = threading.Event()  # what waits for others in a thread ends
-        self.forked = False  # this is a child of the worker's process
-        self._worker = worker
-        self._acceptor = acceptor
-        self._rank = rank
-        self._world_size = world_size
-        self._store = store
+    node: its parts, from when it has joined; None before. loop: where it joins and runs; None before it was started.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.lifetime = Lifetime(plan.name)
+        self.node: Node | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._plan = plan
+        self._ending = _RendezvousEnd(plan)
+        self._stack = AsyncExitStack()
+        self._joining: asyncio.Task[Node] | None = None
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
-        self._old_switch_interval: float | None = None
+        self._closing: asyncio.Future[None] | None = None
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
-    async def join(self) -> None:
-        """Make the worker a running member of its group. On any error it is closed."""
-        worker = self._worker
-        worker.state = State.STARTING
-        try:
-            await self._join()
-        except BaseException:
-            self.stop_waiting.set()
-            await self.close()
-            raise
-        worker.state = State.RUNNING
-        if worker.options.switch_interval is not None:
-            self._old_switch_interval = sys.getswitchinterval()
-            sys.setswitchinterval(worker.options.switch_interval)
-        registry.add(worker)
-        worker.group.start()
+    def begin(self) -> None:
+        """Note that the worker is being started. RpcUsageError if it has been started before. Any thread."""
+        if self.lifetime.state is not WorkerState.NEW:
+            raise RpcUsageError(f"worker {self.lifetime.name!r} was started before; make a new one")
+        self.lifetime.enter(WorkerEvent.START)
 
-    async def _join(self) -> None:
-        worker = self._worker
+    async def join(self) -> None:
+        """Make the worker a running member of its group, on the running loop. After any error it is CLOSED.
+
+        Raises RendezvousError if it cannot join, and WorkerClosed if `shutdown` is called meanwhile.
+        """
+        self.loop = asyncio.get_running_loop()
+        self._joining = asyncio.ensure_future(self._join())
+        try:
+            await self._joining
+        except asyncio.CancelledError:
+            if self._shutdown is not None:
+                raise WorkerClosed(f"worker {self.lifetime.name!r} was shut down before it had joined") from None
+            raise
+
+    async def _join(self) -> Node:
+        steps = Steps(asyncio.get_running_loop(), self.lifetime.name)
+        try:
+            node = await self._make(steps)
+        except BaseException:
+            steps.stop.set()
+            await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
+            raise
+        interval = self._plan.options.switch_interval
+        if interval is not None:
+            self._stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+            sys.setswitchinterval(interval)
+        self.node = node
+        self.lifetime.enter(WorkerEvent.JOINED)
+        registry.add(node)
+        self._stack.callback(registry.remove, node)
+        node.group.start()
+        return node
+
+    async def _make(self, steps: Steps) -> Node:
+        plan, stack = self._plan, self._stack
         layout.warm_up()
         try:
             directory = sockets.private_directory()
         except OSError as error:
-            raise RendezvousError(f"worker {worker.name!r} has no directory for its sockets: {error}") from error
+            raise RendezvousError(f"worker {plan.name!r} has no directory for its sockets: {error}") from error
         sockets.remove_stale(directory)
-        rendezvous = worker.rendezvous = await worker.in_thread(self._open_rendezvous)
-        confined = rendezvous.dynamic and rendezvous.confined
-        unix_path, host, port = self._acceptor.listen(directory, rendezvous.local_address(), confined=confined)
-        worker.pool = ThreadPool(
-            worker.name,
-            worker.options.num_worker_threads,
-            prepare=lambda: current_worker.set(worker),
-            # A lone core is left to whoever has to answer.
-            busy=worker.options.busy_wait if len(os.sched_getaffinity(0)) > 1 else 0.0,
+        ending = self._ending
+        stack.push_async_callback(ending.end, steps, lambda: self.node is not None and self.node.patient)
+        rendezvous = ending.rendezvous = await steps.run(
+            lambda: Rendezvous.open(
+                plan.init_method,
+                rank=plan.rank,
+                world_size=plan.world_size,
+                timeout=plan.options.rpc_timeout,
+                stop=steps.stop,
+                store=plan.store,
+            )
         )
-        worker.background = ThreadPool(f"{worker.name}-background", 2, prepare=lambda: current_worker.set(worker))
-        worker.deadlines = Deadlines(worker.loop, worker.scan_deadlines)
+        confined = rendezvous.dynamic and rendezvous.confined
+        listeners = Listeners(plan.name, plan.options, directory, rendezvous.local_address(), confined=confined)
+        stack.callback(listeners.close)
         incarnation = secrets.token_hex(16)
-
         made: list[WorkerRecord] = []
 
         def make_record(number: int) -> WorkerRecord:
             record = WorkerRecord(
-                name=worker.name,
+                name=plan.name,
                 id=number,
                 incarnation=incarnation,
                 host=host_identity(),
                 hostname=socket.gethostname(),
                 pid=os.getpid(),
                 main=main_identity(),
-                unix_path=unix_path,
-                tcp_host=worker.options.address or host,
-                tcp_port=port,
+                unix_path=listeners.unix_path,
+                tcp_host=plan.options.address or listeners.host,
+                tcp_port=listeners.port,
             )
             made.append(record)
             return record
 
-        claims = worker.accelerators.claims
-        records = await worker.in_thread(lambda: rendezvous.join(make_record, claims))
-        worker.record = made[-1]  # what the store says of us is for others
-        if not rendezvous.dynamic and all(_is_beside(worker.record, record) for record in records):
-            self._acceptor.close_tcp()
-        worker.secret = await worker.in_thread(lambda: rendezvous.agree_secret(worker.record, records, directory))
-        worker.references = References(worker)
-        worker.memory = Memory(worker)
-        await worker.accelerators.start({worker.name: claims, **rendezvous.claims})
-        worker.group = Group(worker, records)
-        for record in records:
-            worker.peers.add(record)
-        # Handlers run in a copy of the context in which the reader was registered: not in that of whoever started us.
-        contextvars.Context().run(self._acceptor.start)
-        worker.monitor = LoopMonitor(
-            worker.loop, warn_after=worker.options.lag_warning, describe=worker.describe_running, name=worker.name
-        )
-        worker.monitor.start()
+        records = await steps.run(lambda: rendezvous.join(make_record, plan.claims))
+        record = ending.record = made[-1]  # what the store says of us is for others
+        if not rendezvous.dynamic and all(_is_beside(record, other) for other in records):
+            listeners.close_tcp()
+        secret = await steps.run(lambda: rendezvous.agree_secret(record, records, directory))
+        node = Node(Meeting(rendezvous, listeners, record, records, secret), plan, self.lifetime, steps, stack)
+        await node.start()
         if rendezvous.dynamic:
-            worker.tasks.spawn(self._serve_rendezvous(rendezvous))
-
-    def _open_rendezvous(self) -> Rendezvous:
-        worker = self._worker
-        return Rendezvous.open(
-            worker.init_method,
-            rank=self._rank,
-            world_size=self._world_size,
-            timeout=worker.options.rpc_timeout,
-            stop=self.stop_waiting,
-            store=self._store,
-        )
-
-    async def _serve_rendezvous(self, rendezvous: Rendezvous) -> None:
-        """In a group that is joined freely: hand newcomers from other hosts what they need."""
-        worker = self._worker
-        while True:
-            await asyncio.sleep(_SERVING_PAUSE)
-            try:
-                await worker.in_thread(rendezvous.serve_secret_requests)
-            except StoreGone:  # for good, and torch logs every look at it
-                return
-            except RendezvousError as error:
-                logger.debug("%s serves no secrets just now: %s", worker.name, error)
+            node.engine.tasks.spawn(_serve_rendezvous(node))
+        return node
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def report(self) -> ShutdownReport | None:
-        """Of a shutdown that is over, or that has nothing to do; None if there is something. Any thread."""
-        if self._worker.state in (State.NEW, State.CLOSED) and self._shutdown is None:
+        """The report of a shutdown that is over or has nothing to do; None if there is still something to do.
+
+        Any thread.
+        """
+        state = self.lifetime.state
+        if state in (WorkerState.NEW, WorkerState.CLOSED) and self._shutdown is None:
             return ShutdownReport()
         if self._shutdown is not None and self._shutdown.done():
             if not self._shutdown.cancelled():
                 return self._shutdown.result()
-            if self._worker.state is State.CLOSED:
+            if state is WorkerState.CLOSED:
                 return ShutdownReport(timed_out=True)
         return None
 
     async def shutdown(self, graceful: bool, timeout: float) -> ShutdownReport:
-        """Begin it, or wait for the one that was begun. See `Worker.shutdown`."""
+        """Begin to shut down, or wait for a shutdown that has begun already. See `Worker.shutdown`."""
         if self._shutdown is None:
             self._shutdown = asyncio.ensure_future(self._leave(graceful, seconds(timeout, "timeout")))
         try:
@@ -211,171 +177,165 @@ class Life:
         except asyncio.CancelledError:
             # Whoever waited is cancelled (Ctrl-C, a timeout): leave at once instead of gracefully.
             # Closing itself is bounded, and never cut short: half of it would be left for good.
-            if self._worker.state is State.LEAVING:
+            if self.lifetime.state is WorkerState.LEAVING:
                 self._shutdown.cancel()
             await asyncio.wait((self._shutdown,))
             raise
 
     async def _leave(self, graceful: bool, timeout: float) -> ShutdownReport:
-        worker = self._worker
-        worker.state = State.LEAVING
+        node = self.node
+        if node is None or self.lifetime.ended:
+            await self._give_up_joining()
+            return ShutdownReport()
+        self.lifetime.enter(WorkerEvent.SHUTDOWN)
         complete = True
         leaked: tuple[Any, ...] = ()
         try:
             if graceful:
                 try:
-                    complete = await worker.group.leave(timeout)
+                    complete = await node.group.leave(timeout)
                 except asyncio.CancelledError:  # see `shutdown`; later calls of it are not cancelled, they get a report
                     complete = False
-            worker.references.flush()
-            for link in worker.links():
-                link.flush()  # what was released here is theirs again, though this process lives on
-            leaked = tuple(worker.references.leaked())
+            node.references.flush()
+            for link in node.links.all():
+                link.flush()  # give back the memory that we have released: this process may live on, and they need it
+            leaked = tuple(node.references.leaked())
         finally:
-            lost = tuple(worker.group.lost.values())
-            await self.close()
+            lost = tuple(node.group.lost.values())
+            node.patient = True
+            await self._close(WorkerEvent.LEFT)
         for reference in leaked:
-            logger.info("still referred to at shutdown of %s: %s", worker.name, reference)
+            logger.info("still referred to at shutdown of %s: %s", self.lifetime.name, reference)
         if lost:
             names = ", ".join(info.name for info in lost)
-            logger.warning("worker %s shut down; lost on the way: %s", worker.name, names)
+            logger.warning("worker %s shut down; lost on the way: %s", self.lifetime.name, names)
         return ShutdownReport(lost, not complete, leaked)
 
-    async def close(self) -> None:
-        """Let go of everything, whatever the state; on the loop."""
-        worker = self._worker
-        if worker.state is State.CLOSED:
+    async def drop(self) -> None:
+        """Let go of everything without leaving: the others see a death."""
+        if self.node is None:
+            await self._give_up_joining()
             return
-        running = worker.state is State.LEAVING
-        worker.state = State.CLOSED
-        await self._let_go(running)
+        if not self.lifetime.ended:
+            for connection in list(self.node.engine.connections):
+                connection.abort()  # without a cause, so that nobody is taken for lost here
+        self._ending.silent = True
+        await self._close(WorkerEvent.DROPPED)
+
+    async def _give_up_joining(self) -> None:
+        """End a join that is under way; then wait for whatever closes the worker."""
+        if self._joining is not None and not self._joining.done():
+            self._joining.cancel()
+            await asyncio.wait((self._joining,))
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _close(self, event: WorkerEvent) -> None:
+        """Take down whatever has been made; if that is under way already, wait for it.
+
+        The task is shielded: whoever waits here may be cancelled, but taking down halfway would leave things for good.
+        Where the loop has ended by itself, whoever has ended it takes everything down, and nobody can wait for it.
+        """
+        if not self.lifetime.ended:
+            self.lifetime.enter(event)
+            self._closing = asyncio.ensure_future(self._take_down())
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _take_down(self) -> None:
+        await self._stack.aclose()
+        # It is CLOSED already if the interpreter exits or this is a forked child.
+        if self.lifetime.state is WorkerState.CLOSING:
+            self.lifetime.enter(WorkerEvent.ENDED)
 
     def loop_ended(self, cause: BaseException | None) -> Coroutine[Any, Any, None]:
-        """The loop has ended in the midst of it all. Closed at once; others see a loss, not a goodbye.
+        """The loop has ended while the worker was running: close it at once. Others see a loss, not a goodbye.
 
-        What is returned lets go of the rest, in one more run of the loop. On the thread of the loop.
+        The coroutine that is returned lets go of the rest, and needs one more run of the loop. On the loop's thread.
         """
-        worker = self._worker
-        if worker.state in (State.NEW, State.CLOSED):
+        if self.lifetime.ended or self.lifetime.state is WorkerState.NEW:
             return asyncio.sleep(0)
-        worker.state = State.CLOSED
+        node = self.node
+        self.lifetime.enter(WorkerEvent.LOOP_ENDED)
         reason = "it was stopped" if cause is None else foreign.said(cause)
-        logger.error("worker %s is closed, as its event loop has ended: %s", worker.name, reason)
-        error = WorkerClosed(f"worker {worker.name!r} is closed, as its event loop has ended: {reason}")
-        self.stop_waiting.set()
-        for peer in worker.peers.all():
-            peer.fail(error)
-        for connection in list(worker.connections):
-            connection.abort()
+        logger.error("worker %s is closed, as its event loop has ended: %s", self.lifetime.name, reason)
+        error = WorkerClosed(f"worker {self.lifetime.name!r} is closed, as its event loop has ended: {reason}")
+        if node is not None:
+            node.engine.steps.stop.set()
+            for peer in node.peers.all():
+                peer.fail(error)
+            for connection in list(node.engine.connections):
+                connection.abort()
         if self._shutdown is not None:
             self._shutdown.cancel()
-        return self._let_go(False)
+        return self._take_down()
 
-    async def _let_go(self, running: bool) -> None:
-        """Of everything that there is. running: it has left in good order, and others may still be busy with it."""
-        worker = self._worker
-        registry.remove(worker)
-        if self._old_switch_interval is not None:
-            sys.setswitchinterval(self._old_switch_interval)
-        worker.news.end()
-        self._acceptor.close()
-        await worker.accelerators.let_go(_DEVICES_GRACE)
-        for service in list(worker.services):
-            service.say_goodbye()
-        for peer in worker.peers.all():
-            peer.close()
-        if hasattr(worker, "group"):
-            worker.group.close()
-        if hasattr(worker, "deadlines"):
-            worker.deadlines.close()
-        if hasattr(worker, "references"):
-            worker.references.close()
-            worker.gradients.close()
-            worker.memory.close()
-        if worker.monitor is not None:
-            worker.monitor.stop()
-        if hasattr(worker, "tasks"):
-            await worker.tasks.end(_TASKS_GRACE)
-        if hasattr(worker, "pool"):
-            worker.background.close(0.0)
-            left = await worker.in_thread(lambda: worker.pool.close(_POOL_GRACE if running else 0.1))
-            if left:
-                logger.warning("worker %s shut down while %d handler threads were still running", worker.name, left)
-        await self._end_connections()
-        await worker.accelerators.close(_DEVICES_GRACE)
-        await self._end_rendezvous(_STORE_GRACE if running else 0.1)
 
-    async def _end_connections(self) -> None:
-        """Wait until what is queued has been written; a peer that does not read must not keep us."""
-        worker = self._worker
-        limit = time.monotonic() + _CONNECTION_GRACE
-        while any(not each.ended for each in worker.connections) and time.monotonic() < limit:  # noqa: ASYNC110  # their ends signal nobody
-            await asyncio.sleep(0.005)
-        for connection in list(worker.connections):
-            connection.abort()
+class _RendezvousEnd:
+    """How a worker leaves the rendezvous, as far as the store still answers.
 
-    async def _end_rendezvous(self, patience: float) -> None:
-        """Leave it, as far as the store answers. patience: seconds for what is under way there."""
-        worker = self._worker
+    It is entered into the exit stack before there is a rendezvous, so that joining can be given up at any point.
+    rendezvous, record: None until joining has got that far. silent: nobody is told, as if the process had died.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.rendezvous: Rendezvous | None = None
+        self.record: WorkerRecord | None = None
+        self.silent = False
+        self._plan = plan
+
+    async def end(self, steps: Steps, patient: Callable[[], bool]) -> None:
+        """Wait for steps that are under way at the store, and leave it.
+
+        patient: whether these steps are waited for as long as the store may take, or hardly at all.
+        """
         try:
             async with asyncio.timeout(_STORE_GRACE):
-                if worker.steps:
-                    await asyncio.wait(worker.steps, timeout=patience)
-                if worker.rendezvous is not None:
-                    await worker.in_thread(self._close_rendezvous)
+                await steps.wait(_STORE_GRACE if patient() else 0.1)
+                if self.rendezvous is not None:
+                    await steps.run(self._leave)
         except TimeoutError:
             logger.warning(
                 "worker %s left without a word to the store of %s, which has not answered for %g s",
-                worker.name,
-                worker.init_method,
+                self._plan.name,
+                self._plan.init_method,
                 _STORE_GRACE,
             )
             with contextlib.suppress(OSError):
-                if worker.rendezvous is not None:
-                    worker.rendezvous.remove_secret()
+                if self.rendezvous is not None:
+                    self.rendezvous.remove_secret()
 
-    def _close_rendezvous(self) -> None:
-        worker = self._worker
-        assert worker.rendezvous is not None
+    def _leave(self) -> None:
+        """In a thread."""
+        assert self.rendezvous is not None, "else there is nothing to leave"
         try:
-            if hasattr(worker, "record"):
-                worker.rendezvous.leave(worker.record)
-            else:
-                worker.rendezvous.abandon()
-            worker.rendezvous.close()
+            if self.record is None:
+                self.rendezvous.abandon()
+            elif not self.silent:
+                self.rendezvous.leave(self.record)
         except (RuntimeError, OSError) as error:
             logger.debug("leaving the rendezvous: %s", error)
+        try:
+            self.rendezvous.close()
+        except (RuntimeError, OSError) as error:
+            logger.debug("closing the rendezvous: %s", error)
 
-    # --- the end without leaving --------------------------------------------------------------------------------------
 
-    def in_forked_child(self) -> None:
-        """In a forked child: let go of the parent's descriptors; every verb raises. No lock is taken."""
-        worker = self._worker
-        self.forked = True
-        worker.state = State.CLOSED
-        for connection in list(worker.connections):
-            connection.close_in_child()
-        self._acceptor.close_in_child()
-        if hasattr(worker, "group"):
-            worker.group.close_in_child()
-            worker.memory.close_in_child()
-            worker.accelerators.close_in_child()
-
-    def at_exit(self) -> None:
-        """The interpreter exits with this worker alive: say goodbye if that is quickly done. No thread is started."""
-        worker = self._worker
-        # The loop may go on a little in its thread: what it sees of the others' reaction is no news any more.
-        worker.state = State.CLOSED
-        self._acceptor.unlink()
-        if worker.rendezvous is not None:
-            with contextlib.suppress(OSError):
-                worker.rendezvous.remove_secret()
-        for peer in worker.peers.all():
-            peer.goodbye()
-        for service in list(worker.services):
-            service.goodbye()
+async def _serve_rendezvous(node: Node) -> None:
+    """In a free group: hand the secret to newcomers from other hosts, until the worker ends."""
+    while True:
+        await asyncio.sleep(_SERVING_PAUSE)
+        try:
+            await node.engine.steps.run(node.rendezvous.serve_secret_requests)
+        except StoreGone:  # for good, and torch logs every look at it
+            return
+        except RendezvousError as error:
+            logger.debug("%s serves no secrets just now: %s", node.engine.name, error)
 
 
 def _is_beside(own: WorkerRecord, record: WorkerRecord) -> bool:
-    """Whether it is on this host and reached by its unix socket: not where containers share all but their files."""
+    """Whether a worker is on this host and can be reached by its unix socket.
+
+    Containers may share everything that makes a host but the files; then the path of its socket leads nowhere here.
+    """
     return record.host == own.host and bool(record.unix_path) and os.path.exists(record.unix_path)

@@ -37,7 +37,7 @@ from ..errors import RpcUsageError
 from ..options import RpcBackendOptions
 from ..runtime.worker import Worker
 from .faults import Fault, Faults
-from .ways import MessageKind, SentMessage
+from .passing import MessageKind, SentMessage
 
 __all__ = ["Fault", "Faults", "MessageKind", "SentMessage", "cluster"]
 

@@ -1,7 +1,7 @@
 """Faults on purpose, for tests: messages of one worker that are dropped, delayed or refused, and a worker that dies.
 
-A worker without faults pays nothing: `Faults` puts functions of its own (`fault_ways`) in front of methods of the
-worker's peers and services, on those objects alone, when it is entered, and takes them away when it is left.
+`Faults` is an observer of the messages that pass the worker's links (`engine.observing`). A worker without faults pays
+nothing.
 
 Invariants
 1. A rule is asked once for each message, under a lock; which messages it hits depends on their order alone.
@@ -15,19 +15,16 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from ..errors import RpcError, RpcUsageError
 from ..options import seconds as checked_seconds
-from ..runtime.engine.current import registry
-from .ways import Answers, Calls, MessageKind, SentMessage, Way
-
-if TYPE_CHECKING:
-    from ..runtime.callee.service import Service
-    from ..runtime.caller.peer import Peer
-    from ..runtime.caller.peers import To
-    from ..runtime.worker import Worker
+from ..runtime.caller.future import CallFuture
+from ..runtime.caller.peers import To
+from ..runtime.engine.observing import Passage
+from ..runtime.node import Node, registry
+from ..runtime.worker import Worker
+from .passing import Lanes, MessageKind, SentMessage, describe, lane_of
 
 # Somebody waits for the answer to these, so sending them can fail.
 _CALLS = frozenset((MessageKind.CALL, MessageKind.REMOTE, MessageKind.FETCH, MessageKind.GRADIENT, MessageKind.CONTEXT))
@@ -96,10 +93,10 @@ class Faults:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+        self._node = worker.node
         self._rules: list[Fault] = []
         self._lock = threading.Lock()
-        self._undo: list[Callable[[], None]] = []
-        self._ways: dict[object, Way] = {}
+        self._lanes = Lanes(self._node.engine)
 
     # --- rules --------------------------------------------------------------------------------------------------------
 
@@ -145,15 +142,15 @@ class Faults:
         is closed; threads that run its handlers go on until these return, as nothing can end a thread. RpcUsageError
         for a worker of another host.
         """
-        peer = self.worker.peers.find(to)
+        peer = self._node.peers.find(to)
         record = peer.record
         if record is None:
             raise RpcUsageError(f"worker {peer.name!r} has not joined yet")
-        for worker in registry.workers():
-            if worker.record.incarnation == record.incarnation:
-                await _end(worker)
+        for node in registry.nodes():
+            if node.engine.record.incarnation == record.incarnation:
+                await _end(node)
                 return
-        if record.host != self.worker.record.host or record.pid == os.getpid():
+        if record.host != self._node.engine.record.host or record.pid == os.getpid():
             raise RpcUsageError(f"{record.describe()} is not in this process or on this host")
         os.kill(record.pid, signal.SIGKILL)
 
@@ -161,59 +158,48 @@ class Faults:
 
     def __enter__(self) -> Faults:
         self.worker.check_open()
-        peers = self.worker.peers
-        if "find" in vars(peers):
+        engine = self._node.engine
+        if any(isinstance(observer, Faults) for observer in engine.observers):
             raise RpcUsageError(f"{self.worker!r} has faults already; add rules to those")
-        for name in ("find", "of", "by_id", "add"):
-            self.put(peers, name, partial(self._found, getattr(peers, name)))
-        self.put(self.worker, "add_service", partial(self._served, self.worker.add_service))
-        self.put(self.worker, "is_idle", partial(self._is_idle, self.worker.is_idle))
-        for peer in peers.all():
-            self._cover_peer(peer)
-        for service in list(self.worker.services):
-            self._cover_service(service)
+        engine.observers = (*engine.observers, self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         with self._lock:
             self._rules.clear()
-            ways = list(self._ways.values())
-        for way in ways:
-            way.flush()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-        for way in ways:  # what came between
-            way.flush()
+        self._lanes.flush()
+        engine = self._node.engine
+        engine.observers = tuple(observer for observer in engine.observers if observer is not self)
+        self._lanes.flush()  # what came between
 
-    def put(self, where: object, name: str, function: Callable[..., Any]) -> None:
-        """In front of a method of that object alone."""
-        setattr(where, name, function)
-        self._undo.append(lambda: delattr(where, name))
+    # --- as an observer of messages -----------------------------------------------------------------------------------
 
-    def _found(self, method: Callable[..., Peer], *args: Any) -> Peer:
-        peer = method(*args)
-        self._cover_peer(peer)
-        return peer
+    def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
+        """See `Observer.leaving`."""
+        lane = lane_of(passage)
+        if lane is None:
+            send()
+            return
+        message = describe(passage)
+        fault = self.find(message) if message is not None else None
+        if fault is None:
+            if not self._lanes.follow(lane, send):
+                send()
+        elif fault.action == "delay":
+            self._lanes.hold(lane, fault.delay, send)
+        else:
+            drop()
+            if fault.action == "fail" and isinstance(passage.call, CallFuture):
+                name = passage.peer.name
+                error = fault.error or RpcError(f"a message to {name!r} could not be sent (on purpose)")
+                passage.call.refuse(error)
 
-    def _served(self, method: Callable[..., Service], *args: Any) -> Service:
-        service = method(*args)
-        self._cover_service(service)
-        return service
+    def arriving(self, passage: Passage) -> None:
+        """See `Observer.arriving`: what arrives is left alone."""
 
-    def _is_idle(self, method: Callable[[], bool]) -> bool:
-        """What waits is on its way: a worker that leaves in good order stays until it has been sent."""
-        return method() and not any(way.waiting for way in list(self._ways.values()))
-
-    def _cover_peer(self, peer: Peer) -> None:
-        with self._lock:
-            if peer not in self._ways:
-                self._ways[peer] = Calls(self, peer)
-
-    def _cover_service(self, service: Service) -> None:
-        with self._lock:
-            if service not in self._ways:
-                self._ways[service] = Answers(self, service)
+    def holds(self) -> bool:
+        """See `Observer.holds`."""
+        return self._lanes.waiting
 
 
 def _kinds(names: Sequence[str]) -> frozenset[MessageKind]:
@@ -225,22 +211,17 @@ def _kinds(names: Sequence[str]) -> frozenset[MessageKind]:
     return chosen or frozenset((MessageKind.CALL, MessageKind.REMOTE, MessageKind.FETCH))
 
 
-async def _end(worker: Worker) -> None:
-    if worker.own_loop is not None and threading.get_ident() != worker.thread:
-        await worker.own_loop.run_async(_end_on_loop(worker))
-        worker.own_loop.close()
+async def _end(node: Node) -> None:
+    worker: Worker = node.worker
+    thread = worker.thread
+    if thread is not None and threading.get_ident() != node.engine.thread:
+        await thread.run_async(worker.drop())
+        thread.close()
     else:
-        await _end_on_loop(worker)
+        await worker.drop()
     # Others of this process cannot see it end: they are told what a look at a process would have told them.
-    for other in registry.workers():
-        known = other.group.members.get(worker.id)
-        if known is not None and known.incarnation == worker.record.incarnation:
-            other.call_on_loop(other.group._on_process_exit, known)
-
-
-async def _end_on_loop(worker: Worker) -> None:
-    for connection in list(worker.connections):
-        connection.abort()  # without a cause, so that nobody is taken for lost here
-    if worker.rendezvous is not None:
-        worker.rendezvous.leave = lambda record: None  # type: ignore[method-assign]  # nor do they sign off
-    await worker._close()
+    record = node.engine.record
+    for other in registry.nodes():
+        known = other.group.members.get(record.id)
+        if known is not None and known.incarnation == record.incarnation:
+            other.engine.call_on_loop(other.group.on_process_exit, known)

@@ -1,1 +1,1 @@
-"""Transports: bytes between two workers. ``unix`` on one host, ``tcp`` between hosts, ``inproc`` inside one process."""
+"""Transports: bytes between two workers. ``unix`` on one host, ``tcp`` between hosts."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from aiorpc import Worker
-from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 
 
@@ -15,15 +15,15 @@ from aiorpc.testing import cluster
 async def workers() -> AsyncIterator[list[Worker]]:
     """Three workers on the test's loop."""
     async with cluster(3) as workers:
-        current_worker.set(workers[0])
+        current_node.set(workers[0].node)
         yield workers
-        assert [len(worker.gradients) for worker in workers] == [0, 0, 0], "contexts were left open"
+        assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0], "contexts were left open"
 
 
 @pytest.fixture
 async def four() -> AsyncIterator[list[Worker]]:
     """Four workers on the test's loop."""
     async with cluster(4) as workers:
-        current_worker.set(workers[0])
+        current_node.set(workers[0].node)
         yield workers
-        assert [len(worker.gradients) for worker in workers] == [0, 0, 0, 0], "contexts were left open"
+        assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0, 0], "contexts were left open"

@@ -11,7 +11,7 @@ import torch
 
 import aiorpc
 from aiorpc import Future, Worker, autograd
-from aiorpc.runtime.engine.current import current_call
+from aiorpc.runtime.calls.current import current_call
 
 Tensor = torch.Tensor
 SIZE = 4
@@ -169,4 +169,4 @@ def check(found: Mapping[Tensor, Tensor], wanted: Iterable[tuple[Tensor, Tensor]
 
 def gradients_of(worker: Worker, context_id: int) -> dict[Tensor, Tensor]:
     """What a worker of this process has in a context."""
-    return worker.gradients.get(context_id).gradients()
+    return worker.node.gradients.get(context_id).gradients()

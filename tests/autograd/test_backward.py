@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, autograd
-from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
@@ -296,7 +296,7 @@ async def test_calls_under_no_grad(workers: list[Worker]) -> None:
 async def test_calls_under_no_grad_as_in_torch(workers: list[Worker]) -> None:
     """The drop-in's way: they record nothing, neither what is sent nor what a module behind them has."""
     for worker in workers:
-        worker.gradients.as_torch = True
+        worker.node.gradients.as_torch = True
     x = vector()
     async with autograd.context() as ctx:
         with torch.no_grad():
@@ -305,7 +305,7 @@ async def test_calls_under_no_grad_as_in_torch(workers: list[Worker]) -> None:
         assert y.is_leaf
         await ctx.backward([(y * x).sum()])
         check(gradients_of(workers[0], ctx), [(x, y.detach()), (y, x.detach())])
-        assert workers[1].gradients.find(ctx) is None
+        assert workers[1].node.gradients.find(ctx) is None
 
 
 async def test_calls_in_inference_mode(workers: list[Worker]) -> None:
@@ -1056,7 +1056,7 @@ async def test_modules_as_arguments(workers: list[Worker]) -> None:
 async def test_modules_as_arguments_as_in_torch(workers: list[Worker]) -> None:
     """The drop-in's way: what arrives has parameters that are ones, and can be trained, kept and copied."""
     for worker in workers:
-        worker.gradients.as_torch = True
+        worker.node.gradients.as_torch = True
 
     def train(net: Any, w: Tensor, x: Tensor) -> tuple[bool, Tensor, Tensor]:
         parameters = [*net.parameters(), w]
@@ -1206,7 +1206,7 @@ async def test_the_deadline_of_a_pass() -> None:
     released = threading.Event()
 
     async with cluster(2, options=[RpcBackendOptions(rpc_timeout=0.5), RpcBackendOptions()]) as workers:
-        current_worker.set(workers[0])
+        current_node.set(workers[0].node)
         weight_of(workers[1], 0).register_hook(lambda _: released.wait(20) and None)
         async with autograd.context() as ctx:
             y = await workers[0].call("worker1", parts.layer, vector())

@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
 from aiorpc.errors import ProtocolError
-from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.gradients.contexts import current_autograd
 from aiorpc.testing import cluster
 from tests.autograd import parts
@@ -32,7 +32,7 @@ async def test_ids_are_unique_across_workers(workers: list[Worker]) -> None:
     ids: list[int] = []
     for _ in range(20):
         for worker in workers:
-            current_worker.set(worker)
+            current_node.set(worker.node)
             async with autograd.context() as first, autograd.context() as second:
                 ids += [first, second]
     assert len(set(ids)) == len(ids) == 120
@@ -148,7 +148,7 @@ async def test_each_blocking_way_of_calling_carries_it(
             of_x, of_w = expected(step(x, w).sum(), [x, w])
             check(autograd.get_gradients(context_id), [(x, of_x)])
             check(gradients_of(workers[1], context_id), [(w, of_w)])
-        assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+        assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
 
     await asyncio.to_thread(script)
 
@@ -210,7 +210,7 @@ async def test_get_gradients_in_a_handler(workers: list[Worker]) -> None:
 async def test_outside_of_a_context_gradients_do_not_travel(workers: list[Worker]) -> None:
     """A result that required gradients is a tensor like others for whoever gets it."""
     y = await workers[0].call("worker1", parts.layer, vector())
-    assert y.is_leaf and [len(worker.gradients) for worker in workers] == [0, 0, 0]
+    assert y.is_leaf and [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
 
 
 class _Scaled:
@@ -345,13 +345,13 @@ async def test_a_context_does_not_stay_with_the_connection_it_opened(workers: li
 
 async def _from(worker: Worker, to: str, function: Any) -> Any:
     """A call as if from elsewhere: in no context."""
-    current_worker.set(worker)
+    current_node.set(worker.node)
     current_autograd.set(None)
     return await worker.call(to, function)
 
 
 async def _in_a_context_of(worker: Worker, to: str, function: Any) -> Any:
-    current_worker.set(worker)
+    current_node.set(worker.node)
     async with autograd.context() as ctx:
         found = await worker.call(to, function)
         assert found == ctx
@@ -370,7 +370,7 @@ async def test_nested_contexts(workers: list[Worker]) -> None:
             of_x, of_w = expected((3 * step(x, w)).sum(), [x, w])
             check(gradients_of(workers[0], inner), [(x, of_x)])
             check(gradients_of(workers[1], inner), [(w, of_w)])
-        assert outer.gradients() == {} and [len(worker.gradients) for worker in workers] == [1, 1, 0]
+        assert outer.gradients() == {} and [len(worker.node.gradients) for worker in workers] == [1, 1, 0]
         assert await workers[0].call("worker1", parts.context_here) == outer
         await outer.backward([y.sum()])
         check(gradients_of(workers[1], outer), [(w, expected(step(x, w).sum(), [w])[0])])
@@ -428,9 +428,9 @@ async def test_leaving_releases_it_everywhere(workers: list[Worker]) -> None:
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", parts.via, x, "worker2")
         await ctx.backward([y.sum()])
-        contexts = [weakref.ref(worker.gradients.get(ctx)) for worker in workers]
-        assert [len(worker.gradients) for worker in workers] == [1, 1, 1]
-    assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+        contexts = [weakref.ref(worker.node.gradients.get(ctx)) for worker in workers]
+        assert [len(worker.node.gradients) for worker in workers] == [1, 1, 1]
+    assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
     del x, y
     # A thread that had a part in it may be on its way out still.
     await until(lambda: gc.collect() >= 0 and held() is None and not any(context() for context in contexts))
@@ -442,7 +442,7 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
         async with autograd.context():
             await workers[0].call("worker1", parts.via, vector(), "worker2")
             raise ZeroDivisionError
-    assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+    assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
 
     def script() -> None:
         with autograd.context():
@@ -451,7 +451,7 @@ async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> Non
 
     with pytest.raises(ZeroDivisionError):
         await asyncio.to_thread(script)
-    assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+    assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
 
 
 async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> None:
@@ -469,7 +469,7 @@ async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> Non
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until(lambda: not any(len(worker.gradients) for worker in workers))
+    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
 
 
 async def test_use_after_it_was_left_raises(workers: list[Worker]) -> None:
@@ -503,7 +503,7 @@ async def test_plain_with_on_the_loop_is_refused(workers: list[Worker]) -> None:
     """So is `backward`; the errors say what to write instead, and nothing was opened."""
     with pytest.raises(WouldBlockLoop, match=r"async with autograd\.context\(\) as ctx"), autograd.context():
         pass
-    assert len(workers[0].gradients) == 0 and current_autograd.get() is None
+    assert len(workers[0].node.gradients) == 0 and current_autograd.get() is None
     async with autograd.context() as ctx:
         with pytest.raises(WouldBlockLoop, match=r"await ctx\.backward\(roots\)"):
             autograd.backward(ctx, [vector().sum()])
@@ -538,10 +538,10 @@ async def test_what_could_not_be_sent_is_not_remembered(workers: list[Worker]) -
     async with autograd.context() as ctx:
         with pytest.raises(SerializationError):
             await workers[0].call("worker1", parts.echo, [x, threading.Lock()])
-        assert not workers[0].gradients.get(ctx).sent
+        assert not workers[0].node.gradients.get(ctx).sent
         with pytest.raises(SerializationError):
             await workers[0].call("worker1", lambda x: [x, threading.Lock()], x)
-        assert len(workers[0].gradients.get(ctx).sent) == 1 and not workers[1].gradients.get(ctx).sent
+        assert len(workers[0].node.gradients.get(ctx).sent) == 1 and not workers[1].node.gradients.get(ctx).sent
 
 
 async def test_a_call_that_is_cancelled_takes_no_part(workers: list[Worker]) -> None:
@@ -550,7 +550,7 @@ async def test_a_call_that_is_cancelled_takes_no_part(workers: list[Worker]) -> 
     gate = workers[0].remote("worker2", _Gate)
     async with autograd.context() as ctx:
         call = gate.rpc_async().layer(x)
-        await until(lambda: len(workers[2].gradients) == 1)
+        await until(lambda: len(workers[2].node.gradients) == 1)
         call.cancel()
         y = await workers[0].call("worker1", parts.layer, x)
         await ctx.backward([y.sum()])
@@ -563,21 +563,21 @@ async def test_a_call_that_comes_late_does_not_open_it_again(workers: list[Worke
     gate = workers[0].remote("worker1", _Gate)
     async with autograd.context():
         call = gate.rpc_async().context_of("worker2")
-        await until(lambda: len(workers[1].gradients) == 1)
+        await until(lambda: len(workers[1].node.gradients) == 1)
     await gate.rpc_async().open()
     assert await asyncio.wait_for(call, 10) == (None, False)
-    assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+    assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
 
 
 async def test_leaving_while_the_first_call_is_under_way() -> None:
     """A call that was not awaited, to a worker that was never called before, leaves no context there."""
     async with cluster(3) as workers:
-        current_worker.set(workers[0])
+        current_node.set(workers[0].node)
         for name in ("worker1", "worker2"):
             async with autograd.context():
                 call = workers[0].call(name, parts.via, vector(), "worker1" if name == "worker2" else "worker2")
             await asyncio.wait([asyncio.ensure_future(_outcome(call))], timeout=10)
-            assert [len(worker.gradients) for worker in workers] == [0, 0, 0]
+            assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
 
 
 async def _outcome(call: Any) -> Any:
@@ -588,13 +588,13 @@ async def test_a_worker_that_leaves_takes_part_no_more() -> None:
     """One that took part has left before the end of the context: leaving it neither fails nor waits."""
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
-        current_worker.set(workers[0])
+        current_node.set(workers[0].node)
         third = await Worker("worker2", world_size=None, store=store)
         async with asyncio.timeout(20):
             async with autograd.context():
                 await workers[0].call("worker2", parts.via, vector(), "worker1")
                 await third.shutdown(graceful=False)
-            assert [len(worker.gradients) for worker in workers] == [0, 0]
+            assert [len(worker.node.gradients) for worker in workers] == [0, 0]
 
 
 async def test_when_its_opener_leaves_the_others_release_it() -> None:
@@ -602,13 +602,13 @@ async def test_when_its_opener_leaves_the_others_release_it() -> None:
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
         third = await Worker("worker2", world_size=None, store=store)
-        current_worker.set(third)
+        current_node.set(third.node)
         context = autograd.context()
         await context.__aenter__()
         await third.call("worker0", parts.via, vector(), "worker1")
-        assert [len(worker.gradients) for worker in workers] == [1, 1]
+        assert [len(worker.node.gradients) for worker in workers] == [1, 1]
         await third.shutdown(graceful=False)
-        await until(lambda: not any(len(worker.gradients) for worker in workers))
+        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
         async with asyncio.timeout(10):
             await context.__aexit__(None, None, None)
 
@@ -618,24 +618,26 @@ async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(monkeypa
     store = HashStore()
     async with cluster(2, dynamic=True, store=store) as workers:
         third = await Worker("worker2", world_size=None, store=store)
-        current_worker.set(third)
+        current_node.set(third.node)
         context = autograd.context()
         context_id = await context.__aenter__()
         await third.call("worker1", parts.layer, vector())
         await third.call("worker0", parts.echo, None)
-        monkeypatch.setattr(workers[1].gradients, "on_gone", lambda worker_id: None)  # it has not learned of it yet
+        monkeypatch.setattr(
+            workers[1].node.gradients, "on_gone", lambda worker_id: None
+        )  # it has not learned of it yet
         await third.shutdown(graceful=False)
-        await until(lambda: workers[0].peers.by_id(third.id).gone)
+        await until(lambda: workers[0].node.peers.by_id(third.id).gone)
         current_autograd.set(int(context_id))
         await workers[1].call("worker0", parts.layer, vector())
         async with asyncio.timeout(10):
             await context.__aexit__(None, None, None)
-        assert [len(worker.gradients) for worker in workers] == [0, 1]
+        assert [len(worker.node.gradients) for worker in workers] == [0, 1]
 
 
 async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> None:
     """A peer that says it is at fault, and nothing else breaks of it."""
-    peer = workers[0].peers.find("worker1")
+    peer = workers[0].node.peers.find("worker1")
     await workers[0].call("worker1", parts.weight, 0)
     async with autograd.context() as ctx:
         for said in (
@@ -647,8 +649,8 @@ async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> 
             [ctx, 1, ["0"], [[]]],
         ):
             with pytest.raises(ProtocolError, match="gradients"):
-                workers[0].gradients.receive(peer, said, [vector().detach()])
-        tensors, past = workers[0].gradients.receive(peer, [ctx, 1, [1, 2], [[], ["x"]]], [vector().detach()])
+                workers[0].node.gradients.receive(peer, said, [vector().detach()])
+        tensors, past = workers[0].node.gradients.receive(peer, [ctx, 1, [1, 2], [[], ["x"]]], [vector().detach()])
         assert not tensors[0].requires_grad and past is not None
         assert past(0, vector().detach()).grad_fn is not None
         for number in (1, 2):

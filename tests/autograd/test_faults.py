@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -16,15 +15,14 @@ from aiorpc import PeerLost, autograd
 from aiorpc.autograd import contexts
 from tests.autograd import parts
 from tests.autograd.parts import Tensor, apply, expected, step, vector
-from tests.processes.workers import Link, Place, group, until
+from tests.processes.workers import Link, Place, group, own_fork_server, until
 
 BOUND = 20.0  # seconds; a pass has 60 by default, so an error that comes by then was told, not waited for
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_fork_server(_own_temporary_directory: None) -> None:
-    """End the one that other tests have started: it may lack what these processes need, and each would import it."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nothing at all if there is none
+    own_fork_server()
 
 
 class _Stuck(torch.autograd.Function):
@@ -59,12 +57,12 @@ def is_stuck() -> bool:
 
 def open_contexts() -> int:
     """How many there are at this worker."""
-    return len(rpc.current().gradients)
+    return len(rpc.current().node.gradients)
 
 
 def parts_under_way(context_id: int) -> int:
     """How many passes of a context this worker takes part in right now."""
-    return len(rpc.current().gradients.get(context_id).parts)
+    return len(rpc.current().node.gradients.get(context_id).parts)
 
 
 def weight_now(k: int = 0) -> Tensor:
@@ -103,7 +101,7 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_ends_it_at_once() -> None
             await until(has_stopped)
             again = await rpc.call("w2", parts.layer, vector())
             await ctx.backward([again.sum()])  # the context is still good for those that live
-        assert len(worker.gradients) == 0 and await released("w2")
+        assert len(worker.node.gradients) == 0 and await released("w2")
         children["w2"].tell("leave")
 
 
@@ -121,7 +119,7 @@ async def test_a_worker_killed_before_the_pass_fails_it_at_once() -> None:
             w = await rpc.call("w2", weight_now)
             wanted = expected(step(x, w).sum(), [x])[0]
             torch.testing.assert_close(ctx.gradients()[x], wanted, rtol=0, atol=1e-12)
-        assert len(worker.gradients) == 0 and await released("w2")
+        assert len(worker.node.gradients) == 0 and await released("w2")
         children["w2"].tell("leave")
 
 
@@ -131,7 +129,7 @@ async def test_a_context_is_released_by_the_others_when_one_that_took_part_was_k
         async with autograd.context():
             await rpc.call("w1", parts.via, vector(), "w2")
             children["w1"].kill()
-        assert len(worker.gradients) == 0
+        assert len(worker.node.gradients) == 0
         await until(lambda: released("w2"), 5.0)
         children["w2"].tell("leave")
 
@@ -151,9 +149,9 @@ async def test_a_context_is_released_when_its_opener_was_killed() -> None:
     """All workers that took part forget it, without anybody telling them."""
     async with group(3, _open_and_wait, ended=("w1",)) as (worker, children), asyncio.timeout(BOUND):
         assert await children["w1"].ahear() == "inside"
-        assert len(worker.gradients) == 1 == await rpc.call("w2", open_contexts)
+        assert len(worker.node.gradients) == 1 == await rpc.call("w2", open_contexts)
         children["w1"].kill()
-        await until(lambda: len(worker.gradients) == 0)
+        await until(lambda: len(worker.node.gradients) == 0)
         await until(lambda: released("w2"))
         children["w2"].tell("leave")
 
@@ -166,7 +164,7 @@ async def test_leaving_does_not_wait_for_a_stopped_worker(monkeypatch: pytest.Mo
             await rpc.call("w1", parts.via, vector(), "w2")
             children["w1"].kill(signal.SIGSTOP)
         try:
-            assert len(worker.gradients) == 0
+            assert len(worker.node.gradients) == 0
         finally:
             children["w1"].kill(signal.SIGCONT)
         await until(lambda: released("w1", "w2"))
@@ -184,7 +182,7 @@ def _train(place: Place, link: Link) -> None:
             w, v = rpc.rpc_sync("w0", weight_now), rpc.rpc_sync("w2", weight_now)
             of_v = rpc.rpc_sync("w2", parts.gradient_here, args=(context_id, 0))
             link.tell((x, autograd.get_gradients(context_id)[x], w, v, of_v))
-        link.tell((rpc.rpc_sync("w2", open_contexts), len(rpc.current().gradients)))
+        link.tell((rpc.rpc_sync("w2", open_contexts), len(rpc.current().node.gradients)))
     rpc.shutdown()
 
 
@@ -196,7 +194,7 @@ async def test_a_script() -> None:
         wanted = expected(step(step(x, w), v).sum(), [x, v])
         torch.testing.assert_close([of_x, of_v], wanted, rtol=0, atol=1e-12)
         assert await children["w1"].ahear() == (0, 0)
-        assert len(worker.gradients) == 0
+        assert len(worker.node.gradients) == 0
 
 
 def _leave_suddenly(place: Place, link: Link) -> None:
@@ -218,7 +216,7 @@ async def test_a_worker_that_leaves_in_the_middle_of_a_pass_ends_it() -> None:
             children["w1"].tell("leave")
             with pytest.raises(rpc.RpcError):
                 await running
-        assert len(worker.gradients) == 0
+        assert len(worker.node.gradients) == 0
 
 
 class _Slow(torch.autograd.Function):

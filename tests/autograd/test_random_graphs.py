@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import aiorpc
 from aiorpc import RpcBackendOptions, Worker, autograd
-from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.gradients import contexts as gradients
 from aiorpc.testing import cluster
 from tests.autograd import parts
@@ -43,7 +43,7 @@ def running(loop_factory: LoopFactory) -> Iterator[tuple[list[Worker], Run]]:
 
         async def start() -> list[Worker]:
             workers = await stack.enter_async_context(cluster(WORKERS))
-            current_worker.set(workers[0])
+            current_node.set(workers[0].node)
             return workers
 
         async def bound(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -53,7 +53,7 @@ def running(loop_factory: LoopFactory) -> Iterator[tuple[list[Worker], Run]]:
         workers = runner.run(start())
         try:
             yield workers, lambda coroutine: runner.run(bound(coroutine))
-            assert [len(worker.gradients) for worker in workers] == [0] * WORKERS
+            assert [len(worker.node.gradients) for worker in workers] == [0] * WORKERS
         finally:
             runner.run(stack.aclose())
 
@@ -142,7 +142,7 @@ async def test_more_passes_than_threads() -> None:
 
         async def one(number: int) -> None:
             here, there = workers[number % 2], workers[1 - number % 2]
-            current_worker.set(here)
+            current_node.set(here.node)
             x, w = vector(number), weight_of(there, 0)
             async with autograd.context() as ctx:
                 y = x

@@ -23,8 +23,8 @@ from aiorpc.channels.bulk import Bulk
 from aiorpc.channels.inline import Inline, allocate
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.options import SHARE_SIZE
-from aiorpc.protocol.codec import pack, unpack
 from aiorpc.protocol.frames import PARCEL, Buffer, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.packing import pack, unpack
 
 KIB, MIB = 1 << 10, 1 << 20
 MOST_STEPS = 100_000  # of `settle`: more is no end

@@ -22,8 +22,8 @@ from aiorpc.channels.layout import describe as describe_routed
 from aiorpc.channels.routes import Route, going
 from aiorpc.devices import to_device_map
 from aiorpc.errors import ProtocolError, SerializationError
-from aiorpc.protocol.codec import pack, unpack
 from aiorpc.protocol.frames import DIRECT_SIZE
+from aiorpc.protocol.packing import pack, unpack
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.tensors import describe_on_host as describe
 
@@ -287,9 +287,10 @@ def test_plain_tensor_that_requires_gradients(count: int) -> None:
     for tensor in (leaf, leaf * 2):
         described = describe_plain(tensor)
         assert described is not None
-        (entry,), buffers = describe([tensor])
-        assert [*described[0][:3], tuple(described[0][3]), *described[0][4:]] == [*entry[:3], (count,), *entry[4:]]
-        assert [bytes(buffer) for buffer in described[1]] == [bytes(buffer) for buffer in buffers]
+        (plain,), lent = described
+        (entry, _), buffers = describe([tensor, torch.ones(1)])  # two: by the general way
+        assert [*plain[:3], tuple(plain[3]), *plain[4:]] == [*entry[:3], (count,), *entry[4:]]
+        assert [bytes(buffer) for buffer in lent] == [bytes(buffer) for buffer in buffers]
 
 
 def test_another_default_device_changes_nothing() -> None:

@@ -14,7 +14,8 @@ import pytest
 from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Arena, Block
 from aiorpc.channels.segments import HEADER, Bytes
-from aiorpc.channels.shared import COPY_SIZE, OFFER, PACK_LEAST, PACK_MOST, WARM, SharedMemory
+from aiorpc.channels.shared import COPY_SIZE, PACK_LEAST, PACK_MOST, SharedMemory
+from aiorpc.channels.shared_messages import MESSAGES, Offer, Release, Warm
 from aiorpc.channels.shm import Borrower
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
@@ -258,7 +259,7 @@ def test_what_warms_up_later_is_offered_and_named() -> None:
         ranges = ends.arenas[0].grow(MIB)
         said = overhear(ends, 0)
         end.grown(ranges)
-        assert [fields for fields, _ in said] == [[WARM, *extent] for extent in ranges] and ranges
+        assert [fields for fields, _ in said] == [MESSAGES.write(Warm(*extent)) for extent in ranges] and ranges
     finally:
         ends.dispose()
 
@@ -272,7 +273,7 @@ def test_the_first_growth_offers_its_segment_once(cold: SharedEnds) -> None:
     end.grown(cold.arenas[0].grow(MIB))
     assert end.send([bytes(SHARE_SIZE)], []) == [None]
     (segment,) = cold.arenas[0].segments
-    assert [fields for fields, _ in said] == [[OFFER, 0, segment.fd, segment.size, segment.nonce]]
+    assert [fields for fields, _ in said] == [MESSAGES.write(Offer(0, segment.fd, segment.size, segment.nonce))]
 
 
 def test_warm_pages_are_touched_in_the_other_process(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +287,7 @@ def test_warm_pages_are_touched_in_the_other_process(ends: SharedEnds, monkeypat
 
     monkeypatch.setattr(Borrower, "touch", note)
     for extent in ([0, HEADER, MIB], [7, 0, 5], [0, -5, 3], [0, 0, 1 << 50]):
-        ends.ends[1].on_message([WARM, *extent])
+        ends.ends[1].on_message(MESSAGES.write(Warm(*extent)))
     assert touched == []
     ends.settle()
     assert touched == [(0, HEADER, MIB), (7, 0, 5), (0, -5, 3), (0, 0, 1 << 50)]
@@ -421,7 +422,7 @@ def test_a_segment_that_is_another_one_is_refused(cold: SharedEnds, wrong: str) 
     read, write = os.pipe()
     offer: dict[str, Any] = {"fd": segment.fd, "size": segment.size, "nonce": segment.nonce}
     offer[wrong] = {"nonce": bytes(16), "size": segment.size // 2, "fd": read}[wrong]
-    cold.ends[1].on_message([OFFER, 0, *offer.values()])
+    cold.ends[1].on_message(MESSAGES.write(Offer(0, **offer)))
     cold.settle()
     os.close(read)
     os.close(write)
@@ -470,11 +471,11 @@ def test_a_block_is_released_once(ends: SharedEnds) -> None:
     message.outcomes.clear()
     ends.settle()
     with pytest.raises(ProtocolError, match="not lent"):
-        ends.ends[0].on_message(["release", [wire]])
+        ends.ends[0].on_message(MESSAGES.write(Release([wire])))
     again = delivered(ends, SHARE_SIZE)
     assert again.taken[0][:3] == wire[:3]  # the same place
     with pytest.raises(ProtocolError, match="not lent"):
-        ends.ends[0].on_message(["release", [wire]])
+        ends.ends[0].on_message(MESSAGES.write(Release([wire])))
     again.check()
 
 
@@ -533,8 +534,8 @@ def test_closed_it_takes_and_says_nothing(cold: SharedEnds) -> None:
     assert end.send([bytes(SHARE_SIZE)], []) == [None] and end.send_one(bytes(SHARE_SIZE)) is None
     end.grown(ranges)
     (segment,) = cold.arenas[0].segments
-    end.on_message([OFFER, 0, segment.fd, segment.size, segment.nonce])
-    end.on_message([WARM, 0, 0, 5])
+    end.on_message(MESSAGES.write(Offer(0, segment.fd, segment.size, segment.nonce)))
+    end.on_message(MESSAGES.write(Warm(0, 0, 5)))
     assert cold.lanes() == []
 
 
@@ -555,7 +556,7 @@ def test_what_was_lent_stays_so_after_close(ends: SharedEnds) -> None:
     assert ends.ends[0].lender.lent == SHARE_SIZE
     message.check()
     message.outcomes.clear()
-    ends.ends[0].on_message(["release", [message.taken[0][:4]]])
+    ends.ends[0].on_message(MESSAGES.write(Release([message.taken[0][:4]])))
     assert ends.ends[0].lender.lent == 0
 
 

@@ -17,7 +17,7 @@ from aiorpc.compat.torch import install, installed, uninstall
 from aiorpc.compat.torch.replace import Replacements
 from aiorpc.futures import Future
 from aiorpc.runtime.callee import service as dispatch
-from aiorpc.runtime.calls import messages
+from aiorpc.runtime.calls import values
 from aiorpc.runtime.gradients import contexts as gradients
 from aiorpc.runtime.references import rref as references
 
@@ -32,7 +32,7 @@ def contents() -> dict[str, dict[str, Any]]:
         for name, module in list(sys.modules.items())
         if (name == "torch" or name.startswith("torch.")) and isinstance(module, ModuleType)
     }
-    others = (Future, gradients.AutogradContext, gradients, references, dispatch, messages, multiprocessing.spawn)
+    others = (Future, gradients.AutogradContext, gradients, references, dispatch, values, multiprocessing.spawn)
     found |= {repr(other): dict(vars(other)) for other in others}
     found["sys.modules"] = {name: sys.modules.get(name) for name in (*found, *MODULES)}
     return found

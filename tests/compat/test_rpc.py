@@ -288,7 +288,7 @@ def test_gathering_and_steps_that_programs_replace(alone: Any, monkeypatch: pyte
 def test_a_report_to_the_leader_is_not_taken_back(alone: Any) -> None:
     """Whoever has waited for longer than its time says so, but the leader, which waits for the report, gets it."""
     api, name = alone.api, "other"
-    worker = api._worker_if_ours()
+    worker = api._node_if_ours()
     with api._all_gather_dict_lock:  # the leader is busy
         with pytest.raises(RuntimeError, match=r"RPC ran for more than set timeout \(0\.05 s\)"):
             api._report("me", ("late", name, 1, {"me", name}), 0.05)

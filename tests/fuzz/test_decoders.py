@@ -23,11 +23,12 @@ import torch
 from aiorpc.channels import layout
 from aiorpc.channels.inline import allocate
 from aiorpc.errors import PeerRefused, ProtocolError
-from aiorpc.protocol.codec import Incoming, loads, unpack
+from aiorpc.protocol.codec import Incoming, loads
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import MAX_BODY, Handshake
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.calls import messages
+from aiorpc.protocol.messages import Reply, read_values
+from aiorpc.runtime.calls.values import decode, encode
 
 SEEDS = range(6)
 ROUNDS = 250
@@ -59,7 +60,7 @@ def bodies() -> list[tuple[bytes, list[bytes]]]:
         [torch.nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True)],
         [[1, {"a": torch.ones(2)}], numpy.arange(2000), {"k": (1,)}],
     ]
-    made = [messages.encode([], values, To())[:2] for values in samples]
+    made = [encode(Reply, (), values, To())[:2] for values in samples]
     return [(body, [bytes(segment) for segment in segments]) for body, segments in made]
 
 
@@ -188,20 +189,20 @@ def test_only_what_a_pickle_does_passes_for_unpickling() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_message_body(seed: int) -> None:
     """Bodies of messages, with their segments whole, short and missing."""
-    pickles = {body: unpack(body)[3] for body, _ in CORPUS if len(unpack(body)) > 3}
+    pickles = {body: read_values(body).pickled for body, _ in CORPUS}
     segments = {body: parts for body, parts in CORPUS}
     chance = random.Random(seed)
 
     def target(data: bytes) -> None:
-        fields = unpack(data)
+        said = read_values(data)
         original = chance.choice(CORPUS)[0]
-        if len(fields) > 3 and fields[3] is not None:
-            fields[3] = pickles.get(original, b"N.")
+        if said.pickled is not None:
+            said = said._replace(pickled=pickles[original] or b"N.")
         parts = [bytearray(part) for part in segments[original]]
         if parts and chance.random() < 0.3:
             parts[0] = parts[0][: chance.randrange(len(parts[0]))]
         try:
-            values = messages.decode(fields, parts[: chance.randint(0, 3)], lambda wires: [])
+            values = decode(said, parts[: chance.randint(0, 3)], lambda wires: [])
         except UNPICKLING as error:
             # The tensors and buffers that a pickle asks for may be missing or short: then it fails as unpickling does.
             if not came_from_unpickling(error):
@@ -220,7 +221,7 @@ def test_tensor_table(seed: int) -> None:
     chance = random.Random(seed)
     values = [0, 1, -1, -2, -3, 2, 3, 7, 40, 1 << 20, 1 << 40, 1 << 62, (1 << 64) - 1, -(1 << 63)]
     odd: list[Any] = [None, True, 1.5, "x", b"abcd", [], [0], [2, 3], [[1]], [1 << 40], {}]
-    tables = [(unpack(body)[5], parts) for body, parts in CORPUS if len(unpack(body)) > 5 and unpack(body)[5]]
+    tables = [(read_values(body).table, parts) for body, parts in CORPUS if read_values(body).table]
     refused = 0
     for _ in range(ROUNDS * 2):
         table, parts = chance.choice(tables)

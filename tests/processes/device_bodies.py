@@ -299,7 +299,7 @@ def plus_later(value: torch.Tensor, n: int = 1) -> rpc.Future[torch.Tensor]:
             fake.keep(fake.carrier(value), stream)
             result = value + n
             # What Future(devices=...) does; torch's half of it takes devices only where there are some.
-            future._arrival = worker.accelerators.arrival()
+            future._arrival = worker.node.accelerators.arrival()
             future.set_result(result)
 
     threading.Thread(target=work, name="plus-later").start()
@@ -515,5 +515,5 @@ def stop_failing(name: str) -> None:
 def say_by_hand(to: str, fields: list[Any]) -> None:
     """Send a message of the device channel that nobody has thought out."""
     worker = rpc.current()
-    link = next(link for link in worker.links() if link.record.name == to)
-    worker.call_on_loop(link.say, fields)
+    link = next(link for link in worker.node.links.all() if link.record.name == to)
+    worker.node.engine.call_on_loop(link.say, fields)

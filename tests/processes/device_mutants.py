@@ -20,8 +20,8 @@ MODULES = (
     "aiorpc.runtime.links.accelerators",
 )
 JOINING = (  # they speak with no device: what orders something there is the `join` of an `Arrival`
-    "aiorpc.runtime.callee.service",
-    "aiorpc.runtime.caller.streams",
+    "aiorpc.runtime.callee.running",
+    "aiorpc.runtime.caller.stream",
     "aiorpc.runtime.calls.batching",
     "aiorpc.futures",
 )

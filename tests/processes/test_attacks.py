@@ -15,15 +15,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc as rpc
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.handshake import Handshake, State
+from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.messages import ByName, Call, Values, write
 from aiorpc.protocol.seal import Seal, Unsealer
+from aiorpc.protocol.states import HandshakeState
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 
@@ -98,8 +99,8 @@ def some_frames(sock: socket.socket, source: FrameDecoder | Unsealer) -> list[Fr
 
 def call(kind: Kind = Kind.CALL, *, path: str) -> bytes:
     """A call of os.mkdir."""
-    body = msgpack.packb([[1, "os:mkdir"], None, None, [], None, [path]])
-    return b"".join(encode_frame(kind, 1, body))
+    body = Call(ByName(1, "os:mkdir"), None, None, None, None, None, None, Values([path]))
+    return b"".join(encode_frame(kind, 1, write(body)))
 
 
 def run_code(target: WorkerRecord, secret: bytes, path: str) -> None:
@@ -114,7 +115,7 @@ def run_code(target: WorkerRecord, secret: bytes, path: str) -> None:
         while shaking.peer is None:
             for frame in some_frames(sock, source):
                 sock.sendall(b"".join(shaking.feed(frame)))
-            if shaking.state is State.PROVED:
+            if shaking.state is HandshakeState.PROVED:
                 source = Unsealer(Seal(shaking.keys()[1]), decoder)
         said = call(path=path)
         sock.sendall(b"".join(Seal(shaking.keys()[0]).piece(0, [said], len(said))))
@@ -338,7 +339,7 @@ async def relayed(
     """Two workers, and somebody on the way from the first to the second."""
     options = rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=seals, loss_grace=0.1)
     async with cluster(2, options=options) as workers:
-        target = workers[1].record
+        target = workers[1].node.engine.record
         relay = Relay((target.tcp_host, target.tcp_port), **relaying)
         connect = sockets.connect_tcp
 

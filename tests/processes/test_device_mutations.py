@@ -394,7 +394,8 @@ _PAIRS = [*EXPOSED.values(), *((place, workload) for _, place, workload in UNSEE
 USED = dict(sorted({(place.__name__, workload.__name__): (place, workload) for place, workload in _PAIRS}.items()))
 # What the quick tests leave out: the first call found in each of these places. The long ones do all the rest.
 QUICK = {place: site for site, (place, _) in reversed(EXPOSED.items())}
-QUICK_PLACES = (by_ipc, directly, from_a_dead_one, to_a_dead_one)
+QUICK_PLACES: tuple[Where, ...] = (by_ipc, from_a_dead_one, to_a_dead_one)
+QUICK_SITES = [QUICK[place] for place in QUICK_PLACES]
 
 
 def test_the_table_has_all_there_is() -> None:
@@ -402,13 +403,12 @@ def test_the_table_has_all_there_is() -> None:
     assert sorted(EXPOSED | UNSEEN) == sorted(sites())
 
 
-def _quick_pairs() -> list[tuple[Where, Workload]]:
-    return [EXPOSED[QUICK[place]] for place in QUICK_PLACES]
-
-
 @pytest.mark.parametrize(
     ("place", "workload"),
-    [pytest.param(*pair, marks=[] if pair in _quick_pairs() else pytest.mark.long) for pair in USED.values()],
+    [
+        pytest.param(*pair, marks=[] if pair in map(EXPOSED.get, QUICK_SITES) else pytest.mark.long)
+        for pair in USED.values()
+    ],
     ids=lambda each: str(each.__name__),
 )
 async def test_with_nothing_left_out_all_is_right(place: Where, workload: Workload) -> None:
@@ -418,14 +418,12 @@ async def test_with_nothing_left_out_all_is_right(place: Where, workload: Worklo
 
 # Some are seen in two attempts of five, of which none may be the lucky one in so many runs of this suite.
 ATTEMPTS = 20
+_QUICK_SITES = frozenset(QUICK.get(place) for place in QUICK_PLACES)
 
 
 @pytest.mark.parametrize(
     "site",
-    [
-        pytest.param(site, marks=[] if site in map(QUICK.get, QUICK_PLACES) else pytest.mark.long, id=site)
-        for site in EXPOSED
-    ],
+    [pytest.param(site, marks=[] if site in QUICK_SITES else pytest.mark.long, id=site) for site in EXPOSED],
 )
 async def test_what_is_left_out_is_seen(site: str) -> None:
     """Wrong values, errors, or broken rules; in one of some attempts, as it takes an unlucky order of events."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import aiorpc as rpc
+from tests.limits import busy
 
 from . import bodies
 from .workers import Link, Place, meeting_file, processes
@@ -84,7 +85,7 @@ def test_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     for kind, text, seconds in found:
         assert kind == "RendezvousError"
         assert "rank 1 of 3" in text
-        assert 1.0 < seconds < 1.5 + SLACK
+        assert 1.0 < seconds < 1.5 + SLACK * busy()
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["nobody listens", "somebody never answers"])
@@ -98,7 +99,7 @@ def test_store_that_cannot_be_reached_fails_within_the_timeout(answers: bool) ->
         ((kind, text, seconds),) = outcomes([Place("b", 1, 2, f"tcp://127.0.0.1:{port}")], 1.5)
     assert kind == "RendezvousError"
     assert f"127.0.0.1:{port}" in text
-    assert seconds < 1.5 + SLACK
+    assert seconds < 1.5 + SLACK * busy()
 
 
 def test_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

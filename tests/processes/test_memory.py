@@ -85,7 +85,7 @@ async def test_what_a_killed_process_held_is_taken_back() -> None:
         assert worker.statistics().shared_lent == 5 * large().nbytes
         children["w1"].kill()
         await until_all_back(worker)
-        assert worker.memory.arena.used == 0
+        assert worker.node.memory.arena.used == 0
         assert torch.equal(await rpc.call("w2", bodies.echo, large()), large())
 
 

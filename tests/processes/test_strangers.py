@@ -24,7 +24,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc as rpc
-from aiorpc.protocol import handshake
+from aiorpc.protocol import handshake, messages
 from aiorpc.protocol.frames import HEAD, MAGIC, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.identity import WorkerRecord
@@ -81,12 +81,16 @@ class Bomb:
 
 def hello(record: list[Any], sealed: bool, version: int = handshake.VERSION) -> bytes:
     """A HELLO with that record."""
-    return frame(Kind.HELLO, msgpack.packb([msgpack.packb([version, record, bytes(32), 0, False, sealed]), b""]))
+    flags = handshake.SEALED if sealed else 0
+    introduction = handshake.Introduction(version, tuple(record), bytes(handshake.NONCE_SIZE), 0, flags)
+    return frame(Kind.HELLO, handshake.write_hello(handshake.Hello(handshake.write_introduction(introduction), b"")))
 
 
 def attacks(record: WorkerRecord, bomb: str, sealed: bool) -> dict[str, bytes]:
     """What strangers send, by name."""
     pickled = pickle.dumps(Bomb(bomb))
+    function = messages.Values([None], opaque_at=[0], pickled=pickled)
+    first = messages.Call(None, None, None, None, None, None, None, function)
     mine = record.to_wire()
     return {
         "garbage": os.urandom(4096),
@@ -97,7 +101,7 @@ def attacks(record: WorkerRecord, bomb: str, sealed: bool) -> dict[str, bytes]:
         "a body over the limit": head(Kind.HELLO, handshake.MAX_BODY + 1) + b"x" * (handshake.MAX_BODY + 1),
         "huge segments": head(Kind.HELLO, 8, 4) + struct.pack("<4Q", *[1 << 62] * 4) + b"x" * 8,
         "very many segments": head(Kind.HELLO, 0, 0xFFFF_FFFF) + b"x" * 100,
-        "a call first": frame(Kind.CALL, msgpack.packb([None, None, None, None, None, pickled])),
+        "a call first": frame(Kind.CALL, messages.write(first)),
         "a bare pickle": pickled,
         "a pickle as HELLO": frame(Kind.HELLO, pickled),
         "a pickle in HELLO": frame(Kind.HELLO, msgpack.packb([pickled, pickled])),
@@ -133,15 +137,15 @@ async def test_stranger_is_closed_and_logged_once_and_the_worker_serves_on(
 ) -> None:
     """Each attack ends with a closed connection and one warning; nothing of it is run; calls go on working."""
     async with group(2, transports=(transport,)) as (worker, _):
-        target = targets(worker.record)[transport]
-        for name, data in attacks(worker.record, str(tmp_path / "bomb"), transport == "tcp").items():
+        target = targets(worker.node.engine.record)[transport]
+        for name, data in attacks(worker.node.engine.record, str(tmp_path / "bomb"), transport == "tcp").items():
             with warnings_of(caplog) as logged:
                 refused = worker.statistics().connections_refused + 1
                 answer = await asyncio.to_thread(talk, target, data)
                 await until(partial(has_refused, worker, refused))
             assert len(logged) == 1, (name, logged)
             assert len(logged[0]) < 500
-            assert worker.secret not in answer, name
+            assert worker.node.acceptor.secret not in answer, name
             assert not (tmp_path / "bomb").exists(), name
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
@@ -150,8 +154,13 @@ async def test_half_open_connections_do_no_harm(monkeypatch: pytest.MonkeyPatch)
     """Connections that say nothing, or half of something, are let go after a while; meanwhile all is served."""
     monkeypatch.setattr(connecting, "HANDSHAKE_TIMEOUT", 0.5)
     async with group(2) as (worker, _):
-        target = targets(worker.record)["unix"]
-        beginnings = [b"", head(Kind.HELLO, 100), head(Kind.HELLO, 100)[:7], hello(worker.record.to_wire(), False)]
+        target = targets(worker.node.engine.record)["unix"]
+        beginnings = [
+            b"",
+            head(Kind.HELLO, 100),
+            head(Kind.HELLO, 100)[:7],
+            hello(worker.node.engine.record.to_wire(), False),
+        ]
         talking = [asyncio.ensure_future(asyncio.to_thread(talk, target, data)) for data in beginnings]
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         await asyncio.gather(*talking)
@@ -166,7 +175,7 @@ async def test_connections_in_their_handshake_are_bounded(
     async with group(2) as (worker, _):
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         before = bodies.descriptor_count()
-        family, address = targets(worker.record)["unix"]
+        family, address = targets(worker.node.engine.record)["unix"]
         with contextlib.ExitStack() as stack:
             strangers = [stack.enter_context(socket.socket(family)) for _ in range(30)]
             for sock in strangers:
@@ -181,9 +190,9 @@ async def test_connections_in_their_handshake_are_bounded(
 async def test_stranger_that_closes_at_once_is_nothing(transport: str, caplog: pytest.LogCaptureFixture) -> None:
     """A port scan, a look at a stale socket or a worker that dies while it connects leaves no line in the log."""
     async with group(2, transports=(transport,)) as (worker, _):
-        family, address = targets(worker.record)[transport]
+        family, address = targets(worker.node.engine.record)[transport]
         with warnings_of(caplog) as logged:
-            for beginning in (b"", hello(worker.record.to_wire(), transport == "tcp")) * 3:
+            for beginning in (b"", hello(worker.node.engine.record.to_wire(), transport == "tcp")) * 3:
                 with socket.socket(family) as sock:
                     sock.connect(address)
                     sock.sendall(beginning)
@@ -194,9 +203,9 @@ async def test_stranger_that_closes_at_once_is_nothing(transport: str, caplog: p
 async def test_acceptor_that_does_not_know_the_secret_is_refused() -> None:
     """The opener checks too: a process that took over a worker's address never sees a call."""
     async with group(1) as (worker, _):
-        fake = WorkerRecord.from_wire(worker.record.to_wire())
+        fake = WorkerRecord.from_wire(worker.node.engine.record.to_wire())
         theirs = Handshake(fake, os.urandom(32), opener=False)
-        ours = Handshake(worker.record, worker.secret, opener=True, expect=fake)
+        ours = Handshake(worker.node.engine.record, worker.node.acceptor.secret, opener=True, expect=fake)
         answer = theirs.feed(_frame(ours.start()))
         with pytest.raises(rpc.PeerRefused, match="secret"):
             ours.feed(_frame(answer))
@@ -217,15 +226,15 @@ async def test_directory_socket_and_secret_are_private() -> None:
         async with group(2) as (worker, _):
             directory = sockets.private_directory()
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-            socket_path = Path(worker.record.unix_path)
+            socket_path = Path(worker.node.engine.record.unix_path)
             assert socket_path.parent == directory
             assert stat.S_IMODE(socket_path.stat().st_mode) == 0o600
             secret = socket_path.with_suffix(sockets.SECRET_SUFFIX)
             assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-            assert secret.read_bytes() == worker.secret
+            assert secret.read_bytes() == worker.node.acceptor.secret
             store = Path(worker.init_method.removeprefix("file://")).read_bytes()
-            assert worker.secret not in store
-            assert worker.secret.hex().encode() not in store
+            assert worker.node.acceptor.secret not in store
+            assert worker.node.acceptor.secret.hex().encode() not in store
     finally:
         os.umask(before)
 
@@ -233,8 +242,8 @@ async def test_directory_socket_and_secret_are_private() -> None:
 async def test_tcp_listens_only_where_the_rendezvous_is() -> None:
     """A group that meets on this host alone cannot be reached from another."""
     async with group(1, transports=("tcp",)) as (worker, _):
-        assert worker.record.tcp_host == "127.0.0.1"
-        assert listening(worker.record.tcp_port) == {"0100007F"}
+        assert worker.node.engine.record.tcp_host == "127.0.0.1"
+        assert listening(worker.node.engine.record.tcp_port) == {"0100007F"}
 
 
 def listening(port: int) -> set[str]:
@@ -247,15 +256,15 @@ def listening(port: int) -> set[str]:
 async def test_group_on_one_host_does_not_listen_on_tcp() -> None:
     """Where all have unix sockets; calls in all directions go on."""
     async with group(2) as (worker, _):
-        ports = [worker.record.tcp_port, *(record.tcp_port for record in _members(worker))]
+        ports = [worker.node.engine.record.tcp_port, *(record.tcp_port for record in _members(worker))]
         assert len(set(ports)) == 2 and all(ports)
         assert [listening(port) for port in ports] == [set()] * len(ports)
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
 
 def _members(worker: rpc.Worker) -> list[WorkerRecord]:
-    assert worker.rendezvous is not None
-    return worker.rendezvous.members()
+    assert worker.node.rendezvous is not None
+    return worker.node.rendezvous.members()
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +281,7 @@ async def test_free_group_that_meets_at_loopback_does_not_listen_on_tcp(monkeypa
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         async with rpc.init("w0", init_method=f"tcp://localhost:{port}") as worker:
-            assert bool(worker.record.tcp_port) == bool(secret)
+            assert bool(worker.node.engine.record.tcp_port) == bool(secret)
             assert await rpc.call("w0", bodies.add, 1, 2) == 3
 
 
@@ -282,7 +291,7 @@ def join_with_secret(place: Place, link: Link) -> Any:
         place.init_rpc(rpc_timeout=5.0)
     except rpc.RendezvousError as error:
         return str(error)
-    result = rpc.rpc_sync("w1", bodies.add, args=(1, 2)), rpc.current().secret
+    result = rpc.rpc_sync("w1", bodies.add, args=(1, 2)), rpc.current().node.acceptor.secret
     rpc.shutdown()
     return result
 
@@ -323,7 +332,7 @@ async def test_process_of_another_user_is_turned_away(caplog: pytest.LogCaptureF
     """Even where the directory lets it in, the socket asks the kernel who connects."""
     async with group(1) as (worker, _):
         directory = sockets.private_directory()
-        path = Path(worker.record.unix_path)
+        path = Path(worker.node.engine.record.unix_path)
         code = (
             "import os, socket, sys\n"
             "os.setgid(65534); os.setuid(65534)\n"

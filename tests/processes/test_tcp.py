@@ -13,6 +13,7 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.testing import cluster
+from tests.limits import busy
 from tests.transport.test_sockets import free_range
 
 from . import bodies
@@ -30,7 +31,7 @@ def listening() -> set[tuple[str, int]]:
 
 def where() -> tuple[str, str, int]:
     """In a handler: where this worker can be reached."""
-    record = rpc.current().record
+    record = rpc.current().node.engine.record
     return record.unix_path, record.tcp_host, record.tcp_port
 
 
@@ -48,7 +49,7 @@ def numbers(n: int) -> Any:
 async def test_everything_works_over_tcp_alone() -> None:
     """Calls both ways, errors, cancellation, streams, references and tensors; no unix socket exists."""
     async with group(3, **TCP) as (worker, _):
-        assert worker.record.unix_path == ""
+        assert worker.node.engine.record.unix_path == ""
         assert (await rpc.call("w1", where))[0] == ""
         assert await rpc.call("w1", bodies.aadd, 1, 2) == 3
         assert await rpc.call("w1", bodies.call_back, "w2", 5) == 5
@@ -81,7 +82,7 @@ async def test_death_is_seen_over_tcp() -> None:
         killed = time.monotonic()
         with pytest.raises(rpc.PeerLost) as caught:
             await asyncio.wait_for(call, 10)
-        assert time.monotonic() - killed < 1.0
+        assert time.monotonic() - killed < busy()
         assert (caught.value.worker, caught.value.pid) == ("w1", children["w1"].pid)
         assert await rpc.call("w2", bodies.add, 1, 2) == 3
         assert [info.name for info in (await worker.shutdown()).lost] == ["w1"]
@@ -143,7 +144,7 @@ def rejoin(place: Place, link: Link, rounds: int) -> list[int]:
         place.init_rpc(**TCP, port_range=(place_port(place), place_port(place)))
         others = range(place.world_size or 0)
         assert [rpc.rpc_sync(other, bodies.add, args=(other, 1)) for other in others] == [rank + 1 for rank in others]
-        ports.append(rpc.current().record.tcp_port)
+        ports.append(rpc.current().node.engine.record.tcp_port)
         rpc.shutdown()
     return ports
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,10 @@ class Children:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(body, place, theirs, args, env or {}), name=place.name)
+        first = _server() is None
         process.start()
+        if first:
+            _OURS.add(_server())
         theirs.close()
         child = Child(place, process, ours)
         self.started.append(child)
@@ -143,6 +147,24 @@ class Children:
         codes = [(child.place.name, child.join()) for child in self]
         bad = [(name, code) for name, code in codes if code != 0 and name not in but]
         assert not bad, f"exit codes: {bad}"
+
+
+_OURS: set[int | None] = set()  # process ids of the fork servers that were started here
+
+
+def _server() -> int | None:
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def own_fork_server() -> None:
+    """End the one that other tests have started: what a server imports is settled by who starts it.
+
+    With one that lacks aiorpc each of the workers here would import it anew, for longer than most tests take. Ours
+    stays, whatever tests come in between: to start it takes seconds.
+    """
+    if _server() not in _OURS:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nothing at all if there is none
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.limits import busy
+
 from .workers import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +42,7 @@ for line in sys.stdin:
             os.environ.update(order["env"])
             sys.argv[1:] = order["arguments"]
             break
-    print(json.dumps(answer), flush=True)
+    print(json.dumps([order["number"], answer]), flush=True)
 else:
     sys.exit()
 exec(compile(order["code"], "<program>", "exec"))
@@ -51,15 +53,19 @@ exec(compile(order["code"], "<program>", "exec"))
 class Zygote:
     """The interpreter that is forked; made by `zygote`."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
+    orders: int = 0
 
     def ask(self, timeout: float, **order: Any) -> int:
         """Its answer to an order; AssertionError when it does not come in time."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        assert select.select([self.process.stdout], [], [], timeout)[0], f"no answer to {order} in {timeout:g} s"
-        return int(json.loads(self.process.stdout.readline()))
+        self.orders += 1
+        self.process.stdin.write(json.dumps({"number": self.orders, **order}).encode() + b"\n")
+        number = answer = 0
+        while number != self.orders:  # an earlier one whose answer nobody waited for any longer
+            assert select.select([self.process.stdout], [], [], timeout)[0], f"no answer to {order} in {timeout:g} s"
+            number, answer = json.loads(self.process.stdout.readline())
+        return answer
 
     @contextlib.contextmanager
     def run(
@@ -68,7 +74,7 @@ class Zygote:
         """Start a program; at the end of the block it has ended or is killed."""
         out, err = folder / "out", folder / "err"
         order = {"code": code, "arguments": list(arguments), "env": env or {}, "out": str(out), "err": str(err)}
-        program = Program(self, self.ask(30, **order), out, err)
+        program = Program(self, self.ask(30 * busy(), **order), out, err)
         try:
             yield program
         finally:
@@ -112,7 +118,7 @@ def zygote(*modules: str) -> Iterator[Zygote]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SERVER, *modules]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
         try:
             yield Zygote(process)
         finally:

@@ -36,17 +36,22 @@ from aiorpc.protocol.codec import (
     load_reference,
     load_tensor,
     loads,
-    pack,
-    unpack,
 )
+from aiorpc.protocol.messages import Reply, Values, read_values, write
+from aiorpc.protocol.packing import pack, unpack
 
 
 def travel(*values: Any) -> list[Any]:
     """What arrives when these values are sent in one message."""
     out = Outgoing()
-    fields = unpack(pack(encode_values(list(values), out)))
+    said = again(encode_values(list(values), out))
     buffers = [bytearray(buffer) for buffer in out.buffers]
-    return decode_values(fields, Incoming(out.tensors, ()), buffers)
+    return decode_values(said, Incoming(out.tensors, ()), buffers)
+
+
+def again(values: Values) -> Values:
+    """What the other side reads of them."""
+    return read_values(write(Reply(values)))
 
 
 class Color(enum.Enum):
@@ -213,9 +218,10 @@ def test_sent_values_are_not_touched(sent: list[Any]) -> None:
 
 def test_plain_values_are_not_pickled() -> None:
     """What msgpack brings back as itself costs no pickle, and what it would change is pickled."""
-    assert encode_values([1, "a", None, 1.5, b"b", True], Outgoing()) == [[1, "a", None, 1.5, b"b", True]]
-    fields = encode_values([1, 1 << 64, "\ud800", (1,), Level.LOW], Outgoing())
-    assert fields[:3] == [[1, None, None, None, None], [], [1, 2, 3, 4]]
+    plain = again(encode_values([1, "a", None, 1.5, b"b", True], Outgoing()))
+    assert plain == again(Values([1, "a", None, 1.5, b"b", True]))
+    said = encode_values([1, 1 << 64, "\ud800", (1,), Level.LOW], Outgoing())
+    assert (said.values, said.tensors_at, said.opaque_at) == ([1, None, None, None, None], [], [1, 2, 3, 4])
 
 
 def test_shared_objects_stay_shared() -> None:
@@ -398,9 +404,10 @@ def test_array_bytes_leave_the_pickle() -> None:
     """A contiguous array's bytes are lent, not copied into the pickle."""
     array = np.zeros(100_000, dtype=np.uint8)
     out = Outgoing()
-    fields = encode_values([[array]], out)
-    assert len(fields[3]) < 1000
-    assert fields[4] == len(out.buffers) == 1
+    said = encode_values([[array]], out)
+    assert said.pickled is not None
+    assert len(said.pickled) < 1000
+    assert said.buffers == len(out.buffers) == 1
     array[0] = 7
     assert memoryview(out.buffers[0])[0] == 7
 
@@ -490,23 +497,23 @@ def test_body_that_is_no_message(body: bytes) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        [[None], [5]],
-        [[None], ["a"]],
-        [[None], 1],
-        [[None], [[]]],
-        [[None], [], [0], 5, 0],
-        [[None], [], [0], "text", 0],
-        [[None], [], [0, 1], dumps((1,), Outgoing()), 0],
-        [[None], [], [3], dumps((1,), Outgoing()), 0],
-        [[None], [], 1, dumps((1,), Outgoing()), 0],
-        [[None], [], [0], dumps(1, Outgoing()), 0],
-        [[None], [], [0]],
+        {"tensors_at": [5]},
+        {"tensors_at": ["a"]},
+        {"tensors_at": 1},
+        {"tensors_at": [[]]},
+        {"opaque_at": [0], "pickled": 5},
+        {"opaque_at": [0], "pickled": "text"},
+        {"opaque_at": [0, 1], "pickled": dumps((1,), Outgoing())},
+        {"opaque_at": [3], "pickled": dumps((1,), Outgoing())},
+        {"opaque_at": 1, "pickled": dumps((1,), Outgoing())},
+        {"opaque_at": [0], "pickled": dumps(1, Outgoing())},
+        {"opaque_at": [0]},
     ],
 )
-def test_positions_that_do_not_fit(fields: list[Any]) -> None:
+def test_positions_that_do_not_fit(fields: dict[str, Any]) -> None:
     """Positions and pickles that do not belong together are a ProtocolError."""
     with pytest.raises(ProtocolError):
-        decode_values(fields, Incoming([torch.ones(1)], ()), [])
+        decode_values(again(Values([None], **fields)), Incoming([torch.ones(1)], ()), [])
 
 
 class Reference:
@@ -524,10 +531,9 @@ class Reference:
 def test_references_that_are_values_need_no_pickle() -> None:
     """They stand in their places again, among values of all kinds."""
     out = Outgoing()
-    fields = encode_values([1, Reference(7), torch.ones(1), [2], Reference(8)], out)
-    assert [wire[1] for wire in out.references] == [7, 8]
-    fields += [None, out.references]
-    arrived = decode_values(unpack(pack(fields)), Incoming(out.tensors, ["seven", "eight"]), [])
+    said = encode_values([1, Reference(7), torch.ones(1), [2], Reference(8)], out)
+    assert [wire[1] for wire in said.references] == [7, 8]
+    arrived = decode_values(again(said), Incoming(out.tensors, ["seven", "eight"]), [])
     assert [arrived[0], arrived[1], arrived[3], arrived[4]] == [1, "seven", [2], "eight"]
 
 
@@ -541,9 +547,9 @@ def test_reference_that_cannot_travel_is_named() -> None:
 @pytest.mark.parametrize("position", [2, "x", None])
 def test_reference_without_a_place(position: Any) -> None:
     """A position that no value has is a ProtocolError."""
-    fields = [[None], [], [], None, 0, None, [[0, 1, 0, 1, 1, position]]]
+    said = again(Values([None], references=[[0, 1, 0, 1, 1, position]]))
     with pytest.raises(ProtocolError, match="no place"):
-        decode_values(fields, Incoming([], ["one"]), [])
+        decode_values(said, Incoming([], ["one"]), [])
 
 
 @pytest.mark.parametrize("load", [load_tensor, load_reference])

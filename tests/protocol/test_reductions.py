@@ -18,7 +18,9 @@ from aiorpc.channels.layout import describe, rebuild
 from aiorpc.channels.routes import going
 from aiorpc.devices import to_device_map
 from aiorpc.errors import SerializationError
-from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values, pack, unpack
+from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values
+from aiorpc.protocol.messages import Reply, read_values, write
+from aiorpc.protocol.packing import pack, unpack
 from aiorpc.protocol.reductions import OTHERS
 from tests.fakes.cuda import FakeCuda
 from tests.tensors import (
@@ -179,7 +181,7 @@ def travel_on_devices(fake: FakeCuda, devices: dict[Any, Any], *values: Any) -> 
     """As `travel`, by a device map; the buffers on devices are taken as they are, for one process has both ends."""
     route = going(fake, to_device_map(devices), "ps")
     out = Outgoing(route=route)
-    body = pack(encode_values(list(values), out))
+    body = write(Reply(encode_values(list(values), out)))
     table, buffers = describe(out.tensors, route) if out.tensors else ([], [])
     arrived: list[Any] = []
     for buffer in buffers:
@@ -191,7 +193,7 @@ def travel_on_devices(fake: FakeCuda, devices: dict[Any, Any], *values: Any) -> 
         else:
             arrived.append(bytearray(buffer))
     tensors = rebuild(unpack(pack(table)), arrived, Landing(fake))
-    return decode_values(unpack(body), Incoming(tensors, ()), out.buffers), len(body)
+    return decode_values(read_values(body), Incoming(tensors, ()), out.buffers), len(body)
 
 
 def test_parts_of_a_wrapper_arrive_on_devices(fake: FakeCuda) -> None:

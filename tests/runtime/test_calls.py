@@ -21,8 +21,10 @@ import torch
 
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, UnknownWorker, Worker
-from aiorpc.runtime.callee.resolver import Resolver
-from aiorpc.runtime.engine.current import CallContext, current_worker
+from aiorpc.protocol.frames import Kind
+from aiorpc.protocol.messages import ByName
+from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
 
 
@@ -150,7 +152,7 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
     """rpc_sync and rpc_async take args as a tuple or a list, and kwargs as a dict."""
 
     def script() -> list[int]:
-        token = current_worker.set(pair[0])
+        token = current_node.set(pair[0].node)
         try:
             return [
                 aiorpc.rpc_sync("worker1", add, (1,)),
@@ -159,14 +161,14 @@ async def test_the_calls_of_torch_take_args_and_kwargs(pair: list[Worker]) -> No
                 aiorpc.rpc_sync("worker1", add, kwargs={"a": 1, "b": 1}, timeout=0),
             ]
         finally:
-            current_worker.reset(token)
+            current_node.reset(token)
 
     assert await asyncio.to_thread(script) == [11, 3, 16, 2]
 
 
 async def test_a_blocking_verb_on_the_loop_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
     """The error names the awaitable to use instead, and no call was made."""
-    current_worker.set(pair[0])
+    current_node.set(pair[0].node)
     with pytest.raises(aiorpc.WouldBlockLoop, match=r"await aiorpc\.call"):
         aiorpc.rpc_sync("worker1", add, (1,))
     assert pair[0].statistics().calls_made == 0
@@ -272,30 +274,33 @@ async def test_a_function_the_callee_lacks_is_named(pair: list[Worker], monkeypa
     assert await pair[0].call("worker1", add, 1) == 11
 
 
-async def test_a_function_goes_with_its_name_until_a_reply_confirmed_its_number(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_function_goes_with_its_name_until_a_reply_confirmed_its_number(pair: list[Worker]) -> None:
     """All calls made before the first reply carry the name; those after it the number alone."""
-    wires: list[Any] = []
-    route = Resolver.route
+    functions: list[Any] = []
 
-    def spy(resolver: Resolver, wire: Any, context: CallContext, fields: list[Any], segments: Any) -> None:
-        if resolver._service.peer.name == "worker0" and not (type(wire) is list and "aiorpc" in wire[1]):
-            wires.append(wire)
-        route(resolver, wire, context, fields, segments)
+    class Spy:
+        def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
+            if passage.kind == Kind.CALL and not passage.call.system:
+                functions.append(passage.message().function)
+            send()
 
-    monkeypatch.setattr(Resolver, "route", spy)
+        def arriving(self, passage: Passage) -> None: ...
+
+        def holds(self) -> bool:
+            return False
+
+    pair[0].node.engine.observers = (Spy(),)
     assert await asyncio.gather(*(pair[0].call("worker1", add, n) for n in range(3))) == [10, 11, 12]
     assert await pair[0].call("worker1", add, 3) == 13
-    number = wires[0][0]
-    assert wires == [[number, f"{__name__}:add"]] * 3 + [number]
-    del wires[:]
+    number = functions[-1]
+    assert functions == [ByName(number, f"{__name__}:add")] * 3 + [number]
+    del functions[:]
     with pytest.raises(TypeError):
         await pair[0].call("worker1", where, "an argument too many")
     assert await pair[0].call("worker1", where) == "worker1"
     assert await pair[0].call("worker1", where) == "worker1"
-    named = [number + 1, f"{__name__}:where"]
-    assert wires == [named, named, number + 1], "an error may have come before the callee looked at the name"
+    named = ByName(number + 1, f"{__name__}:where")
+    assert functions == [named, named, number + 1], "an error may have come before the callee looked at the name"
 
 
 # --- with what --------------------------------------------------------------------------------------------------------
@@ -512,7 +517,7 @@ async def test_many_threads_may_call_at_once(pair: list[Worker]) -> None:
 )
 async def test_futures_and_references_name_the_users_line(pair: list[Worker], make: Callable[[Worker], Any]) -> None:
     """Whatever was made, its text says where: a line of the user's, not one of the library's."""
-    current_worker.set(pair[0])
+    current_node.set(pair[0].node)
     made = make(pair[0])
     assert f"{__file__}:" in repr(made) and "in <lambda>" in repr(made)
     await made

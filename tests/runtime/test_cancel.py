@@ -10,7 +10,7 @@ import pytest
 
 import aiorpc
 from aiorpc import RpcCancelled, Worker
-from aiorpc.runtime.caller.peer import LARGE_PICKLE
+from aiorpc.runtime.calls.values import LARGE_PICKLE
 from tests.runtime.waiting import until
 
 
@@ -262,7 +262,7 @@ async def _never_begins(pair: list[Worker], flags: Flags) -> None:
     callee = pair[1]
     await until(lambda: callee.statistics().calls_cancelled == 1)
     flags.release.set()
-    await until(lambda: callee.background.idle == callee.background.threads)
+    await until(lambda: callee.node.engine.background.idle == callee.node.engine.background.threads)
     assert await pair[0].call("worker1", len, "abc") == 3
     assert not flags.entered.is_set() and callee.is_idle()
 

@@ -32,12 +32,13 @@ from aiorpc import (
     WorkerLeft,
 )
 from aiorpc.channels.arena import Block
-from aiorpc.protocol.codec import pack
 from aiorpc.protocol.frames import MAX_SEGMENTS, Kind, encode_frame
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.caller.peer import Peer, State
+from aiorpc.protocol.packing import pack
+from aiorpc.protocol.states import PeerState
+from aiorpc.runtime.caller.peer import Peer
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.failures import encode_error
-from aiorpc.runtime.engine.current import current_worker
 from aiorpc.runtime.group import connecting
 from aiorpc.runtime.links.link import SHARED, Link
 from aiorpc.testing import cluster
@@ -66,7 +67,7 @@ async def for_ever() -> None:
 
 
 def listeners(worker: Worker) -> list[socket.socket]:
-    return [sock for sock, _ in worker._acceptor._listeners]
+    return worker.node.listeners.sockets()
 
 
 def count(*values: Any) -> int:
@@ -81,14 +82,14 @@ def fail_with(size: int) -> None:
 def held_back(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Nobody connects to worker2 before this is set."""
     gate = asyncio.Event()
-    open_connection = connecting.open_connection
+    open_connection = connecting.Connector._open
 
-    async def open_late(worker: Worker, record: WorkerRecord, peer: Peer) -> Any:
+    async def open_late(connector: connecting.Connector, record: WorkerRecord, peer: Peer) -> Any:
         if record.name == "worker2":
             await gate.wait()
-        return await open_connection(worker, record, peer)
+        return await open_connection(connector, record, peer)
 
-    monkeypatch.setattr(connecting, "open_connection", open_late)
+    monkeypatch.setattr(connecting.Connector, "_open", open_late)
     return gate
 
 
@@ -107,14 +108,14 @@ async def test_worker_that_does_not_answer_the_first_contact_is_not_dead(
     done, _ = await asyncio.wait([call], timeout=0.2)
     assert not done
     monkeypatch.undo()  # the acceptor's patience with us is another matter
-    pair[1]._acceptor.start()
+    pair[1].node.acceptor.start()
     assert await answer(call) == 3
 
 
 async def test_handshake_that_breaks_is_begun_again(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that ends before it was proved says nothing about the worker at its other end."""
     reasons = ["for the test", "and again"]
-    monkeypatch.setattr(pair[1]._acceptor, "_unwanted", lambda sock: reasons.pop() if reasons else None)
+    monkeypatch.setattr(pair[1].node.acceptor, "_unwanted", lambda sock: reasons.pop() if reasons else None)
     assert await answer(pair[0].call("worker1", abs, -3)) == 3
     assert not reasons and pair[1].statistics().connections_refused == 2
 
@@ -124,11 +125,11 @@ async def test_member_gets_through_a_crowd_of_strangers(
 ) -> None:
     """Strangers who open all the connections that may be in their handshake keep no member out."""
     monkeypatch.setattr(connecting, "MAX_HANDSHAKES", 4)
-    record = over_tcp[1].record
+    record = over_tcp[1].node.engine.record
     with ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(socket.create_connection((record.tcp_host, record.tcp_port), LONG))
-        await until(lambda: len(over_tcp[1]._acceptor._handshakes) == 4)
+        await until(lambda: len(over_tcp[1].node.acceptor._handshakes) == 4)
         assert await answer(over_tcp[0].call("worker1", abs, -3)) == 3
         assert over_tcp[1].statistics().connections_refused == 1
 
@@ -138,17 +139,17 @@ async def test_goodbye_right_behind_the_handshake_is_one(monkeypatch: pytest.Mon
     store = HashStore()
     a, b = (aiorpc.init(f"w{rank}", rank=rank, world_size=2, store=store) for rank in range(2))
     await asyncio.gather(a.start(), b.start())
-    add_service = b.add_service
+    serve = b.node.acceptor.serve
 
     def add_and_leave(*args: Any) -> Any:
-        service = add_service(*args)
+        service = serve(*args)
         service.connection.send(encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
         return service
 
-    monkeypatch.setattr(b, "add_service", add_and_leave)
+    monkeypatch.setattr(b.node.acceptor, "serve", add_and_leave)
     events = a.events()
     heard = asyncio.ensure_future(anext(events))
-    await until(lambda: a.news.listeners)
+    await until(lambda: a.node.news.listeners)
     with pytest.raises(PeerClosed, match="w1"):
         await answer(a.call("w1", abs, -3))
     assert await answer(heard) == WorkerLeft(b.info)
@@ -163,22 +164,22 @@ async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
     """Before the first call between two workers there is nothing between them, and after it one connection."""
 
     def between() -> list[str]:
-        return [service.peer.name for service in trio[2].services]
+        return [service.peer.name for service in trio[2].node.services]
 
-    await until(lambda: trio[1].peers.find("worker0").state.value == "ready")
-    assert between() == [] and trio[1].peers.find("worker2").state.value == "idle"
+    await until(lambda: trio[1].node.peers.find("worker0").state.value == "ready")
+    assert between() == [] and trio[1].node.peers.find("worker2").state.value == "idle"
     assert await asyncio.gather(*(trio[1].call("worker2", abs, -n) for n in range(20))) == list(range(20))
     assert between() == ["worker1"]
 
 
-async def become_ready_beside_references(peer: Peer, held_back: asyncio.Event) -> None:
+async def become_ready_beside_references(caller: Worker, peer: Peer, held_back: asyncio.Event) -> None:
     """Let the peer become ready while another thread has the lock of the references, as one that sends to it has."""
     has_it = threading.Event()
 
     def hold_the_lock() -> None:
-        with peer.worker.references._lock:
+        with caller.node.references._lock:
             has_it.set()
-            wait_until(lambda: peer.state is State.READY, LONG)
+            wait_until(lambda: peer.state is PeerState.READY, LONG)
 
     holding = asyncio.ensure_future(asyncio.to_thread(hold_the_lock))
     await until(has_it.is_set)
@@ -191,14 +192,14 @@ async def test_becoming_ready_waits_for_nobody_who_uses_references(
 ) -> None:
     """That may be somebody who sends to that very peer; what a call took along that was given up comes back."""
     caller = trio[1]
-    token = current_worker.set(caller)
+    token = current_node.set(caller.node)
     reference = aiorpc.RRef(5)
-    current_worker.reset(token)
-    peer = caller.peers.find("worker2")
+    current_node.reset(token)
+    peer = caller.node.peers.find("worker2")
     call = caller.call("worker2", count, torch.ones(APART), reference)
     call.cancel()
-    assert peer.state is State.CONNECTING and len(peer._waiting) == 2
-    await become_ready_beside_references(peer, held_back)
+    assert peer.state is PeerState.CONNECTING and len(peer._waiting) == 2
+    await become_ready_beside_references(caller, peer, held_back)
     assert await answer(caller.call("worker2", count, reference)) == 1
     del reference
     await until_no_references(trio)
@@ -209,7 +210,7 @@ async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
 ) -> None:
     """The creation of a value that fails is news for the references; calls behind it go out."""
     caller = trio[1]
-    peer, prepare = caller.peers.find("worker2"), Link.prepare
+    peer, prepare = caller.node.peers.find("worker2"), Link.prepare
 
     def refuse(link: Link, *args: Any, **options: Any) -> Any:
         if link is peer.link:
@@ -219,7 +220,7 @@ async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
     monkeypatch.setattr(Link, "prepare", refuse)
     reference = caller.remote("worker2", count, torch.ones(APART))
     behind = caller.call("worker2", abs, -3)
-    await become_ready_beside_references(peer, held_back)
+    await become_ready_beside_references(caller, peer, held_back)
     with pytest.raises(RpcError, match="could not be sent: for the test"):
         await answer(reference)
     assert await answer(behind) == 3
@@ -278,8 +279,8 @@ async def test_worker_that_was_known_to_be_gone_fails_its_calls_all_the_same(
     """That it cannot be reached is no news to the group, but it is to who waits."""
     monkeypatch.setattr(connecting, "CONNECT_TIMEOUT", 0.05)
     await pair[1].shutdown(graceful=False)
-    await until(lambda: pair[0].group.is_gone(pair[1].record))
-    late = Peer(pair[0], "worker1", pair[1].record)
+    await until(lambda: pair[0].node.group.is_gone(pair[1].node.engine.record))
+    late = pair[0].node.peers._make("worker1", pair[1].node.engine.record)
     with pytest.raises(PeerLost, match="worker1"):
         await answer(late.call(abs, (-3,), None, 0.0))
 
@@ -288,23 +289,23 @@ async def test_broken_connection_to_oneself_ends_its_calls(pair: list[Worker]) -
     """No worker is lost then, and yet nobody will answer."""
     call = pair[0].peer("worker0", timeout=0).call(for_ever)
     assert await pair[0].call("worker0", abs, -3) == 3
-    connection = pair[0].peers.find("worker0").connection
+    connection = pair[0].node.peers.find("worker0").connection
     assert connection is not None
     connection.abort(ConnectionResetError("for the test"))
     with pytest.raises(PeerLost, match=r"worker0.*for the test"):
         await answer(call)
     assert await pair[0].call("worker1", abs, -3) == 3
-    assert pair[0].group.lost == {}
+    assert pair[0].node.group.lost == {}
 
 
 async def test_what_we_hold_of_a_peer_that_left_is_little(pair: list[Worker]) -> None:
     """Peers are remembered for good; the connection, with its long buffers, is not."""
     assert await pair[0].call("worker1", abs, -3) == 3
-    peer = pair[0].peers.find("worker1")
+    peer = pair[0].node.peers.find("worker1")
     connection = weakref.ref(peer.connection)
     assert connection() is not None
     await pair[1].shutdown(graceful=False)
-    await until(lambda: peer.state is State.GONE)
+    await until(lambda: peer.state is PeerState.GONE)
     assert peer.connection is None
     await until(lambda: gc.collect() < 0 or connection() is None)
 
@@ -329,7 +330,7 @@ async def test_errors_longer_than_a_message_may_be_are_errors_of_their_calls(fru
     for size in (LIMIT // 2, LIMIT, 32 * LIMIT):  # the last one travels as text
         with pytest.raises((ValueError, RemoteError), match="x" * 100):
             await answer(frugal[0].call("worker1", fail_with, size))
-    assert not other.done() and frugal[0].group.lost == {}
+    assert not other.done() and frugal[0].node.group.lost == {}
     other.cancel()
 
 
@@ -356,7 +357,7 @@ async def test_the_longest_message_may_have_tensors_beside_it(frugal: list[Worke
             assert beside() == before + 100
         else:
             high = middle
-    assert low > LIMIT // 2 and frugal[0].group.lost == {}
+    assert low > LIMIT // 2 and frugal[0].node.group.lost == {}
 
 
 def test_what_the_runtime_adds_to_a_message_is_bounded() -> None:
@@ -399,15 +400,15 @@ async def test_forked_child_keeps_no_socket_of_its_parent(over_tcp: list[Worker]
     a, b = over_tcp
     assert await a.call("worker1", abs, -3) == 3
     await b.shutdown(graceful=False)
-    await until(lambda: a.group.is_gone(b.record) and not a.services)
-    host, port = a.record.tcp_host, a.record.tcp_port
+    await until(lambda: a.node.group.is_gone(b.node.engine.record) and not a.node.services)
+    host, port = a.node.engine.record.tcp_host, a.node.engine.record.tcp_port
     assert await a.call("worker0", abs, -3) == 3
     with socket.create_connection((host, port), LONG):
-        await until(lambda: a._acceptor._handshakes)
-        connection = a.peers.find("worker0").connection
-        assert connection is not None and len(a.services) == 1
-        ours = [connection, *(service.connection for service in a.services)]
-        ours += [accepting.connection for accepting in a._acceptor._handshakes]
+        await until(lambda: a.node.acceptor._handshakes)
+        connection = a.node.peers.find("worker0").connection
+        assert connection is not None and len(a.node.services) == 1
+        ours = [connection, *(service.connection for service in a.node.services)]
+        ours += [accepting.connection for accepting in a.node.acceptor._handshakes]
         inodes = {os.fstat(sock.fileno()).st_ino for sock in [*listeners(a), *(end._sock for end in ours)]}
         assert len(inodes) == 4
         assert still_open_in_a_child(inodes) == set()

@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerInfo, WorkerJoined, WorkerLeft
-from aiorpc.runtime.engine.current import current_call
+from aiorpc.runtime.calls.current import current_call
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -192,7 +192,7 @@ async def test_events_of_workers_that_join_and_leave() -> None:
                 heard[index].append(event)
 
         tasks = [asyncio.ensure_future(listen(index)) for index in range(2)]
-        await until(lambda: all(worker.news.listeners for worker in workers))
+        await until(lambda: all(worker.node.news.listeners for worker in workers))
         async with aiorpc.init("late", store=store) as late:
             info = late.info
             await until(lambda: all(heard))
@@ -208,15 +208,15 @@ async def test_a_listener_may_stop(pair: list[Worker]) -> None:
     events = pair[0].events()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(events), 0.01)
-    listeners.append(pair[0].news.listeners)
+    listeners.append(pair[0].node.news.listeners)
     await events.aclose()
-    listeners.append(pair[0].news.listeners)
+    listeners.append(pair[0].node.news.listeners)
     assert [event async for event in events] == []
     dropped = pair[0].events()
-    listeners.append(pair[0].news.listeners)
+    listeners.append(pair[0].node.news.listeners)
     del dropped
     gc.collect()
-    listeners.append(pair[0].news.listeners)
+    listeners.append(pair[0].node.news.listeners)
     assert listeners == [1, 0, 1, 0]
 
 

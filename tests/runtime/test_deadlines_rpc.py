@@ -13,7 +13,7 @@ import pytest
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
-from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -121,7 +121,7 @@ async def test_zero_means_no_limit() -> None:
         assert await workers[0].peer("worker1", timeout=0).call(left) is None
 
         def script() -> Any:
-            current_worker.set(workers[0])
+            current_node.set(workers[0].node)
             return aiorpc.rpc_sync("worker1", left, timeout=0), aiorpc.rpc_sync("worker1", left, timeout=9)
 
         unlimited, limited = await asyncio.to_thread(script)
@@ -140,11 +140,11 @@ async def test_a_timeout_that_makes_no_sense_is_refused(pair: list[Worker], time
 
 async def test_nested_calls_inherit_what_is_left(trio: list[Worker]) -> None:
     """A nested call has the time its caller has left, blocking or awaited, and may only ask for less."""
-    peer = trio[0].peer("worker1", timeout=5.0)
+    peer = trio[0].peer("worker1", timeout=60.0)
     awaited = [peer.call(relay_async, "worker2", timeout) for timeout in (None, 0)]
     for nested in (peer.call(relay, "worker2"), *awaited):
         seconds = await nested
-        assert seconds is not None and 3 < seconds < 5
+        assert seconds is not None and 20 < seconds < 60
     seconds = await peer.call(relay_async, "worker2", 1.0)
     assert seconds is not None and seconds <= 1.0
     assert (await trio[0].peer("worker1", timeout=0).call(relay_async, "worker2", 0)) is None
@@ -249,7 +249,7 @@ async def test_references_in_a_late_answer_are_released(apart: list[Worker]) -> 
     with pytest.raises(RpcTimeout):
         await apart[0].peer("worker1", timeout=0.03).call(late_reference, 0.15)
     await until(lambda: apart[0].statistics().late_answers == 1)
-    await until(lambda: all(worker.references.counts().owned == 0 for worker in apart))
+    await until(lambda: all(worker.node.references.counts().owned == 0 for worker in apart))
 
 
 async def late_reference(seconds: float) -> Any:
@@ -297,7 +297,7 @@ def set_cancelled() -> None:
 async def test_calls_made_while_deadlines_are_looked_at(pair: list[Worker]) -> None:
     """The collector may start in the middle of a look, and let other threads call: the look goes on all the same."""
     calls = [pair[0].call("worker1", for_ever) for _ in range(50)]
-    peer = pair[0].peers.find("worker1")
+    peer = pair[0].node.peers.find("worker1")
     pending = list(peer.pending.values())
     numbers = itertools.count(-1, -1)
 
@@ -319,4 +319,4 @@ async def test_calls_made_while_deadlines_are_looked_at(pair: list[Worker]) -> N
         for call in calls:
             call.cancel()
     assert len(drained) == 5000
-    assert earliest == [min(call._deadline or 0 for call in pending)] * 20
+    assert earliest == [min(call.deadline or 0 for call in pending)] * 20

@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import DeviceMapError, RpcBackendOptions, RpcError, SerializationError, Worker
-from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.calls.current import current_node
 from tests.fakes.cuda import FakeCuda, FakeTensor
 from tests.runtime.waiting import LIMIT, until, until_no_references, wait_until
 
@@ -121,11 +121,11 @@ def fake_of(tensor: Tensor) -> FakeCuda:
 @asynccontextmanager
 async def acting_as(worker: Worker) -> AsyncIterator[None]:
     """The module's verbs are this worker's."""
-    token = current_worker.set(worker)
+    token = current_node.set(worker.node)
     try:
         yield
     finally:
-        current_worker.reset(token)
+        current_node.reset(token)
 
 
 # --- handlers ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiorpc.errors import PeerLost, RemoteError, RpcTimeout
-from aiorpc.protocol.codec import pack, unpack
+from aiorpc.protocol.messages import read_error, write
 from aiorpc.runtime.calls.failures import MAX_TEXT, RemoteTraceback, decode_error, encode_error
 
 
@@ -20,10 +20,10 @@ def travel(error: BaseException) -> BaseException:
     try:
         raise error
     except BaseException as raised:
-        fields = unpack(pack(encode_error(raised, "there")))
+        said = read_error(write(encode_error(raised, "there")))
     finally:
         error.__traceback__ = None
-    return decode_error(fields, "module:function")
+    return decode_error(said, "module:function")
 
 
 class Plain(Exception): ...
@@ -199,9 +199,9 @@ def test_exception_that_does_not_survive_a_pickle_is_rebuilt_from_its_parts(kind
 
 def test_exception_whose_text_cannot_be_made() -> None:
     """A broken ``__str__`` breaks nothing else."""
-    fields = encode_error(Unprintable(), "there")
-    assert fields[1] == "<its text cannot be made: ValueError>"
-    assert type(decode_error(fields, "f")) is Unprintable
+    said = encode_error(Unprintable(), "there")
+    assert said.message == "<its text cannot be made: ValueError>"
+    assert type(decode_error(said, "f")) is Unprintable
 
 
 def test_local_exception_travels_by_value() -> None:
@@ -213,9 +213,9 @@ def test_local_exception_travels_by_value() -> None:
 
 def test_pickle_that_cannot_be_loaded_here_gives_a_remote_error() -> None:
     """The caller lacks the module, or the bytes are broken: the text form is used."""
-    fields = encode_error(Plain("plain"), "there")
+    said = encode_error(Plain("plain"), "there")
     for broken in (b"cno_such_module\nE\n.", b"\x80\x05garbage", b"", b"\x80\x05K\x01."):
-        arrived = decode_error([*fields[:4], broken], "f")
+        arrived = decode_error(said._replace(pickled=broken), "f")
         assert type(arrived) is RemoteError
         assert arrived.remote_message == "plain"
 
@@ -230,4 +230,4 @@ def test_every_error_is_small_on_the_wire() -> None:
         link.__cause__ = chained
         chained = link
     for error in (huge, chained):
-        assert len(pack(encode_error(error, "there"))) < 2_000_000
+        assert len(write(encode_error(error, "there"))) < 2_000_000

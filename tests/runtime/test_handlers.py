@@ -567,6 +567,29 @@ async def test_timeout_and_task_group_work_in_handlers(pair: list[Worker]) -> No
     assert await pair[0].call("worker1", handler) == "done"
 
 
+async def made_by_the_loop() -> bool:
+    return asyncio.current_task() in _made
+
+
+_made: list[asyncio.Task[Any]] = []
+
+
+async def test_the_loops_task_factory_makes_handlers(pair: list[Worker]) -> None:
+    """They are plain tasks on every Python: none takes a step before the loop's next turn."""
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        _made.append(asyncio.Task(coroutine, loop=loop, **options))
+        return _made[-1]
+
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(make)
+    try:
+        assert await pair[0].call("worker1", made_by_the_loop)
+    finally:
+        loop.set_task_factory(None)
+        _made.clear()
+
+
 async def test_threads_end_with_their_worker() -> None:
     """After shutdown no thread of the pool is left."""
     before = set(threading.enumerate())
@@ -589,7 +612,7 @@ async def test_whoever_is_told_of_errors_cannot_keep_the_answer(
         told.append(error)
         raise OSError("nobody reads this")
 
-    pair[1].on_handler_error = tell
+    pair[1].node.engine.on_handler_error = tell
     with pytest.raises(ZeroDivisionError):
         await pair[0].call("worker1", divmod, 1, 0)
     await until(lambda: "on_handler_error of worker worker1 raised" in caplog.text)

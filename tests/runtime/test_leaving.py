@@ -19,13 +19,17 @@ from aiorpc import (
     RendezvousError,
     RpcBackendOptions,
     RpcError,
+    RpcUsageError,
     ShutdownReport,
     Worker,
     WorkerClosed,
     WorkerLeft,
 )
-from aiorpc.runtime import life
+from aiorpc.protocol.states import WorkerState
+from aiorpc.runtime import life, node
+from aiorpc.runtime.engine import engine
 from aiorpc.runtime.group import group
+from aiorpc.runtime.group.listening import Listeners
 from aiorpc.runtime.meeting.membership import FreeWorld
 from aiorpc.runtime.meeting.stores import StoreGone
 from aiorpc.testing import cluster
@@ -72,7 +76,7 @@ async def leave() -> ShutdownReport:
 
 def stop_reading(reader: Worker, sender: str) -> None:
     """From now on what that worker sends stays in the socket, as with a stopped process."""
-    (service,) = (each for each in reader.services if each.peer.name == sender)
+    (service,) = (each for each in reader.node.services if each.peer.name == sender)
     reader.loop.remove_reader(service.connection._fd)
 
 
@@ -89,7 +93,7 @@ async def test_goodbye_behind_much_data_arrives(trio: list[Worker]) -> None:
     assert await leaver.call("worker2", abs, -3) == 3
     events = seer.events()
     heard = asyncio.ensure_future(anext(events))
-    await until(lambda: seer.news.listeners)
+    await until(lambda: seer.node.news.listeners)
     call = leaver.call("worker2", torch.numel, LARGE)
     await leaver.shutdown(graceful=False)
     assert isinstance(call.exception(), WorkerClosed)
@@ -101,9 +105,9 @@ async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives such a peer a bounded time, and returns with every socket closed."""
-    monkeypatch.setattr(life, "_CONNECTION_GRACE", 0.05)
+    monkeypatch.setattr(node, "_CONNECTION_GRACE", 0.05)
     assert await pair[0].call("worker1", abs, -3) == 3
-    deaf, connections = list(pair[1].connections), list(pair[0].connections)
+    deaf, connections = list(pair[1].node.engine.connections), list(pair[0].node.engine.connections)
     assert len(deaf) == len(connections) == 2
     for connection in deaf:
         pair[1].loop.remove_reader(connection._fd)
@@ -118,7 +122,7 @@ async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read(
 async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped or busy, it may have calls under way: the leader asks again until it has an answer."""
     tries = 0
-    activity = pair[1].activity
+    activity = pair[1].node.activity
 
     def silent() -> tuple[bool, int]:
         nonlocal tries
@@ -127,7 +131,7 @@ async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker], mon
             raise RuntimeError("no answer")
         return activity()
 
-    monkeypatch.setattr(pair[1], "activity", silent)
+    monkeypatch.setattr(pair[1].node, "activity", silent)
     reports = await asyncio.gather(*(each.shutdown() for each in pair))
     assert tries > 6 and [report.timed_out for report in reports] == [False, False]
 
@@ -141,8 +145,8 @@ async def test_a_member_that_hears_no_poll_keeps_the_group_together(
     call = pair[1].call("worker1", wait_at_the_gate)
     await until(lambda: gate.entered)
     leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
-    await until(lambda: len(pair[0].group._entered) == 2)
-    (service,) = (each for each in pair[1].services if each.peer.name == "worker0")
+    await until(lambda: len(pair[0].node.group._entered) == 2)
+    (service,) = (each for each in pair[1].node.services if each.peer.name == "worker0")
     stop_reading(pair[1], "worker0")
     before = pair[0].statistics().calls_timed_out
     await until(lambda: pair[0].statistics().calls_timed_out >= before + 4 or any(each.done() for each in leaving))
@@ -172,8 +176,8 @@ async def test_a_loss_bounds_the_wait_for_those_who_work_on() -> None:
     """A member that never enters is waited for only until `loss_grace` after somebody was lost."""
     async with cluster(3, options=RpcBackendOptions(loss_grace=0.1)) as (a, b, c):
         leaving = asyncio.ensure_future(a.shutdown())
-        await until(lambda: a.id in a.group._entered)
-        a.group.on_lost(c.record, "for the test")
+        await until(lambda: a.id in a.node.group._entered)
+        a.node.group.on_lost(c.node.engine.record, "for the test")
         report = await asyncio.wait_for(leaving, LONG)
         assert report == ShutdownReport(lost=(c.info,), timed_out=True)
         assert b.state.value == "running"
@@ -185,23 +189,23 @@ async def test_a_loss_bounds_the_wait_for_those_who_work_on() -> None:
 
 async def test_a_handler_may_shut_its_worker_down(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """The closing cancels the handler that asked for it, and goes on to its end."""
-    monkeypatch.setattr(life, "_TASKS_GRACE", 0.05)
+    monkeypatch.setattr(engine, "TASKS_GRACE", 0.05)
     with pytest.raises(PeerClosed, match="worker1"):
         await pair[0].call("worker1", leave)
     assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
-    assert pair[1].pool.threads == 0 and not os.path.exists(pair[1].record.unix_path)
+    assert pair[1].node.engine.pool.threads == 0 and not os.path.exists(pair[1].node.engine.record.unix_path)
 
 
 async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a worker is never left: who waits is cancelled once all is closed, and later calls get the report."""
-    monkeypatch.setattr(life, "_POOL_GRACE", 0.1)
+    monkeypatch.setattr(node, "POOL_GRACE", 0.1)
     a = await alone()
     call = a.call("a", wait_at_the_gate)
     await until(lambda: gate.entered)
-    assert a.rendezvous is not None and a.rendezvous._held is not None
-    secret = a.rendezvous._held.path
+    assert a.node.rendezvous is not None and a.node.rendezvous._held is not None
+    secret = a.node.rendezvous._held.path
     assert secret is not None and secret.exists()
     leaving = asyncio.ensure_future(a.shutdown(graceful=False))
     await until(lambda: a.closed)
@@ -209,11 +213,11 @@ async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    assert not secret.exists() and not os.path.exists(a.record.unix_path)
+    assert not secret.exists() and not os.path.exists(a.node.engine.record.unix_path)
     assert await asyncio.wait_for(a.shutdown(), LONG) == ShutdownReport()
     assert isinstance(call.exception(), WorkerClosed)
     gate.open.set()
-    await until(lambda: a.pool.threads == 0)
+    await until(lambda: a.node.engine.pool.threads == 0)
 
 
 async def test_graceful_shutdown_that_is_cancelled_leaves_at_once() -> None:
@@ -221,7 +225,7 @@ async def test_graceful_shutdown_that_is_cancelled_leaves_at_once() -> None:
     async with cluster(2) as workers:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(workers[0].shutdown(), 0.05)
-        assert workers[0].closed and not os.path.exists(workers[0].record.unix_path)
+        assert workers[0].closed and not os.path.exists(workers[0].node.engine.record.unix_path)
         assert (await workers[0].shutdown()).timed_out
         with pytest.raises(RpcError):
             await workers[1].call("worker0", abs, -3)
@@ -238,14 +242,23 @@ async def test_shutdown_again_with_a_loop_of_its_own() -> None:
     assert await a.shutdown() is report
 
 
-async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(caplog: pytest.LogCaptureFixture) -> None:
+async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loop ends after the clean-up, not under it: no socket is left, and no task is destroyed while pending."""
+    opened: list[Listeners] = []
+
+    def listen(*args: Any, **options: Any) -> Listeners:
+        opened.append(Listeners(*args, **options))
+        return opened[0]
+
+    monkeypatch.setattr(life, "Listeners", listen)
     a = aiorpc.init(
         "a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=20)
     )
     joining = asyncio.ensure_future(a.start())
-    await until(lambda: len(a._acceptor._listeners) == 2)
-    path = a._acceptor._listeners[0][1]
+    await until(lambda: len(opened) == 1 and len(opened[0].sockets()) == 2)
+    path = opened[0].unix_path
     with caplog.at_level(logging.WARNING):
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -274,7 +287,7 @@ async def test_init_that_is_given_up_can_be_tried_again() -> None:
     a, b = make(0), make(1)
     await asyncio.wait_for(asyncio.gather(a.start(), b.start()), LONG)
     assert await asyncio.wait_for(a.call("w1", abs, -3), LONG) == 3
-    assert a.group.members[1] == b.record
+    assert a.node.group.members[1] == b.node.engine.record
     await asyncio.gather(a.shutdown(), b.shutdown())
 
 
@@ -331,10 +344,10 @@ async def test_a_store_that_does_not_answer_is_left_without_a_word(
     monkeypatch.setattr(life, "_STORE_GRACE", 0.1)
     stuck = Stuck()
     async with cluster(1, dynamic=True) as (worker,):
-        assert worker.rendezvous is not None and worker.rendezvous._held is not None
-        secret = worker.rendezvous._held.path
+        assert worker.node.rendezvous is not None and worker.node.rendezvous._held is not None
+        secret = worker.node.rendezvous._held.path
         assert secret is not None and secret.exists()
-        monkeypatch.setattr(worker.rendezvous, "leave", stuck)
+        monkeypatch.setattr(worker.node.rendezvous, "leave", stuck)
         await asyncio.wait_for(worker.shutdown(graceful), LONG)
         assert stuck.entered.is_set() and worker.closed
         assert "worker worker0 left without a word to the store of" in caplog.text
@@ -347,7 +360,7 @@ async def test_leaving_waits_for_what_is_under_way_at_the_store(monkeypatch: pyt
     """A thread that is left inside of torch when the interpreter ends takes the process down."""
     stuck = Stuck()
     async with cluster(1, dynamic=True) as (worker,):
-        monkeypatch.setattr(worker.rendezvous, "serve_secret_requests", stuck)
+        monkeypatch.setattr(worker.node.rendezvous, "serve_secret_requests", stuck)
         assert await asyncio.to_thread(stuck.entered.wait, 10)
         leaving = asyncio.ensure_future(worker.shutdown())
         await until(lambda: worker.closed)
@@ -368,7 +381,7 @@ async def test_nobody_looks_at_a_store_that_has_gone(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(life, "_SERVING_PAUSE", 0.001)
     async with cluster(1, dynamic=True) as (worker,):
-        monkeypatch.setattr(worker.rendezvous, "serve_secret_requests", gone)
+        monkeypatch.setattr(worker.node.rendezvous, "serve_secret_requests", gone)
         await until(lambda: len(looks) == 2)
         await asyncio.sleep(0.05)
     assert len(looks) == 2
@@ -381,7 +394,7 @@ async def test_without_the_store_unknown_workers_cannot_be_found(monkeypatch: py
         raise StoreGone("the store no longer answers")
 
     async with cluster(1, dynamic=True) as (worker,):
-        monkeypatch.setattr(worker.rendezvous, "members", gone)
+        monkeypatch.setattr(worker.node.rendezvous, "members", gone)
         with pytest.raises(RendezvousError, match="'worker0' cannot find 'nobody': the store no longer answers"):
             await worker.call("nobody", abs, -3)
         with pytest.raises(RendezvousError, match="the store no longer answers"):
@@ -400,3 +413,41 @@ async def test_no_directory_for_sockets_is_an_error_of_ours(monkeypatch: pytest.
     with pytest.raises(RendezvousError, match="worker 'a' has no directory for its sockets: /tmp/x is not"):
         await worker
     assert worker.closed
+
+
+async def test_shutdown_while_it_joins_gives_that_up() -> None:
+    """`start` says so at once, and nothing of the worker is left; later calls have nothing to do."""
+    a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
+    joining = asyncio.ensure_future(a.start())
+    await until(lambda: a.state is WorkerState.STARTING)
+    assert await asyncio.wait_for(a.shutdown(), LONG) == ShutdownReport()
+    with pytest.raises(WorkerClosed, match="before it had joined"):
+        await joining
+    assert a.state is WorkerState.CLOSED
+    assert await a.shutdown() == ShutdownReport()
+    with pytest.raises(WorkerClosed):
+        a.call("a", abs, -1)
+
+
+async def test_shutdown_from_another_loop_is_refused_while_it_joins() -> None:
+    """A worker that joins on one loop is shut down there; who tries elsewhere is told, and harms nothing."""
+    a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
+    joining = asyncio.ensure_future(a.start())
+    await until(lambda: a.state is WorkerState.STARTING and a._life.loop is not None)
+    with pytest.raises(RpcUsageError, match="another loop"):
+        await asyncio.to_thread(lambda: asyncio.run(a.shutdown()))
+    joining.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert a.state is WorkerState.CLOSED
+
+
+async def test_a_worker_that_is_dropped_while_it_joins_is_closed() -> None:
+    """As one that dies then."""
+    a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
+    joining = asyncio.ensure_future(a.start())
+    await until(lambda: a.state is WorkerState.STARTING)
+    await a.drop()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert a.state is WorkerState.CLOSED

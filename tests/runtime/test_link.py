@@ -91,14 +91,14 @@ WAYS = pytest.mark.parametrize("options", [TCP, OFF], ids=["tcp", "unix"])
 
 def calling(worker: Worker, name: str = "worker1") -> Link:
     """The link that this worker has opened."""
-    link = worker.peers.find(name).link
+    link = worker.node.peers.find(name).link
     assert link is not None
     return link
 
 
 def serving(worker: Worker) -> Link:
     """The link that others have opened to it."""
-    (service,) = [service for service in worker.services if service.peer.name != worker.name]
+    (service,) = [service for service in worker.node.services if service.peer.name != worker.name]
     return service.link
 
 
@@ -114,7 +114,7 @@ async def until_nothing_under_way(*workers: Worker) -> None:
         return [
             (worker.name, link.bulk.sending, link.bulk.receiving, len(link.held))
             for worker in workers
-            for link in worker.links()
+            for link in worker.node.links.all()
             if link.bulk.sending or link.bulk.receiving or link.held
         ]
 
@@ -194,7 +194,7 @@ async def test_one_message_goes_by_all_channels() -> None:
             assert new["inline"] >= old["inline"] + 1
         del back
         await until_nothing_under_way(*workers)
-        await until(lambda: all(worker.memory.arena.used == 0 for worker in workers))
+        await until(lambda: all(worker.node.memory.arena.used == 0 for worker in workers))
 
 
 @WAYS
@@ -299,7 +299,7 @@ async def test_a_call_given_up_in_mid_transfer_leaves_nothing(
         await call
     await until_nothing_under_way(*tcp)
     assert await tcp[0].call("worker1", echo, 5) == 5
-    assert served == [] and not any(service.calls for service in tcp[1].services if service.peer.name == "worker0")
+    assert served == [] and not any(service.calls for service in tcp[1].node.services if service.peer.name == "worker0")
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3])
@@ -373,7 +373,7 @@ async def test_bytes_of_a_second_connection_that_has_ended_still_count(tcp: list
     assert torch.equal(await tcp[0].call("worker1", echo, large(0, MIDDLE)), large(0, MIDDLE))
     link, before = calling(tcp[0]), tcp[0].statistics().bytes_sent
     await tcp[1].shutdown(graceful=False)
-    await until(lambda: link not in tcp[0].links())
+    await until(lambda: link not in tcp[0].node.links.all())
     assert tcp[0].statistics().bytes_sent >= before > large(0, MIDDLE).nbytes
 
 
@@ -441,7 +441,7 @@ async def test_a_stream_ends_at_an_item_without_memory(tcp: list[Worker], short:
         async for item in stream:
             items.append(item)
     assert [len(item) for item in items] == sizes[:2]
-    await until(lambda: not any(service.user_calls() for service in tcp[1].services))
+    await until(lambda: not any(service.user_calls() for service in tcp[1].node.services))
     await until_nothing_under_way(*tcp)
 
 
@@ -449,7 +449,7 @@ async def test_what_cannot_be_sent_leaves_nothing_lent(monkeypatch: pytest.Monke
     """One channel has taken its buffer when the next one fails: the call fails, and the first takes it back."""
     async with cluster(2, options=RpcBackendOptions(shared_memory=4 * MIB)) as workers:
         await until_sharing(workers)
-        await until(lambda: workers[0].memory.lent == 0)
+        await until(lambda: workers[0].node.memory.lent == 0)
 
         def fail(*args: Any) -> Any:
             raise MemoryError("not now")
@@ -458,7 +458,7 @@ async def test_what_cannot_be_sent_leaves_nothing_lent(monkeypatch: pytest.Monke
             patch.setattr(Bulk, "send", fail)
             with pytest.raises(RpcError, match="could not be sent: not now"):
                 await workers[0].call("worker1", note, large(0, MIDDLE), large(0, 2 * COUNT))
-        await until(lambda: workers[0].memory.lent == 0, 2)
+        await until(lambda: workers[0].node.memory.lent == 0, 2)
         assert await workers[0].call("worker1", note, large()) == 1
 
 
@@ -515,7 +515,7 @@ async def test_a_pair_that_leaves_closes_both_connections(tcp: list[Worker]) -> 
     assert await call == 1
     await asyncio.gather(*(worker.shutdown() for worker in tcp))
     assert all(pipe is not None and pipe.closed for pipe in pipes)
-    assert [worker.group.lost for worker in tcp] == [type(tcp[0].group.lost)()] * 2
+    assert [worker.node.group.lost for worker in tcp] == [type(tcp[0].node.group.lost)()] * 2
 
 
 # --- who shares memory ------------------------------------------------------------------------------------------------

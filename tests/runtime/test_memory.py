@@ -18,8 +18,9 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, SerializationError, Worker
-from aiorpc.channels import arena, shared
+from aiorpc.channels import arena
 from aiorpc.channels.shared import SharedMemory
+from aiorpc.channels.shared_messages import MESSAGES, Offer
 from aiorpc.channels.shm import Borrower
 from aiorpc.options import SHARE_SIZE
 from aiorpc.runtime.links import link
@@ -141,9 +142,9 @@ async def until_all_back(*workers: Worker, collect: bool = False) -> None:
             await until(lambda: gc.collect() < 0 or not lent(*workers))
         await until(lambda: not lent(*workers), 5)
     except AssertionError:
-        blocks = {worker.name: worker.memory.arena.blocks for worker in workers}
+        blocks = {worker.name: worker.node.memory.arena.blocks for worker in workers}
         raise AssertionError(f"{lent(*workers)} bytes are still lent; blocks in use: {blocks}") from None
-    assert all(worker.memory.arena.used == 0 for worker in workers)
+    assert all(worker.node.memory.arena.used == 0 for worker in workers)
 
 
 async def warm(sender: Worker, receiver: Worker) -> None:
@@ -432,7 +433,7 @@ async def test_no_memory_at_all_is_counted_and_no_error(monkeypatch: pytest.Monk
         await workers[0].call("worker1", drop)
         for seed in range(3):
             assert torch.equal(await workers[0].call("worker1", echo, large(seed)), large(seed))
-        await until(lambda: workers[0].memory.arena.last_refusal == "memory: No space left on device")
+        await until(lambda: workers[0].node.memory.arena.last_refusal == "memory: No space left on device")
         assert torch.equal(await workers[0].call("worker1", echo, large()), large())
         shared = workers[0].statistics().channels["shared memory"]
         assert shared.sent == 0 and shared.refused.keys() == {"cold", "memory: No space left on device"}
@@ -510,14 +511,14 @@ async def test_over_its_share_a_peer_copies_out(keeper: Keeper) -> None:
 async def test_a_second_segment_is_offered_when_the_first_is_full(keeper: Keeper) -> None:
     """Messages go inline until it is mapped, and through it afterwards."""
     async with cluster(2, options=RpcBackendOptions(shared_memory=64 * MIB)) as workers:
-        workers[0].memory.arena._segment_size = 4 * MIB
+        workers[0].node.memory.arena._segment_size = 4 * MIB
         await warm(*workers)
-        indices = [segment.index for segment in workers[0].memory.arena.segments]
+        indices = [segment.index for segment in workers[0].node.memory.arena.segments]
         for seed in range(24):
             await workers[0].call("worker1", keep, large(seed))
         tensor = large(count=MIB)
         await until_shared(workers[0], tensor)
-        assert indices == [0] and len(workers[0].memory.arena.segments) > 1
+        assert indices == [0] and len(workers[0].node.memory.arena.segments) > 1
         keeper.kept.clear()
         await until_all_back(*workers)
 
@@ -660,12 +661,12 @@ async def test_what_cannot_be_sent_leaves_nothing_lent(warmed: list[Worker]) -> 
     """A large argument before one that cannot be serialised, or before a body that is too long."""
     with pytest.raises(SerializationError, match="argument 1 of"):
         await warmed[0].call("worker1", drop, large(), threading.Lock())
-    assert lent(warmed[0]) == 0 and warmed[0].memory.arena.used == 0
-    peer = warmed[0].peers.find("worker1")
+    assert lent(warmed[0]) == 0 and warmed[0].node.memory.arena.used == 0
+    peer = warmed[0].node.peers.find("worker1")
     peer.max_body = 1000
     with pytest.raises(SerializationError, match="too large"):
         await warmed[0].call("worker1", drop, large(), "x" * 2000)
-    assert lent(warmed[0]) == 0 and warmed[0].memory.arena.used == 0
+    assert lent(warmed[0]) == 0 and warmed[0].node.memory.arena.used == 0
 
 
 async def test_results_that_cannot_be_sent_leave_nothing_lent(warmed: list[Worker]) -> None:
@@ -727,8 +728,8 @@ async def test_statistics_after_a_connection_ended_count_once(warmed: list[Worke
     """What the other side keeps stays lent, once; the process is the same, so nothing proves that it let go."""
     await warmed[0].call("worker1", keep, large())
     await warmed[1].shutdown(graceful=False)
-    await until(lambda: warmed[0].peers.find(1).gone)
-    await until(lambda: not warmed[0].memory._shared)
+    await until(lambda: warmed[0].node.peers.find(1).gone)
+    await until(lambda: not warmed[0].node.memory._shared)
     assert lent(warmed[0]) == large().nbytes
     assert torch.equal(keeper.kept[0], large())
 
@@ -745,10 +746,10 @@ async def test_large_messages_while_the_other_side_leaves_are_no_error(caplog: p
 
 async def test_an_offer_that_meets_a_closed_worker_is_nothing(warmed: list[Worker]) -> None:
     """Threads for mapping are gone by then: no error, no broken connection."""
-    channel = next(iter(warmed[1].services)).link.shared
+    channel = next(iter(warmed[1].node.services)).link.shared
     assert channel is not None
     channel.close()
-    channel.on_message([shared.OFFER, 7, 3, 4096, bytes(16)])
+    channel.on_message(MESSAGES.write(Offer(7, 3, 4096, bytes(16))))
     channel.close()
 
 
@@ -785,16 +786,16 @@ def fork_and_drop(tensor: torch.Tensor) -> int:
 async def test_two_thousand_megabytes_keep_one_segment(warmed: list[Worker]) -> None:
     """Blocks are used again: the arenas stay as they were after the first call."""
     tensor = torch.arange(MIB // 4, dtype=torch.float32)
-    sizes = [worker.memory.arena.size for worker in warmed]
+    sizes = [worker.node.memory.arena.size for worker in warmed]
     resident = 0
     for turn in range(2000):
         back = await warmed[0].call("worker1", aecho, tensor)
         if turn == 20:
-            resident = sum(worker.memory.arena.resident for worker in warmed)
+            resident = sum(worker.node.memory.arena.resident for worker in warmed)
     assert torch.equal(back, tensor)
-    assert [worker.memory.arena.size for worker in warmed] == sizes
-    assert all(len(worker.memory.arena.segments) == 1 for worker in warmed)
-    assert sum(worker.memory.arena.resident for worker in warmed) <= 2 * resident
+    assert [worker.node.memory.arena.size for worker in warmed] == sizes
+    assert all(len(worker.node.memory.arena.segments) == 1 for worker in warmed)
+    assert sum(worker.node.memory.arena.resident for worker in warmed) <= 2 * resident
     assert all(refused(worker) == {} for worker in warmed)
     del back
     await until_all_back(*warmed)

@@ -60,7 +60,7 @@ async def test_remote_and_stream_are_refused_alike(gate: Gate) -> None:
         for verb in (workers[0].remote, workers[0].stream):
             with pytest.raises(Overloaded):
                 verb("worker1", wait, 1)
-        await until(lambda: not workers[0].references.counts().users)
+        await until(lambda: not workers[0].node.references.counts().users)
         gate.open.set()
         assert await call == 1
 
@@ -100,7 +100,7 @@ async def test_users_calls_do_not_refuse_the_runtimes(gate: Gate) -> None:
             calls.append(workers[1].call("worker0", wait_async, number))
             await until(lambda: workers[0].statistics().calls_running == len(calls))
         leaving = asyncio.ensure_future(workers[1].shutdown())
-        await until(lambda: leaving.done() or workers[1].id in workers[0].group._entered)
+        await until(lambda: leaving.done() or workers[1].id in workers[0].node.group._entered)
         assert not leaving.done()
         gate.open.set()
         assert await asyncio.gather(*calls) == [0, 1]
@@ -121,7 +121,7 @@ async def test_a_refused_first_call_does_not_spoil_its_function(gate: Gate) -> N
 async def test_calls_given_up_before_their_worker_joined_are_taken_back() -> None:
     """What timed out waiting for a name is neither kept nor sent, and nobody goes on looking for the name."""
     async with cluster(1, dynamic=True) as (worker,):
-        peer = worker.peers.find("nobody")
+        peer = worker.node.peers.find("nobody")
         for _ in range(3):
             calls = [worker.peer("nobody", timeout=0.02).call(torch.numel, torch.zeros(1000)) for _ in range(5)]
             assert len(peer._waiting) == 5
@@ -137,9 +137,9 @@ async def test_calls_given_up_count_as_long_as_they_wait_to_be_sent(pair: list[W
     limit = 3
     pair[0].options.max_pending_calls = limit
     assert await pair[0].call("worker1", abs, -1) == 1
-    (service,) = (each for each in pair[1].services if each.peer.name == "worker0")
+    (service,) = (each for each in pair[1].node.services if each.peer.name == "worker0")
     pair[1].loop.remove_reader(service.connection._fd)
-    peer = pair[0].peers.find("worker1")
+    peer = pair[0].node.peers.find("worker1")
     connection, link = peer.connection, peer.link
     assert connection is not None and link is not None
     link.bulk._least = 1 << 40  # what goes in chunks is dropped with its call, and fills nothing

@@ -16,7 +16,7 @@ import torch
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef, Worker
-from aiorpc.runtime.engine.current import current_worker
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until, until_no_references
 
@@ -143,13 +143,13 @@ async def test_remote_returns_at_once(workers: list[Worker], gate: Gate) -> None
 
 async def test_both_forms_of_remote(workers: list[Worker]) -> None:
     """remote(to, func, *args) and torch's remote(to, func, args=(...)); a lone tuple or list is torch's args."""
-    token = current_worker.set(workers[0])
+    token = current_node.set(workers[0].node)
     one, two = aiorpc.remote("worker1", divmod, 7, 2), aiorpc.remote("worker1", divmod, (7, 2))
     three = aiorpc.remote("worker1", divmod, args=[7, 2])
     four = aiorpc.remote("worker1", dict, args=(), kwargs={"a": 1}, timeout=5)
     five = aiorpc.peer("worker1").remote(sum, (1, 2))
     assert [await rref for rref in (one, two, three, four, five)] == [(3, 1), (3, 1), (3, 1), {"a": 1}, 3]
-    current_worker.reset(token)
+    current_node.reset(token)
 
 
 def _given(*args: Any, **kwargs: Any) -> Any:
@@ -179,9 +179,9 @@ async def test_which_form_of_remote_is_meant(
     workers: list[Worker], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Any
 ) -> None:
     """torch's form where everything that follows the function is of the kinds that torch takes there."""
-    token = current_worker.set(workers[0])
+    token = current_node.set(workers[0].node)
     assert await aiorpc.remote("worker1", _given, *args, **kwargs) == wanted
-    current_worker.reset(token)
+    current_node.reset(token)
 
 
 async def test_special_methods_by_proxy(workers: list[Worker]) -> None:
@@ -195,13 +195,13 @@ async def test_special_methods_by_proxy(workers: list[Worker]) -> None:
 
 async def test_remote_by_keywords(workers: list[Worker]) -> None:
     """torch's names of the first two; a function's own keywords may have these names; one too few is a TypeError."""
-    token = current_worker.set(workers[0])
+    token = current_node.set(workers[0].node)
     assert await aiorpc.remote(to="worker1", func=_given, args=(1,)) == ((1,), {})
     assert await aiorpc.remote("worker1", func=_given) == ((), {})
     assert await aiorpc.remote("worker1", _given, to=1, func=2) == ((), {"to": 1, "func": 2})
     with pytest.raises(TypeError, match="'func'"):
         aiorpc.remote("worker1")  # type: ignore[call-overload]  # what is missing is the point
-    current_worker.reset(token)
+    current_node.reset(token)
 
 
 async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: list[Worker]) -> None:
@@ -217,7 +217,7 @@ async def test_a_copy_is_fetched_and_the_owner_has_the_value_itself(workers: lis
 
 async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     """RRef(value) is owned here, confirmed from the beginning, and readable everywhere."""
-    token = current_worker.set(workers[0])
+    token = current_node.set(workers[0].node)
     thing = Thing(3)
     rref = RRef(thing)
     assert rref.is_owner() and rref.confirmed_by_owner() and rref.local_value() is thing
@@ -225,7 +225,7 @@ async def test_a_reference_to_a_value_made_here(workers: list[Worker]) -> None:
     assert await workers[0].call("worker1", read, rref) == 3
     assert await workers[0].call("worker2", forward, rref, "worker1") == 3
     assert await rref.rpc_async().get() == 3
-    current_worker.reset(token)
+    current_node.reset(token)
     del thing
 
 
@@ -335,7 +335,7 @@ async def test_passing_on_before_the_value_exists(workers: list[Worker], gate: G
     calls = [workers[0].call(f"worker{to}", kind, rref) for to in range(3) for kind in (read, read_async)]
     del rref
     gc.collect()
-    await until(lambda: workers[1].references.counts().forks >= 1)
+    await until(lambda: workers[1].node.references.counts().forks >= 1)
     gate.open.set()
     assert await asyncio.gather(*calls) == [6] * 6
 
@@ -456,7 +456,7 @@ async def test_the_owner_frees_when_the_last_holder_is_gone(workers: list[Worker
     watch = weakref.ref(gate.kept[1].local_value())
     del rref
     gc.collect()
-    await until(lambda: workers[0].references.counts().users == 0)
+    await until(lambda: workers[0].node.references.counts().users == 0)
     gate.kept.pop()
     gc.collect()
     assert await workers[2].call("worker2", read, gate.kept[0]) == 1 and watch() is not None
@@ -515,9 +515,9 @@ class Explodes:
 async def test_what_remains_at_shutdown_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """With owner, type and the line that made it, at the owner and at the user; in the report and in the log."""
     async with cluster(2) as workers:
-        token = current_worker.set(workers[1])
+        token = current_node.set(workers[1].node)
         own = RRef(Thing(2))
-        current_worker.reset(token)
+        current_node.reset(token)
         rref = workers[0].remote("worker1", Thing, 1)
         await rref
         with caplog.at_level(logging.INFO, "aiorpc"):
@@ -552,7 +552,7 @@ async def test_references_of_a_worker_that_left(workers: list[Worker]) -> None:
         await mine
         await theirs
         await others[1].shutdown(graceful=False)
-        await until(lambda: others[0].references.counts().owned == 0)
+        await until(lambda: others[0].node.references.counts().owned == 0)
         with pytest.raises(RpcError, match="worker1"):
             await mine
     del mine, theirs

@@ -9,15 +9,15 @@ import pytest
 
 from aiorpc import PeerClosed, PeerLost, RpcCancelled, Worker
 from aiorpc.protocol.states import SERVED, ServedEvent, ServedState
-from aiorpc.runtime.engine.current import CallContext, current_call
+from aiorpc.runtime.calls.current import ServedCall, current_call
 from tests.observed import Observed
 from tests.runtime.waiting import until
 
-_served: list[CallContext] = []
+_served: list[ServedCall] = []
 
 
 @pytest.fixture
-def served() -> Iterator[list[CallContext]]:
+def served() -> Iterator[list[ServedCall]]:
     """The calls whose handlers have run."""
     yield _served
     _served.clear()
@@ -35,9 +35,9 @@ async def handler(what: str) -> str:
     return "done"
 
 
-def state_of(worker: Worker, context: CallContext) -> ServedState:
+def state_of(worker: Worker, context: ServedCall) -> ServedState:
     """What the code has instead of an attribute."""
-    if any(each is context for service in list(worker.services) for each in service.calls.values()):
+    if any(each is context for service in list(worker.node.services) for each in service.calls.values()):
         return ServedState.RUNNING
     assert context.cancelled != context.replied, "it ended in one way, and not in both"
     return ServedState.CANCELLED if context.cancelled else ServedState.ANSWERED
@@ -45,7 +45,7 @@ def state_of(worker: Worker, context: CallContext) -> ServedState:
 
 @pytest.mark.parametrize(("what", "event"), [("return", ServedEvent.RETURNED), ("raise", ServedEvent.RAISED)])
 async def test_an_end_of_the_handler_answers(
-    pair: list[Worker], served: list[CallContext], what: str, event: ServedEvent
+    pair: list[Worker], served: list[ServedCall], what: str, event: ServedEvent
 ) -> None:
     """Whether the handler returns or raises, its call is ANSWERED."""
     call = pair[0].call("worker1", handler, what)
@@ -60,7 +60,7 @@ async def test_an_end_of_the_handler_answers(
 
 @pytest.mark.parametrize("event", [ServedEvent.GIVEN_UP, ServedEvent.DISCONNECTED, ServedEvent.CLOSED])
 async def test_an_end_of_whoever_waits_cancels(
-    pair: list[Worker], served: list[CallContext], event: ServedEvent
+    pair: list[Worker], served: list[ServedCall], event: ServedEvent
 ) -> None:
     """Whether the caller gives up, its connection ends or we shut down, the call is CANCELLED, and not before."""
     observed = Observed(SERVED)
@@ -74,7 +74,7 @@ async def test_an_end_of_whoever_waits_cancels(
     elif event is ServedEvent.CLOSED:
         await pair[1].shutdown(graceful=False)
     else:
-        (service,) = (each for each in pair[1].services if context in each.calls.values())
+        (service,) = (each for each in pair[1].node.services if context in each.calls.values())
         service.connection.abort()
     with pytest.raises((RpcCancelled, PeerClosed, PeerLost)):
         await call

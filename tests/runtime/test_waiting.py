@@ -14,8 +14,9 @@ import torch
 from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker, rpc_async, rpc_sync
 from aiorpc.errors import PeerLost, RpcError, WouldBlockLoop
 from aiorpc.futures import wait_all
-from aiorpc.protocol.frames import Frame
+from aiorpc.protocol.frames import ERROR, REPLY
 from aiorpc.runtime.caller.peer import Peer
+from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
 from tests import scripts
 
@@ -31,10 +32,10 @@ async def awake() -> AsyncIterator[list[Worker]]:
     async with cluster(2, options=options) as workers, asyncio.timeout(LIMIT):
         for worker, other in (workers, workers[::-1]):
             # The first call connects; the first that has to wait after it asks the loop to share its reading.
-            while not is_shared(worker.peers.find(other.name)):
+            while not is_shared(worker.node.peers.find(other.name)):
                 await scripts.run(worker, rpc_sync, other.name, echo, (0,))
         # A handler's thread that is not back yet counts as a job, beside which no thread stays awake.
-        await until(lambda: all(worker.pool.idle == worker.pool.threads for worker in workers))
+        await until(lambda: all(worker.node.engine.pool.idle == worker.node.engine.pool.threads for worker in workers))
         yield workers
 
 
@@ -45,26 +46,37 @@ def is_shared(peer: Peer) -> bool:
 
 def is_awake(worker: Worker) -> bool:
     """Whether a thread stays awake for an answer. Without taking the lock to see: who came just then would sleep."""
-    return "unlocked" not in repr(worker.pool._awake)
+    return "unlocked" not in repr(worker.node.engine.pool._awake)
 
 
 def is_reading(worker: Worker) -> bool:
     """Whether a thread reads what comes from worker1, in place of the loop."""
-    connection = worker.peers.find("worker1").connection
+    connection = worker.node.peers.find("worker1").connection
     return connection is not None and "unlocked" not in repr(connection._reading)
 
 
 @pytest.fixture
-def readers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The thread that read each answer."""
+def readers(awake: list[Worker]) -> list[int]:
+    """The thread that read each answer of worker0."""
+    return watch_readers(awake[0])
+
+
+def watch_readers(worker: Worker) -> list[int]:
+    """Gets the thread that reads each answer, from now on."""
     found: list[int] = []
-    on_answer = Peer.on_answer
 
-    def spy(peer: Peer, frame: Frame) -> None:
-        found.append(threading.get_ident())
-        on_answer(peer, frame)
+    class Spy:
+        def leaving(self, passage: Passage, send: Callable[[], None], drop: Callable[[], None]) -> None:
+            send()
 
-    monkeypatch.setattr(Peer, "on_answer", spy)
+        def arriving(self, passage: Passage) -> None:
+            if passage.kind in (REPLY, ERROR):
+                found.append(threading.get_ident())
+
+        def holds(self) -> bool:
+            return False
+
+    worker.node.engine.observers = (Spy(),)
     return found
 
 
@@ -141,11 +153,11 @@ async def test_errors_come_the_same_way(awake: list[Worker], readers: list[int])
     assert await scripts.run(awake[0], read_by_itself, readers, call)
 
 
-async def test_without_busy_wait_the_loop_reads(readers: list[int]) -> None:
+async def test_without_busy_wait_the_loop_reads() -> None:
     """busy_wait=0: threads sleep until the loop wakes them."""
     async with cluster(2, options=RpcBackendOptions(dedicated_loop=True, busy_wait=0)) as workers:
         call = partial(rpc_sync, "worker1", echo, (1,))
-        assert not await scripts.run(workers[0], read_by_itself, readers, call)
+        assert not await scripts.run(workers[0], read_by_itself, watch_readers(workers[0]), call)
 
 
 async def test_all_of_several_are_waited_for(awake: list[Worker]) -> None:
@@ -301,7 +313,7 @@ async def test_the_end_of_a_peer_ends_a_wait_that_is_awake(awake: list[Worker]) 
     future = await scripts.run(awake[0], partial(rpc_async, "worker1", forever))
     waiting = asyncio.ensure_future(scripts.run(awake[0], future.wait))
     await until(partial(is_awake, awake[0]))
-    for service in list(awake[1].services):
+    for service in list(awake[1].node.services):
         service.connection.abort()
     with pytest.raises(PeerLost):
         await waiting

@@ -34,7 +34,7 @@ async def until_no_references(workers: Sequence[Worker]) -> None:
     empty = Counts(0, 0, 0, 0, 0, 0, 0)
 
     def are_empty() -> bool:
-        if all(worker.references.counts() == empty for worker in workers):
+        if all(worker.node.references.counts() == empty for worker in workers):
             return True
         # Tracebacks of errors that a test caught hold its locals, in cycles; until just now a thread that woke the test
         # may have been on its way out with such an error, and nothing here makes the collector run again.
@@ -44,4 +44,4 @@ async def until_no_references(workers: Sequence[Worker]) -> None:
     try:
         await until(are_empty)
     except AssertionError:
-        raise AssertionError([worker.references.counts() for worker in workers]) from None
+        raise AssertionError([worker.node.references.counts() for worker in workers]) from None

@@ -13,20 +13,8 @@ of the stream: the sender may write to it right after. What does not fit into th
 and follows when there is room. `receive` enqueues its copies on the current streams, and has received a buffer when
 the last copy is enqueued.
 
-What the ends tell each other. A transfer is one buffer on its way; a box is the outbox of one of the sender's devices.
-
-    (wire)  transfer, target, bytes, chunks     chunk: box, slot, start, bytes; or the number it was handed over by
-    offer   box, uuid, target, handle, [event handles], [slots], nonce
-                                                open this; the first slot begins with the nonce
-    opened  box                                 done, and the nonce was there
-    refused box, reason                         it cannot be opened
-    chunks  transfer, [chunks]                  more of it
-    piece   transfer, start (and a buffer)      more of it, by way of the host
-    got     transfer                            one piece has been used; send another one
-    slots   [[box, slot]]                       these are yours again
-    stop    transfer, reason                    the sender: nothing more comes
-    stop    transfer, ""                        the reader: nothing more is wanted; answered with a reason
-    closed  [boxes]                             we have let go of them
+What the ends tell each other is in `messages`. A transfer is one buffer on its way; a box is the outbox of one of the
+sender's devices.
 
 Invariants
 1. A slot's event is recorded before the slot is named, and by the reader before the slot is given back.
@@ -35,30 +23,17 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import ProtocolError
 from ...protocol.frames import Buffer
 from .. import Arrived, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer
+from .messages import MESSAGES, Chunks, Closed, Got, Offer, Opened, Piece, Refused, Slots, Stop
 from .receiver import Receiver
 from .sender import Sender
-from .surroundings import (
-    CHUNKS,
-    CLOSED,
-    DIRECT,
-    GOT,
-    IPC,
-    OFFER,
-    OPENED,
-    PIECE,
-    REFUSED,
-    SLOTS,
-    STAGING,
-    STOP,
-    Surroundings,
-)
+from .surroundings import DIRECT, IPC, STAGING, Surroundings
 
 __all__ = ["DIRECT", "IPC", "STAGING", "Devices", "Surroundings"]
 
@@ -91,17 +66,6 @@ class Devices:
         self._closed = False
         self._let_go = self._gone = False
         self.released = self._receiver.released  # what `flush` would send
-        sender, receiver = self._sender, self._receiver
-        self._messages: dict[str, tuple[int, Callable[..., None]]] = {  # how many fields follow, who takes them
-            CHUNKS: (2, receiver.on_chunks),
-            SLOTS: (1, sender.on_slots),
-            GOT: (1, sender.on_got),
-            OPENED: (1, sender.on_opened),
-            REFUSED: (2, sender.on_refused),
-            CLOSED: (1, self._on_closed),
-            STOP: (2, self._on_stop),
-            OFFER: (7, self._on_offer),
-        }
 
     def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer]) -> list[Wire | None]:
         """Copy them, or begin to. Raises torch.OutOfMemoryError if there is no room on the device for a clone."""
@@ -131,8 +95,8 @@ class Devices:
     def receive(self, wires: Sequence[Wire], riders: Sequence[Buffer], arrived: Arrived) -> list[Any]:
         """Take memory for them on the current streams, and enqueue the copies of what has been sent so far."""
         received = self._receiver.receive(wires, arrived)
-        for wire in wires:
-            self.traffic.count_received(wire[2])
+        for _, _, size, _ in wires:
+            self.traffic.count_received(size)
         return received
 
     def flush(self, *, more: bool = False) -> None:
@@ -143,46 +107,45 @@ class Devices:
         """From the other end. Raises ProtocolError."""
         if self._closed:
             return
+        message = MESSAGES.read(fields)
+        sender, receiver = self._sender, self._receiver
         try:
-            tag, *rest = fields
-            count, take = self._messages[tag]
-            if len(rest) != count:
-                raise ValueError(f"{len(rest)} fields")
-            take(*rest)
+            match message:
+                case Chunks(number, chunks):
+                    receiver.on_chunks(number, chunks)
+                case Slots(slots):
+                    sender.on_slots(slots)
+                case Got(number):
+                    sender.on_got(number)
+                case Opened(box):
+                    sender.on_opened(box)
+                case Refused(box, reason):
+                    sender.on_refused(box, reason)
+                case Closed(boxes):
+                    sender.on_closed(boxes)
+                    self._around.in_background(self.let_go)
+                case Stop(number, ""):
+                    sender.on_unwanted(number)
+                case Stop(number, reason):
+                    receiver.on_stop(number, reason)
+                case Offer():
+                    self._around.in_background(receiver.open, message)
+                case Piece():
+                    raise ValueError("it has no buffer")
         except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-            raise ProtocolError(f"a message about device memory that is none: {fields!r:.100}: {error}") from None
+            raise ProtocolError(f"a message about device memory that cannot be: {message!r:.100}: {error}") from None
 
     def on_piece(self, fields: list[Any], buffer: Buffer | Exception) -> None:
         """A piece from the other end, or why it cannot be had. Raises ProtocolError."""
         if self._closed:
             return
-        try:
-            tag, number, start = fields
-            if tag != PIECE or type(number) is not int:
-                raise ValueError(f"{tag!r:.40} with a buffer")
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"a piece of a tensor that is none: {error}") from None
+        message = MESSAGES.read(fields)
+        if not isinstance(message, Piece):
+            raise ProtocolError(f"{message!r:.100} with a buffer")
         if isinstance(buffer, Exception):
-            self._receiver.on_lost(number, buffer)
+            self._receiver.on_lost(message.transfer, buffer)
         else:
-            self._receiver.on_piece(number, start, buffer)
-
-    def _on_stop(self, number: int, reason: str) -> None:
-        if type(number) is not int:
-            raise ValueError(f"transfer {number!r:.20}")
-        if reason:
-            self._receiver.on_stop(number, str(reason))
-        else:
-            self._sender.on_unwanted(number)
-
-    def _on_offer(self, number: int, *offer: Any) -> None:
-        if type(number) is not int:
-            raise ValueError(f"box {number!r:.20}")
-        self._around.in_background(self._receiver.open, number, *offer)
-
-    def _on_closed(self, numbers: list[Any]) -> None:
-        self._sender.on_closed(numbers)
-        self._around.in_background(self.let_go)
+            self._receiver.on_piece(message.transfer, message.start, buffer)
 
     def let_go(self) -> None:
         """One of the two workers leaves: close what was opened here, and say so. In a thread."""
@@ -192,7 +155,7 @@ class Devices:
         inboxes = self._receiver.take_inboxes()
         for inbox in inboxes.values():
             inbox.close()
-        self._around.post([CLOSED, list(inboxes)])
+        self._around.post(Closed(list(inboxes)))
         self._gone = True
 
     def choose(self, way: str, reason: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,20 +15,9 @@ from ...protocol.frames import Buffer
 from .. import Arrived, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Stream, Tensor, device_index
 from ..inline import allocate
+from .messages import Chunk, Got, Offer, Opened, Refused, Slot, Slots, Stop, read_transfer
 from .outbox import Inbox
-from .surroundings import (
-    DIRECT,
-    GOT,
-    IPC,
-    NONCE_SLOT,
-    OPENED,
-    REFUSED,
-    SLOTS,
-    STAGING,
-    STOP,
-    Surroundings,
-    failed,
-)
+from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings, failed
 
 
 @dataclass(eq=False)
@@ -55,7 +44,7 @@ class _Receiving:
 class _Early:
     """What came for a transfer before the message that names it."""
 
-    chunks: list[Any] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     pieces: list[tuple[int, Buffer]] = field(default_factory=list)
     reason: str = ""
 
@@ -67,7 +56,7 @@ class Receiver:
         self, accelerator: Accelerator | None, surroundings: Surroundings, ways: dict[str, Traffic], *, limit: int
     ) -> None:
         self.ways = ways
-        self.released: deque[tuple[int, int]] = deque()  # slots that `flush` gives back
+        self.released: deque[Slot] = deque()  # slots that `flush` gives back
         self._driver = accelerator
         self._around = surroundings
         self._limit = limit
@@ -95,11 +84,11 @@ class Receiver:
         received: list[Any] = []
         for place, wire in enumerate(wires):
             try:
-                number, target, total, chunks = wire
+                number, target, total, chunks = read_transfer(wire)
                 index = device_index(target)
-                if type(number) is not int or type(total) is not int or not 0 < total <= self._limit:
-                    raise ValueError(f"{total!r:.20} bytes")
-                if type(chunks) is not int:
+                if not 0 < total <= self._limit:
+                    raise ValueError(f"{total} bytes")
+                if not isinstance(chunks, int):
                     _check_chunks(chunks)
             except (TypeError, ValueError) as error:
                 raise ProtocolError(f"not a transfer: {wire!r:.100}: {error}") from None
@@ -118,9 +107,15 @@ class Receiver:
             arrived()
 
     def _receive(
-        self, number: int, target: str, index: int, total: int, chunks: Any, arrived: Callable[[Any], None]
+        self,
+        number: int,
+        target: str,
+        index: int,
+        total: int,
+        chunks: list[Chunk] | int,
+        arrived: Callable[[Any], None],
     ) -> Any:
-        if type(chunks) is int:
+        if isinstance(chunks, int):
             return self._take_over(chunks, target, index, total)
         early = self._early.pop(number, _Early())
         if early.reason:
@@ -137,7 +132,7 @@ class Receiver:
             self.on_piece(number, start, buffer)
         return None
 
-    def _prepare(self, number: int, target: str, index: int, total: int, chunks: Sequence[Any]) -> _Receiving:
+    def _prepare(self, number: int, target: str, index: int, total: int, chunks: Sequence[Chunk]) -> _Receiving:
         try:
             if index < 0:
                 return _Receiving(number, allocate(total), target, index, None, total, total)
@@ -163,7 +158,7 @@ class Receiver:
         self.ways[DIRECT].count_received(total)
         return DeviceBuffer(carrier, index, target)
 
-    def _use_chunks(self, receiving: _Receiving, chunks: Sequence[Any]) -> None:
+    def _use_chunks(self, receiving: _Receiving, chunks: Sequence[Chunk]) -> None:
         """Enqueue the copies out of these slots, and give the slots back. Raises ProtocolError for chunks that cannot
         be, and what the driver raises."""
         left = deque(chunks)
@@ -188,13 +183,13 @@ class Receiver:
             self._release_all(left)
             raise
 
-    def _release_all(self, chunks: Sequence[Any]) -> None:
-        for box, slot, *_ in chunks:
-            self._release(box, slot)
+    def _release_all(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            self._release(chunk.box, chunk.slot)
 
     def _release(self, box: int, slot: int) -> None:
         first = not self.released
-        self.released.append((box, slot))
+        self.released.append(Slot(box, slot))
         if first:
             self._around.on_release()
 
@@ -207,14 +202,14 @@ class Receiver:
             except IndexError:
                 break
         if slots:
-            self._around.post([SLOTS, slots], more=more)
+            self._around.post(Slots(slots), more=more)
 
     def _do_without(self, number: int) -> None:
         """That transfer is not wanted any more: its sender is told, and what still comes of it is dropped."""
         self._unwanted.add(number)
-        self._around.post([STOP, number, ""])
+        self._around.post(Stop(number, ""))
 
-    def on_chunks(self, number: int, chunks: list[Any]) -> None:
+    def on_chunks(self, number: int, chunks: list[Chunk]) -> None:
         """More of a transfer is in these slots. Raises ProtocolError for what cannot be."""
         _check_chunks(chunks)
         receiving = self._receiving.get(number)
@@ -235,16 +230,16 @@ class Receiver:
             if receiving.left == 0:
                 self._settle(receiving, None)
 
-    def on_piece(self, number: int, start: Any, buffer: Buffer) -> None:
+    def on_piece(self, number: int, start: int, buffer: Buffer) -> None:
         receiving = self._receiving.get(number)
         if number in self._unwanted or number in self._completed:
-            self._around.post([GOT, number])
+            self._around.post(Got(number))
             return
         if receiving is None:
             self._early.setdefault(number, _Early()).pieces.append((start, buffer))
             return
-        if type(start) is not int or not 0 <= start < start + len(buffer) <= receiving.total:
-            raise ProtocolError(f"a piece of {len(buffer)} bytes at {start!r:.20} of {receiving.total}")
+        if not 0 <= start < start + len(buffer) <= receiving.total:
+            raise ProtocolError(f"a piece of {len(buffer)} bytes at {start} of {receiving.total}")
         self._around.in_background(self._place, receiving, start, buffer)
 
     def _place(self, receiving: _Receiving, start: int, buffer: Buffer) -> None:
@@ -273,7 +268,7 @@ class Receiver:
             self._settle(receiving, failure)
         elif receiving.left == 0:
             self._settle(receiving, None)
-        self._around.post([GOT, receiving.number])
+        self._around.post(Got(receiving.number))
 
     def _settle(self, receiving: _Receiving, failure: Exception | None) -> None:
         self._receiving.pop(receiving.number, None)
@@ -290,7 +285,7 @@ class Receiver:
             self._settle(receiving, error)
         elif number not in self._unwanted:
             self._early.setdefault(number, _Early()).reason = f"a piece of it was lost: {error}"
-        self._around.post([GOT, number])
+        self._around.post(Got(number))
 
     def on_stop(self, number: int, reason: str) -> None:
         """Its sender says that nothing more comes."""
@@ -304,25 +299,24 @@ class Receiver:
 
     # --- boxes --------------------------------------------------------------------------------------------------------
 
-    def open(
-        self, number: int, uuid: Any, target: Any, handle: Any, event_handles: Any, slots: Any, nonce: Any
-    ) -> None:
+    def open(self, offer: Offer) -> None:
         """In a thread: open an outbox of the other end and look whether it is what it says."""
         driver = self._accelerator
+        number, uuid, target, handle, event_handles, slots, nonce = offer
         try:
             if driver.interprocess is None:
                 raise RpcError(f"{driver.kind} devices of this worker share no memory with other processes")
             reason = driver.interprocess.obstacle(target)
             if reason or not driver.interprocess.reaches(target, uuid):
                 raise RpcError(reason or f"{driver.kind}:{target} cannot read the memory of {uuid}")
-            inbox = Inbox(driver.interprocess, target, handle, event_handles, [(start, size) for start, size in slots])
+            inbox = Inbox(driver.interprocess, target, handle, event_handles, slots)
             try:
                 self._prove(inbox, nonce)
             except BaseException:
                 inbox.close()
                 raise
         except Exception as error:
-            self._around.post([REFUSED, number, f"{type(error).__name__}: {error}"])
+            self._around.post(Refused(number, f"{type(error).__name__}: {error}"))
             return
         self._around.on_loop(self._use, number, inbox)
 
@@ -343,7 +337,7 @@ class Receiver:
             self._around.ended((), (inbox,))
             return
         self._inboxes[number] = inbox
-        self._around.post([OPENED, number])
+        self._around.post(Opened(number))
 
     def take_inboxes(self) -> dict[int, Inbox]:
         """What has to be closed, off the loop; nothing is received through it any more. Any thread."""
@@ -369,10 +363,7 @@ class Receiver:
         return list(self.take_inboxes().values())
 
 
-def _check_chunks(chunks: Any) -> None:
+def _check_chunks(chunks: Sequence[Chunk]) -> None:
     """ValueError for what are no chunks."""
-    if type(chunks) is not list or not all(
-        type(chunk) is list and len(chunk) == 4 and all(type(part) is int and part >= 0 for part in chunk)
-        for chunk in chunks
-    ):
+    if any(part < 0 for chunk in chunks for part in chunk):
         raise ValueError(f"no chunks: {chunks!r:.80}")

@@ -15,13 +15,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...errors import RpcError
 from .. import Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Event, Stream, Tensor, device_index
+from .messages import Chunk, Chunks, Offer, Piece, Slot, Span, Stop, Transfer
 from .outbox import Outbox
-from .surroundings import CHUNKS, DIRECT, IPC, NONCE_SLOT, OFFER, PIECE, STAGING, STOP, Surroundings
+from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings
 
 # Bytes of a piece, and how many of one transfer may be under way: enough to keep both copies and the socket busy.
 PIECE_SIZE = 4 * 1024 * 1024
@@ -121,11 +121,11 @@ class Sender:
         if buffer.ready is not None:
             driver.wait(buffer.ready, driver.current(buffer.index))
         if index >= 0 and self.way == DIRECT:
-            return [number, buffer.target, len(buffer), self._hand_over(buffer, index)]
+            return [*Transfer(number, buffer.target, len(buffer), self._hand_over(buffer, index))]
         box = self._box(buffer.index, index) if index >= 0 and self.way == IPC else None
         stream = driver.current(buffer.index)
         driver.keep(buffer.carrier, stream)  # it may be another stream's, and be dropped right after this
-        chunks: list[list[int]] = []
+        chunks: list[Chunk] = []
         sent = 0
         if box is not None and box.open and not box.waiting:
             sent = self._fill(box, buffer.carrier, 0, len(buffer), stream, chunks)
@@ -135,7 +135,7 @@ class Sender:
             except BaseException:
                 self._give_back(chunks)
                 raise
-        return [number, buffer.target, len(buffer), chunks]
+        return [*Transfer(number, buffer.target, len(buffer), chunks)]
 
     def _hand_over(self, buffer: DeviceBuffer, index: int) -> int:
         driver = self._accelerator
@@ -149,7 +149,7 @@ class Sender:
         return self._around.hand_over(copy, driver.mark(stream))
 
     def _fill(
-        self, box: _Box, source: Tensor, start: int, size: int, stream: Stream, chunks: list[list[int]], first: int = 0
+        self, box: _Box, source: Tensor, start: int, size: int, stream: Stream, chunks: list[Chunk], first: int = 0
     ) -> int:
         """Copy what fits into free slots; how far it came. start, size: of the transfer; `source` begins at `first`."""
         outbox = box.outbox
@@ -161,10 +161,10 @@ class Sender:
                 copied = outbox.put(slot, source, start - first, stream)
             except BaseException:
                 outbox.give(slot)
-                for _, taken, *_ in chunks:
-                    outbox.give(taken)
+                for chunk in chunks:
+                    outbox.give(chunk.slot)
                 raise
-            chunks.append([box.number, slot, start, copied])
+            chunks.append(Chunk(box.number, slot, start, copied))
             self.ways[IPC].count_sent(copied)
             start += copied
         return start
@@ -206,22 +206,22 @@ class Sender:
             sending = self._sending.get(number)
             if sending is not None:
                 self._stop(sending, "")
-            if type(chunks) is int:
+            if isinstance(chunks, int):
                 self._around.take_back(chunks)
             elif chunks:
                 self._give_back(chunks)
                 self._around.on_loop(self._pump_all, chunks)
 
-    def _pump_all(self, slots: Sequence[Sequence[int]]) -> None:
-        for number in {slot[0] for slot in slots}:
+    def _pump_all(self, slots: Sequence[Slot | Chunk]) -> None:
+        for number in {slot.box for slot in slots}:
             self._pump(self._find_box(number))
 
-    def _give_back(self, chunks: Sequence[Sequence[int]]) -> None:
+    def _give_back(self, slots: Sequence[Slot | Chunk]) -> None:
         boxes = {box.number: box.outbox for box in list(self._boxes.values())}
-        for box, slot, *_ in chunks:
-            outbox = boxes[box]
+        for each in slots:
+            outbox = boxes[each.box]
             if outbox is not None:  # else the other end has closed it meanwhile
-                outbox.give(slot)
+                outbox.give(each.slot)
 
     # --- boxes: the sender's side -------------------------------------------------------------------------------------
 
@@ -260,7 +260,8 @@ class Sender:
         if self._closed:  # meanwhile, and nobody has heard of it
             self._free(box)
             return
-        offer = [OFFER, box.number, uuid, box.target, outbox.handle, outbox.event_handles, outbox.slots, nonce]
+        slots = [Span(*slot) for slot in outbox.slots]
+        offer = Offer(box.number, uuid, box.target, outbox.handle, outbox.event_handles, slots, nonce)
         box.offered = True
         self._around.post(offer)
         self._around.later(OFFER_PATIENCE, self._refuse, box, f"no answer to an offer in {OFFER_PATIENCE:g} s")
@@ -277,17 +278,17 @@ class Sender:
             sending.box = None
             self._go_on(sending)
 
-    def _find_offered(self, number: Any) -> _Box:
+    def _find_offered(self, number: int) -> _Box:
         box = self._find_box(number)
         if not box.offered:
             raise ValueError(f"box {number} was not offered")
         return box
 
-    def _find_box(self, number: Any) -> _Box:
+    def _find_box(self, number: int) -> _Box:
         for box in list(self._boxes.values()):
             if box.number == number:
                 return box
-        raise ValueError(f"box {number!r:.20} was not offered")
+        raise ValueError(f"box {number} was not offered")
 
     def choose(self, way: str, reason: str) -> None:
         """ipc or staging, and why it is not ipc. On the loop; nothing happens if the way was settled before."""
@@ -341,7 +342,7 @@ class Sender:
                 self._send_chunks(box, sending)
             except Exception as error:
                 sending.stopped = True
-                self._around.post([STOP, sending.number, f"its sender cannot copy it: {error}"])
+                self._around.post(Stop(sending.number, f"its sender cannot copy it: {error}"))
             if sending.sent < sending.total and not sending.stopped:
                 return
             self._leave(box, sending)
@@ -354,12 +355,12 @@ class Sender:
 
     def _send_chunks(self, box: _Box, sending: _Sending) -> None:
         self._begin(sending)
-        chunks: list[list[int]] = []
+        chunks: list[Chunk] = []
         sending.sent = self._fill(
             box, sending.source, sending.sent, sending.total, sending.stream, chunks, sending.first
         )
         if chunks:
-            self._around.post([CHUNKS, sending.number, chunks])
+            self._around.post(Chunks(sending.number, chunks))
 
     def _begin(self, sending: _Sending) -> None:
         """A stream of its own, so that the sender's goes on meanwhile."""
@@ -377,7 +378,7 @@ class Sender:
             self._leave(sending.box, sending)
             self._pump(sending.box)
         if known and reason and not self._closed:
-            self._around.post([STOP, sending.number, reason])
+            self._around.post(Stop(sending.number, reason))
 
     def _send_pieces(self, sending: _Sending) -> None:
         """In a thread: bring pieces to the host and send them, as long as the other end takes them.
@@ -395,7 +396,7 @@ class Sender:
                 start, host, event = ahead.popleft()
                 self._accelerator.synchronize(event)
                 self.ways[STAGING].count_sent(host.numel())
-                self._around.post_buffer([PIECE, sending.number, start], host.numpy().data)
+                self._around.post_buffer(Piece(sending.number, start), host.numpy().data)
                 del host
         except Exception as error:
             sending.fetched -= 1
@@ -426,7 +427,7 @@ class Sender:
             return
         self._sending.pop(sending.number, None)
         if sending.unwanted and not self._closed:
-            self._around.post([STOP, sending.number, "it was not wanted"])
+            self._around.post(Stop(sending.number, "it was not wanted"))
 
     # --- the other end's word, on the loop ----------------------------------------------------------------------------
 
@@ -448,10 +449,10 @@ class Sender:
         self._refuse(box, f"the other end cannot open it: {reason}")
         self._free(box)
 
-    def on_slots(self, slots: list[Any]) -> None:
+    def on_slots(self, slots: list[Slot]) -> None:
         """These are ours again. Raises ValueError for what was not lent."""
         self._give_back(slots)
-        for box in {self._find_box(number) for number, _ in slots}:
+        for box in {self._find_box(slot.box) for slot in slots}:
             self._pump(box)
 
     def on_got(self, number: int) -> None:
@@ -467,11 +468,9 @@ class Sender:
 
     def on_unwanted(self, number: int) -> None:
         """Nothing more of that transfer is wanted."""
-        if type(number) is not int:
-            raise ValueError(f"transfer {number!r:.20}")
         sending = self._sending.get(number)
         if sending is None:
-            self._around.post([STOP, number, "it was not wanted"])
+            self._around.post(Stop(number, "it was not wanted"))
             return
         sending.stopped = sending.unwanted = True
         if sending.box is not None:
@@ -479,7 +478,7 @@ class Sender:
             self._pump(sending.box)
         self._settle(sending)
 
-    def on_closed(self, numbers: list[Any]) -> None:
+    def on_closed(self, numbers: list[int]) -> None:
         """It leaves, and has let go of these boxes."""
         for number in numbers:
             box = self._find_box(number)

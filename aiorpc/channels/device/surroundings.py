@@ -1,4 +1,4 @@
-"""What the two sides of the device channel have in common: their messages, and what they need around them."""
+"""What the two sides of the device channel have in common: the ways there are, and what they need around them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, Protocol
 from ...errors import RpcError
 from ...protocol.frames import Buffer
 from ..accelerator import Event, Tensor
+from .messages import Message
 from .outbox import Inbox, Outbox
 
-OFFER, OPENED, REFUSED, CHUNKS, PIECE = "offer", "opened", "refused", "chunks", "piece"
-GOT, SLOTS, STOP, CLOSED = "got", "slots", "stop", "closed"
 DIRECT, IPC, STAGING = "direct", "ipc", "staging"
 # The slot of an outbox that its nonce is in.
 NONCE_SLOT = 0
@@ -20,10 +19,10 @@ NONCE_SLOT = 0
 class Surroundings(Protocol):
     """What the channel needs around it. All from any thread."""
 
-    def post(self, fields: list[Any], *, more: bool = False) -> None:
+    def post(self, message: Message, *, more: bool = False) -> None:
         """Send a message to the other end. more: another one follows at once."""
 
-    def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
+    def post_buffer(self, message: Message, buffer: Buffer) -> None:
         """Send a message with a buffer, which is borrowed until it is written."""
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:

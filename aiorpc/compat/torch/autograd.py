@@ -15,9 +15,9 @@ from ...autograd import context as aiorpc_context
 from ...autograd import get_gradients as gradients_of
 from ...errors import RpcError, RpcUsageError
 from ...futures import current_autograd
-from ...runtime.engine.current import registry
 from ...runtime.gradients import contexts as gradients
 from ...runtime.gradients.contexts import AutogradContext
+from ...runtime.node import registry
 from .replace import Replacements
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
@@ -79,12 +79,12 @@ def _run(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
 
 def _rank_of(error: Exception) -> int:
     """Of the worker where a pass failed, as the notes of the error name it; else ours."""
-    worker = registry.get()
+    node = registry.get()
     named = [part for note in getattr(error, "__notes__", ()) for part in re.findall(r"on worker '([^']*)'", note)]
-    for info in worker.worker_infos():
+    for info in node.worker_infos():
         if named and info.name == named[0]:
             return info.id
-    return worker.id
+    return node.engine.id
 
 
 def backward_from_value(value: Any, context_id: int, retain_graph: bool) -> None:
@@ -213,7 +213,7 @@ def _release_context(context_id: int) -> None:
 
 def _get_max_id() -> int:
     """The highest id that a context of this worker can have."""
-    return ((registry.get().id + 1) << gradients.WORKER_BITS) - 1
+    return ((registry.get().engine.id + 1) << gradients.WORKER_BITS) - 1
 
 
 def _get_debug_info() -> dict[str, str]:

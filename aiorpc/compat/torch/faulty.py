@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from ...errors import RpcError
-from ...futures import current_autograd
 from ...testing.faults import Faults
-from ...testing.ways import MessageKind, SentMessage
+from ...testing.passing import MessageKind, SentMessage
 from . import script
 from .rpc import backend_registry, constants
 from .rpc.agent import TensorPipeAgent
@@ -92,7 +91,7 @@ class _Types:
             return "BACKWARD_AUTOGRAD_REQ"
         if message.kind not in _CALLS:
             return ""
-        if current_autograd.get():  # rules are asked where the call is made
+        if message.autograd is not None:
             return "FORWARD_AUTOGRAD_REQ"
         if message.kind == MessageKind.FETCH:
             scripted = message.reference in self._made_by_operators

@@ -27,6 +27,7 @@ class WorkerEvent(Enum):
     SHUTDOWN = "`shutdown` is called"
     LEFT = "the group is done, or is not waited for"
     DROPPED = "a test ends it without leaving"
+    LOOP_ENDED = "the event loop that it runs on has ended"
     ENDED = "all parts have ended"
     FORKED = "the process was forked, in the child"
     EXITED = "the interpreter exits"
@@ -71,6 +72,13 @@ WORKER: Table[WorkerState, WorkerEvent] = Table(
             LOOP,
         ),
         *from_each((_S.RUNNING, _S.LEAVING), _E.DROPPED, _S.CLOSING, "The others see a death.", LOOP),
+        *from_each(
+            (_S.STARTING, _S.RUNNING, _S.LEAVING),
+            _E.LOOP_ENDED,
+            _S.CLOSING,
+            "Pending calls fail at once; the others see a loss, not a goodbye.",
+            LOOP,
+        ),
         Transition(_S.CLOSING, _E.ENDED, _S.CLOSED, "Whoever waits for `shutdown` gets the report.", LOOP),
         *from_each(
             _ALIVE,

@@ -1,0 +1,9 @@
+"""The callee's side of a call: from its message to its answer.
+
+Owns: the calls that one connection brings (`Service`), finding what they name (`Resolver`), running them (`Runner`),
+their answers (`Answers`), and the producing end of streams.
+
+Shows: `Service`.
+
+Must not touch: the caller's side: whoever calls is known as a `Caller` only.
+"""

@@ -3,51 +3,50 @@
 from __future__ import annotations
 
 import contextvars
-from typing import TYPE_CHECKING
 
 from ... import foreign
 from ...errors import WorkerClosed
 from ..calls.batching import Batch
-from ..engine.current import current_call, current_worker
+from ..calls.current import Node, current_call, current_node
 from ..gradients.contexts import current_autograd
 
-if TYPE_CHECKING:
-    from ..worker import Worker
 
-
-def run_batch(worker: Worker, batch: Batch | None) -> None:
-    """Run a full batch; nothing for none. From the pool, or from a timer on the loop."""
+def run_batch(node: Node, batch: Batch | None) -> None:
+    """Run a batch that is due; do nothing for None. Called in the pool, or by a timer on the loop."""
     if batch is None:
         return
     if batch.is_async:
-        worker.call_on_loop(_start, worker, batch)
-    elif worker.pool.is_pool_thread():
-        _context_of(worker, batch).run(batch.run)
+        node.engine.call_on_loop(_start, node, batch)
+    elif node.engine.pool.is_pool_thread():
+        _context_of(node, batch).run(batch.run)
     else:
-        worker.pool.submit(_context_of(worker, batch).run, batch.run)
+        node.engine.pool.submit(_context_of(node, batch).run, batch.run)
 
 
-def _start(worker: Worker, batch: Batch) -> None:
-    task = worker.tasks.spawn(_run(batch), context=_context_of(worker, batch))
+def _start(node: Node, batch: Batch) -> None:
+    task = node.engine.tasks.spawn(_run(batch), context=_context_of(node, batch))
     # A task that is cancelled before its first step never gets to tell its callers.
-    error = WorkerClosed(f"worker {worker.name!r} shut down before the batch was run")
+    error = WorkerClosed(f"worker {node.engine.name!r} shut down before the batch was run")
     task.add_done_callback(lambda _: batch.abort(error))
 
 
 async def _run(batch: Batch) -> None:
     try:
         await batch.run_async()
-    except (SystemExit, KeyboardInterrupt) as error:  # its callers have it; from a task it would end the loop
+    except (SystemExit, KeyboardInterrupt) as error:  # its callers have got it; raised in a task it would end the loop
         if foreign.is_interrupt(error):
             raise
 
 
-def _context_of(worker: Worker, batch: Batch) -> contextvars.Context:
-    """A batch serves many calls: none of them is the current one, but the worker is, and their autograd context if all
-    are of one."""
+def _context_of(node: Node, batch: Batch) -> contextvars.Context:
+    """The context in which a batch runs.
+
+    It serves many calls, so none of them is the current one. The worker is current, and so is the autograd context of
+    the calls if they all have the same.
+    """
     scope = contextvars.copy_context()
     scope.run(current_call.set, None)
     within = {getattr(token, "autograd", None) for token in batch.tokens()}
     scope.run(current_autograd.set, within.pop() if len(within) == 1 else None)
-    scope.run(current_worker.set, worker)
+    scope.run(current_node.set, node)
     return scope

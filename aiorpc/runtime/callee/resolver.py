@@ -1,146 +1,144 @@
-"""What a call names, at its callee: functions by number, by name or by value, methods and values of references.
+"""Finds what a call names: a function by number, by name or by value, a method of a reference's value, or that value.
 
-Finding it may take an import, or wait until a value exists; the service then starts the call (`Service.start`).
+To find it may take an import, or the call may have to wait until a value exists. Then it is started (`Runner.start`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ...errors import ProtocolError, RpcUsageError
-from ...futures import AnyFuture, outcome, when_done
-from ...protocol.frames import Buffer
+from ...futures import AnyFuture, Future, outcome, when_done
+from ...protocol.messages import ByName, Fetch, Function, Method, Values
 from ..calls import functions
-from ..calls.functions import Target
-from ..engine.current import CallContext
+from ..calls.current import ServedCall
+from ..calls.functions import Handler
+from ..engine.engine import Engine
+from .answers import Answers
+from .running import Runner
 
-if TYPE_CHECKING:
-    from .service import Service
 
-# What the wire form of a call begins with that names no function: the value of a reference, or a method of it.
-FETCH, METHOD = "f", "m"
+class ValuesOfReferences(Protocol):
+    """The values that this worker owns (`References`)."""
+
+    def value(self, worker: int, number: int, asker: int = -1) -> Future[Any]:
+        """The Future of the value of a reference, also of one that does not exist yet. asker: who wants it."""
 
 
 class Resolver:
-    """Of one connection. On the loop, except where it says otherwise."""
+    """Finds what the calls of one connection name. On the loop, except where a method says otherwise."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._worker = service.worker
-        self._functions: dict[int, Target] = {}
-        self._methods: dict[tuple[type, str, object], Target] = {}
+    def __init__(
+        self,
+        engine: Engine,
+        answers: Answers,
+        runner: Runner,
+        references: ValuesOfReferences,
+        caller: int,
+    ) -> None:
+        self._engine = engine
+        self._answers = answers
+        self._runner = runner
+        self._references = references
+        self._caller = caller
+        self._functions: dict[int, Handler] = {}
+        self._methods: dict[tuple[type, str, object], Handler] = {}
 
-    def is_system(self, wire: Any) -> bool:
-        """Whether a call is the runtime's own: users' many calls must not refuse leaving and news of losses."""
-        if type(wire) is int:
-            target = self._functions.get(wire)
-            return target is not None and target.system
-        name = wire[1] if type(wire) is list and len(wire) == 2 else ""
-        return name.startswith("aiorpc.runtime.") and functions.is_loaded(name) and functions.resolve(name).system
+    def is_system(self, function: Function) -> bool:
+        """Whether a call is the runtime's own. Such calls are served even where users' calls are too many.
 
-    def route(self, wire: Any, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
-        """Find what the call names, and have it started; now, or once it is there. Raises for what cannot be."""
-        target: Target | None = None
-        if type(wire) is int:
-            target = self._functions.get(wire)
-            if target is None:
-                raise ProtocolError(f"function number {wire} was never named")
-        elif wire is None:  # by value: it comes out of the arguments, which may take long
-            self._worker.background.submit(self._unpack_function, context, fields, segments)
+        Otherwise many calls of users would keep a worker from leaving and from hearing of losses.
+        """
+        if type(function) is int:
+            handler = self._functions.get(function)
+            return handler is not None and handler.system
+        name = function.name if type(function) is ByName else ""
+        return name.startswith("aiorpc.") and functions.is_loaded(name) and functions.resolve(name).system
+
+    def route(self, function: Function, call: ServedCall) -> None:
+        """Find what the call names and have it started, now or as soon as it is there.
+
+        Raises if that cannot be; whoever calls this answers with the error.
+        """
+        if type(function) is int:
+            handler = self._functions.get(function)
+            if handler is None:
+                raise ProtocolError(f"function number {function} was never named")
+            self._runner.start(call, handler)
             return
-        elif wire[0] == FETCH:
-            context.function = "to_here"
-            self._fetch(wire, context)
-            return
-        elif wire[0] == METHOD:
-            context.function = f"{wire[3]} of a reference"
-            self._resolve_method(wire, context, fields, segments)
-            return
-        else:
-            number, name = wire
-            target = self._functions.get(number)
-            if target is None:
-                context.function = name
-                if not functions.is_loaded(name):
-                    self._worker.background.submit(self._import, wire, context, fields, segments)
-                    return
-                target = self._functions[number] = functions.resolve(name)
-        self._service.start(target, context, fields, segments)
+        match function:
+            case ByName(number, name):
+                handler = self._functions.get(number)
+                if handler is None:
+                    call.function = name
+                    if not functions.is_loaded(name):
+                        self._engine.background.submit(self._import, number, name, call)
+                        return
+                    handler = self._functions[number] = functions.resolve(name)
+                self._runner.start(call, handler)
+            case Method(worker, number, name):
+                call.function = f"{name} of a reference"
+                value = self._references.value(worker, number, self._caller)
+                when_done(value, partial(self._found_value, name, call))
+            case Fetch(worker, number):
+                call.function = "to_here"
+                value = self._references.value(worker, number, self._caller)
+                when_done(value, partial(self._answers.answer_future, call, False))
+            case _:  # by value: it comes out of the arguments, which may take long
+                self._engine.background.submit(self._unpack_function, call)
 
-    def _import(self, wire: Any, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
-        """In the pool: the function's module has to be imported first."""
-        number, name = wire
+    def _import(self, number: int, name: str, call: ServedCall) -> None:
+        """In a thread: the function's module has to be imported first."""
         try:
-            target = functions.resolve(name)
+            handler = functions.resolve(name)
         except BaseException as error:  # a module may exit as it is imported
-            self._worker.call_on_loop(self._service.discard_arguments, fields)
-            self._service.answer_error(context, error)
+            self._runner.refuse(call, error)
             return
-        self._functions[number] = target
-        self._worker.call_on_loop(self._service.start, target, context, fields, segments)
+        self._functions[number] = handler  # the loop reads it; setting one key of a dictionary is atomic
+        self._engine.call_on_loop(self._runner.start, call, handler)
 
-    def _unpack_function(self, context: CallContext, fields: list[Any], segments: Sequence[Buffer]) -> None:
-        """In the pool: the function came by value, as the first argument."""
+    def _unpack_function(self, call: ServedCall) -> None:
+        """In a thread: the function came by value, as the first argument."""
         try:
-            values = self._service.decode(context, fields, segments)
+            values = self._runner.decode(call)
             function = values.pop(0)
             if not callable(function):
                 raise RpcUsageError(f"{type(function).__qualname__} is not callable")
-            target = functions.classify(function, functions.describe(function))
+            handler = functions.classify(function, functions.describe(function))
         except BaseException as error:
-            self._service.answer_error(context, error)
+            self._answers.answer_error(call, error)
             return
-        self._worker.call_on_loop(self._service.start, target, context, [*fields[:5], values], ())
+        call.drop_arguments()
+        call.arguments = Values(values)  # as they are: nothing is left to decode
+        self._engine.call_on_loop(self._runner.start, call, handler)
 
-    def _fetch(self, wire: list[Any], context: CallContext) -> None:
-        """The value of a reference, once it is there."""
-        value = self._worker.references.value(wire[1], wire[2], self._service.peer.id)
-        when_done(value, partial(self._service.answer_future, context, False))
-
-    def _resolve_method(
-        self, wire: list[Any], context: CallContext, fields: list[Any], segments: Sequence[Buffer]
-    ) -> None:
-        """A method of a reference's value, once that is there."""
-        value = self._worker.references.value(wire[1], wire[2], self._service.peer.id)
-        when_done(value, partial(self._found_value, wire[3], context, fields, segments))
-
-    def _found_value(
-        self, name: str, context: CallContext, fields: list[Any], segments: Sequence[Buffer], future: AnyFuture
-    ) -> None:
+    def _found_value(self, name: str, call: ServedCall, future: AnyFuture) -> None:
         value, error = outcome(future)
         if error is not None:
-            self._service.refuse(context, fields, error)
+            self._runner.refuse(call, error)
             return
-        context.arrival = getattr(future, "_arrival", None)
+        call.arrival = getattr(future, "_arrival", None)
         attribute = functions.find_method(type(value), name)
         if attribute is not None:
-            self._call_method(value, name, attribute, context, fields, segments)
+            self._call_method(value, name, attribute, call)
         else:  # a property or the like: users' code, which may take its time
-            self._worker.pool.submit(self._call_method, value, name, None, context, fields, segments)
+            self._engine.pool.submit(self._call_method, value, name, None, call)
 
-    def _call_method(
-        self,
-        value: object,
-        name: str,
-        attribute: object,
-        context: CallContext,
-        fields: list[Any],
-        segments: Sequence[Buffer],
-    ) -> None:
+    def _call_method(self, value: object, name: str, attribute: object, call: ServedCall) -> None:
         try:
             method = getattr(value, name)
-            target = self._methods.get((type(value), name, attribute))
-            if target is None:
+            handler = self._methods.get((type(value), name, attribute))
+            if handler is None:
                 if not callable(method):
                     raise RpcUsageError(f"{name!r} of {type(value).__qualname__} is not callable")
-                target = functions.classify(method, f"{type(value).__qualname__}.{name}")
+                handler = functions.classify(method, f"{type(value).__qualname__}.{name}")
                 if attribute is not None:
-                    self._methods[type(value), name, attribute] = target._replace(function=len)  # not this value's
+                    # Kept without the method: that would keep this value alive.
+                    self._methods[type(value), name, attribute] = handler._replace(function=len)
             else:
-                target = target._replace(function=method)
+                handler = handler._replace(function=method)
         except BaseException as failure:
-            self._service.refuse(context, fields, failure)
+            self._runner.refuse(call, failure)
             return
-        self._worker.run_on_loop(self._service.start, target, context, fields, segments)
+        self._engine.run_on_loop(self._runner.start, call, handler)

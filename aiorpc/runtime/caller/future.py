@@ -1,46 +1,101 @@
-"""A call at its caller: the Future of it, the function that it names, and the words for what went wrong."""
+"""A call at its caller: its Future, the function that it names, and the texts of its errors."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ... import foreign
 from ...errors import RpcCancelled, RpcError
 from ...futures import PENDING, Executor, Future, Marks
-
-if TYPE_CHECKING:
-    from .peer import Peer
+from ...protocol.frames import Frame
+from ...transport.connection import Connection
+from ..engine.engine import Engine
+from ..links.link import Link
 
 _CFuture = torch._C.Future
 
 
+class Callee(Protocol):
+    """The worker that was called (`Peer`), as far as the Future of a call knows it."""
+
+    engine: Engine
+    name: str
+    devices: bool
+    connection: Connection | None
+    link: Link | None
+
+    @property
+    def marks(self) -> Marks: ...
+
+    @property
+    def pending(self) -> dict[int, CallFuture]: ...
+
+    def cancel(self, call_id: int) -> None:
+        """The caller of that call has given up."""
+
+    def refuse(self, call_id: int, error: RpcError) -> None:
+        """That call cannot be sent."""
+
+
+class FunctionEntry:
+    """A function as a peer knows it.
+
+    number: the number that stands for it on the wire; -1 if it has none, because it travels by value or is a method of
+    a reference. confirmed: whether a reply has shown that the callee knows the number. function: the callable of an
+    entry without a number, held weakly, for observers of messages; None if it cannot be held so.
+    """
+
+    __slots__ = ("_function", "confirmed", "name", "number")
+
+    def __init__(self, name: str, number: int = -1, function: Callable[..., Any] | None = None) -> None:
+        self.number = number
+        self.name = name
+        self.confirmed = False
+        self._function: Callable[[], Any] | None = None
+        if function is not None:
+            with contextlib.suppress(TypeError):
+                self._function = weakref.ref(function)
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        return None if self._function is None else self._function()
+
+
 class CallFuture(Future[Any]):
-    """The Future of one call."""
+    """The Future of one call.
+
+    call_id: its number on the wire. entry: the function. started, deadline: ``time.monotonic()`` seconds; None: no
+    limit. system: whether it is the runtime's own. streamed: whether it stands for the end of a stream.
+    """
 
     # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
     __slots__ = (
-        "_call_id",
         "_callbacks",
-        "_deadline",
-        "_entry",
         "_error",
-        "_peer",
         "_site",
-        "_started",
         "_state",
-        "_streamed",
-        "_system",
         "_unclaimed",
         "_value",
+        "call_id",
+        "deadline",
+        "entry",
+        "peer",
+        "started",
+        "streamed",
+        "system",
     )
 
     _apart = True
 
-    def __init__(self, peer: Peer, system: bool) -> None:
+    def __init__(
+        self, peer: Callee, entry: FunctionEntry, started: float, deadline: float | None, system: bool
+    ) -> None:
         _CFuture.__init__(self, [])
         self._unclaimed = [True]
         self._state = PENDING
@@ -48,101 +103,90 @@ class CallFuture(Future[Any]):
         self._error = None
         self._value = None
         self._site = None
-        self._peer: Peer = peer
-        self._system: bool = system
-        self._streamed = False
-        self._call_id: int = -1
-        self._entry: FunctionEntry
-        self._deadline: float | None
-        self._started: float
+        self.peer = peer
+        self.entry = entry
+        self.started = started
+        self.deadline = deadline
+        self.system = system
+        self.streamed = False
+        self.call_id = -1
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's
-        return self._peer.worker.loop
+        return self.peer.engine.loop
 
     @property
     def _executor(self) -> Executor:  # type: ignore[override]  # an attribute there; here it is the peer's
-        return self._peer.worker.pool
+        return self.peer.engine.pool
 
     @property
     def _marks(self) -> Marks | None:  # type: ignore[override]  # an attribute there; here it is the peer's
-        return self._peer.worker.accelerators.arrival if self._peer.devices else None
+        return self.peer.marks if self.peer.devices else None
 
     @property
-    def _function(self) -> str:
-        return self._entry.name
+    def function(self) -> str:
+        """The name of the function."""
+        return self.entry.name
 
     def _subject(self) -> str:
-        return f"the call of {self._function} on worker {self._peer.name!r}"
+        return f"the call of {self.entry.name} on worker {self.peer.name!r}"
 
     def _look_out(self, enough: Callable[[], bool]) -> None:
-        peer = self._peer
+        peer = self.peer
         connection, link = peer.connection, peer.link
-        # What is held, of a stream or for a device is the loop's.
-        if connection is None or link is None or link.held or self._streamed or peer.devices:
+        # While messages are held, and for streams and devices, only the loop reads: the order of messages matters then.
+        if connection is None or link is None or link.held or self.streamed or peer.devices:
             return
-        loop = peer.worker.call_on_loop
+        loop = peer.engine.call_on_loop
         current: CallFuture | None = None
         try:
             while self._state == PENDING:
-                frames = connection.read_here(enough)
+                frames: list[Frame] = list(connection.read_here(enough))
                 if not frames:
                     return
                 for frame in frames:
                     current = peer.pending.get(frame.call_id)
-                    if link.held or (current is not None and current._streamed):
-                        loop(peer.on_frames, [frame])
-                    else:
-                        peer.on_answer(frame)
-                        _raise_interrupt(current)
-        except BaseException:  # a signal handler's
+                    if link.held or (current is not None and current.streamed):
+                        loop(link.on_frames, [frame])
+                        continue
+                    link.on_frames([frame])
+                    if current is not None and current._error is not None:
+                        cause = foreign.field(current._error, "__cause__")
+                        if foreign.is_a(cause, KeyboardInterrupt):
+                            # Ctrl-C came while its answer was unpickled, in a thread that may wait for another one.
+                            raise cause
+        except BaseException:  # a signal handler has raised it: the loop handles what was read and not yet handed on
             for frame in connection.answers:
                 if frame.call_id in peer.pending:
-                    loop(peer.on_frames, [frame])
+                    loop(link.on_frames, [frame])
             connection.read_on_loop()
-            if current is not None and current._call_id not in peer.pending:  # it was about to settle
+            # This thread had taken that call out of `pending` and was about to settle it: nobody else will.
+            if current is not None and current.call_id not in peer.pending:
                 current._settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
             raise
 
     def _on_cancel(self) -> None:
-        self._peer.cancel(self._call_id)
+        self.peer.cancel(self.call_id)
 
-
-def _raise_interrupt(future: CallFuture | None) -> None:
-    """Ctrl-C came while its answer was unpickled, in a thread that may wait for another one."""
-    if future is None or future._error is None:
-        return
-    cause = foreign.field(future._error, "__cause__")
-    if foreign.is_a(cause, KeyboardInterrupt):
-        raise cause
-
-
-class FunctionEntry:
-    """A function as this peer knows it. number: -1 where it has none: it travels by value or belongs to a reference."""
-
-    __slots__ = ("confirmed", "name", "number")
-
-    def __init__(self, name: str, number: int = -1) -> None:
-        self.number = number
-        self.name = name
-        self.confirmed = False
+    def refuse(self, error: RpcError) -> None:
+        """The call cannot be sent, and ends with that error. Any thread."""
+        self.peer.refuse(self.call_id, error)
 
 
 def copy_for(error: RpcError, future: CallFuture) -> RpcError:
-    """Each call gets an error of its own: raising one object at many places mixes up their tracebacks."""
+    """A copy of an error for one of several calls: raising one object in many places would mix up their tracebacks."""
     copy = type(error)(f"{foreign.text_of(error)}; {future.describe()} got no answer")
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
     return copy
 
 
-def name_argument(position: int, function_first: bool, count: int, names: list[str] | None, future: CallFuture) -> str:
-    """The value at that position of a message, as errors call it. function_first: the function went by value."""
-    where = f"of {future._function} for worker {future._peer.name!r}"
+def name_argument(position: int, function_first: bool, count: int, names: list[str] | None, function: str) -> str:
+    """What errors call the value at that position of a call. function_first: whether the function itself is at 0."""
     if function_first:
         if position == 0:
-            return f"the function {future._function}"
+            return f"the function {function}"
         position -= 1
     if names is not None and position >= count:
-        return f"argument {names[position - count]!r} {where}"
-    return f"argument {position} {where}"
+        return f"argument {names[position - count]!r} of {function}"
+    return f"argument {position} of {function}"

@@ -4,26 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ...errors import RpcUsageError, UnknownWorker
 from ...protocol.identity import WorkerInfo, WorkerRecord, check_name
+from ..engine.deadlines import Deadlines
+from ..meeting.rendezvous import Rendezvous
+from .peer import Home as PeerHome
 from .peer import Peer
-
-if TYPE_CHECKING:
-    from ..worker import Worker
 
 To = str | int | WorkerInfo
 
 
-class Peers:
-    """See the module. In a group that is joined freely, a peer may stand here before its worker has joined.
+class Membership(Protocol):
+    """The group, as far as finding a worker needs it (`Group`)."""
 
-    Any thread, except where a method says otherwise.
+    members: dict[int, WorkerRecord]
+
+    def is_gone(self, record: WorkerRecord) -> bool: ...
+
+    def on_joined(self, record: WorkerRecord) -> None: ...
+
+
+class Home(PeerHome, Protocol):
+    """What the peers of a worker need of it."""
+
+    rendezvous: Rendezvous
+
+    @property
+    def group(self) -> Membership: ...
+
+
+class Peers:
+    """The peers of one worker, itself among them. In a free group a peer may be here before its worker has joined.
+
+    Its methods may be called from any thread where they do not say otherwise. A peer is entered under its id and its
+    name. Entries are made under the lock and read without it; `_adopt` needs none, as `setdefault` is atomic.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._engine = home.engine
+        self._dynamic = home.rendezvous.dynamic
+        self._deadlines = Deadlines(home.engine.loop, self._scan_deadlines)
         self._peers: dict[str | int, Peer] = {}
         self._lock = threading.Lock()
 
@@ -31,26 +54,38 @@ class Peers:
         """Every peer once."""
         return set(self._peers.values())
 
+    def _make(self, name: str, record: WorkerRecord | None) -> Peer:
+        return Peer(self._home, self._deadlines, name, record)
+
+    def _scan_deadlines(self, now: float) -> float:
+        """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
+        return min((peer.scan_deadlines(now) for peer in self.all()), default=float("inf"))
+
+    def close(self) -> None:
+        """This worker leaves: say goodbye to all peers, and end the calls that are still pending. On the loop."""
+        self._deadlines.close()
+        for peer in self.all():
+            peer.close()
+
     def find(self, to: To) -> Peer:
         """The peer of that name, id or WorkerInfo. UnknownWorker if the group cannot have it."""
         known = self._peers.get(to) if type(to) is str else None
         if known is not None and known.gone is None:
             return known
-        worker = self._worker
         key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to
         peer = self._peers.get(key)
-        if peer is not None and (peer.gone is None or not worker.dynamic or worker.closed) and _is_key(key):
+        if peer is not None and (peer.gone is None or not self._dynamic or self._engine.closed) and _is_key(key):
             return peer
-        worker.check_open()
+        self._engine.lifetime.check_open()
         if not _is_key(key):
             raise RpcUsageError(f"a worker is named by a name, a rank or a WorkerInfo, not by {to!r}")
-        if not worker.dynamic or not isinstance(key, str):
-            names = ", ".join(sorted(record.name for record in worker.group.members.values()))
+        if not self._dynamic or not isinstance(key, str):
+            names = ", ".join(sorted(record.name for record in self._home.group.members.values()))
             raise UnknownWorker(f"could not find destination worker {to!r}; the group has {names}")
         with self._lock:
             peer = self._peers.get(key)
             if peer is None or peer.gone is not None:
-                peer = self._peers[key] = Peer(worker, check_name(key), None)
+                peer = self._peers[key] = self._make(check_name(key), None)
             return peer
 
     def of(self, record: WorkerRecord) -> Peer:
@@ -59,11 +94,11 @@ class Peers:
         return peer if peer is not None else self.add(record)
 
     def by_id(self, worker_id: int) -> Peer:
-        """The peer with that id; one that nobody has told us of is found when it is first used."""
+        """The peer with that id. If nobody has told us about it yet, it is looked for when it is first used."""
         peer = self._peers.get(worker_id)
         if peer is None:
             with self._lock:
-                peer = self._peers.setdefault(worker_id, Peer(self._worker, f"#{worker_id}", None))
+                peer = self._peers.setdefault(worker_id, self._make(f"#{worker_id}", None))
         return peer
 
     def add(self, record: WorkerRecord) -> Peer:
@@ -73,8 +108,9 @@ class Peers:
             if peer is None:
                 waiting = self._peers.get(record.name)
                 unknown = waiting is not None and waiting.record is None
-                peer = waiting if waiting is not None and unknown else Peer(self._worker, record.name, record)
-            peer.record = peer.record or record
+                peer = waiting if waiting is not None and unknown else self._make(record.name, record)
+            if peer.record is None:
+                peer.identify(record)
             peer.rename(record.name)
             self._peers[record.id] = peer
             named = self._peers.get(record.name)
@@ -86,10 +122,9 @@ class Peers:
 
     def id_of(self, peer: Peer) -> int:
         """The id of a peer. UnknownWorker if it has not joined yet."""
-        rendezvous = self._worker.rendezvous
-        if peer.record is None and rendezvous is not None and self._worker.dynamic:
-            record = rendezvous.find(peer.name)
-            if record is not None and not self._worker.group.is_gone(record):
+        if peer.record is None and self._dynamic:
+            record = self._home.rendezvous.find(peer.name)
+            if record is not None and not self._home.group.is_gone(record):
                 self._adopt(peer, record)
         if peer.record is None:
             raise UnknownWorker(f"worker {peer.name!r} has not joined yet; a reference needs a worker that is there")
@@ -101,7 +136,7 @@ class Peers:
         return peer.record.info if peer.record is not None else WorkerInfo(peer.name, worker_id)
 
     def describe(self, worker_id: int) -> str:
-        """A worker's name for errors and reports."""
+        """The name of a worker, for errors and reports; its id as text if the name is not known."""
         peer = self._peers.get(worker_id)
         return peer.name if peer is not None else f"#{worker_id}"
 
@@ -109,14 +144,13 @@ class Peers:
         """The record of a peer, waiting for it to join if it has not; None once nobody waits for that. On the loop."""
         pause = 0.01
         while peer.record is None:
-            assert self._worker.rendezvous is not None
-            records = await self._worker.in_thread(self._worker.rendezvous.members)
+            records = await self._engine.steps.run(self._home.rendezvous.members)
             for record in records:
-                if self._worker.group.is_gone(record):
+                if self._home.group.is_gone(record):
                     continue
                 if record.name == peer.name or f"#{record.id}" == peer.name:
                     self._adopt(peer, record)
-                    self._worker.group.on_joined(record)
+                    self._home.group.on_joined(record)
                     break
             else:
                 if peer.rest():
@@ -126,8 +160,9 @@ class Peers:
         return peer.record
 
     def _adopt(self, peer: Peer, record: WorkerRecord) -> None:
-        peer.record = record
-        self._peers.setdefault(record.id, peer)
+        with self._lock:
+            peer.identify(record)
+            self._peers.setdefault(record.id, peer)
 
 
 def _is_key(key: object) -> bool:

@@ -33,8 +33,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Entry(NamedTuple):
-    """One caller: what it passed, who is told, by what it is known to ``discard``, and what to call before a look at
-    what it passed, in the thread that looks."""
+    """One caller of a batch.
+
+    args, kwargs: what it has passed. done: is called with its result or error. token: by what `discard` knows it. join:
+    is called before its arguments are used, in the thread that uses them.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -62,7 +65,7 @@ class Batch:
         return len(self._entries)
 
     def tokens(self) -> list[object]:
-        """By what those who wait in it are known to ``discard``."""
+        """The tokens of the callers that wait in it, by which ``discard`` knows them."""
         return [entry.token for entry in list(self._entries)]
 
     @property

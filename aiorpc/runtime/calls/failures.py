@@ -8,11 +8,12 @@ from typing import Any
 from ... import foreign
 from ...errors import RemoteError
 from ...protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
+from ...protocol.messages import Error
 
 MAX_TEXT = 64 * 1024
-# An exception that drags more than this along travels as text: it must never break the limit on a frame.
+# An exception whose pickle is longer than this travels as text, because it must never break the limit on a frame.
 MAX_PICKLE = 1024 * 1024
-# Raising these as themselves at the caller would do something else there than report an error.
+# These would not report an error if they were raised as themselves at the caller: they end loops and generators.
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
@@ -27,16 +28,16 @@ class RemoteTraceback(Exception):
         return f"\n{self.text}"
 
 
-def encode_error(error: BaseException, worker: str) -> list[Any]:
-    """The fields of an ERROR: type name, message, traceback text, worker, pickled exception or None. Never raises."""
+def encode_error(error: BaseException, worker: str) -> Error:
+    """The Error that tells of an exception. Never raises."""
     pickled = _pickle(error) if foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF) else None
     name = _valid(_type_name(type(error)))
-    return [name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled]
+    return Error(name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled)
 
 
-def decode_error(fields: list[Any], function: str) -> BaseException:
+def decode_error(told: Error, function: str) -> BaseException:
     """The exception to raise at the caller, with the remote traceback as its cause."""
-    name, message, text, worker, pickled = fields
+    name, message, text, worker, pickled = told
     cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
     error: BaseException | None = None
     if pickled is not None:
@@ -58,7 +59,7 @@ def decode_error(fields: list[Any], function: str) -> BaseException:
 
 
 def came_from_afar(error: BaseException) -> bool:
-    """Whether it was raised on another worker, and arrived here."""
+    """Whether the error was raised on another worker and arrived here as an answer."""
     return foreign.is_a(foreign.field(error, "__cause__"), RemoteTraceback)
 
 

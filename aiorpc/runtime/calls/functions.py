@@ -1,4 +1,4 @@
-"""Functions on the wire: what they are called, where they are found, how they are run."""
+"""Functions on the wire: which name they have there, where they are found, and how they are run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Mode(Enum):
     INLINE = "inline"
 
 
-class Target(NamedTuple):
-    """A resolved function. system: part of the runtime itself, not counted as the users' work."""
+class Handler(NamedTuple):
+    """A function that serves calls. system: whether it belongs to the runtime and does not count as users' work."""
 
     function: Callable[..., Any]
     mode: Mode
@@ -68,7 +68,7 @@ def inline(fn: F) -> F:
     return fn
 
 
-def classify(function: Callable[..., Any], name: str) -> Target:
+def classify(function: Callable[..., Any], name: str) -> Handler:
     """How a callable has to be run."""
     is_system = bool(getattr(function, _SYSTEM, False))
     inner = inspect.unwrap(function) if not isinstance(function, type) else function
@@ -90,7 +90,7 @@ def classify(function: Callable[..., Any], name: str) -> Target:
         mode = Mode.GENERATOR
     else:
         mode = Mode.THREAD
-    return Target(function, mode, name, is_system)
+    return Handler(function, mode, name, is_system)
 
 
 def _call_of(function: object) -> object:
@@ -137,7 +137,7 @@ def _lookup(module: str, qualname: str) -> Any:
 
 
 def is_loaded(name: str) -> bool:
-    """Whether resolving needs no import; an import may take long and does not belong on the loop."""
+    """Whether `resolve` needs no import for that name; an import may take long and does not belong on the loop."""
     module = name.partition(":")[0]
     if module in MAIN_NAMES:
         return True
@@ -146,7 +146,7 @@ def is_loaded(name: str) -> bool:
     return module in sys.modules and not getattr(spec, "_initializing", False)
 
 
-def resolve(name: str) -> Target:
+def resolve(name: str) -> Handler:
     """The function of a wire name, imported if need be. RpcUsageError if there is none here."""
     module, _, qualname = name.partition(":")
     try:
@@ -168,7 +168,7 @@ def resolve(name: str) -> Target:
 
 
 def find_method(kind: type, name: str) -> object | None:
-    """The function, class method or static method of that name; None if looking it up may run code of the user's."""
+    """The function or method of that name in a class; None if looking it up would run code of the user's."""
     for base in kind.__mro__:
         if name in base.__dict__:
             found: object = base.__dict__[name]

@@ -1,8 +1,9 @@
-"""When calls have waited long enough: one timer for all pending calls of a worker.
+"""The deadlines of pending calls: one timer for all calls of a worker.
 
-Nothing is stored for a call here. Each call is pending somewhere with its deadline; `scan` looks at all of them, ends
-those that are due and says when the next is. A look costs time in proportion to what is pending, so looks are kept
-apart by a multiple of what the last one took. A call with the usual timeout ends after the next look: one comparison.
+Nothing is stored here for a single call. The calls are kept elsewhere, each with its deadline; `scan` looks at all of
+them, ends those that are due, and says when the next one is. A look takes time in proportion to the number of calls, so
+the pause between two looks is a multiple of the time that the last one took. Most calls have a deadline that lies
+behind the next look: such a call costs one comparison here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Deadlines:
 
     scan: ends what is due at `now` (``time.monotonic()``) and returns the earliest deadline of the rest, or infinity.
 
-    `_next` is the time of the next look. The loop sets it to infinity before it looks, so that an adder that comes too
-    late for that look sees infinity and asks for another.
+    `_next` is the time of the next look. The loop sets it to infinity before it looks. So a thread that adds a call too
+    late for that look sees infinity, and asks for another one; no deadline is forgotten between the two.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, scan: Callable[[float], float]) -> None:
@@ -34,7 +35,10 @@ class Deadlines:
         self._closed = False
 
     def add(self, deadline: float) -> None:
-        """A call with that deadline is pending now (``time.monotonic()`` seconds). Any thread."""
+        """A call with that deadline (``time.monotonic()`` seconds) is pending from now on. Any thread.
+
+        The call must stand where `scan` looks before this is called.
+        """
         if deadline < self._next and not self._closed:
             self._next = deadline
             self._loop.call_soon_threadsafe(self._plan, deadline)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...protocol.identity import WorkerRecord
 
-# Made at import so that children forked later share it: they run the same interactive main as their parent.
+# Made at import, so that children that are forked later share it: they run the same interactive main as their parent.
 _PROCESS = secrets.token_hex(16)
 
 

@@ -1,4 +1,4 @@
-"""How late the loop is, and who keeps it: a timer on the loop, and a thread that notices when the timer is overdue."""
+"""How late the loop is, and what blocks it: a timer on the loop, and a thread that notices when it is overdue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _JOIN_SECONDS = 2.0
 
 
 class _Tick:
-    """One awaited run of the timer. Replaced as a whole, so that loop and watchdog never mix two of them."""
+    """One run of the timer that is awaited. It is replaced as a whole, so that loop and thread never mix up two."""
 
     __slots__ = ("due", "excused", "warned")
 

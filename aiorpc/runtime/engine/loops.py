@@ -1,4 +1,4 @@
-"""A loop in a thread of its own: for scripts that know no asyncio, and for programs whose own loop is busy."""
+"""A loop in a thread of its own, for scripts without asyncio and for programs whose own loop is busy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...futures import block_observer
 
 T = TypeVar("T")
 
-# What a loop that has ended by itself still has to do may take so many seconds.
+# How many seconds a loop that has ended by itself gets for what it still has to do.
 _LAST_GRACE = 10.0
 
 
@@ -30,7 +30,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def run_in_thread(function: Callable[[], T], name: str) -> T:
-    """Run something that blocks in a thread of its own, and await it. Cancelled, the thread is left to its own end."""
+    """Run a function that blocks in a thread of its own, and await it. If that is cancelled, the thread runs on."""
     loop = asyncio.get_running_loop()
     done = loop.create_future()
 
@@ -95,7 +95,7 @@ class LoopThread:
             asyncio.set_event_loop(None)
 
     def _end(self, cause: BaseException | None) -> None:
-        """The loop has ended, and nobody asked for it: let go of what is on it, and leave nobody waiting for it."""
+        """The loop has ended although nobody asked for it: let go of what is on it, and leave nobody waiting for it."""
         if self.on_end is not None:
             self._finish(self.on_end(cause))
         with self._lock:
@@ -113,7 +113,7 @@ class LoopThread:
         await asyncio.sleep(0)  # what waits for them in other threads is told
 
     def _finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run the loop until that is done, whatever else on it ends it once more."""
+        """Run the loop until the coroutine is done, even if something else on the loop ends it once more."""
         task = self.loop.create_task(_bounded(coroutine))
         until = time.monotonic() + 2 * _LAST_GRACE
         while not task.done() and time.monotonic() < until:

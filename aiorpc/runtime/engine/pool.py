@@ -1,4 +1,4 @@
-"""Threads that run ``def`` handlers: a bounded pool that never counts a thread that only waits.
+"""Threads that run ``def`` handlers: a bounded pool, in which a thread that waits for a nested call does not count.
 
 Jobs are taken first in, first out; threads last in, first out, so that few stay warm. ``submit`` takes no lock: it
 appends the job, then looks for an idle thread; a thread that goes idle announces itself, then looks for a job. Whoever
@@ -25,12 +25,16 @@ logger = logging.getLogger("aiorpc")
 _Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-# What a new wait counts for in the mean of those of its thread.
+# The weight of a new wait in the moving average of its thread.
 _WEIGHT = 0.25
 
 
 class _Local(threading.local):
-    """How many waits the thread is in, -1 in threads that do not belong to the pool; seconds that its waits take."""
+    """What a thread knows of its own waits.
+
+    depth: how many nested waits it is in; -1 in threads that do not belong to the pool. typical_wait: how many seconds
+    its waits take on average.
+    """
 
     depth = -1
     typical_wait = 0.0
@@ -186,7 +190,7 @@ class ThreadPool:
     # Waking and starting threads.
 
     def _busy(self) -> int:
-        """Threads that count against the limit now (woken and starting ones too)."""
+        """How many threads count against the limit now, including those that were woken or are starting."""
         return self._threads - len(self._idle) - self._blocked
 
     def _kick(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -21,28 +20,23 @@ class Tasks:
     def spawn(
         self, coroutine: Coroutine[Any, Any, T], *, context: contextvars.Context | None = None
     ) -> asyncio.Task[T]:
-        """A task that ends with the worker at the latest. context: an empty one if None."""
+        """Start a task, which ends with the worker at the latest. context: the one that it runs in, empty if None."""
         task = self._loop.create_task(coroutine, context=context or contextvars.Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def serve(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that serves a call, in the running context; it ends with `served`.
+        """Start a task that serves a call, in a copy of the running context. It has to call `served` as it ends.
 
-        Not `spawn`, whose callback at the end would cost each call another turn of the loop.
+        It is not started by `spawn`, because the callback at its end would cost each call another turn of the loop.
         """
-        if sys.version_info >= (3, 12):
-            # The first step runs at once: a handler that awaits nothing costs no turn of the loop.
-            task = asyncio.Task(coroutine, loop=self._loop, eager_start=True)
-        else:
-            task = self._loop.create_task(coroutine)
-        if not task.done():
-            self._tasks.add(task)
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
         return task
 
     def drop(self, task: asyncio.Task[None]) -> None:
-        """A task of `serve` will end without having begun."""
+        """Forget a task of `serve` that is cancelled before its first step, and so will not call `served`."""
         self._tasks.discard(task)
 
     def served(self) -> None:
@@ -50,7 +44,7 @@ class Tasks:
         self._tasks.discard(asyncio.current_task(self._loop))  # None is not in the set
 
     async def end(self, limit: float) -> None:
-        """Cancel what runs, but the running task itself, and wait for it for at most `limit` seconds."""
+        """Cancel all tasks but the one that calls this, and wait for them for at most `limit` seconds."""
         current = asyncio.current_task()
         tasks = [task for task in self._tasks if task is not current]
         for task in tasks:

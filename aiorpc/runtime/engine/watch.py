@@ -1,4 +1,7 @@
-"""Sees processes of this host die, even when their children hold their sockets open: one pidfd for each (Linux 5.3)."""
+"""Watches processes of this host and sees them die, even where their children hold their sockets open.
+
+There is one pidfd for each process (Linux 5.3).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ...protocol.identity import WorkerRecord
 class ProcessWatch:
     """Calls `on_exit` on the loop once for each watched worker whose process has ended.
 
-    Where the system has no pidfd, the end of the connections is all there is.
+    On a system without pidfd, a death shows only by the end of the connections. All methods belong to the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[WorkerRecord], None]) -> None:
@@ -21,7 +24,7 @@ class ProcessWatch:
         self._descriptors: dict[str, int] = {}
 
     def add(self, record: WorkerRecord) -> bool:
-        """Watch the process of a worker on this host; again is nothing. False if the system cannot do it."""
+        """Watch the process of a worker on this host, if it is not watched already. False if the system cannot."""
         if record.incarnation in self._descriptors:
             return True
         if not hasattr(os, "pidfd_open"):

@@ -1,14 +1,15 @@
 """What a worker remembers of autograd contexts: tensors that require gradients and were sent or received within one.
 
-Inside a context each call carries its id, and so does each call that its handlers make. A tensor that requires
-gradients leaves an entry at its sender, the edge of the graph that it came out of; at the receiver it is the output of
-a node without a past, so that the graph there ends in it. The two have one name: the sender, the number of the message,
-and the tensor's place in it. A backward pass (`aiorpc.autograd.passes`) goes along these names.
+Inside of a context each call carries the id of the context, and so does each call that its handlers make. A tensor that
+requires gradients leaves an entry at its sender: the edge of the graph that it came out of. At the receiver the tensor
+is the output of a graph node without a past, so that the graph there ends in it. Both ends know it by one name: the
+sender, the number of the message, and the tensor's place in the message. A backward pass (`aiorpc.autograd.passes`)
+goes along these names.
 
-Entries are made when a message is encoded, and taken back if it is not sent. Contexts end on all workers that took part
-(`AutogradContext.known`) when whoever opened one leaves it, or is gone.
+Entries are made when a message is encoded, and taken back if it is not sent. A context ends on all workers that took
+part in it (`AutogradContext.known`) when the worker that opened it leaves it or is gone.
 
-Any thread, except where it says otherwise.
+Everything here may be used from any thread where it does not say otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -27,11 +28,9 @@ from ...channels.landing import Arrival
 from ...errors import ProtocolError, RpcError, RpcUsageError
 from ...futures import current_autograd as current_autograd
 from ...protocol.codec import Past
+from ...protocol.identity import WorkerRecord
+from ..engine.engine import Engine
 from .reach import Reach, ReceivedTensor, SentName
-
-if TYPE_CHECKING:
-    from ..caller.peer import Peer
-    from ..worker import Worker
 
 Tensor = torch.Tensor
 # Contexts that were left are remembered, so that a call that comes late does not open them again.
@@ -39,6 +38,13 @@ _REMEMBERED = 4096
 # A message says of a tensor where its gradient goes on to, up to so many tensors.
 _MOST_BEHIND = 512
 WORKER_BITS = 48  # of a context's id are the number; the worker's id is above them
+
+
+class Member(Protocol):
+    """Another worker, as the contexts that its messages belong to know it."""
+
+    @property
+    def record(self) -> WorkerRecord | None: ...
 
 
 class _Received(torch.autograd.Function):
@@ -71,7 +77,7 @@ class AutogradContext:
         self.id = id
         self.sent: dict[SentName, GradientEdge] = {}
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
-        self.known: set[Peer] = set()  # workers that calls of this context went to or came from
+        self.known: set[Member] = set()  # workers that calls of this context went to or came from
         self.lock = threading.Lock()
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
@@ -112,7 +118,7 @@ class AutogradContext:
         return found
 
     def unsend(self, number: int, places: Sequence[int]) -> None:
-        """That message was not sent."""
+        """Take back the entries of a message that was not sent."""
         for place in places:
             self.sent.pop(SentName(number, place), None)
 
@@ -156,7 +162,7 @@ class AutogradContext:
             return self._gradients.pop(tensor, None)
 
     def end(self, error: Exception) -> None:
-        """It was left: whoever still waits for a pass gets the error."""
+        """The context was left: whoever still waits for a pass in it gets the error."""
         for part in list(self.parts.values()):
             part.fail(error)
 
@@ -209,7 +215,10 @@ class Tape:
         self._context = context
 
     def record(self, tensors: Sequence[Tensor], on_unsent: list[Any]) -> list[Any] | None:
-        """What the message has to say of its tensors; None: nothing. on_unsent: gets what undoes it."""
+        """What the message has to say about its tensors, None for nothing.
+
+        on_unsent: a list that gets the function to undo it.
+        """
         sent = self._context.send(tensors)
         if sent is None:
             return None
@@ -235,12 +244,12 @@ class LeafSink(Protocol):
 class Gradients:
     """All contexts of one worker."""
 
-    def __init__(self, worker: Worker) -> None:
-        # Set before the worker starts. as_torch: calls under `no_grad` record nothing, and a Parameter that is sent
-        # arrives as one, without a past, so that optimizers take what has come in a module.
-        self.sink: LeafSink | None = None
-        self.as_torch = False
-        self._worker = worker
+    def __init__(self, engine: Engine, *, sink: LeafSink | None = None, as_torch: bool = False) -> None:
+        """as_torch: calls under `no_grad` record nothing, and a Parameter that is sent arrives as one, without a past,
+        so that optimizers take what has come in a module."""
+        self.sink = sink
+        self.as_torch = as_torch
+        self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
         self._numbers = itertools.count(1)
@@ -254,7 +263,7 @@ class Gradients:
 
     def next_number(self) -> int:
         """A number for a context or a pass that no other worker gives to one."""
-        return self._worker.id << WORKER_BITS | next(self._numbers)
+        return self._engine.id << WORKER_BITS | next(self._numbers)
 
     def open(self) -> AutogradContext:
         """A new context of this worker."""
@@ -272,7 +281,7 @@ class Gradients:
         context = self._contexts.get(id)
         if context is None:
             raise RpcUsageError(
-                f"Could not find autograd context with id: {id} on worker {self._worker.name!r}. It was left, or has "
+                f"Could not find autograd context with id: {id} on worker {self._engine.name!r}. It was left, or has "
                 "not come here; are you inside of `with autograd.context() as context_id`?"
             )
         return context
@@ -281,20 +290,20 @@ class Gradients:
         """A context that is open here; None if there is none of that id."""
         return self._contexts.get(id)
 
-    def calls(self, id: int | None, peer: Peer) -> Tape | None:
-        """A call to that peer is made in context `id`; None outside of any, or of one that was left."""
+    def calls(self, id: int | None, peer: Member) -> Tape | None:
+        """The tape of a call to that peer in context `id`; None outside of any context, or if it was left."""
         return None if self.as_torch and not torch.is_grad_enabled() else self.answers(id, peer)
 
-    def answers(self, id: int | None, peer: Peer) -> Tape | None:
-        """A message to that peer is made in context `id`, as `calls`; whatever the mode of this thread is."""
+    def answers(self, id: int | None, peer: Member) -> Tape | None:
+        """The tape of an answer to that peer in context `id`, as `calls`, whatever autograd mode this thread is in."""
         context = self._contexts.get(id) if id else None
         if context is None:
             return None
         context.known.add(peer)
         return Tape(context)
 
-    def called(self, id: Any, peer: Peer) -> int | None:
-        """A call came from that peer in context `id`: the id, or None if the context was left by now."""
+    def called(self, id: Any, peer: Member) -> int | None:
+        """A call from that peer has come in context `id`: returns the id, or None if the context was left by now."""
         if type(id) is not int:
             raise ProtocolError(f"{id!r:.40} is no autograd context")
         if id in self._left:
@@ -302,11 +311,11 @@ class Gradients:
         self._enter(id).known.add(peer)
         return id
 
-    def receive(self, peer: Peer, said: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
-        """The tensors of a message from that peer, with the past that it says they have.
+    def receive(self, peer: Member, said: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
+        """The tensors of a message from that peer, each as the output of a graph node that stands for its past.
 
-        And what does the same for a tensor that was taken apart, given its number among those; None: there are none.
-        Both raise ProtocolError.
+        Also returns a function that does the same for tensors which are taken apart inside of the pickle, given their
+        number among these; None if there are none. Both raise ProtocolError.
         """
         assert peer.record is not None, "a message came from it"
         try:
@@ -328,8 +337,8 @@ class Gradients:
         except (TypeError, ValueError) as error:
             raise _impossible(error) from None
 
-    def leave(self, id: int) -> set[Peer]:
-        """That context has ended: what is kept for it is dropped. Who else may know of it."""
+    def leave(self, id: int) -> set[Member]:
+        """A context has ended: drop what is kept for it. Returns the workers that may know it, too."""
         with self._lock:
             self._left[id] = None
             while len(self._left) > _REMEMBERED:
@@ -346,5 +355,5 @@ class Gradients:
             self.leave(id)
 
     def close(self) -> None:
-        """The worker shuts down."""
+        """The worker closes: drop all contexts."""
         self._contexts.clear()

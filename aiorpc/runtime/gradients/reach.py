@@ -16,17 +16,17 @@ Tensor = torch.Tensor
 
 
 class SentName(NamedTuple):
-    """A tensor sent: number of its message, and its place among the tensors of that. Of one worker and context."""
+    """The name of a sent tensor, within its sender and context: the number of its message and its place in that."""
 
     message: int
     place: int
 
 
 class ReceivedTensor(NamedTuple):
-    """A tensor received: who sent it, its name there, and the edge that stands for its past.
+    """A tensor that was received: its sender, its name there, and the edge of the graph that stands for its past.
 
-    behind: all tensors that its past in turn came from, on whichever worker, as (worker, name); None: they are too many
-    to tell, and who wants to know has to ask.
+    behind: all sent tensors that its past in turn came from, on whichever worker, as (worker, name). None if they were
+    too many for the message; then the sender has to be asked.
     """
 
     sender: int
@@ -95,7 +95,10 @@ _Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  #
 
 
 class Reach:
-    """Of one context at one worker. Graphs only grow, so what was found once stays true. Any thread."""
+    """Which targets the nodes of a graph lead to, in one context at one worker. Any thread.
+
+    Graphs only grow, so what was found once stays true.
+    """
 
     def __init__(self, received: Mapping[Node, ReceivedTensor], kind: type | tuple[()] = ()) -> None:
         """received: the nodes that stand for the past of received tensors; it may grow. kind: of such nodes."""

@@ -1,33 +1,40 @@
-"""From a socket to a proved peer: the handshake on both sides, with a bound on how long and how much it may take."""
+"""From a socket to a worker that has proved who it is: the handshake on both sides, bounded in time and in memory.
+
+These are the only messages that do not pass a link, as there is no link before they are done.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from ... import foreign
 from ...channels.inline import allocate
 from ...errors import PeerRefused, ProtocolError, RendezvousError, RpcError, WorkerClosed
 from ...protocol import handshake
 from ...protocol.frames import MAX_SEGMENTS, Frame, FrameDecoder
 from ...protocol.handshake import Handshake
 from ...protocol.identity import WorkerRecord
+from ...protocol.states import HandshakeState
 from ...transport import sockets
 from ...transport.connection import Connection
+from ..callee import service as callee
+from ..callee.service import Service
+from ..caller.peer import Peer
+from ..caller.peers import Peers
+from ..engine.engine import Engine
 from ..engine.host import provably_dead
-from .group import failure
-
-if TYPE_CHECKING:
-    from ..caller.peer import Peer
-    from ..links.link import Link
-    from ..worker import Worker
+from ..links.link import Link
+from .group import Group, failure
+from .listening import Listeners
 
 logger = logging.getLogger("aiorpc")
 
@@ -38,88 +45,131 @@ FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
 ACCEPT_PAUSE = 0.5
 # Connections that may be in their handshake at once; strangers must not use up our descriptors.
 MAX_HANDSHAKES = 256
-# What the runtime adds to a body, in bytes at most: errors (failures.py), and for each buffer its way (link.py).
+# How many bytes the runtime adds to a body at most: for errors (calls/failures.py), and for the way of each buffer
+# (links/link.py).
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
 
 
-def _connection(worker: Worker, sock: socket.socket, label: str) -> Connection:
+class Home(callee.Home, Protocol):
+    """What connecting needs of the worker."""
+
+    peers: Peers
+    group: Group
+    services: set[Service]
+
+
+def _connection(engine: Engine, sock: socket.socket, label: str) -> Connection:
     decoder = FrameDecoder(max_body=handshake.MAX_BODY, allocate=allocate)
-    connection = Connection(worker.loop, sock, decoder, label=label)
-    worker.connections.add(connection)
+    connection = Connection(engine.loop, sock, decoder, label=label)
+    engine.connections.add(connection)
     return connection
 
 
-def _trust(worker: Worker, decoder: FrameDecoder) -> None:
-    """The peer has proved itself: from now on the limits of the options hold."""
-    decoder.max_body = worker.options.max_frame_bytes + OWN_WORDS
-    decoder.max_segment = worker.options.max_tensor_bytes
+def _trust(engine: Engine, decoder: FrameDecoder) -> None:
+    """The worker at the other end has proved itself: from now on the limits of the options hold."""
+    decoder.max_body = engine.options.max_frame_bytes + OWN_WORDS
+    decoder.max_segment = engine.options.max_tensor_bytes
 
 
-async def connect(worker: Worker, peer: Peer) -> None:
-    """Find the worker of a peer and connect to it; if that cannot be done, the peer is lost. On the loop."""
-    try:
-        record = await worker.peers.locate(peer)
-        if record is None:
-            return
-        connection = await open_connection(worker, record, peer)
-    except Exception as error:
-        if peer.record is not None and not worker.closed:
-            cause = f"it cannot be reached: {error}"
-            worker.group.on_lost(peer.record, cause, error)
-            peer.fail(failure(peer.record, cause, error))  # where the loss was no news
-        elif worker.closed:
-            peer.fail(WorkerClosed(f"worker {worker.name!r} cannot reach {peer.name!r}: {error}"))
-        else:  # only the store knows where it is
-            peer.fail(RendezvousError(f"worker {worker.name!r} cannot find {peer.name!r}: {error}"))
-        return
-    if peer.gone is not None:
-        connection.abort()
-        return
-    worker.group.watch(record)
-    peer.ready(connection)
+class Connector:
+    """Opens the connections of one worker. On its loop."""
 
+    def __init__(self, home: Home, secret: bytes) -> None:
+        self._home = home
+        self._engine = home.engine
+        self._secret = secret
+        self._numbers = itertools.count(1)  # of links
 
-async def open_pipe(worker: Worker, link: Link) -> None:
-    """Open the second connection of a link, the same way as its first one. On the loop."""
-    try:
-        transport = "unix" if link.connection.local else "tcp"
-        async with asyncio.timeout(PIPE_TIMEOUT):
-            sock = await _reach(worker, link.record, (transport,))
-            opening = _Opening(worker, link.record, sock, link.number, pipe=True)
-            opening.on_closed = link.second.closed
-            await opening.run(link.second.attach)
-    except (OSError, TimeoutError, RpcError) as error:
-        link.second.refused(f"{type(error).__name__}: {error}")
+    def connect(self, peer: Peer) -> None:
+        """Begin to find the worker of a peer and to connect to it; if that cannot be done, the peer is lost."""
+        self._engine.tasks.spawn(self._connect(peer))
 
+    def open_pipe(self, link: Link) -> None:
+        """Begin to open the second connection of a link, the same way as its first one."""
+        self._engine.tasks.spawn(self._open_pipe(link))
 
-async def open_connection(worker: Worker, record: WorkerRecord, peer: Peer) -> Connection:
-    """A connection to a worker, ready for calls; retried with back-off, for a time. Raises OSError or PeerRefused."""
-    limit = time.monotonic() + CONNECT_TIMEOUT
-    pause = FIRST_PAUSE
-    while True:
+    async def _connect(self, peer: Peer) -> None:
+        home, engine = self._home, self._engine
         try:
-            # The system tries for minutes where nobody answers.
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                sock = await _reach(worker, record, worker.options.transports)
-            number = next(worker.link_numbers)
-            opening = _Opening(worker, record, sock, number)
-            opening.on_closed = partial(worker.connection_closed, peer, opening.connection)
-            return await opening.run(partial(peer.attach, number))
-        except PeerRefused:
-            raise
-        except OSError as error:
-            if peer.gone is not None:
+            record = await home.peers.locate(peer)
+            if record is None:
+                return
+            connection = await self._open(record, peer)
+        except Exception as error:
+            if peer.record is not None and not engine.closed:
+                cause = f"it cannot be reached: {error}"
+                home.group.on_lost(peer.record, cause, error)
+                peer.fail(failure(peer.record, cause, error))  # `on_lost` does not, if the loss was known already
+            elif engine.closed:
+                peer.fail(WorkerClosed(f"worker {engine.name!r} cannot reach {peer.name!r}: {error}"))
+            else:  # only the store knows where it is
+                peer.fail(RendezvousError(f"worker {engine.name!r} cannot find {peer.name!r}: {error}"))
+            return
+        if peer.gone is not None:
+            connection.abort()
+            return
+        home.group.watch(record)
+        peer.ready(connection)
+
+    async def _open_pipe(self, link: Link) -> None:
+        try:
+            transport = "unix" if link.connection.local else "tcp"
+            async with asyncio.timeout(PIPE_TIMEOUT):
+                sock = await _reach(self._engine, link.record, (transport,))
+                opening = _Opening(self._engine, self._secret, link.record, sock, link.number, pipe=True)
+                opening.on_closed = link.second.closed
+                await opening.run(link.second.attach)
+        except (OSError, TimeoutError, RpcError) as error:
+            link.second.refused(f"{type(error).__name__}: {error}")
+
+    async def _open(self, record: WorkerRecord, peer: Peer) -> Connection:
+        """Open a connection to a worker, ready for calls, trying again with ever longer pauses for a bounded time.
+
+        Raises OSError and PeerRefused.
+        """
+        engine = self._engine
+        limit = time.monotonic() + CONNECT_TIMEOUT
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                # The system tries for minutes where nobody answers.
+                async with asyncio.timeout(CONNECT_TIMEOUT):
+                    sock = await _reach(engine, record, engine.options.transports)
+                number = next(self._numbers)
+                opening = _Opening(engine, self._secret, record, sock, number)
+                opening.on_closed = partial(self._closed, peer, opening.connection)
+                return await opening.run(partial(peer.attach, number))
+            except PeerRefused:
                 raise
-            if time.monotonic() > limit or provably_dead(record, worker.record.host):
-                raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, LAST_PAUSE)
+            except OSError as error:
+                if peer.gone is not None:
+                    raise
+                if time.monotonic() > limit or provably_dead(record, engine.record.host):
+                    raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
+
+    def _closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
+        """A connection that we had opened has ended."""
+        self._engine.counters.add_connection(connection)
+        if peer.link is not None:
+            peer.link.when_drained(partial(self._link_ended, peer, cause))
+        else:
+            self._link_ended(peer, cause)
+
+    def _link_ended(self, peer: Peer, cause: BaseException | None) -> None:
+        peer.link_ended()
+        if cause is not None and peer.record is not None and not self._engine.closed:
+            reason = f"the connection to it broke: {foreign.text_of(cause)}"
+            self._home.group.on_lost(peer.record, reason)
+            # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
+            peer.fail(failure(peer.record, reason, cause))
 
 
-async def _reach(worker: Worker, record: WorkerRecord, transports: Sequence[str]) -> socket.socket:
-    """A socket that leads there: on this host a unix socket, where both have one, else TCP."""
+async def _reach(engine: Engine, record: WorkerRecord, transports: Sequence[str]) -> socket.socket:
+    """A socket that leads to a worker: a unix socket on this host, if both have one, otherwise TCP."""
     missing: OSError | None = None
-    if "unix" in transports and record.unix_path and record.host == worker.record.host:
+    if "unix" in transports and record.unix_path and record.host == engine.record.host:
         try:
             return await sockets.connect_unix(record.unix_path)
         except FileNotFoundError as error:  # of another container, maybe
@@ -127,7 +177,7 @@ async def _reach(worker: Worker, record: WorkerRecord, transports: Sequence[str]
         # Nothing else is tried over TCP: there it no longer listens, and whoever does is somebody else.
     if "tcp" in transports and record.tcp_port:
         return await sockets.connect_tcp(record.tcp_host, record.tcp_port)
-    # No OSError where nothing was tried: trying again would not help.
+    # This is no OSError where nothing was tried: it would be tried again, and that would not help.
     raise missing or RpcError(f"{record.describe()} and this worker have no transport in common")
 
 
@@ -135,20 +185,27 @@ class _Opening:
     """Our side of a handshake that we began. on_closed: told of the end of the connection, once it is ready."""
 
     def __init__(
-        self, worker: Worker, record: WorkerRecord, sock: socket.socket, link: int, *, pipe: bool = False
+        self,
+        engine: Engine,
+        secret: bytes,
+        record: WorkerRecord,
+        sock: socket.socket,
+        link: int,
+        *,
+        pipe: bool = False,
     ) -> None:
-        self.worker = worker
-        self.connection = _connection(worker, sock, f"{worker.name} to {record.name}")
-        sealed = worker.options.authenticate_frames and not self.connection.local
+        self._engine = engine
+        self.connection = _connection(engine, sock, f"{engine.name} to {record.name}")
+        sealed = engine.options.authenticate_frames and not self.connection.local
         self.handshake = Handshake(
-            worker.record, worker.secret, opener=True, expect=record, link=link, pipe=pipe, sealed=sealed
+            engine.record, secret, opener=True, expect=record, link=link, pipe=pipe, sealed=sealed
         )
-        self.done: asyncio.Future[None] = worker.loop.create_future()
+        self.done: asyncio.Future[None] = engine.loop.create_future()
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self._attach: Callable[[Connection], None] | None = None
 
     async def run(self, attach: Callable[[Connection], None]) -> Connection:
-        """Prove ourselves, and have the other side do so. attach: called before its first frame is looked at."""
+        """Do the handshake. attach: called as soon as it is done, before any later frame is looked at."""
         connection = self.connection
         self._attach = attach
         connection.on_frames = self._on_frames
@@ -171,8 +228,8 @@ class _Opening:
                 self.connection.send(reply, urgent=True)
             if self.handshake.sealed:
                 self._seal(frames[index + 1 :])
-            if self.handshake.state is handshake.State.READY and not self.done.done():
-                _trust(self.worker, self.connection.decoder)
+            if self.handshake.state is HandshakeState.READY and not self.done.done():
+                _trust(self._engine, self.connection.decoder)
                 self.done.set_result(None)
                 assert self._attach is not None
                 self._attach(self.connection)
@@ -181,11 +238,11 @@ class _Opening:
                 return
 
     def _seal(self, behind: list[Frame]) -> None:
-        if self.handshake.state is handshake.State.PROVED:
+        if self.handshake.state is HandshakeState.PROVED:
             if behind:
                 raise ProtocolError("something without a seal came behind the handshake")
             self.connection.unseal(self.handshake.keys()[1])
-        elif self.handshake.state is handshake.State.READY:
+        elif self.handshake.state is HandshakeState.READY:
             self.connection.seal(self.handshake.keys()[0])
 
     def _on_closed(self, cause: BaseException | None) -> None:
@@ -196,48 +253,22 @@ class _Opening:
 
 
 class Acceptor:
-    """Takes connections from the listeners and serves those that prove the secret."""
+    """Takes connections from the listeners, and serves those whose other end proves that it knows the secret.
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self._listeners: list[tuple[socket.socket, str]] = []
+    Its methods belong to the loop.
+    """
+
+    def __init__(self, home: Home, listeners: Listeners, secret: bytes) -> None:
+        self.home = home
+        self.secret = secret
+        self._engine = home.engine
+        self._listeners = listeners
         self._handshakes: dict[_Accepting, None] = {}  # oldest first
-
-    def listen(self, directory: Path, address: str, *, confined: bool = False) -> tuple[str, str, int]:
-        """Open the listeners of the options: path of the unix socket, host and port for TCP; "" and 0 without.
-
-        directory: for the unix socket. address: the one that reaches the rendezvous. confined: all are on this host,
-        so there is none for TCP beside a unix socket. Others may connect from now on, and wait until `start`.
-        RendezvousError when no address or port of the options can be had.
-        """
-        options = self.worker.options
-        unix_path, port = "", 0
-        host = options.bind_address or address
-        if "unix" in options.transports:
-            sock, unix_path = sockets.listen_unix(directory)
-            self._listeners.append((sock, unix_path))
-        if "tcp" in options.transports and not (confined and unix_path):
-            try:
-                sock = sockets.listen_tcp(host, options.port_range)
-            except OSError as error:
-                raise RendezvousError(f"worker {self.worker.name!r} cannot be reached by others: {error}") from error
-            self._listeners.append((sock, ""))
-            port = sock.getsockname()[1]
-        # All interfaces may be listened on, but that is no address to give to anybody.
-        return unix_path, address if sockets.is_wildcard(host) else host, port
-
-    def close_tcp(self) -> None:
-        """Do without TCP, if there is a unix socket: all members are on this host. Before `start`."""
-        if any(path for _, path in self._listeners):
-            for sock, path in self._listeners:
-                if not path:
-                    sock.close()
-            self._listeners = [(sock, path) for sock, path in self._listeners if path]
 
     def start(self) -> None:
         """Begin to take connections, in the running context: handlers run in copies of it."""
-        for sock, _ in self._listeners:
-            self.worker.loop.add_reader(sock.fileno(), self._accept, sock)
+        for sock in self._listeners.sockets():
+            self._engine.loop.add_reader(sock.fileno(), self._accept, sock)
 
     def _accept(self, listener: socket.socket) -> None:
         # A few at a time: whoever connects in a loop must not keep the loop from its other work.
@@ -248,9 +279,9 @@ class Acceptor:
                 return
             except OSError as error:
                 # It stays in the backlog, and the listener readable: the loop would do nothing but look again.
-                logger.warning("worker %s cannot take a connection: %s", self.worker.name, error)
-                self.worker.loop.remove_reader(listener.fileno())
-                self.worker.loop.call_later(ACCEPT_PAUSE, self._resume, listener)
+                logger.warning("worker %s cannot take a connection: %s", self._engine.name, error)
+                self._engine.loop.remove_reader(listener.fileno())
+                self._engine.loop.call_later(ACCEPT_PAUSE, self._resume, listener)
                 return
             reason = self._unwanted(sock)
             if reason is not None:
@@ -261,7 +292,7 @@ class Acceptor:
 
     def _resume(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
-            self.worker.loop.add_reader(listener.fileno(), self._accept, listener)
+            self._engine.loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _unwanted(self, sock: socket.socket) -> str | None:
         if sock.family == socket.AF_UNIX:
@@ -278,55 +309,56 @@ class Acceptor:
         return None
 
     def refuse(self, reason: str) -> None:
-        """A stranger was turned away: count each, log each once."""
-        self.worker.counters.refused += 1
-        logger.warning("worker %s refused a connection: %s", self.worker.name, reason)
+        """A stranger was turned away: count it and log it."""
+        self._engine.counters.refused += 1
+        logger.warning("worker %s refused a connection: %s", self._engine.name, reason)
 
     def ended(self, accepting: _Accepting) -> None:
-        """A handshake is over, one way or the other."""
+        """A handshake is over, whether it has succeeded or not."""
         self._handshakes.pop(accepting, None)
 
     def close(self) -> None:
         """Take no more connections; those in their handshake are closed."""
-        for sock, _ in self._listeners:
-            self.worker.loop.remove_reader(sock.fileno())
-            sock.close()
-        self.unlink()
+        for sock in self._listeners.sockets():
+            self._engine.loop.remove_reader(sock.fileno())
         for accepting in list(self._handshakes):
             accepting.connection.abort()
 
-    def unlink(self) -> None:
-        """Remove the unix socket's file. Any thread."""
-        for _, path in self._listeners:
-            if path:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+    def serve(self, record: WorkerRecord, connection: Connection, link: int) -> Service:
+        """A worker has connected to us and proved who it is; serve it. link: its number for this connection."""
+        service = Service(self.home, record, connection, link)
+        self.home.services.add(service)
+        self.home.peers.of(record)
+        self.home.group.watch(record)
+        return service
 
-    def close_in_child(self) -> None:
-        """After a fork: let go of the descriptors, which are the parent's."""
-        for sock, _ in self._listeners:
-            if sock.fileno() >= 0:
-                os.close(sock.detach())
+    def served(self, service: Service, cause: BaseException | None) -> None:
+        """A connection on which we served has ended."""
+        self.home.services.discard(service)
+        self._engine.counters.add_connection(service.connection)
+        service.close()
+        if cause is not None:
+            self.home.group.on_lost(service.peer, f"its connection broke: {foreign.text_of(cause)}")
 
 
 class _Accepting:
     """Our side of a handshake that somebody else began."""
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket) -> None:
-        worker = acceptor.worker
+        engine = acceptor.home.engine
         self.acceptor = acceptor
-        self.worker = worker
-        self.connection = _connection(worker, sock, f"to {worker.name}")
-        sealed = worker.options.authenticate_frames and not self.connection.local
-        self.handshake = Handshake(worker.record, worker.secret, opener=False, accept=self._is_wanted, sealed=sealed)
-        self._timer = worker.loop.call_later(HANDSHAKE_TIMEOUT, self._too_slow)
+        self._home = acceptor.home
+        self.connection = _connection(engine, sock, f"to {engine.name}")
+        sealed = engine.options.authenticate_frames and not self.connection.local
+        self.handshake = Handshake(engine.record, acceptor.secret, opener=False, accept=self._is_wanted, sealed=sealed)
+        self._timer = engine.loop.call_later(HANDSHAKE_TIMEOUT, self._too_slow)
         self._serving: Callable[[BaseException | None], None] | None = None
         self.connection.on_frames = self._on_frames
         self.connection.on_closed = self._on_closed
         self.connection.start()
 
     def _is_wanted(self, record: WorkerRecord) -> str | None:
-        if record.id in self.worker.group.lost:
+        if record.id in self._home.group.lost:
             return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
         return None
 
@@ -334,7 +366,7 @@ class _Accepting:
         try:
             for frame in frames:
                 reply = self.handshake.feed(frame)
-                if self.handshake.sealed and self.handshake.state is handshake.State.READY:
+                if self.handshake.sealed and self.handshake.state is HandshakeState.READY:
                     ours, theirs = self.handshake.keys()
                     self.connection.unseal(theirs)
                     self.connection.seal(ours)
@@ -347,16 +379,15 @@ class _Accepting:
         if record is not None:
             self._timer.cancel()
             self.acceptor.ended(self)
-            _trust(self.worker, self.connection.decoder)
+            _trust(self._home.engine, self.connection.decoder)
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return
-            service = self.worker.add_service(record, self.connection, self.handshake.link)
-            self.connection.on_frames = service.on_frames
-            self._serving = lambda cause: self.worker.service_closed(service, cause)
+            service = self.acceptor.serve(record, self.connection, self.handshake.link)
+            self._serving = partial(self.acceptor.served, service)
 
     def _become_pipe(self, record: WorkerRecord) -> None:
-        link = self.worker.find_link(record, self.handshake.link, opener=False)
+        link = self._home.links.find(record, self.handshake.link, opener=False)
         if link is None:  # its first connection has ended meanwhile
             self.connection.abort()
             return

@@ -1,4 +1,4 @@
-"""News of the group: workers that joined, left or were lost, told to whoever listens, on any loop."""
+"""News of the group for the user: workers that joined, left or were lost. Whoever listens may do so on any loop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Events:
 
     @property
     def listeners(self) -> int:
-        """How many listen now."""
+        """How many listeners there are now."""
         return len(self._listeners)
 
     def listen(self) -> Listener:
@@ -66,13 +66,13 @@ class Events:
             self._listeners.discard(listener)
 
     def publish(self, event: Event) -> None:
-        """Tell all who listen."""
+        """Tell all listeners."""
         with self._lock:
             for listener in list(self._listeners):
                 listener.put(event)
 
     def end(self) -> None:
-        """No more will come."""
+        """There will be no more news: the iterations of all listeners end."""
         with self._lock:
             self._ended = True
             for listener in list(self._listeners):
@@ -88,7 +88,7 @@ class Listener(AsyncIterator[Event]):
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def put(self, event: Event | None) -> None:
-        """The next one; None is the last."""
+        """Add the next event; None ends the iteration."""
         self._events.append(event)
         if self._waiting is not None:
             loop, arrived = self._waiting

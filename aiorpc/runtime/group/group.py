@@ -1,108 +1,182 @@
-"""The group of workers: who leads, who was lost, and how all leave together.
+"""The part of a worker that speaks with its group: it carries out what the table of the group decides.
 
-A group of fixed size is a star: every member keeps a connection to the leader, the live member with the lowest id. The
-leader sees a member die and tells the others; when it dies itself the next one leads. Graceful shutdown, as torch
-programs expect, serves while others still work:
-
-    member                         leader
-    ENTER (a call)         -->     notes it; once every live member has entered:
-                           <--     POLL (calls): idle? how many calls so far?   ... two equal, idle rounds in a row
-    leaves                 <--     answers all ENTERs: commit
-    GOODBYE                        GOODBYE
-
-Why two rounds: an idle worker wakes up only by a call, and calls start only at workers that are not idle, or from
-users' threads. If all were idle in both rounds and nobody's count of calls changed between them, nothing was under
-way in between.
-
-In a group that is joined freely each newcomer announces itself to all, and a member that leaves finishes its own work.
+Who is a member, who leads, who was lost and how all leave together is decided by `protocol/leaving.py`. What is seen
+here of other members (calls that arrive, connections that end, processes that die, time that passes) goes into its
+table. What the table returns is done here: calls to other members, tasks that wait, timers, and news for the user.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, assert_never, cast
 
 from ...errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcError
+from ...protocol import leaving
 from ...protocol.identity import WorkerInfo, WorkerRecord
+from ...protocol.leaving import Activity, GroupTable, Output, Outputs
 from ...transport import sockets
+from ..callee.service import Service
+from ..caller.peers import Peers
+from ..calls.current import current_call
 from ..calls.functions import system
-from ..engine.current import current_call
+from ..engine.engine import Engine
 from ..engine.watch import ProcessWatch
+from ..gradients.contexts import Gradients
+from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
-from ..references.rref import LeakedReference
-from .events import WorkerJoined, WorkerLeft, WorkerLost
-
-if TYPE_CHECKING:
-    from ..worker import Worker
+from ..references.references import LeakedReference, References
+from .events import Events, WorkerJoined, WorkerLeft, WorkerLost
 
 logger = logging.getLogger("aiorpc")
 
 _POLL_TIMEOUT = 10.0
-# How long, in seconds: what a process wrote before it ended may still be in the sockets; a reply may be on its way when
-# its sender says goodbye on another connection.
+# Seconds between the end of a process and the loss of its worker: what it wrote before may still be in the sockets.
 _EXIT_GRACE = 0.05
+# Seconds between a goodbye and the end of the calls to that worker: replies may be on their way on another connection.
 _GOODBYE_GRACE = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 
 
 @dataclass(frozen=True)
 class ShutdownReport:
-    """How a shutdown went. timed_out: somebody's work was not over. references: what was still referred to."""
+    """How a shutdown went.
+
+    lost: the members that were lost. timed_out: whether the worker left although somebody's work was not over.
+    references: the references that were still alive.
+    """
 
     lost: tuple[WorkerInfo, ...] = ()
     timed_out: bool = False
     references: tuple[LeakedReference, ...] = ()
 
 
-class Group:
-    """One worker's view of its group. On the loop."""
+class Home(Protocol):
+    """What the group needs of the worker."""
 
-    def __init__(self, worker: Worker, records: list[WorkerRecord]) -> None:
-        self.worker = worker
-        self.members: dict[int, WorkerRecord] = {record.id: record for record in records}
-        self.lost: dict[int, WorkerInfo] = {}
-        self._gone: set[int] = set()
-        self._entered: dict[int, asyncio.Future[None]] = {}
-        self._changed = asyncio.Event()
-        self._lost_at: float | None = None
-        self._leaving_since = 0.0
-        self._rounds: asyncio.Task[None] | None = None
-        self._watch = ProcessWatch(worker.loop, self._on_process_exit)
+    engine: Engine
+    rendezvous: Rendezvous
+    links: Links
+    gradients: Gradients
+    peers: Peers
+    references: References
+    services: set[Service]
+    news: Events
+
+    def is_idle(self) -> bool:
+        """Whether no call of users is under way, in either direction."""
+
+    def activity(self) -> tuple[bool, int]:
+        """Whether it is idle, and how many calls of users it has seen."""
+
+
+class Group:
+    """One worker's view of its group. On the loop.
+
+    members, lost: by id; they are the table's.
+    """
+
+    def __init__(self, home: Home, records: list[WorkerRecord]) -> None:
+        self._home = home
+        self._engine = home.engine
+        self._table = GroupTable(home.engine.id, records, free=home.rendezvous.dynamic)
+        self.members = self._table.members
+        self.lost = self._table.lost
+        self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
+        self._entered: dict[int, asyncio.Future[None]] = {}  # the answers to the ENTERs that were received
+        self._rounds_limit, self._pause = 0.0, _FIRST_PAUSE
+        # While this worker leaves: what its shutdown waits for, and what that takes.
+        self._go: asyncio.Future[bool] | None = None
+        self._context = contextvars.Context()
+        self._waits: set[asyncio.Task[None]] = set()
+        self._bounds: list[asyncio.TimerHandle] = []
 
     @property
     def leader(self) -> int:
         """The id of the member that coordinates a group of fixed size."""
-        return min((id for id in self.members if id not in self._gone), default=self.worker.id)
+        return self._table.leader
 
     @property
     def leads(self) -> bool:
-        """Whether that is us."""
-        return self.leader == self.worker.id
+        """Whether this worker is the leader."""
+        return self._table.leads
 
     def start(self) -> None:
-        """Make ourselves known: to the leader, or to everybody in a group that is joined freely."""
-        others = [record for record in self.members.values() if record.id != self.worker.id]
-        if not self.worker.dynamic:
-            others = self._star(others)
-        for record in others:
-            self._tell(record, attend, self.worker.record.to_wire())
+        """Make this worker known to the leader; in a free group, to everybody."""
+        self._carry_out(self._table.start())
 
-    def _star(self, others: list[WorkerRecord]) -> list[WorkerRecord]:
-        """Whom to connect to in a group of fixed size: the leader; as it, those whose process cannot be watched."""
-        if self.leads:
-            # A member may die before it has connected to us.
-            return [record for record in others if not self.watch(record)]
-        return [record for record in others if record.id == self.leader]
+    def is_gone(self, record: WorkerRecord) -> bool:
+        """Whether that member has left or was lost; the rendezvous may list it a little longer."""
+        return record.id in self._table.gone
+
+    def live(self) -> list[WorkerRecord]:
+        """The members that have neither left nor been lost."""
+        return self._table.live()
+
+    def close(self) -> None:
+        """Watch nobody any more, and remove the sockets that lost members have left on this host."""
+        self._watch.close()
+        for member in self.lost:
+            record = self.members.get(member)
+            if record is not None and record.unix_path and record.host == self._engine.record.host:
+                sockets.remove_if_stale(Path(record.unix_path))
+
+    def close_in_child(self) -> None:
+        """After a fork: let go of the descriptors, which are the parent's."""
+        self._watch.close_in_child()
+
+    # --- what the table decides ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, outputs: Outputs) -> None:
+        for output in outputs:
+            self._do(output)
+
+    def _do(self, output: Output) -> None:
+        match output:
+            case leaving.Attend(to):
+                self._tell(to, attend, self._engine.record.to_wire())
+            case leaving.Follow(to):
+                if not self.watch(to):
+                    self._tell(to, attend, self._engine.record.to_wire())
+            case leaving.ReportLost(to, member, cause):
+                self._tell(to, report_lost, member.to_wire(), cause)
+            case leaving.Joined(member):
+                self._home.news.publish(WorkerJoined(member.info))
+            case leaving.Lost(member, cause, error):
+                self._mourn(member, cause, error)
+            case leaving.Left(member):
+                self._part(member)
+            case leaving.SendEnter(to):
+                self._spawn(self._enter_at(to))
+            case leaving.AwaitIdle():
+                self._spawn(self._until_idle())
+            case leaving.Hurry():
+                self._bound(self._engine.options.loss_grace)
+            case leaving.Go(complete):
+                if self._go is not None and not self._go.done():
+                    self._go.set_result(complete)
+            case leaving.AnswerEnters(members):
+                self._answer(members)
+            case leaving.Poll(records, first):
+                self._engine.tasks.spawn(self._poll_all(records, first))
+            case leaving.Rest():
+                self._engine.tasks.spawn(self._rest())
+            case leaving.Overdue(busy):
+                names = ", ".join(self._home.peers.describe(each) for each in busy) or "nobody"
+                logger.warning("shutdown: %s still had calls under way; leaving all the same", names)
+            case _:
+                assert_never(output)
 
     def _tell(self, record: WorkerRecord, function: Any, *args: Any) -> None:
         try:
-            call = self.worker.peers.of(record).call(function, args, None, self.worker.options.rpc_timeout, system=True)
+            call = self._home.peers.of(record).call(function, args, None, self._engine.options.rpc_timeout, system=True)
         except RpcError:
             return
         call._add_callback(lambda future: future._look())
@@ -110,224 +184,167 @@ class Group:
     # --- members come and go ------------------------------------------------------------------------------------------
 
     def watch(self, record: WorkerRecord) -> bool:
-        """See that member's process die, whether or not we are connected; False if that cannot be done from here."""
-        if record.host != self.worker.record.host:
+        """Watch the process of a member, connected or not; False if that cannot be done from here."""
+        if record.host != self._engine.record.host:
             return False
         return record.pid == os.getpid() or self._watch.add(record)
 
     def on_joined(self, record: WorkerRecord) -> None:
-        """A member is there; no news if we knew it."""
-        self.worker.peers.add(record)
-        if record.id not in self.members:
-            self.members[record.id] = record
-            self.worker.news.publish(WorkerJoined(record.info))
+        """A member is there. It is news for the user only if it was not known."""
+        self._home.peers.add(record)
+        self._carry_out(self._table.join(record))
 
-    def _on_process_exit(self, record: WorkerRecord) -> None:
-        self.worker.memory.collect()
+    def on_process_exit(self, record: WorkerRecord) -> None:
+        """The process of a member has ended."""
+        self._home.links.memory.collect()
         # What it wrote before it ended may still be in the sockets; their end of file usually comes first.
-        self.worker.loop.call_later(_EXIT_GRACE, self.on_lost, record, "its process ended")
+        self._engine.loop.call_later(_EXIT_GRACE, self.on_lost, record, "its process ended")
 
     def on_lost(self, record: WorkerRecord, cause: str, error: BaseException | None = None) -> None:
-        """A member died or cannot be reached: everything that waits for it fails."""
-        worker = self.worker
-        if worker.closed or record.id == worker.id or not self._gone_now(record, cause):
-            return
-        if not worker.leaving:
-            logger.warning("worker %s was lost: %s", record.describe(), cause)
-        worker.peers.of(record).fail(failure(record, cause, error))
-        self._forget(record)
-        if worker.dynamic and worker.rendezvous is not None:
-            worker.tasks.spawn(self._strike_off(worker.rendezvous, record))
-        worker.news.publish(WorkerLost(record.info, cause))
+        """A member died or cannot be reached: everything that waits for it fails.
 
-    def on_goodbye(self, record: WorkerRecord | None) -> None:
+        It may be called several times for one member, by whoever sees a sign of it; the table takes the first one.
+        """
+        if not self._engine.closed:
+            self._carry_out(self._table.lose(record, cause, error))
+
+    def _mourn(self, record: WorkerRecord, cause: str, error: BaseException | None) -> None:
+        home, engine = self._home, self._engine
+        if not engine.lifetime.leaving:
+            logger.warning("worker %s was lost: %s", record.describe(), cause)
+        home.peers.of(record).fail(failure(record, cause, error))
+        self._forget(record)
+        if home.rendezvous.dynamic:
+            engine.tasks.spawn(self._strike_off(home.rendezvous, record))
+        home.news.publish(WorkerLost(record.info, cause))
+
+    def on_goodbye(self, record: WorkerRecord) -> None:
         """A member leaves in good order."""
-        worker = self.worker
-        if worker.closed or record is None or not self._gone_now(record):
-            return
-        peer = worker.peers.of(record)
+        if not self._engine.closed:
+            self._carry_out(self._table.depart(record))
+
+    def _part(self, record: WorkerRecord) -> None:
+        peer = self._home.peers.of(record)
         error = PeerClosed(f"{record.describe()} has shut down")
         if peer.pending:
-            worker.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
+            self._engine.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
         else:
             peer.fail(error)
         self._forget(record)
-        worker.news.publish(WorkerLeft(record.info))
-
-    def _gone_now(self, record: WorkerRecord, cause: str | None = None) -> bool:
-        """Note that a member left, or was lost for a cause; False if that is no news."""
-        if record.id in self._gone:
-            return False
-        led = record.id == self.leader
-        self._gone.add(record.id)
-        self._changed.set()
-        if cause is not None:
-            self._note_loss(record, cause, led)
-        entered = self._entered.pop(record.id, None)
-        if entered is not None and not entered.done():
-            entered.set_result(None)
-        if self._entered:
-            self._start_rounds()  # it may have been the one that all waited for
-        return True
-
-    def _note_loss(self, record: WorkerRecord, cause: str, led: bool) -> None:
-        self.lost[record.id] = record.info
-        self._lost_at = self._lost_at or time.monotonic()
-        if self.worker.dynamic:
-            return
-        if led:
-            self.start()
-        if self.leads:
-            for other in self.live():
-                if other.id != self.worker.id:
-                    self._tell(other, report_lost, record.to_wire(), cause)
+        self._home.news.publish(WorkerLeft(record.info))
 
     def _forget(self, record: WorkerRecord) -> None:
         self._watch.remove(record)
-        for service in list(self.worker.services):
+        self._entered.pop(record.id, None)
+        for service in list(self._home.services):
             if service.peer.incarnation == record.incarnation:
                 service.connection.abort()
-        self.worker.references.on_gone(record.id, record.id in self.lost)
-        self.worker.gradients.on_gone(record.id)
+        self._home.references.on_gone(record.id, record.id in self.lost)
+        self._home.gradients.on_gone(record.id)
 
     async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:
         with contextlib.suppress(RendezvousError):
-            await self.worker.in_thread(lambda: rendezvous.leave(record))
+            await self._engine.steps.run(lambda: rendezvous.leave(record))
 
-    def is_gone(self, record: WorkerRecord) -> bool:
-        """Whether that member has left or was lost; the rendezvous may list it a little longer."""
-        return record.id in self._gone
-
-    def live(self) -> list[WorkerRecord]:
-        """The members that have neither left nor been lost."""
-        return [record for record in self.members.values() if record.id not in self._gone]
-
-    def close(self) -> None:
-        """Watch no more, and remove what the lost have left on this host."""
-        self._watch.close()
-        for member in self.lost:
-            record = self.members.get(member)
-            if record is not None and record.unix_path and record.host == self.worker.record.host:
-                sockets.remove_if_stale(Path(record.unix_path))
-
-    def close_in_child(self) -> None:
-        """After a fork: let go of the descriptors, which are the parent's."""
-        self._watch.close_in_child()
-
-    # --- leaving together ---------------------------------------------------------------------------------------------
+    # --- leaving, as a member -----------------------------------------------------------------------------------------
 
     async def leave(self, timeout: float) -> bool:
-        """Serve until the group's work is over; False if that took too long. timeout: seconds, 0 for no limit."""
-        self._leaving_since = time.monotonic()
-        work = asyncio.ensure_future(self._leave_freely() if self.worker.dynamic else self._leave_together())
-        limit = time.monotonic() + timeout if timeout else None
+        """Serve until the work of the group is over; False if that took too long. timeout: seconds, 0 for no limit."""
+        self._go = asyncio.get_running_loop().create_future()
+        self._context = contextvars.copy_context()
+        if timeout:
+            self._bound(timeout)
+        self._carry_out(self._table.leave(hosts_store=self._home.rendezvous.hosts_store))
         try:
-            while not work.done():
-                pause = self._patience(limit)
-                if pause is not None and pause <= 0:
-                    return False
-                self._changed.clear()
-                changed = asyncio.ensure_future(self._changed.wait())
-                try:
-                    await asyncio.wait((work, changed), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
-            return work.exception() is None
+            return await self._go
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            self._table.give_up()  # if the waiting was cancelled, the table has not heard of it yet
+            for bound in self._bounds:
+                bound.cancel()
+            for task in self._waits:
+                task.cancel()
+            await asyncio.gather(*self._waits, return_exceptions=True)
 
-    def _patience(self, limit: float | None) -> float | None:
-        """Seconds that may still be waited: until the limit; not much longer once we leave and a member was lost."""
-        limits = [limit] if limit is not None else []
-        if self._lost_at is not None and not self.worker.dynamic:
-            limits.append(max(self._lost_at, self._leaving_since) + self.worker.options.loss_grace)
-        return min(limits) - time.monotonic() if limits else None
+    def _bound(self, seconds: float) -> None:
+        """Wait for the others at most so many seconds from now on."""
+        self._bounds.append(self._engine.loop.call_later(seconds, self._give_up))
 
-    async def _leave_together(self) -> None:
-        while not self.leads:
-            leader = self.members[self.leader]
-            # While that is awaited we go on serving: everything else on the loop runs as before.
-            call = self.worker.peers.of(leader).call(enter, (), None, 0.0, system=True)
-            try:
-                await call
-            except RpcError:
-                if leader.id in self._gone:
-                    continue  # the next one leads
-                await self._until_idle()
-            return
-        await self.enter(self.worker.id)
+    def _give_up(self) -> None:
+        self._carry_out(self._table.give_up())
 
-    async def _leave_freely(self) -> None:
-        await self._until_idle()
-        while self.worker.hosts_store and any(record.id != self.worker.id for record in self.live()):
-            # The store goes when its host goes: nobody could join, or be found, any more.
-            self._changed.clear()
-            await self._changed.wait()
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Start a task that waits for something, until the worker is let go; in the context of the call of `leave`."""
+        task = self._engine.loop.create_task(coroutine, context=self._context)
+        self._waits.add(task)
+        task.add_done_callback(self._waited)
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        self._waits.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            self._give_up()  # whatever the reason was: nothing else would end the waiting
+
+    async def _enter_at(self, leader: WorkerRecord) -> None:
+        # This worker goes on serving while that is awaited: everything else on the loop runs as before.
+        try:
+            if leader.id == self._engine.id:
+                await self.enter(leader.id)
+            else:
+                await self._home.peers.of(leader).call(enter, (), None, 0.0, system=True)
+        except RpcError:
+            self._carry_out(self._table.enter_failed(leader.id))
+        else:
+            self._carry_out(self._table.enter_answered())
 
     async def _until_idle(self) -> None:
         pause = _FIRST_PAUSE
-        while not self.worker.is_idle():
+        while not self._home.is_idle():
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
+        self._carry_out(self._table.idle())
+
+    # --- leaving, as the leader ---------------------------------------------------------------------------------------
 
     async def enter(self, member: int) -> None:
-        """On the leader: that member's own program is done; returns when it may leave."""
-        future = self._entered.get(member)
-        if future is None:
-            future = self._entered[member] = asyncio.get_running_loop().create_future()
-        self._changed.set()
-        self._start_rounds()
-        await asyncio.shield(future)
+        """On the leader: the program of that member is done. Returns when the member may leave."""
+        answer = self._entered.get(member)
+        if answer is None:
+            answer = self._entered[member] = asyncio.get_running_loop().create_future()
+        self._carry_out(self._table.enter(member))
+        await asyncio.shield(answer)
 
-    def _start_rounds(self) -> None:
-        if self._rounds is None or self._rounds.done():
-            self._rounds = self.worker.tasks.spawn(self._run_rounds())
+    def _answer(self, members: tuple[int, ...]) -> None:
+        for member in members:
+            if not self._entered[member].done():
+                self._entered[member].set_result(None)
 
-    async def _run_rounds(self) -> None:
-        """Once all live members have entered: poll until the group is quiet, then let everybody go."""
-        if any(record.id not in self._entered for record in self.live()):
-            return
-        limit = time.monotonic() + (self.worker.options.rpc_timeout or 60.0)
-        previous: list[tuple[int, bool, int]] | None = None
-        pause = _FIRST_PAUSE
-        while True:
-            current = await self._poll_all()
-            if current == previous and all(idle for _, idle, _ in current):
-                break
-            if time.monotonic() > limit:
-                busy = [self.worker.peers.describe(member) for member, idle, _ in current if not idle]
-                logger.warning(
-                    "shutdown: %s still had calls under way; leaving all the same", ", ".join(busy) or "nobody"
-                )
-                break
-            if previous is not None:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LAST_PAUSE)
-            previous = current
-        for future in self._entered.values():
-            if not future.done():
-                future.set_result(None)
+    async def _poll_all(self, members: tuple[WorkerRecord, ...], first: bool) -> None:
+        if first:
+            self._pause = _FIRST_PAUSE
+            self._rounds_limit = time.monotonic() + (self._engine.options.rpc_timeout or 60.0)
+        answers = await asyncio.gather(*(self._poll(record) for record in members), return_exceptions=True)
+        found = {
+            record.id: None if isinstance(answer, BaseException) else answer
+            for record, answer in zip(members, answers, strict=True)
+        }
+        self._carry_out(self._table.polled(found, overdue=time.monotonic() > self._rounds_limit))
 
-    async def _poll_all(self) -> list[tuple[int, bool, int]]:
-        live = self.live()
-        answers = await asyncio.gather(*(self._poll(record) for record in live), return_exceptions=True)
-        # No answer says nothing: a member that is stopped, or holds the interpreter, is not idle.
-        return [
-            (record.id, False, -1) if isinstance(answer, BaseException) else answer
-            for record, answer in zip(live, answers, strict=True)
-            if record.id not in self._gone
-        ]
+    async def _poll(self, record: WorkerRecord) -> Activity:
+        if record.id == self._engine.id:
+            return Activity(*self.activity())
+        return Activity(*await self._home.peers.of(record).call(poll, (), None, _POLL_TIMEOUT, system=True))
 
-    async def _poll(self, record: WorkerRecord) -> tuple[int, bool, int]:
-        if record.id == self.worker.id:
-            return (record.id, *self.worker.activity())
-        idle, calls = await self.worker.peers.of(record).call(poll, (), None, _POLL_TIMEOUT, system=True)
-        return record.id, idle, calls
+    def activity(self) -> tuple[bool, int]:
+        """Whether this worker is idle, and how many calls of users it has seen."""
+        return self._home.activity()
+
+    async def _rest(self) -> None:
+        await asyncio.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LAST_PAUSE)
+        self._carry_out(self._table.rested())
 
 
 def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> RpcError:
-    """What is raised by everything that waits for a lost worker."""
+    """The error that everything gets which waits for a lost worker."""
     if isinstance(error, PeerRefused):
         failure: RpcError = PeerRefused(f"{record.describe()}: {error}")
     else:
@@ -338,29 +355,35 @@ def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> Rp
     return failure
 
 
+class _Member(Protocol):
+    """A running worker, whose group this is."""
+
+    group: Group
+
+
 def _current() -> tuple[Group, WorkerInfo]:
-    context = current_call.get()
-    assert context is not None, "these functions are handlers"
-    return context.worker.group, context.caller
+    call = current_call.get()
+    assert call is not None, "these functions are handlers"
+    return cast(_Member, call.node).group, call.caller
 
 
 @system
 async def attend(record: list[Any]) -> None:
-    """Handler: a member is there, and keeps a connection to us."""
+    """Handler: a member makes itself known, and keeps the connection over which it does so."""
     group, _ = _current()
     group.on_joined(WorkerRecord.from_wire(record))
 
 
 @system
 async def report_lost(record: list[Any], cause: str) -> None:
-    """Handler: the leader saw a member die."""
+    """Handler: the leader has seen a member die, and tells it."""
     group, _ = _current()
     group.on_lost(WorkerRecord.from_wire(record), cause)
 
 
 @system
 async def enter() -> None:
-    """Handler, on the leader: a member's own program is done; answered when all may leave."""
+    """Handler, on the leader: the program of a member is done. It is answered when all may leave."""
     group, caller = _current()
     await group.enter(caller.id)
 
@@ -369,4 +392,4 @@ async def enter() -> None:
 async def poll() -> tuple[bool, int]:
     """Handler: whether this worker is idle, and how many calls it has seen."""
     group, _ = _current()
-    return group.worker.activity()
+    return group.activity()

@@ -13,25 +13,25 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ...channels import AnyBuffer
 from ...channels.accelerator import Accelerator, DeviceBuffer
-from ...channels.device import DIRECT, IPC, STAGING
+from ...channels.device import DIRECT, IPC, STAGING, Devices
 from ...channels.device.outbox import Inbox, Outbox
 from ...channels.landing import Arrival, Landing
 from ...channels.routes import Route, going
 from ...devices import DeviceClaims, devices_used, to_device_map
 from ...errors import DeviceMapError, WorkerClosed
+from ...options import RpcBackendOptions
 from ...protocol.identity import WorkerRecord
+from ...transport.connection import Connection
+from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..engine.pool import ThreadPool
 from ..engine.watch import ProcessWatch
-
-if TYPE_CHECKING:
-    from ..worker import Worker
 
 logger = logging.getLogger("aiorpc")
 
@@ -43,28 +43,43 @@ _DEATH_PATIENCE = 2.0
 _PAUSE = 0.005
 
 
-class Accelerators:
-    """On the loop, except where it says otherwise."""
+class DeviceLink(Protocol):
+    """A link, as far as its devices are concerned."""
 
-    def __init__(self, worker: Worker, accelerator: Accelerator | None) -> None:
+    @property
+    def connection(self) -> Connection: ...
+
+    @property
+    def devices(self) -> Devices: ...
+
+
+def claims_of(options: RpcBackendOptions, accelerator: Accelerator | None) -> DeviceClaims:
+    """What a worker with these options and devices tells the others when it joins."""
+    if accelerator is None:
+        return options.device_claims(0, "cuda")
+    return options.device_claims(accelerator.count(), accelerator.kind)
+
+
+class Accelerators:
+    """The devices of one worker. Its methods belong to the loop where they do not say otherwise."""
+
+    def __init__(self, engine: Engine, accelerator: Accelerator | None, claims: DeviceClaims) -> None:
+        """claims: what this worker has told the others of its devices."""
         self.accelerator = accelerator
-        self.claims = worker.options.device_claims(
-            accelerator.count() if accelerator is not None else 0,
-            accelerator.kind if accelerator is not None else "cuda",
-        )
-        self._worker = worker
+        self.claims = claims
+        self._engine = engine
         self._used: list[int] = []
-        self._threads = ThreadPool(f"{worker.name}-devices", _THREADS)
+        self._threads = ThreadPool(f"{engine.name}-devices", _THREADS)
         self._retired: list[tuple[WorkerRecord, Outbox | Inbox]] = []
         self._reasons: set[str] = set()
         self._watch: ProcessWatch | None = None
 
     async def start(self, claims: Mapping[str, DeviceClaims]) -> None:
         """The group is known, and with it the devices that calls use; they are woken, which takes seconds."""
-        self._use(devices_used(self._worker.name, claims))
+        self._use(devices_used(self._engine.name, claims))
         if self._used:
-            await self._worker.in_thread(self._wake)
-        self._watch = ProcessWatch(self._worker.loop, lambda record: self.collect())
+            await self._engine.steps.run(self._wake)
+        self._watch = ProcessWatch(self._engine.loop, lambda record: self.collect())
 
     def _wake(self) -> None:
         """In a thread: have the driver make what it makes at the first use of a device."""
@@ -79,7 +94,7 @@ class Accelerators:
     # --- routes and streams, from any thread --------------------------------------------------------------------------
 
     def route_to(self, name: str) -> Route | None:
-        """For requests to the worker of that name; None if tensors need not be looked at."""
+        """The route of calls to the worker of that name; None if tensors need not be looked at."""
         return going(self.accelerator, self.claims.maps.get(name, {}), name) or None
 
     def land(self) -> Landing | None:
@@ -88,7 +103,7 @@ class Accelerators:
         return None if driver is None else Landing(driver, {index: driver.fresh(index) for index in self._used})
 
     def landing(self) -> Landing | None:
-        """For a message that may bring tensors to devices from the host: on the current streams."""
+        """A landing on the current streams, for a message that may bring tensors from a host to devices here."""
         return None if self.accelerator is None else Landing(self.accelerator)
 
     def arrival(self, value: Any = None) -> Arrival | None:
@@ -121,7 +136,7 @@ class Accelerators:
         return replace(buffer, carrier=carrier, ready=driver.mark(stream))
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:
-        """Run something that may wait for a device, soon. Any thread; nothing happens once we leave."""
+        """Run something that may wait for a device, in a thread. Any thread; nothing happens once the worker closes."""
         try:
             self._threads.submit(fn, *args)
         except WorkerClosed:
@@ -161,8 +176,8 @@ class Accelerators:
 
     def way(self, record: WorkerRecord) -> str:
         """The way to that worker as far as it is settled without asking it; empty: see `choose`."""
-        wanted = self._worker.options.device_channel
-        here = record.host == self._worker.record.host
+        wanted = self._engine.options.device_channel
+        here = record.host == self._engine.record.host
         if wanted == STAGING:
             return STAGING
         if here and record.pid == os.getpid():
@@ -172,7 +187,7 @@ class Accelerators:
     def choose(self, record: WorkerRecord, theirs: Mapping[str, Any]) -> tuple[str, str]:
         """ipc or staging, and why not the former, as far as that can be told without trying."""
         reason = self._obstacle() or str(theirs.get("obstacle", "it says nothing of devices"))
-        if record.host != self._worker.record.host:
+        if record.host != self._engine.record.host:
             reason = "it is on another host"
         return (STAGING, reason) if reason else (IPC, "")
 
@@ -200,7 +215,7 @@ class Accelerators:
         self.collect()
         if self._retired and self._watch is not None and record.pid != os.getpid():
             self._watch.add(record)
-            self._worker.loop.call_later(_DEATH_PATIENCE, self._close_inboxes)
+            self._engine.loop.call_later(_DEATH_PATIENCE, self._close_inboxes)
 
     def _close_inboxes(self) -> None:
         """Of workers that live on: they do not need us for what they have recorded."""
@@ -210,10 +225,10 @@ class Accelerators:
         self._retired = [each for each in self._retired if isinstance(each[1], Outbox)]
 
     def collect(self) -> None:
-        """Free what only processes could use that are gone."""
+        """Free the memory that only processes could still use which are gone."""
         retired, self._retired = self._retired, []
         for record, box in retired:
-            if provably_dead(record, self._worker.record.host):
+            if provably_dead(record, self._engine.record.host):
                 self.in_background(self._let_go, record, box, True)
             else:
                 self._retired.append((record, box))
@@ -229,10 +244,12 @@ class Accelerators:
         except RuntimeError as error:
             logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
 
-    async def let_go(self, limit: float) -> None:
-        """We leave: close what we have opened, and wait until the others have closed what is ours, within `limit`
-        seconds. What they still have open then is freed when the process ends."""
-        links = [link for link in self._worker.links() if link.devices.opened or link.devices.boxes]
+    async def let_go(self, all_links: Sequence[DeviceLink], limit: float) -> None:
+        """The worker leaves: close what it has opened, and wait until the others have closed what belongs to it.
+
+        It waits for at most `limit` seconds. What the others still have open then is freed when this process ends.
+        """
+        links = [link for link in all_links if link.devices.opened or link.devices.boxes]
         for link in links:
             self.in_background(link.devices.let_go)
         end = time.monotonic() + limit
@@ -240,16 +257,16 @@ class Accelerators:
             await asyncio.sleep(_PAUSE)
 
     async def close(self, limit: float) -> None:
-        """No device is waited for any more. Waits for threads at most `limit` seconds."""
+        """Wait for no device any more. The threads that do so now are waited for at most `limit` seconds."""
         if self._watch is not None:
             self._watch.close()
         if self._threads.threads:
-            await self._worker.in_thread(lambda: self._threads.close(limit))
+            await self._engine.steps.run(lambda: self._threads.close(limit))
         else:
             self._threads.close(0.0)
 
     def close_in_child(self) -> None:
-        """After a fork: all of it is the parent's."""
+        """In a forked child: let go of everything, which is the parent's."""
         if self._watch is not None:
             self._watch.close_in_child()
 
@@ -276,7 +293,7 @@ class Handover:
         self._left: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def leave(self, carrier: torch.Tensor, event: Any) -> int:
-        """The number it is found by."""
+        """Leave something for the other end; returns the number by which it is found."""
         number = next(self._numbers)
         self._left[number] = (carrier, event)
         return number

@@ -2,12 +2,11 @@
 
 A message whose buffers all fit into its frame is that frame. Any other travels as a PARCEL, which names for each buffer
 its channel and what that needs to receive it, and is unwrapped here: who serves or answers calls sees the message with
-all its buffers, as if they had come with it.
+all its buffers, as if they had come with it. What the two ends of a link say to each other, on channel 0 of CHANNEL, is
+in `messages`.
 
-    PARCEL   kind of the message, [[channel, *wire] for each buffer], body of the message; segments: the riders
-    CHANNEL  channel, *fields: a message from one end of a channel to the other; channel 0 is the link itself:
-             0, "hello", {channel: descriptor}    what I can use; comes first
-             0, "pipe", ...                       about the second connection, see second.py
+Every message of a worker leaves through `Link.send` and arrives through `Link.on_frames`, with the exception of those
+of the handshake, which comes before there is a link. Observers are asked there, and messages are counted there.
 
 Invariants
 1. A message is handed over once, whole, or not at all. While buffers of it are missing, it is held here with all later
@@ -21,10 +20,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...channels import AnyBuffer, Channel, Traffic, Wire, shared
 from ...channels.accelerator import DeviceBuffer
@@ -35,84 +33,97 @@ from ...channels.landing import Landing
 from ...channels.routes import Route
 from ...channels.shared import SharedMemory
 from ...errors import ProtocolError
-from ...protocol.codec import pack, unpack
-from ...protocol.frames import CHUNK, PARCEL, Buffer, Frame, Kind, encode_frame
+from ...protocol import messages
+from ...protocol.codec import Outgoing
+from ...protocol.frames import CHANNEL, CHUNK, PARCEL, Buffer, Frame, encode_frame
 from ...protocol.identity import WorkerRecord
+from ...protocol.messages import read_channel, read_parcel, write
 from ...transport.connection import Connection
-from .devices import DEVICE, PIECES, LinkDevices
-from .second import PIPE, SecondConnection
+from ..engine.engine import Engine
+from ..engine.observing import Passage
+from . import observed
+from .accelerators import Accelerators
+from .memory import Memory
+from .messages import MESSAGES, Attach, Introduce, Pipe
+from .on_devices import DEVICE, PIECES, LinkDevices
+from .reassembly import Assembly, Message, Reassembly
+from .second import SecondConnection
 
-if TYPE_CHECKING:
-    from ..worker import Worker
-
-
-HELLO = "hello"
 # Who a CHANNEL frame is for, and what takes a buffer of a PARCEL; and DEVICE.
 LINK, SHARED, BULK, INLINE = range(4)
-# Frames that `Link.admit` has to see.
-OF_LINKS = frozenset((int(Kind.CHANNEL), PARCEL, CHUNK))
-# What is copied on a loop at most, in bytes; a thread copies the rest.
+# The kinds of frames that are for the link itself: `Link.admit` has to see them.
+OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK))
+Handler = Callable[[Frame], None]
+# A loop copies at most so many bytes for one message; more is copied by a thread.
 LOOP_COPY = 1024 * 1024
-# With so many calls under way each message is written at once, by the thread that made it; with more the loop joins
-# what comes meanwhile. Waking the loop costs as much as a write, and takes the interpreter from that thread.
+# With at most so many calls under way, each message is written at once by the thread that made it. With more, the loop
+# writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
+# away from that thread.
 FEW = 8
 # What was released travels with the next message, or by itself after this many seconds.
 RELEASE_PAUSE = 0.01
-# Seconds in which the second connection brings what was written before the first one ended. Looked at so often.
+# After the first connection has ended, the second one has so many seconds to bring what was written before that. The
+# pause is that between two looks.
 DRAIN_GRACE = 1.0
 DRAIN_PAUSE = 0.01
 
 
 class Receiver(Protocol):
-    """Who gets the messages of a link. On the loop."""
+    """Who gets the messages of a link: the caller's side (`Peer`) or the callee's side (`Service`).
 
-    def on_frames(self, frames: list[Frame]) -> None:
-        """Frames and whole messages."""
+    Its methods are called on the loop; answers of calls also in a thread that waits for them. handlers: the method that
+    takes a message, by the kind of message; a message of any other kind ends the connection.
+    """
+
+    @property
+    def handlers(self) -> dict[int, Handler]: ...
 
     def on_failed(self, frame: Frame, error: Exception) -> None:
-        """A message without its buffers, and why."""
+        """A message has arrived whose buffers cannot be had. frame: without buffers. error: the reason."""
 
 
-class Parcel(NamedTuple):
-    """A message ready to be posted, or withdrawn. wires: (channel, wire) of buffers that do not go with the frame."""
+class Home(Protocol):
+    """What a link needs of the worker that it belongs to (`Links`)."""
 
-    frame: list[Buffer]
+    engine: Engine
+    memory: Memory
+    accelerators: Accelerators
+
+    @property
+    def open_pipe(self) -> Callable[[Link], None]:
+        """Begins to open the second connection of a link."""
+
+    @property
+    def other_end(self) -> Callable[[Link], Link | None]:
+        """Finds the other end of a link if that is in this process."""
+
+    def ended(self, link: Link) -> None:
+        """The link is closed."""
+
+
+class Prepared(NamedTuple):
+    """A message whose buffers were given to their channels: it has to be posted or withdrawn, exactly once.
+
+    kind, body: of the message itself, even if its frame is a PARCEL. wires: (channel, wire) of the buffers that do not
+    go with the frame. size: bytes of all buffers.
+    """
+
+    kind: int
     call_id: int
-    wires: Sequence[tuple[int, Wire]]
-
-
-class Message(Frame):
-    """A message that was put together. landing: where those of its buffers arrive that lie on devices."""
-
-    landing: Landing | None = None
-
-    def landed(self, landing: Landing | None) -> Message:
-        """Say where; returns itself."""
-        self.landing = landing
-        return self
-
-
-class _Held:
-    """A message that waits for buffers, and what came behind it."""
-
-    __slots__ = ("behind", "body", "buffers", "failure", "kind", "landing", "missing")
-
-    def __init__(self, kind: int, body: bytes, count: int) -> None:
-        self.kind = kind
-        self.body = body
-        self.buffers: list[Any] = [None] * count
-        self.missing = 0
-        self.failure: Exception | None = None
-        self.landing: Landing | None = None
-        self.behind: list[Frame] = []
+    body: bytes
+    frame: list[Buffer]
+    wires: Sequence[tuple[int, Wire]] = ()
+    size: int = 0
 
 
 class Link:
     """See the module. `prepare`, `post`, `withdraw` and `flush` from any thread, the rest on the loop."""
 
+    device_code = DEVICE
+
     def __init__(
         self,
-        worker: Worker,
+        home: Home,
         connection: Connection,
         record: WorkerRecord,
         receiver: Receiver,
@@ -120,23 +131,27 @@ class Link:
         number: int,
         opener: bool,
     ) -> None:
-        self.worker = worker
+        self.engine = home.engine
+        self.accelerators = home.accelerators
+        self._home = home
+        self._memory = home.memory
         self.connection = connection
         self.record = record
         self.number = number
-        self.held: dict[int, _Held] = {}
+        self._reassembly = Reassembly(self)
+        self.held = self._reassembly.held  # the messages that wait for buffers, by call
         self.released: Sequence[Any] = ()  # what `flush` would send
         self.shared: SharedMemory | None = None
         self.opener = opener
-        options = worker.options
+        options = home.engine.options
         self.second = SecondConnection(self)
         self.bulk = Bulk(limit=options.max_tensor_bytes, wake=self.second.wake, least=options.min_bulk_bytes)
         self.inline = Inline()
         self.route_back: Route | None = None  # for tensors on devices, from the acceptor to the opener
         self.on_devices = LinkDevices(self)
         self.devices = self.on_devices.channel
-        self.slots = self.devices.released  # as `released`, of the device channel
-        # The buffers of a message are worth no channel below this, in bytes; nor is one that comes alone.
+        self.slots = self.devices.released  # the same of the device channel: slots of outboxes
+        # Below so many bytes the buffers of a message go with its frame: a lone buffer, and several together.
         self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes)
         self._least = min(shared.PACK_LEAST, self._least_alone)
         self._receiver = receiver
@@ -144,22 +159,137 @@ class Link:
         self._channels: dict[int, Channel] = {BULK: self.bulk, INLINE: self.inline}
         self._underway: dict[int, Sequence[tuple[int, Wire]]] = {}  # of calls that may still be given up
         self._timed = False
+        self._handlers = receiver.handlers
+        # Counted without a lock, like `Counters`.
+        self.messages_sent = 0
+        self.messages_received = 0
         self.closed = False
         connection.decoder.place = self.bulk.place
-        self._introduce()
+        connection.on_frames = self.on_frames
+        self._introduce()  # before anybody else can send: what this end can use has to come first
+
+    # --- the exit -----------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        kind: int,
+        call_id: int,
+        frame: Sequence[Buffer],
+        *,
+        urgent: bool = False,
+        more: bool = False,
+        call: object = None,
+        prepared: Prepared | None = None,
+        undo: Outgoing | None = None,
+        pipe: Connection | None = None,
+        passed: bool = False,
+    ) -> None:
+        """Send a message: the one way out of a worker. Any thread; it never blocks.
+
+        call: what is kept of the call that the message belongs to. prepared: what the frame was made of, for a message
+        whose buffers were given to channels. undo: what to take back if an observer drops the message. pipe: the second
+        connection, for messages that go over that one. urgent, more: see `Connection.send`. passed: whether all
+        observers have let it go.
+        """
+        if not passed and self.engine.observers:
+            # Without `more`: if an observer lets it go later, the message that it was to leave with has left before it.
+            again = partial(self.send, kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, pipe=pipe)
+            self._ask_observers(kind, call_id, frame, call, prepared, undo, partial(again, passed=True))
+            return
+        self.messages_sent += 1
+        if pipe is not None:
+            pipe.send(frame)
+            return
+        if (self.released or self.slots) and kind != CHANNEL:
+            self.flush(more=True)
+        if prepared is None or not prepared.wires:
+            self.connection.send(frame, urgent=urgent, more=more)
+        else:
+            self._send_apart(prepared, urgent)
+
+    def _send_apart(self, prepared: Prepared, urgent: bool) -> None:
+        away: list[Wire] = []
+        for code, wire in prepared.wires:
+            if code == DEVICE:
+                away.append(wire)
+            elif code == BULK and prepared.call_id < PIECES:
+                # Added to those that are there: each item of a stream is a message of the same call.
+                self._underway[prepared.call_id] = [*self._underway.get(prepared.call_id, ()), (code, wire)]
+        self.connection.send(prepared.frame, urgent=urgent)
+        if away:
+            self.devices.posted(away, prepared.call_id)
+
+    def _ask_observers(
+        self,
+        kind: int,
+        call_id: int,
+        frame: Sequence[Buffer],
+        call: object,
+        prepared: Prepared | None,
+        undo: Outgoing | None,
+        send: Callable[[], None],
+    ) -> None:
+        if prepared is None:
+            passage = observed.frame_passage(kind, call_id, frame, call, self.record)
+        else:
+            apart = [self._name_of(code) for code, _ in prepared.wires]
+            size = len(prepared.body) + prepared.size
+            passage = Passage(prepared.kind, call_id, prepared.body, size, call, self.record, apart)
+
+        def drop() -> None:
+            if prepared is not None:
+                self.withdraw(prepared)
+            if undo is not None:
+                undo.unsend()
+
+        observed.ask(self.engine.observers, passage, send, drop)
+
+    def _name_of(self, code: int) -> str:
+        return Devices.name if code == DEVICE else self._channels[code].name
+
+    # --- the entrance -------------------------------------------------------------------------------------------------
+
+    def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None, again: bool = False) -> None:
+        """Frames have arrived: the one way into a worker. On the loop, or in a thread that waits for these answers.
+
+        pipe: the second connection, if they came over that. again: whether they were held here before, and so have been
+        counted and shown to observers already. Raises ProtocolError, which ends the connection.
+        """
+        if not again:
+            self.messages_received += len(frames)
+            if self.engine.observers:
+                observed.tell(self.engine.observers, frames, self.record)
+        handlers = self._handlers
+        for frame in frames:
+            if pipe is not None:
+                self.second.on_frame(pipe, frame)
+                continue
+            kind = frame.kind
+            if self.held or kind in OF_LINKS:
+                message = self.admit(frame)
+                if message is None:
+                    continue
+                frame, kind = message, message.kind
+            handle = handlers.get(kind)
+            if handle is None:
+                raise ProtocolError(f"{frame} does not belong on this side of a connection")
+            handle(frame)
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
 
     def too_long_for_loop(self, buffers: Sequence[AnyBuffer]) -> bool:
         """Whether `prepare` would block the loop that runs in this thread, and another thread should call it."""
         return (
-            threading.get_ident() == self.worker.thread
+            threading.get_ident() == self.engine.thread
             and self.shared is not None
             and sum(len(buffer) for buffer in buffers if type(buffer) is not DeviceBuffer) > LOOP_COPY
         )
 
     def rides(self, buffers: Sequence[Any]) -> bool:
-        """Whether they go with the frame of their message, as a lone short one does: `prepare` would only say so."""
+        """Whether the buffers just go with the frame of their message, as a lone short one does.
+
+        They are counted then, and `prepare` need not be called.
+        """
         if len(buffers) > 1 or len(buffers[0]) >= self._least_alone or type(buffers[0]) is DeviceBuffer:
             return False
         self.inline.count(buffers)
@@ -167,11 +297,11 @@ class Link:
 
     def prepare(
         self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], *, copy: bool = False
-    ) -> Parcel:
+    ) -> Prepared:
         """Give the buffers of a message to their channels. What it returns has to be posted or withdrawn.
 
-        copy: the buffers may change as soon as this returns. Else they are borrowed until they are written; those on
-        devices never are.
+        copy: whether the buffers may change as soon as this returns. Otherwise they are borrowed until they are
+        written. Buffers on devices are never borrowed.
         """
         if any(type(buffer) is DeviceBuffer for buffer in buffers):
             return self._prepare_with_devices(kind, call_id, body, buffers, copy)
@@ -179,24 +309,22 @@ class Link:
         sharing = self.shared
         if sharing is not None and len(host) == 1:
             wire = sharing.send_one(host[0])
-            if wire is not None:  # as below; most large messages are of this kind
-                body = pack((kind, ((SHARED, *wire),), body))
-                return Parcel(encode_frame(PARCEL, call_id, body), call_id, ((SHARED, wire),))
-            sharing = None  # it was asked
+            if wire is not None:  # a short cut through what follows: most large messages have one buffer
+                whole = write(messages.Parcel(kind, ((SHARED, *wire),), body))
+                frame = encode_frame(PARCEL, call_id, whole)
+                return Prepared(kind, call_id, body, frame, ((SHARED, wire),), len(host[0]))
+            sharing = None  # it has refused the buffer, and need not be asked again
         if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):
             if copy:
                 host = [bytes(buffer) for buffer in host]
             self.inline.count(host)
-            return Parcel(encode_frame(kind, call_id, body, host), call_id, ())
+            return Prepared(kind, call_id, body, encode_frame(kind, call_id, body, host), (), sum(map(len, host)))
         wires, riders = self._distribute(host, copy, sharing is not None)
-        apart = _apart(wires)
-        if apart:
-            kind, body = PARCEL, pack([kind, wires, body])
-        return Parcel(encode_frame(kind, call_id, body, riders), call_id, apart)
+        return self._prepared(kind, call_id, body, wires, riders, buffers)
 
     def _prepare_with_devices(
         self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], copy: bool
-    ) -> Parcel:
+    ) -> Prepared:
         away = [buffer for buffer in buffers if isinstance(buffer, DeviceBuffer)]
         host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
         sent = [[DEVICE, *wire] for wire in self.devices.send(away, []) if wire is not None]
@@ -207,7 +335,17 @@ class Link:
             raise
         here, there = iter(wires), iter(sent)
         wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
-        return Parcel(encode_frame(PARCEL, call_id, pack([kind, wires, body]), riders), call_id, _apart(wires))
+        return self._prepared(kind, call_id, body, wires, riders, buffers)
+
+    def _prepared(
+        self, kind: int, call_id: int, body: bytes, wires: list[Any], riders: list[Buffer], buffers: Sequence[AnyBuffer]
+    ) -> Prepared:
+        apart = _apart(wires)
+        if apart:
+            frame = encode_frame(PARCEL, call_id, write(messages.Parcel(kind, wires, body)), riders)
+        else:
+            frame = encode_frame(kind, call_id, body, riders)
+        return Prepared(kind, call_id, body, frame, apart, sum(map(len, buffers)))
 
     def _distribute(self, buffers: Sequence[Buffer], copy: bool, share: bool) -> tuple[list[Any], list[Buffer]]:
         """Give each buffer to the first channel that takes it: ``[channel, *wire]`` for each, and the riders."""
@@ -227,27 +365,25 @@ class Link:
             raise
         return wires, riders
 
-    def post(self, parcel: Parcel, *, urgent: bool = False) -> None:
-        """Send a message that was prepared."""
-        away: list[Wire] = []
-        for code, wire in parcel.wires:
-            if code == DEVICE:
-                away.append(wire)
-            elif code == BULK and parcel.call_id < PIECES:
-                # Several of a stream, of which each item is a message.
-                self._underway[parcel.call_id] = [*self._underway.get(parcel.call_id, ()), (code, wire)]
-        if self.released or self.slots:
-            self.flush(more=True)
-        self.connection.send(parcel.frame, urgent=urgent)
-        if away:
-            self.devices.posted(away, parcel.call_id)
+    def post(
+        self,
+        prepared: Prepared,
+        *,
+        urgent: bool = False,
+        call: object = None,
+        undo: Outgoing | None = None,
+        passed: bool = False,
+    ) -> None:
+        """Send a message that was prepared. call, undo, passed: as of `send`."""
+        kind, call_id, frame = prepared.kind, prepared.call_id, prepared.frame
+        self.send(kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, undo=undo, passed=passed)
 
-    def withdraw(self, parcel: Parcel) -> None:
+    def withdraw(self, prepared: Prepared) -> None:
         """That message will not be posted."""
-        self._withdraw(parcel.wires, named=False)
+        self._withdraw(prepared.wires, named=False)
 
     def give_up(self, call_id: int) -> None:
-        """Nobody wants any more what was posted for that call."""
+        """Take back what was posted for that call, as far as it has not been written: nobody wants it any more."""
         self._withdraw(self._underway.pop(call_id, ()), named=True)
         if self.devices.busy:
             self.devices.give_up(call_id)
@@ -262,11 +398,11 @@ class Link:
             self.devices.withdraw(away, named=named)
 
     def all_sent(self) -> None:
-        """All chunks are written: nothing that was posted can be given up any more."""
+        """All chunks are written, so nothing that was posted can be taken back any more."""
         self._underway.clear()
 
     def flush(self, *, more: bool = False) -> None:
-        """Say what was released, if anything was. more: another frame follows at once."""
+        """Give back the blocks and slots that were released here. more: another frame follows at once. Any thread."""
         if self.released and self.shared is not None:
             self.shared.flush(more=more)
         if self.slots:
@@ -275,7 +411,10 @@ class Link:
     # --- receiving ----------------------------------------------------------------------------------------------------
 
     def admit(self, frame: Frame) -> Frame | None:
-        """The message that a frame brings. None: the frame was the link's own, or waits and is handed over later."""
+        """The message that a frame brings; None if the frame is for the link itself, or has to wait here.
+
+        A frame that waits is handed over later, from `_hand_over`.
+        """
         if frame.kind == CHUNK:  # its call id is the number of a transfer
             self.on_chunk(frame)
             return None
@@ -285,82 +424,48 @@ class Link:
             return None
         if frame.kind == PARCEL:
             message = self._open(frame)
-            if message is None or message.kind != Kind.CHANNEL:
+            if message is None or message.kind != CHANNEL:
                 return message
             frame = message
-        if frame.kind == Kind.CHANNEL:
+        if frame.kind == CHANNEL:
             self._on_channel(frame)
             return None
         return frame
 
     def _open(self, frame: Frame) -> Frame | None:
         """The message in a PARCEL, or None if it has to wait: it is handed over later. Raises ProtocolError."""
-        try:
-            kind, wires, body = unpack(frame.body)
-            if len(wires) == 1 and wires[0][0] == SHARED and self.shared is not None:
+        parcel = read_parcel(frame.body)
+        wires = parcel.wires
+        if (
+            len(wires) == 1 and wires[0][0] == SHARED and self.shared is not None
+        ):  # most large messages are of this kind
+            try:
                 buffer = self.shared.receive_one(wires[0][1:])
-                if buffer is not None:
-                    return Frame(kind, frame.call_id, body, [buffer])
-            held = _Held(int(kind), bytes(body), len(wires))
-            if any(wire[0] == DEVICE for wire in wires):
-                self._receive_on_devices(frame, wires, held)
+            except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
+                raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
+            if buffer is not None:
+                return Frame(parcel.kind, frame.call_id, parcel.body, [buffer])
+        return self._reassembly.open(frame, parcel)
+
+    @property
+    def channels(self) -> Mapping[int, Channel]:
+        """The channels by their number, but for that of devices."""
+        return self._channels
+
+    def land(self) -> Landing | None:
+        """Fresh streams for a message that brings tensors to devices. RuntimeError if the device has an error."""
+        return self.accelerators.land()
+
+    def deliver(self, message: Message, assembly: Assembly) -> None:
+        """A message that was held is whole, or has failed; what came behind it follows."""
+        try:
+            if message.kind == CHANNEL:
+                self._on_channel(message, assembly.failure)
+            elif assembly.failure is not None:
+                self._receiver.on_failed(message._replace(segments=()), assembly.failure)
+                self.on_frames(assembly.behind, again=True)
             else:
-                self._receive(frame, wires, held)
-        except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
-            raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
-        if held.missing == 0 and held.failure is None:
-            return Message(held.kind, frame.call_id, held.body, held.buffers).landed(held.landing)
-        self.held[frame.call_id] = held
-        self._hand_over(frame.call_id, held)
-        return None
-
-    def _receive_on_devices(self, frame: Frame, wires: list[Any], held: _Held) -> None:
-        landing: Landing | None = None
-        try:
-            landing = held.landing = self.worker.accelerators.land()
-        except RuntimeError as error:  # received all the same: its sender waits for that, and others lent memory for it
-            held.failure = error
-        try:
-            with landing.entered() if landing is not None else nullcontext():
-                self._receive(frame, wires, held)
-        except RuntimeError as error:
-            if isinstance(error, ProtocolError):
-                raise
-            held.missing, held.failure = 0, error  # the device's: that message's trouble
-
-    def _receive(self, frame: Frame, wires: list[Any], held: _Held) -> None:
-        for code in sorted({wire[0] for wire in wires}):
-            places = [place for place, wire in enumerate(wires) if wire[0] == code]
-            arrived = partial(self._arrived, frame.call_id, held, places)
-            held.missing += len(places)
-            channel: Any = self.devices if code == DEVICE else self._channels[code]
-            buffers = channel.receive([wires[place][1:] for place in places], frame.segments, arrived)
-            for place, buffer in zip(places, buffers, strict=True):
-                if buffer is not None:
-                    held.buffers[place] = buffer
-                    held.missing -= 1
-
-    def _arrived(self, call_id: int, held: _Held, places: list[int], index: int, outcome: Buffer | Exception) -> None:
-        held.missing -= 1
-        if isinstance(outcome, Exception):
-            held.failure = outcome
-        else:
-            held.buffers[places[index]] = outcome
-        self._hand_over(call_id, held)
-
-    def _hand_over(self, call_id: int, held: _Held) -> None:
-        if held.missing or self.closed or self.held.get(call_id) is not held:
-            return
-        del self.held[call_id]
-        frame: Frame = Message(held.kind, call_id, held.body, held.buffers).landed(held.landing)
-        try:
-            if held.kind == Kind.CHANNEL:
-                self._on_channel(frame, held.failure)
-            elif held.failure is not None:
-                self._receiver.on_failed(frame._replace(segments=()), held.failure)
-                self._receiver.on_frames(held.behind)
-            else:
-                self._receiver.on_frames([frame, *held.behind])
+                self.on_frames([message, *assembly.behind], again=True)
         except ProtocolError as error:  # whoever brought the last buffer has nothing to do with it
             self.connection.abort(error)
 
@@ -371,64 +476,98 @@ class Link:
 
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
         """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
-        code, *fields = unpack(frame.body) or [None]
+        code, fields = read_channel(frame.body)
         if code == LINK:
             self._on_message(fields)
         elif code == DEVICE:
             self.on_devices.on_frame(frame, fields, failure)
         elif code == SHARED and self.shared is None:
-            return  # it was on its way when we found that we cannot
-        elif type(code) is int and code in self._channels:
+            return  # the other end sent it before it knew that this end cannot share memory
+        elif code in self._channels:
             self._channels[code].on_message(fields)
         else:
-            raise ProtocolError(f"a message for channel {code!r:.20}, which does not exist")
+            raise ProtocolError(f"a message for channel {code}, which does not exist")
 
     # --- which channels -----------------------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
         mine = {Devices.name: self.on_devices.descriptor()}
-        if self.connection.local and self.worker.options.shared_memory:
+        if self.connection.local and self.engine.options.shared_memory:
             mine[SharedMemory.name] = shared.descriptor()
-        self.connection.send(self.own_frame(HELLO, mine))
+        self.say(LINK, MESSAGES.write(Introduce(mine)))
 
     def _on_message(self, fields: list[Any]) -> None:
-        match fields:
-            case [str(tag), dict(theirs)] if tag == HELLO:
+        match MESSAGES.read(fields):
+            case Introduce(theirs):
                 self._choose(theirs)
-            case [str(tag), str(reason)] if tag == PIPE:
+            case Pipe(reason):
                 self.second.on_message(reason)
-            case _:
-                raise ProtocolError(f"a message about channels that is none: {fields!r:.100}")
+            case Attach():
+                raise ProtocolError("a second connection announced over the first one")
 
     def _choose(self, theirs: dict[str, Any]) -> None:
-        """Both ends come to the same choice; whether memory really is shared, a first segment proves (shared.py)."""
+        """The other end has told what it can use: both ends now come to the same choice of channels.
+
+        Whether memory really is shared is proved by the first segment (`channels/shared.py`).
+        """
         self.on_devices.choose(theirs.get(Devices.name))
-        if not self.connection.local or not self.worker.options.shared_memory or self.shared is not None:
+        if not self.connection.local or not self.engine.options.shared_memory or self.shared is not None:
             return
         reason = shared.obstacle(theirs.get(SharedMemory.name))
         if reason is not None:
-            self.worker.memory.cannot_share(self.record, reason)
+            self._memory.cannot_share(self.record, reason)
             return
         channel = self.shared = SharedMemory(
-            self.worker.memory.arena, self.record.pid, _Surroundings(self), least=self.worker.options.min_shared_bytes
+            self._memory.arena, self.record.pid, _Surroundings(self), least=self.engine.options.min_shared_bytes
         )
         self.released = channel.released
-        self._channels = {SHARED: channel, **self._channels}  # another one: other threads may be looking through it
-        self.worker.memory.add(channel, self.record)
+        # A new dictionary, and not a changed one: other threads may be looking through the old one just now.
+        self._channels = {SHARED: channel, **self._channels}
+        self._memory.add(channel, self.record)
 
-    def own_frame(self, *fields: Any) -> list[Buffer]:
-        """A message of the link itself to its other end."""
-        return encode_frame(Kind.CHANNEL, 0, pack([LINK, *fields]))
+    def open_pipe(self) -> None:
+        """Begin to open the second connection."""
+        self._home.open_pipe(self)
 
-    def say(self, message: list[Any], *, more: bool = False) -> None:
-        """Send a message of a channel, which begins with its number. more: another frame follows at once."""
-        self.connection.send(encode_frame(Kind.CHANNEL, 0, pack(message)), more=more)
+    def other_end(self) -> Link | None:
+        """The other end of this link if that is in this process, else None."""
+        return self._home.other_end(self)
+
+    def post_piece(self, number: int, body: bytes, buffer: Buffer) -> None:
+        """Send a message of the link itself that has a buffer. Any thread."""
+        self.post(self.prepare(CHANNEL, number, body, [buffer]))
+
+    def say_pipe(self, reason: str) -> None:
+        """Tell the other end about the second connection, over the first one."""
+        self.say(LINK, MESSAGES.write(Pipe(reason)))
+
+    def greet(self, pipe: Connection) -> None:
+        """Tell the other end, over a second connection, that this is it."""
+        greeting = encode_frame(CHANNEL, 0, write(messages.Channel(LINK, MESSAGES.write(Attach()))))
+        self.send(CHANNEL, 0, greeting, pipe=pipe)
+
+    def check_greeting(self, frame: Frame) -> None:
+        """It comes first over a second connection. Raises ProtocolError if it is not what `greet` sends."""
+        code, fields = read_channel(frame.body)
+        if code != LINK or not isinstance(MESSAGES.read(fields), Attach):
+            raise ProtocolError(f"{frame} does not begin a connection for chunks")
+
+    def send_chunk(self, pipe: Connection, frame: Sequence[Buffer]) -> None:
+        """Send a piece of a large buffer over that connection."""
+        self.send(CHUNK, 0, frame, pipe=pipe)
+
+    def say(self, channel: int, fields: list[Any], *, more: bool = False) -> None:
+        """Send what a channel says. more: another frame follows at once."""
+        self.send(CHANNEL, 0, encode_frame(CHANNEL, 0, write(messages.Channel(channel, fields))), more=more)
 
     def flush_later(self) -> None:
-        """Something was released. From any thread, and from inside the garbage collector."""
+        """Something was released here: `flush` follows soon. From any thread, and from inside the garbage collector.
+
+        No lock may be taken: the collector may run in a thread that holds it.
+        """
         if not self._timed:
             self._timed = True
-            self.worker.call_on_loop(self.worker.loop.call_later, RELEASE_PAUSE, self._time_is_up)
+            self.engine.call_on_loop(self.engine.loop.call_later, RELEASE_PAUSE, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self._timed = False
@@ -437,21 +576,22 @@ class Link:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def when_drained(self, then: Callable[[], None], limit: float = 0.0) -> None:
-        """Call it as soon as nothing is held that can still come, although the first connection has said its last.
+        """Call `then` as soon as no message is held any more whose buffers can still come.
 
-        What was written to the second one before that may come after it; `limit` bounds the wait.
+        It is for the end of the first connection: what was written to the second one before that may arrive after it.
+        limit: when the wait ends in any case (``time.monotonic()`` seconds), 0 for the usual bound from now on.
         """
         now = time.monotonic()
         limit = limit or now + DRAIN_GRACE
         over = self.pipe is None or self.pipe is self.connection or self.pipe.ended
-        if over or not self.held or self.closed or self.worker.closed or now >= limit:
+        if over or not self.held or self.closed or self.engine.closed or now >= limit:
             then()
         else:
-            self.worker.loop.call_later(DRAIN_PAUSE, self.when_drained, then, limit)
+            self.engine.loop.call_later(DRAIN_PAUSE, self.when_drained, then, limit)
 
     @property
     def pipe(self) -> Connection | None:
-        """What chunks go over: the second connection, or the first for want of one; None until that is settled."""
+        """The connection for chunks: the second one, or the first if there can be no other; None until then."""
         return self.second.connection
 
     @property
@@ -468,7 +608,7 @@ class Link:
         if self.closed:
             return
         self.closed = True
-        self.held.clear()
+        self._reassembly.close()
         self._underway.clear()
         for channel in list(self._channels.values()):
             channel.close()
@@ -476,12 +616,12 @@ class Link:
         if self.pipe is not None and self.pipe is not self.connection:
             self.pipe.close()
         if self.shared is not None:
-            self.worker.memory.ended(self.shared)
-        self.worker.count_traffic(self)
+            self._memory.ended(self.shared)
+        self._home.ended(self)
 
 
 def _apart(wires: list[Any]) -> list[tuple[int, Wire]]:
-    """Those that do not go with the frame."""
+    """The wires of the buffers that do not go with the frame, each with its channel."""
     return [(wire[0], wire[1:]) for wire in wires if wire is not None and wire[0] != INLINE]
 
 
@@ -491,12 +631,12 @@ class _Surroundings:
     def __init__(self, link: Link) -> None:
         self._link = link
         self.on_release = link.flush_later
-        self.on_loop = link.worker.call_on_loop
-        self.in_background = link.worker.in_background
-        self.on_cold = link.worker.memory.want
+        self.on_loop = link.engine.call_on_loop
+        self.in_background = link.engine.in_background
+        self.on_cold = link._memory.want
 
     def on_refused(self, reason: str) -> None:
-        self._link.worker.memory.cannot_share(self._link.record, reason)
+        self._link._memory.cannot_share(self._link.record, reason)
 
     def post(self, fields: list[Any], *, more: bool = False) -> None:
-        self._link.say([SHARED, *fields], more=more)
+        self._link.say(SHARED, fields, more=more)

@@ -12,17 +12,15 @@ import logging
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from ...channels.arena import Arena
 from ...channels.shared import SharedMemory
 from ...channels.shm import Lender
 from ...protocol.identity import WorkerRecord
+from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..engine.watch import ProcessWatch
-
-if TYPE_CHECKING:
-    from ..worker import Worker
 
 logger = logging.getLogger("aiorpc")
 
@@ -38,13 +36,15 @@ GROW_MOST = 64 * 1024 * 1024
 class Memory:
     """The arena of one worker, and all that was lent out of it. On the loop, except where it says otherwise."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, engine: Engine, busy: Callable[[], bool]) -> None:
+        """busy: whether buffers are under way that did not go through shared memory."""
+        self._engine = engine
+        self._busy = busy
         several = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else True
         self.arena = Arena(
-            worker.options.shared_memory,
+            engine.options.shared_memory,
             poison=sys.flags.dev_mode,  # use after release shows
-            assist=worker.in_background if several else None,
+            assist=engine.in_background if several else None,
         )
         self._shared: dict[SharedMemory, WorkerRecord] = {}
         self._retired: list[tuple[WorkerRecord, Lender]] = []
@@ -52,25 +52,25 @@ class Memory:
         self._missing: list[int] = []
         self._growing = False
         self._trimming: asyncio.TimerHandle | None = None
-        # Its own: the group's ends with the connection, and that may come before the end of the process.
-        self._watch = ProcessWatch(worker.loop, lambda record: self.collect())
+        # Not the group's watch: that ends with the connection, which may come before the end of the process.
+        self._watch = ProcessWatch(engine.loop, lambda record: self.collect())
 
     # --- who shares ---------------------------------------------------------------------------------------------------
 
     def add(self, channel: SharedMemory, record: WorkerRecord) -> None:
-        """A connection to that worker shares memory."""
+        """A link to that worker shares memory from now on."""
         self._shared[channel] = record
         if self._trimming is None:
             self._trim_later()
 
     def cannot_share(self, record: WorkerRecord, reason: str) -> None:
-        """Memory cannot be shared with that worker: said once for each reason."""
+        """Memory cannot be shared with that worker. It is logged once for each reason."""
         if reason not in self._reasons:
             self._reasons.add(reason)
             logger.info("no shared memory with %s: %s; large tensors go by socket", record.describe(), reason)
 
     def ended(self, channel: SharedMemory) -> None:
-        """Its connection is gone. What the other side has adopted stays its own until its process ends."""
+        """A link that shared memory has ended. What the other end has adopted stays its own until its process ends."""
         record = self._shared.pop(channel)
         self._retired.append((record, channel.lender))
         self.collect()
@@ -79,7 +79,7 @@ class Memory:
 
     def collect(self) -> None:
         """Take back what was lent to processes that are gone."""
-        here = self._worker.record.host
+        here = self._engine.record.host
         retired, self._retired = self._retired, []
         for record, lender in retired:
             if provably_dead(record, here):
@@ -94,24 +94,24 @@ class Memory:
         self._missing.append(size)
         if not self._growing:
             self._growing = True
-            self._worker.call_on_loop(self._grow_later)
+            self._engine.call_on_loop(self._grow_later)
 
     def _grow_later(self) -> None:
         self.collect()
-        self._worker.loop.call_later(GROW_PAUSE, self._grow_when_quiet, time.monotonic() + GROW_PATIENCE)
+        self._engine.loop.call_later(GROW_PAUSE, self._grow_when_quiet, time.monotonic() + GROW_PATIENCE)
 
     def _grow_when_quiet(self, latest: float) -> None:
-        if time.monotonic() < latest and any(link.busy for link in self._worker.links()):
-            self._worker.loop.call_later(GROW_PAUSE, self._grow_when_quiet, latest)
+        if time.monotonic() < latest and self._busy():
+            self._engine.loop.call_later(GROW_PAUSE, self._grow_when_quiet, latest)
         else:
-            self._worker.in_background(self._grow)
+            self._engine.in_background(self._grow)
 
     def _grow(self) -> None:
-        """In a thread: touching new pages takes its time."""
+        """In a background thread, because touching new pages takes long: let the arena grow."""
         missing, self._missing = self._missing, []
         size = min(sum(missing), max(*missing, self.arena.size, GROW_MOST))
         ranges = self.arena.grow(min(size, self.arena.limit)) or self.arena.grow(max(missing))
-        self._worker.call_on_loop(self._grown, ranges)
+        self._engine.call_on_loop(self._grown, ranges)
 
     def _grown(self, ranges: list[tuple[int, int, int]]) -> None:
         self._growing = False
@@ -119,7 +119,7 @@ class Memory:
             channel.grown(ranges)
 
     def _trim_later(self) -> None:
-        self._trimming = self._worker.loop.call_later(TRIM_PAUSE, self._trim)
+        self._trimming = self._engine.loop.call_later(TRIM_PAUSE, self._trim)
 
     def _trim(self) -> None:
         """Give memory back that a burst has left behind."""
@@ -128,7 +128,7 @@ class Memory:
             self.arena.trim()
 
         if self.arena.segments:
-            self._worker.in_background(trim)
+            self._engine.in_background(trim)
         self._trim_later()
 
     # --- looking, from any thread -------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Memory:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the arena; what others have adopted stays valid for them."""
+        """Let go of the arena. What others have adopted stays valid for them."""
         if self._trimming is not None:
             self._trimming.cancel()
         self.arena.close()
@@ -158,7 +158,7 @@ class Memory:
         self._watch.close()
 
     def close_in_child(self) -> None:
-        """After a fork: all of it is the parent's."""
+        """In a forked child: let go of everything, which is the parent's."""
         for channel in list(self._shared):
             channel.borrower.close_in_child()
         self._watch.close_in_child()

@@ -1,41 +1,84 @@
 """The second connection of a link: when it is opened, what goes over it, and what its end means.
 
-    CHANNEL 0, "pipe", reason or ""    acceptor: I need one; opener: there will be none, for that reason
-    CHANNEL 0, "pipe"                  opener, first on the second connection: here it is
-
-The opener of the link opens it, when the first chunk is to be sent or, for the acceptor, when that asks for it. If it
-cannot be had, chunks go between the frames of the first connection.
+What the ends say about it is in `messages`: Pipe over the first connection, Attach over the second one. The opener of
+the link opens it, when the first chunk is to be sent or, for the acceptor, when that asks for it. If it cannot be had,
+chunks go between the frames of the first connection.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from ...channels.bulk import Bulk
 from ...errors import ProtocolError
-from ...protocol.frames import Frame, Kind
+from ...protocol.frames import CHANNEL, CHUNK, Buffer, Frame
+from ...protocol.identity import WorkerRecord
 from ...transport.connection import Connection
-
-if TYPE_CHECKING:
-    from .link import Link
+from ..engine.engine import Engine
 
 logger = logging.getLogger("aiorpc")
 
-# What messages of a link about this begin with.
-PIPE = "pipe"
 # Seconds until a second connection is opened that nothing waits for yet.
 PIPE_PAUSE = 0.02
-# Seconds in which the end of the first connection says why the second one has ended.
+# If the second connection ends, the first one has so many seconds to end, too, and to say why; then it is broken.
 PIPE_GRACE = 1.0
 # Frames that wait in the second connection, so that it never runs dry and a withdrawal takes effect soon.
 _AHEAD = 2
 
 
+class Carrier(Protocol):
+    """A link, as its second connection sees it."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def connection(self) -> Connection: ...
+
+    @property
+    def record(self) -> WorkerRecord: ...
+
+    @property
+    def opener(self) -> bool: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def bulk(self) -> Bulk: ...
+
+    def open_pipe(self) -> None:
+        """Begin to open a second connection; `SecondConnection.attach` or `refused` follows."""
+
+    def say_pipe(self, reason: str) -> None:
+        """Tell the other end about the second connection, over the first one."""
+
+    def greet(self, pipe: Connection) -> None:
+        """Tell the other end, over a second connection, that this is it."""
+
+    def check_greeting(self, frame: Frame) -> None:
+        """It comes first over a second connection. Raises ProtocolError if it is not what `greet` sends."""
+
+    def send_chunk(self, pipe: Connection, frame: Sequence[Buffer]) -> None:
+        """Send a CHUNK over that connection."""
+
+    def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None) -> None:
+        """Frames have arrived over that connection. Raises ProtocolError."""
+
+    def on_chunk(self, frame: Frame) -> None:
+        """A CHUNK has arrived. Raises ProtocolError."""
+
+    def all_sent(self) -> None:
+        """All chunks are written."""
+
+
 class SecondConnection:
     """See the module. `wake` from any thread, the rest on the loop. connection: None until there is one."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Carrier) -> None:
         self.connection: Connection | None = None
         self._link = link
         self._asked = False
@@ -45,24 +88,24 @@ class SecondConnection:
         """There are chunks to send. From any thread."""
         if not self._pumping:
             self._pumping = True
-            self._link.worker.call_on_loop(self._pump)
+            self._link.engine.call_on_loop(self._pump)
 
     def _pump(self) -> None:
-        """Keep the pipe full, and no fuller."""
+        """Hand chunks to the second connection, as many as it can take now and no more."""
         self._pumping = False
         link, pipe = self._link, self.connection
         if pipe is None:
             if link.bulk.sending:
                 self._need()
-            else:  # it will be of use: not at the cost of the message that has shown it
-                link.worker.loop.call_later(PIPE_PAUSE, self._need)
+            else:  # it will be of use later; to open it now would slow down the message that has shown that
+                link.engine.loop.call_later(PIPE_PAUSE, self._need)
             return
         while pipe.unsent < _AHEAD and not link.closed:
             frame = link.bulk.next_frame()
             if frame is None:
                 link.all_sent()
                 return
-            pipe.send(frame)
+            link.send_chunk(pipe, frame)
 
     def _need(self) -> None:
         link = self._link
@@ -70,41 +113,42 @@ class SecondConnection:
             return
         self._asked = True
         if link.opener:
-            link.worker.open_pipe(link)
+            link.open_pipe()
         else:
-            link.connection.send(link.own_frame(PIPE, ""))
+            link.say_pipe("")
 
     def on_message(self, reason: str) -> None:
-        """What the other end says of it."""
+        """The other end has said something about the second connection: it needs one, or there will be none."""
         if self._link.opener:
             self._need()
         elif self.connection is None:
             self.refused(reason)
 
     def refused(self, reason: str) -> None:
-        """There is no second connection to be had: chunks go over the first."""
+        """There can be no second connection: chunks go over the first one."""
         link = self._link
         if link.closed:
             return
         logger.info("no second connection to %s: %s; large tensors go over the first", link.record.describe(), reason)
         if link.opener:
-            link.connection.send(link.own_frame(PIPE, reason))
+            link.say_pipe(reason)
         self._use(link.connection)
 
     def attach(self, pipe: Connection) -> None:
         """The second connection is there, and both sides have proved who they are.
 
-        The acceptor waits for the opener's word: what it sent right behind the end of the handshake could be read
-        together with that, and by then nobody has told the opener's decoder where chunks belong.
+        The opener uses it at once, and says so in its first frame. The acceptor waits for that frame: if it sent chunks
+        right behind its last message of the handshake, the opener could read both together, before its decoder has been
+        told where chunks belong.
         """
         link = self._link
         if link.closed or self.connection is not None:
             pipe.abort()
             return
         pipe.decoder.place = link.bulk.place
-        pipe.on_frames = partial(self._on_frames, pipe)
+        pipe.on_frames = partial(link.on_frames, pipe=pipe)
         if link.opener:
-            pipe.send(link.own_frame(PIPE))
+            link.greet(pipe)
             self._use(pipe)
 
     def _use(self, pipe: Connection) -> None:
@@ -113,18 +157,19 @@ class SecondConnection:
         pipe.on_drained = self._pump
         self._pump()
 
-    def _on_frames(self, pipe: Connection, frames: list[Frame]) -> None:
+    def on_frame(self, pipe: Connection, frame: Frame) -> None:
+        """A frame has come over the second connection. Raises ProtocolError."""
         link = self._link
-        for frame in frames:
-            if frame.kind == Kind.CHUNK:
-                link.on_chunk(frame)
-            elif frame.kind == Kind.CHANNEL and not link.opener and self.connection is None:
-                self._use(pipe)
-            else:
-                raise ProtocolError(f"{frame} does not belong on a connection for chunks")
+        if frame.kind == CHUNK:
+            link.on_chunk(frame)
+        elif frame.kind == CHANNEL and not link.opener and self.connection is None:
+            link.check_greeting(frame)
+            self._use(pipe)
+        else:
+            raise ProtocolError(f"{frame} does not belong on a connection for chunks")
 
     def closed(self, cause: BaseException | None) -> None:
-        """The second connection has ended; if the first goes on without it, that is a loss."""
+        """The second connection has ended. If the first one does not end as well, it is aborted: a link needs both."""
         link = self._link
         if not link.closed and cause is not None:
-            link.worker.loop.call_later(PIPE_GRACE, link.connection.abort, cause)
+            link.engine.loop.call_later(PIPE_GRACE, link.connection.abort, cause)

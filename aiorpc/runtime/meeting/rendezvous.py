@@ -117,14 +117,14 @@ class Rendezvous:
 
     @property
     def dynamic(self) -> bool:
-        """True if workers join and leave freely."""
+        """Whether the group is free: workers join and leave at any time."""
         return self.world_size is None
 
     @property
     def confined(self) -> bool:
-        """True if all members have to be on this host: they meet at a loopback address, and without AIORPC_SECRET.
+        """Whether all members have to be on this host: they meet at a loopback address, without AIORPC_SECRET.
 
-        With it the place may be the near end of a tunnel: its members know each other without the store.
+        With AIORPC_SECRET the address may be the near end of a tunnel: then members know each other without the store.
         """
         return self._own_secret is None and is_loopback(self._place)
 
@@ -140,11 +140,12 @@ class Rendezvous:
     def join(
         self, make_record: Callable[[int], WorkerRecord], claims: DeviceClaims | None = None
     ) -> list[WorkerRecord]:
-        """Register the record made for this worker's id; the members' records: all by rank, or those there now.
+        """Register this worker. Returns the records of the members: all of them by rank, or those that are there now.
 
-        make_record is called with the id (the rank, or a free number in a dynamic group). claims: what this worker says
-        of its devices. RendezvousError, on all ranks where all are concerned: a name or rank that is not unique,
-        different world sizes, missing ranks; DeviceMapError: claims that do not fit together.
+        make_record is called with the worker's id (the rank, or a free number in a free group) and returns its record.
+        claims: what this worker says about its devices. RendezvousError, on all ranks where all are concerned: a name
+        or rank that is not unique, different world sizes, missing ranks. DeviceMapError: claims that do not fit
+        together.
         """
         mine = claims or DeviceClaims()
 
@@ -178,7 +179,10 @@ class Rendezvous:
         return [member.record for member in members]
 
     def find(self, name: str) -> WorkerRecord | None:
-        """The member of that name, or None. On a loop, too: RendezvousError if the store does not answer for 5 s."""
+        """The member of that name, or None. RendezvousError if the store does not answer for 5 s.
+
+        It may be called on a loop, which it then blocks.
+        """
         try:
             members = bounded(self.members, _LOOKING_TIME)
         except TimeoutError:
@@ -192,7 +196,7 @@ class Rendezvous:
         self._tell(self._world.leave, record)
 
     def abandon(self) -> None:
-        """`join` was given up: the rank and the name are free, and nobody takes us for a member."""
+        """`join` was given up: give back the rank and the name, so that nobody takes this worker for a member."""
         if self._made is not None:
             self._tell(self._world.abandon, self._made)
 
@@ -209,12 +213,14 @@ class Rendezvous:
         The host first waits up to 2 s for ranks that have not yet read that the group is complete; whoever made the
         group's secret as long for those that have not read it.
         """
-        with contextlib.suppress(StoreGone):
-            self._await_readers()
-            if self.hosts_store:
-                self._announce_end()
-        self._board.close()
-        self.remove_secret()
+        try:
+            with contextlib.suppress(StoreGone):
+                self._await_readers()
+                if self.hosts_store:
+                    self._announce_end()
+        finally:  # also where a stranger has written into the store what nobody can read
+            self._board.close()
+            self.remove_secret()
 
     def remove_secret(self) -> None:
         """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
@@ -222,7 +228,7 @@ class Rendezvous:
             self._held.remove()
 
     def _await_readers(self) -> None:
-        """A rank may leave before others have begun: the file with the secret has to stay until they have read it."""
+        """Wait until the others have read the file with the secret: a rank may leave before others have begun."""
         if isinstance(self._world, FixedWorld) and self._held is not None and self._held.path is not None:
             others = self._world.world_size - 1
             for _ in Patience(_READING_TIME).tries():
@@ -261,10 +267,10 @@ class Rendezvous:
         return value
 
     def serve_secret_requests(self) -> None:
-        """What a member of a dynamic group does now and then: hand the secret to those who cannot read the file.
+        """Hand the secret to newcomers who cannot read the file. A member of a free group calls this now and then.
 
-        Does not wait. Only one member acts: the one that offers the secret, or after it left the oldest that has it.
-        StoreGone if the process that hosts the store has.
+        It does not wait. Only one member acts: the one that offers the secret or, after that has left, the oldest one
+        that has it. StoreGone if the process that hosts the store has gone.
         """
         world, held = self._world, self._held
         if held is not None and isinstance(world, FreeWorld):
@@ -435,7 +441,7 @@ class Rendezvous:
 
 
 def _is_heir(incarnation: str, alive: Sequence[Member]) -> bool:
-    """True if this member may make a new secret: nobody knows an older one, and all others came later."""
+    """Whether this member may make a new secret: nobody knows an older one, and all others came later."""
     return bool(alive) and alive[0].record.incarnation == incarnation and not any(member.trusted for member in alive)
 
 

@@ -332,14 +332,14 @@ def _append_outcome(results: list[T | BaseException], make: Callable[[], T]) -> 
 
 
 def listens(place: Place) -> bool:
-    """True if something accepts connections at the place just now."""
+    """Whether something accepts connections at the place just now."""
     with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), 1.0):
         return True
     return False
 
 
 def is_local(place: Place) -> bool:
-    """True if the place's address belongs to this host."""
+    """Whether the place's address belongs to this host."""
     for address in _addresses(place):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -349,7 +349,7 @@ def is_local(place: Place) -> bool:
 
 
 def is_loopback(place: Place) -> bool:
-    """True if the place is so called that it can be reached from this host alone."""
+    """Whether the place has a name or an address that can be reached from this host alone."""
     # Not by what a name stands for: to its own host that of a host may stand for 127.0.1.1.
     try:
         return ipaddress.ip_address(place.host).is_loopback

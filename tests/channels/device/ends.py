@@ -23,10 +23,12 @@ import torch
 
 from aiorpc.channels.accelerator import DeviceBuffer
 from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices
+from aiorpc.channels.device.messages import MESSAGES
+from aiorpc.channels.device.messages import Message as Said
 from aiorpc.channels.device.outbox import Inbox, Outbox
 from aiorpc.errors import ProtocolError
-from aiorpc.protocol.codec import pack, unpack
 from aiorpc.protocol.frames import PARCEL, Buffer, encode_frame
+from aiorpc.protocol.packing import pack, unpack
 from tests.channels.ends import KIB, MIB, Ends, Message, feed
 from tests.fakes.cuda import FakeCuda, FakeInterprocess
 from tests.fakes.interprocess import _HANDLE, HANDLE_SIZE
@@ -103,13 +105,14 @@ class DeviceAround:
         self.retired: list[Outbox] = []
         self.said: list[list[Any]] = []  # the tags and first fields of what went to the other end
 
-    def post(self, fields: list[Any], *, more: bool = False) -> None:
+    def post(self, message: Said, *, more: bool = False) -> None:
+        fields = MESSAGES.write(message)
         self.said.append(fields[:2])
         self._ends.say(self._end, fields)
 
-    def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
+    def post_buffer(self, message: Said, buffer: Buffer) -> None:
         self._count += 1
-        frame = encode_frame(PARCEL, 1, pack(fields), [buffer])
+        frame = encode_frame(PARCEL, 1, pack(MESSAGES.write(message)), [buffer])
         job = deque([frame])  # borrowed until it is written
         self._ends.put(
             f"pieces {self._end} {self._count % LANES}", lambda: self._ends.hear_piece(1 - self._end, job.pop())

@@ -19,8 +19,7 @@ from ....futures import Future, wait_all
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
 from ....runtime.caller.peer import Peer
-from ....runtime.engine.current import registry
-from ....runtime.worker import Worker
+from ....runtime.node import Node, registry
 from .. import script
 from .agent import process
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -106,16 +105,16 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
 # --- verbs ------------------------------------------------------------------------------------------------------------
 
 
-def _find(worker: Worker, to: str | int | WorkerInfo) -> Peer:
+def _find(node: Node, to: str | int | WorkerInfo) -> Peer:
     if not isinstance(to, (str, int, WorkerInfo)):
         raise ValueError(f"Cannot get WorkerInfo from name {to}")
-    return worker.peers.find(to)
+    return node.peers.find(to)
 
 
 def _start(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
-    worker = registry.get()
+    node = registry.get()
     sent = _callable(func, args, kwargs)
-    return _find(worker, to).call(sent[0], sent[1] or (), sent[2], worker.timeout(timeout), depth=3)
+    return _find(node, to).call(sent[0], sent[1] or (), sent[2], node.engine.timeout(timeout), depth=3)
 
 
 def _callable(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -138,7 +137,7 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised."""
-    registry.get().refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
+    registry.get().engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
     return _start(to, func, args, kwargs, timeout).wait()
 
 
@@ -165,9 +164,9 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> PyRRef[Any]:
     """An RRef of the result of ``func(*args, **kwargs)`` on a worker; returns at once, the result stays there."""
-    worker = registry.get()
+    node = registry.get()
     func, args, kwargs = _callable(func, args, kwargs)
-    made = worker.references.create(_find(worker, to), func, args or (), kwargs, worker.timeout(timeout), depth=2)
+    made = node.references.create(_find(node, to), func, args or (), kwargs, node.engine.timeout(timeout), depth=2)
     return made  # type: ignore[return-value]  # what references make is PyRRef while this is installed
 
 
@@ -265,10 +264,10 @@ def _all_gather(
     worker that does not answer in time; PeerLost once one of them is lost.
     """
     names = set(worker_names or _ALL_WORKER_NAMES)
-    leader, worker = min(names), _worker_if_ours()
+    leader, node = min(names), _node_if_ours()
     own = _get_current_rpc_agent().get_worker_info().name
     sequence_id = _next_sequence_id(names)
-    calls = timeout if worker is None or timeout != UNSET_RPC_TIMEOUT else worker.default_timeout
+    calls = timeout if node is None or timeout != UNSET_RPC_TIMEOUT else node.engine.default_timeout
     if own == leader:
         _gather_to_leader(sequence_id, own, obj, names)
     else:
@@ -276,8 +275,8 @@ def _all_gather(
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
-    _await_signal(states.proceed_signal, timeout if limited else None, names, worker)
-    _fail_if_missing(sequence_id, states, names, worker)
+    _await_signal(states.proceed_signal, timeout if limited else None, names, node)
+    _fail_if_missing(sequence_id, states, names, node)
     if own == leader:
         _tell_followers(sequence_id, states.gathered_objects, sorted(names - {leader}), calls)
     with _all_gather_dict_lock:
@@ -308,19 +307,19 @@ def _next_sequence_id(names: set[str]) -> str:
     return f"{joined}{number}"
 
 
-def _await_signal(signal: threading.Event, seconds: float | None, names: set[str], worker: Worker | None) -> None:
+def _await_signal(signal: threading.Event, seconds: float | None, names: set[str], node: Node | None) -> None:
     """Until it is set, the time is up, or one of those workers is gone."""
     limit = None if seconds is None else time.monotonic() + seconds
     while not signal.wait(_LOOK if limit is None else max(0.0, min(_LOOK, limit - time.monotonic()))):
-        if _gone(names, worker) or (limit is not None and time.monotonic() >= limit):
+        if _gone(names, node) or (limit is not None and time.monotonic() >= limit):
             return
 
 
-def _gone(names: set[str], worker: Worker | None) -> list[WorkerInfo]:
-    if worker is None:
+def _gone(names: set[str], node: Node | None) -> list[WorkerInfo]:
+    if node is None:
         return []
-    members = list(worker.group.members.values())
-    return [each.info for each in members if each.name in names and worker.group.is_gone(each)]
+    members = list(node.group.members.values())
+    return [each.info for each in members if each.name in names and node.group.is_gone(each)]
 
 
 def _nobody_waits(sequence_id: str, missing: WorkerInfo) -> None:
@@ -332,9 +331,9 @@ def _nobody_waits(sequence_id: str, missing: WorkerInfo) -> None:
             states.proceed_signal.set()
 
 
-def _fail_if_missing(sequence_id: str, states: AllGatherStates, names: set[str], worker: Worker | None) -> None:
+def _fail_if_missing(sequence_id: str, states: AllGatherStates, names: set[str], node: Node | None) -> None:
     """PeerLost once one of those workers is gone before all were there; the others come to know."""
-    gone = _gone(names, worker)
+    gone = _gone(names, node)
     if states.missing is None and gone and not states.proceed_signal.is_set():
         _nobody_waits(sequence_id, gone[0])
         others = names - {each.name for each in gone} - {_get_current_rpc_agent().get_worker_info().name}
@@ -392,13 +391,13 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _delete_all_user_and_unforked_owner_rrefs() -> None:
     """All references here end, though the program may still have them: their owners may let go of the values."""
-    worker = _worker_if_ours()
-    if worker is None:
+    node = _node_if_ours()
+    if node is None:
         return
-    for handle in list(worker.references._handles.values()):
+    for handle in list(node.references._handles.values()):
         if isinstance(handle, PyRRef) and not handle._deleted:
             handle._deleted = True
-            worker.references.drop_later(handle._rref, handle._fork)
+            node.references.drop_later(handle._rref, handle._fork)
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:
@@ -421,9 +420,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     graceful: serve until all workers have come here and their work is over. timeout: seconds for all of that, 0 for no
     limit; RuntimeError when it has passed, and the worker has left all the same.
     """
-    agent, worker = _get_current_rpc_agent(), _worker_if_ours()
-    if worker is not None:
-        worker.refuse_on_loop("shutdown()", "await worker.shutdown()")
+    agent, node = _get_current_rpc_agent(), _node_if_ours()
+    if node is not None:
+        node.engine.refuse_on_loop("shutdown()", "await worker.shutdown()")
     if not graceful:
         _finalize_shutdown()
         return
@@ -480,14 +479,14 @@ def _was_remote(handle: Any) -> bool:
 
 def get_rpc_timeout() -> float:
     """Seconds that calls have by default."""
-    return _worker_of_agent().default_timeout
+    return _node_of_agent().engine.default_timeout
 
 
 def _set_rpc_timeout(seconds: float) -> None:
     """Set the seconds that calls have by default, 0 for no limit."""
     if seconds < 0:
         raise RpcUsageError(f"a timeout is a number of seconds >= 0, not {seconds}")
-    _worker_of_agent().default_timeout = float(seconds)
+    _node_of_agent().engine.default_timeout = float(seconds)
 
 
 def enable_gil_profiling(flag: bool) -> None:
@@ -495,11 +494,12 @@ def enable_gil_profiling(flag: bool) -> None:
     _get_current_rpc_agent().gil_profiling = flag
 
 
-def _worker_of_agent() -> Worker:
-    worker: Worker = _get_current_rpc_agent().worker
-    return worker
+def _node_of_agent() -> Node:
+    node: Node = _get_current_rpc_agent().worker.node
+    return node
 
 
-def _worker_if_ours() -> Worker | None:
-    """The agent's; an agent of a program's own has none."""
-    return getattr(_get_current_rpc_agent(), "worker", None)
+def _node_if_ours() -> Node | None:
+    """The node of the agent's worker; an agent of a program's own has none."""
+    worker = getattr(_get_current_rpc_agent(), "worker", None)
+    return None if worker is None else worker.node

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ....runtime.hooks import Hooks
 from ....runtime.worker import Worker
 from ....sync import host
 from ..ddp import averaging
@@ -103,12 +104,10 @@ def start_worker(store: Any, name: str, rank: int, world_size: int | None, rpc_b
         world_size=world_size or None,
         options=rpc_backend_options,
         store=store,
+        hooks=Hooks(
+            handle_class=PyRRef, on_handler_error=_report, read_error=error_of_call, sink=averaging, as_torch=True
+        ),
     )
-    worker.handle_class = PyRRef
-    worker.gradients.sink = averaging
-    worker.gradients.as_torch = True
-    worker.on_handler_error = _report
-    worker.read_error = error_of_call
     # Others may call as soon as it serves, before we know of it: handlers find everything in its place.
     process.agent = agent = TensorPipeAgent(worker, store)
     try:

@@ -38,7 +38,7 @@ class PyRRef(BaseRRef[T]):
             raise NotInitialized(f"{_NO_AGENT} {error}") from None
 
     def _check(self) -> None:
-        if self._deleted and self._references.worker.closed:
+        if self._deleted and self._references.engine.closed:
             raise RpcUsageError(
                 f"{self}: it was deleted when RPC shut down. Cannot call to_here() on it after deletion."
             )
@@ -51,7 +51,7 @@ class PyRRef(BaseRRef[T]):
         """The value itself, on its owner; blocks until it exists, raises what its creation raised."""
         if self.is_owner():
             return super().local_value()
-        me, there = self._references.worker.info, self.owner()
+        me, there = self._references.engine.info, self.owner()
         raise RpcUsageError(
             f"For UserRRef(rref_id={_id(self._rref)}, fork_id={_id(self._fork)}), can't call localValue() on user "
             f"{me}. Call it on owner {there}"
@@ -62,10 +62,10 @@ class PyRRef(BaseRRef[T]):
 
         torch hands references to a handler only when their owners count them; here the handler has run meanwhile.
         """
-        worker = self._references.worker
-        if self._creation is None and not worker.on_loop:
-            limit = time.monotonic() + (worker.default_timeout or 60.0)
-            while not self._confirmed and self._broken is None and not worker.closed and time.monotonic() < limit:
+        engine = self._references.engine
+        if self._creation is None and not engine.on_loop:
+            limit = time.monotonic() + (engine.default_timeout or 60.0)
+            while not self._confirmed and self._broken is None and not engine.closed and time.monotonic() < limit:
                 time.sleep(_LOOK)
         return self._confirmed
 
@@ -86,9 +86,9 @@ class PyRRef(BaseRRef[T]):
         if self.is_owner():
             return self._value_future().then(_type_of)
         self._check()
-        worker = self._references.worker
-        peer = worker.peers.by_id(self._owner)
-        return peer.call(type_on_owner, (self,), None, worker.timeout(timeout), depth=4)
+        references = self._references
+        peer = references.peers.by_id(self._owner)
+        return peer.call(type_on_owner, (self,), None, references.engine.timeout(timeout), depth=4)
 
     def _get_future(self) -> Future[Any]:
         """A Future of the creation on the owner."""
@@ -107,9 +107,10 @@ class PyRRef(BaseRRef[T]):
             return
         if dist_autograd_ctx_id == -1:
             raise RpcUsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-        worker = self._references.worker
-        peer = worker.peers.by_id(self._owner)
-        peer.call(backward_on_owner, (self, dist_autograd_ctx_id, retain_graph), None, worker.default_timeout).wait()
+        references = self._references
+        peer = references.peers.by_id(self._owner)
+        timeout = references.engine.default_timeout
+        peer.call(backward_on_owner, (self, dist_autograd_ctx_id, retain_graph), None, timeout).wait()
 
     def __str__(self) -> str:
         if self.is_owner():
@@ -145,7 +146,7 @@ class _Checked:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._proxy, name)
-        if self._rref._references.worker.on_loop:
+        if self._rref._references.engine.on_loop:
             return method  # no waiting there: the error is that of the call
         kind = self._rref._get_type(self._timeout)
         if not hasattr(kind, name) and not hasattr(kind, "__getattr__"):

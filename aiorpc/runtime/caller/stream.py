@@ -1,4 +1,4 @@
-"""Streams: a generator on one worker, an ``async for`` on another, and credit between them.
+"""The consumer's end of a stream: a generator on one worker, an ``async for`` on another, and credit between them.
 
 The consumer grants `window` items with the call. The producer sends an item for each credit and then waits; the
 consumer grants more as it takes items, half a window at a time. Items and the end travel on one connection, so the end
@@ -8,28 +8,22 @@ consumer grants more as it takes items, half a window at a time. Items and the e
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from ... import foreign
 from ...channels.landing import Landing
 from ...errors import RpcError, RpcTimeout, RpcUsageError
-from ...futures import Future, block_observer
-from ...protocol.codec import pack
-from ...protocol.frames import Buffer, Kind, encode_frame
-from ..calls import messages
-from ..engine.current import CallContext
+from ...futures import Future
+from ...protocol.frames import Buffer, Kind
+from ...protocol.messages import Credit, Values, write
+from ..calls.values import decode
+from .future import CallFuture
+from .peer import Peer
 
-if TYPE_CHECKING:
-    from ..callee.service import Service
-    from .future import CallFuture
-    from .peer import Peer
-
-
-_Item = tuple[list[Any], Sequence[Buffer], Landing | None]
+_Item = tuple[Values, Sequence[Buffer], Landing | None]
 
 
 class Stream(AsyncIterator[Any]):
@@ -50,7 +44,7 @@ class Stream(AsyncIterator[Any]):
         self._finished = False
 
     def start(self, end: CallFuture) -> None:
-        """The call is on its way; `end` settles when the producer has ended."""
+        """The call is on its way. end: its Future, which settles when the producer has ended."""
         self._end = end
         myself = weakref.ref(self)
 
@@ -61,9 +55,9 @@ class Stream(AsyncIterator[Any]):
 
         end._add_callback(wake)
 
-    def on_item(self, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None = None) -> None:
+    def on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
         """An item arrived; on the worker's loop."""
-        self._items.append((fields, segments, landing))
+        self._items.append((item, segments, landing))
         self._wake()
 
     def _wake(self) -> None:
@@ -96,12 +90,13 @@ class Stream(AsyncIterator[Any]):
             await self.aclose()
             raise RpcError(f"an item of {self._describe()} cannot be read here: {foreign.said(error)}") from error
 
-    def _decode(self, fields: list[Any], segments: Sequence[Buffer], landing: Landing | None) -> Any:
-        landing = landing or (self._peer.devices and self._peer.worker.accelerators.landing()) or None
+    def _decode(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> Any:
+        peer = self._peer
+        landing = landing or (peer.devices and peer.accelerators.landing()) or None
         if landing is None:
-            return messages.decode(fields, segments, self._peer.load_references, self._peer.track)[0]
+            return decode(item, segments, peer.load_references, peer.track)[0]
         with landing.entered():
-            value = messages.decode(fields, segments, self._peer.load_references, self._peer.track, landing)[0]
+            value = decode(item, segments, peer.load_references, peer.track, landing)[0]
             arrival = landing.arrival()
         if arrival is not None:
             arrival.join()
@@ -110,7 +105,7 @@ class Stream(AsyncIterator[Any]):
     def _grant(self) -> None:
         assert self._end is not None
         if not self._end.done():
-            self._peer.send(encode_frame(Kind.CREDIT, self._end._call_id, pack([self._taken])), urgent=True)
+            self._peer.send(Kind.CREDIT, self._end.call_id, write(Credit(self._taken)), urgent=True)
         self._taken = 0
 
     async def _wait(self) -> None:
@@ -131,7 +126,7 @@ class Stream(AsyncIterator[Any]):
                 raise RpcTimeout(
                     f"no item of {self._describe()} within {self._timeout:g} s",
                     worker=self._peer.name,
-                    function=self._end._function,
+                    function=self._end.function,
                     seconds=self._timeout,
                 ) from None
             finally:
@@ -147,7 +142,7 @@ class Stream(AsyncIterator[Any]):
         raise StopAsyncIteration
 
     def _describe(self) -> str:
-        return f"the stream of {self._end._function if self._end else '?'} from worker {self._peer.name!r}"
+        return f"the stream of {self._end.function if self._end else '?'} from worker {self._peer.name!r}"
 
     async def aclose(self) -> None:
         """Stop the producer and drop what has arrived. Idempotent; does not wait for the producer."""
@@ -170,17 +165,17 @@ class Stream(AsyncIterator[Any]):
         if end is not None:
             end._look()
             if self._items or not end.done():
-                self._peer.worker.call_on_loop(_abandon, self._peer, self._items, end)
+                self._peer.engine.call_on_loop(_abandon, self._peer, self._items, end)
 
 
 def _abandon(peer: Peer, items: deque[_Item], end: CallFuture) -> None:
-    """Stop the producer; references in items that nobody took have to be taken all the same."""
+    """Stop the producer; references in items that nobody has taken have to be taken all the same."""
     end.cancel()
     end._look()
     while items:
-        fields, *_ = items.popleft()
-        if len(fields) > 6 and fields[6]:
-            peer.load_references(fields[6])
+        item, _, _ = items.popleft()
+        if item.references:
+            peer.load_references(item.references)
 
 
 def _finish(future: asyncio.Future[None]) -> None:
@@ -188,91 +183,14 @@ def _finish(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class AsyncCredits:
-    """How many items an async generator may still send. On the loop."""
+def open_stream(
+    peer: Peer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+) -> Stream:
+    """Open a stream from a peer. timeout: seconds for each item, 0 for no limit.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._more = asyncio.Event()
-
-    def add(self, count: int) -> None:
-        """The consumer took items."""
-        self._count += count
-        self._more.set()
-
-    def stop(self) -> None:
-        """The consumer is gone; the task is cancelled by others."""
-
-    async def take(self) -> None:
-        """Wait until one item may be sent."""
-        while self._count <= 0:
-            self._more.clear()
-            await self._more.wait()
-        self._count -= 1
-
-
-class ThreadCredits:
-    """How many items a generator in a thread may still send."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._stopped = False
-        self._changed = threading.Condition()
-
-    def add(self, count: int) -> None:
-        """The consumer took items; on the loop."""
-        with self._changed:
-            self._count += count
-            self._changed.notify()
-
-    def stop(self) -> None:
-        """The consumer is gone; on the loop."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-
-    def take(self) -> bool:
-        """Block until one item may be sent; False when nobody wants any more. The pool makes up for the thread."""
-        if self._count <= 0:
-            observer = block_observer.get()
-            if observer is not None:
-                observer.enter_blocked()
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._count > 0 or self._stopped)
-            finally:
-                if observer is not None:
-                    observer.exit_blocked()
-        with self._changed:
-            self._count -= 1
-            return not self._stopped
-
-
-def serve_generator(service: Service, context: CallContext, generator: Any, credit: int) -> None:
-    """In a pool thread: send what a generator yields, until it ends or nobody listens."""
-    credits = context.credits = ThreadCredits(credit)
-    try:
-        # Credit first: a producer does no work that its consumer did not ask for.
-        while credits.take() and not context.cancelled:
-            try:
-                item = next(generator)
-            except StopIteration:
-                return
-            service.send_item(context, item)
-    finally:
-        generator.close()
-
-
-async def serve_async_generator(service: Service, context: CallContext, generator: Any, credit: int) -> None:
-    """On the loop: send what an async generator yields. Cancelled when nobody listens any more."""
-    credits = context.credits = AsyncCredits(credit)
-    try:
-        while True:
-            await credits.take()
-            try:
-                item = await anext(generator)
-            except StopAsyncIteration:
-                return
-            service.send_item(context, item)
-    finally:
-        await generator.aclose()
+    It is called by a verb: the place in the program where that was called is two stack frames up.
+    """
+    window = peer.engine.options.stream_window
+    stream = Stream(peer, window, timeout)
+    stream.start(peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, depth=3))
+    return stream

@@ -8,38 +8,70 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ...channels.accelerator import Event, Tensor
 from ...channels.device import Devices
+from ...channels.device.messages import MESSAGES, Message
 from ...channels.device.outbox import Inbox, Outbox
-from ...channels.routes import returning
+from ...channels.routes import Route, returning
 from ...errors import ProtocolError
-from ...protocol.codec import pack
-from ...protocol.frames import Buffer, Frame, Kind
-from ..engine.current import registry
-from .accelerators import Handover
+from ...protocol.frames import Buffer, Frame
+from ...protocol.identity import WorkerRecord
+from ...protocol.messages import Channel, write
+from ..engine.engine import Engine
+from .accelerators import Accelerators, Handover
 
-if TYPE_CHECKING:
-    from .link import Link
-
-# The channel's number in CHANNEL and PARCEL frames; those of the others are in link.py.
+# The number of the device channel in CHANNEL and PARCEL frames; the numbers of the others are in link.py.
 DEVICE = 4
-# Added to the numbers of messages that bring pieces of tensors on devices: not those of calls.
+# Messages that bring pieces of tensors on devices have numbers from here on, so that they are never those of calls.
 PIECES = 1 << 63
+
+
+class Carrier(Protocol):
+    """A link, as its part for devices sees it."""
+
+    route_back: Route | None
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def accelerators(self) -> Accelerators: ...
+
+    @property
+    def record(self) -> WorkerRecord: ...
+
+    @property
+    def opener(self) -> bool: ...
+
+    def other_end(self) -> Carrier | None:
+        """The other end of the link, if that is in this process."""
+
+    @property
+    def on_devices(self) -> LinkDevices: ...
+
+    def flush_later(self) -> None:
+        """Something was released here: the other end has to be told soon."""
+
+    def say(self, channel: int, fields: list[Any], *, more: bool = False) -> None:
+        """Send what a channel says."""
+
+    def post_piece(self, number: int, body: bytes, buffer: Buffer) -> None:
+        """Send a message of the link itself that has a buffer."""
 
 
 class LinkDevices:
     """See the module. It is what the device channel knows of the link, too."""
 
-    def __init__(self, link: Link) -> None:
-        options, accelerators = link.worker.options, link.worker.accelerators
+    def __init__(self, link: Carrier) -> None:
+        options, accelerators = link.engine.options, link.accelerators
         self._link = link
         self._accelerators = accelerators
         self._pieces = itertools.count(PIECES)
         self._handover = Handover()
         self.in_background = accelerators.in_background
-        self.on_loop = link.worker.call_on_loop
+        self.on_loop = link.engine.call_on_loop
         self.on_release = link.flush_later
         self.channel = Devices(
             accelerators.accelerator,
@@ -53,11 +85,11 @@ class LinkDevices:
     # --- for the link, on the loop ------------------------------------------------------------------------------------
 
     def descriptor(self) -> dict[str, Any]:
-        """What the other end is told of our devices."""
+        """What the other end is told about our devices."""
         return self._accelerators.descriptor(self._link.record.name, opener=self._link.opener)
 
     def choose(self, theirs: Any) -> None:
-        """The other end has told of its devices. Raises ProtocolError."""
+        """The other end has told about its devices: choose a way. Raises ProtocolError."""
         if type(theirs) is not dict:
             raise ProtocolError(f"a worker that says of its devices {theirs!r:.40}")
         if not self._link.opener:
@@ -78,25 +110,20 @@ class LinkDevices:
         self._handover.clear()
 
     def _other_end(self) -> LinkDevices | None:
-        """Of this link, if that is in this process."""
-        link = self._link
-        for worker in registry.workers():
-            if worker.record.incarnation == link.record.incarnation:
-                other = worker.find_link(link.worker.record, link.number, opener=not link.opener)
-                return None if other is None else other.on_devices
-        return None
+        """The part for devices of the other end of this link, if that is in this process."""
+        other = self._link.other_end()
+        return None if other is None else other.on_devices
 
     # --- for the channel, see its protocol ----------------------------------------------------------------------------
 
-    def post(self, fields: list[Any], *, more: bool = False) -> None:
-        self._link.say([DEVICE, *fields], more=more)
+    def post(self, message: Message, *, more: bool = False) -> None:
+        self._link.say(DEVICE, MESSAGES.write(message), more=more)
 
-    def post_buffer(self, fields: list[Any], buffer: Buffer) -> None:
-        link = self._link
-        link.post(link.prepare(Kind.CHANNEL, next(self._pieces), pack([DEVICE, *fields]), [buffer]))
+    def post_buffer(self, message: Message, buffer: Buffer) -> None:
+        self._link.post_piece(next(self._pieces), write(Channel(DEVICE, MESSAGES.write(message))), buffer)
 
     def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
-        self.on_loop(self._link.worker.loop.call_later, seconds, function, *args)
+        self.on_loop(self._link.engine.loop.call_later, seconds, function, *args)
 
     def on_chosen(self, way: str, reason: str) -> None:
         self._accelerators.on_chosen(self._link.record, way, reason)

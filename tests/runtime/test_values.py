@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -11,9 +12,11 @@ import torch
 from aiorpc.channels.inline import allocate
 from aiorpc.channels.layout import EMBEDDED_SIZE
 from aiorpc.errors import ProtocolError, SerializationError
-from aiorpc.protocol.codec import unpack
 from aiorpc.protocol.frames import DIRECT_SIZE, FrameDecoder, Kind, encode_frame
-from aiorpc.runtime.calls import messages
+from aiorpc.protocol.messages import Reply, Values, read_values
+from aiorpc.protocol.packing import pack
+from aiorpc.runtime.calls import values as calls_values
+from aiorpc.runtime.calls.values import Results, decode, encode
 
 
 class To:
@@ -28,7 +31,7 @@ class To:
 
 def deliver(values: list[Any], *, to: To | None = None) -> list[Any]:
     """Through encode, frame, decoder and decode: the whole way but for the socket."""
-    body, segments, _ = messages.encode([], values, to or To())
+    body, segments, _ = encode(Reply, (), values, to or To())
     decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 30, allocate=allocate)
     frames = []
     for part in encode_frame(Kind.REPLY, 1, body, segments):
@@ -40,7 +43,7 @@ def deliver(values: list[Any], *, to: To | None = None) -> list[Any]:
             frames += decoder.received(count)
             rest = rest[count:]
     (frame,) = frames
-    return messages.decode(unpack(frame.body), frame.segments, lambda wires: [])
+    return decode(read_values(frame.body), frame.segments, lambda wires: [])
 
 
 def test_messages_with_all_kinds_of_values() -> None:
@@ -104,7 +107,7 @@ def test_optimizer_state_and_generator_arrive() -> None:
 def test_message_longer_than_the_limit_is_refused_at_the_sender(values: list[Any], position: int) -> None:
     """A body that the peer would not take is refused here, naming the value; the connection never sees it."""
     with pytest.raises(SerializationError, match=r"limit is 1000 \(max_frame_bytes\)") as caught:
-        messages.encode([], values, To(max_body=1000))
+        encode(Reply, (), values, To(max_body=1000))
     assert caught.value.position == position
     large = torch.ones(5000)
     assert torch.equal(deliver([large], to=To(max_body=1000))[0], large), "tensors do not count"
@@ -114,16 +117,16 @@ def test_message_longer_than_the_limit_is_refused_at_the_sender(values: list[Any
 def test_tensor_longer_than_the_limit_is_refused_at_the_sender(values: list[Any]) -> None:
     """A tensor or array that the peer would close the connection over is refused here; one that just fits is not."""
     with pytest.raises(SerializationError, match=r"limit is 10000 \(max_tensor_bytes\)"):
-        messages.encode([], values, To(max_segment=10_000))
+        encode(Reply, (), values, To(max_segment=10_000))
     deliver(values, to=To(max_segment=16_000))
 
 
 def test_message_of_more_tensors_than_a_frame_takes_is_refused_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     """More segments than the limit are refused before they are sent."""
-    monkeypatch.setattr(messages, "MAX_SEGMENTS", 3)
+    monkeypatch.setattr(calls_values, "MAX_SEGMENTS", 3)
     tensors = [torch.ones(EMBEDDED_SIZE) for _ in range(4)]
     with pytest.raises(SerializationError, match="has 4 tensors and arrays; the limit is 3"):
-        messages.encode([], tensors, To())
+        encode(Reply, (), tensors, To())
     assert len(deliver(tensors[:3])) == 3
 
 
@@ -133,25 +136,27 @@ def test_message_of_more_tensors_than_a_frame_takes_is_refused_at_the_sender(mon
         [],
         [1],
         [None, []],
-        [[None], [], [], None, 2, None],
-        [[None], [], [], None, "x", None],
-        [[None], [], [], None, -1, None],
-        [[None], [0], [], None, 0, 5],
-        [[None], [0], [], None, 0, [[9, 0, 0, [1], None, 0]]],
+        [[None]],
+        [[[None], [], [], None, 0, None, []]],
+        [Values([None], buffers=2, pickled=b"N.")],
+        [Values([None], buffers="x", pickled=b"N.")],  # type: ignore[arg-type]  # what a peer may send
+        [Values([None], buffers=-1, pickled=b"N.")],
+        [Values([None], tensors_at=[0], table=5)],  # type: ignore[arg-type]  # what a peer may send
+        [Values([None], tensors_at=[0], table=[[9, 0, 0, [1], None, 0]])],
     ],
 )
 def test_fields_that_are_no_message(fields: list[Any]) -> None:
-    """Fields that do not belong together give ProtocolError."""
+    """Fields that are too few, of other types, or do not belong together give ProtocolError."""
     with pytest.raises(ProtocolError):
-        messages.decode(fields, [bytearray(4)], lambda wires: [])
+        decode(read_values(pack(fields)), [bytearray(4)], lambda wires: [])
 
 
 def test_several_results_travel_side_by_side() -> None:
     """Those of the runtime's own calls: no pickle, which a tuple would need."""
-    body, segments, _ = messages.encode([], list(messages.Results((b"names", torch.ones(3)))), To())
-    fields = unpack(body)
-    assert not fields[2]
-    names, tensor = messages.decode(fields, [bytearray(segment) for segment in segments], lambda wires: [])
+    body, segments, _ = encode(Reply, (), list(Results((b"names", torch.ones(3)))), To())
+    said = read_values(body)
+    assert not said.opaque_at
+    names, tensor = decode(said, [bytearray(segment) for segment in segments], lambda wires: [])
     assert names == b"names" and tensor.eq(1).all()
 
 
@@ -176,8 +181,8 @@ def test_what_is_recorded_is_no_leaf_there(others: list[Any]) -> None:
         arrived.append(said)
         return tensors, None
 
-    body, _, out = messages.encode([], values, To(), None, Recorder())
-    assert not messages.decode(unpack(body), [], lambda wires: [], track)[0].requires_grad
+    body, _, out = encode(Reply, (), values, To(), None, Recorder())
+    assert not decode(read_values(body), [], lambda wires: [], track)[0].requires_grad
     assert arrived == [[5, 1, [0], [[]]]]
     assert out is not None
     out.unsend()
@@ -189,13 +194,13 @@ def test_references_are_taken_even_when_the_values_cannot_be_read() -> None:
     """The senders of references wait for an answer that only taking them gives: they come before anything can fail."""
     taken: list[Any] = []
 
-    def load(wires: list[Any]) -> list[Any]:
+    def load(wires: Sequence[Any]) -> list[Any]:
         taken.extend(wires)
         return []
 
-    broken = [[None], [], [0], b"no pickle", 0, None, [[1, 2]]]
+    broken = Values([None], opaque_at=[0], pickled=b"no pickle", references=[[1, 2]])
     with pytest.raises(Exception, match=r"pickle|load key|invalid"):
-        messages.decode(broken, [], load)
+        decode(broken, [], load)
     assert taken == [[1, 2]]
 
 
@@ -214,11 +219,11 @@ def test_failed_encoding_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("not me")
 
     with pytest.raises(SerializationError, match="not me"):
-        messages.encode([], [Pinned(), Refuses()], To())
+        encode(Reply, (), [Pinned(), Refuses()], To())
     assert undone
     undone.clear()
     with pytest.raises(SerializationError, match="too large"):
-        messages.encode([], [Pinned(), "x" * 2000], To(max_body=1000))
+        encode(Reply, (), [Pinned(), "x" * 2000], To(max_body=1000))
     assert undone == ["pin"]
 
 

@@ -1,0 +1,137 @@
+"""What the two ends of a device channel say to each other, and what a message says of a buffer that goes so.
+
+A transfer is one buffer on its way; a box is the outbox of one of the sender's devices, and a slot a place in it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...protocol.families import Family, reader_of
+
+
+class Span(NamedTuple):
+    """Where a slot is in its box."""
+
+    start: int
+    size: int
+
+
+class Slot(NamedTuple):
+    """A slot of a box."""
+
+    box: int
+    slot: int
+
+
+class Chunk(NamedTuple):
+    """A part of a transfer that lies in a slot."""
+
+    box: int
+    slot: int
+    #: Where it belongs in the transfer, in bytes.
+    start: int
+    #: Its size in bytes.
+    size: int
+
+
+class Transfer(NamedTuple):
+    """In a PARCEL: a buffer that goes to a device, or comes from one."""
+
+    #: The number of the transfer.
+    transfer: int
+    #: Where it goes to: "cuda:1", or "cpu".
+    target: str
+    #: Its size in bytes.
+    size: int
+    #: What has been sent of it so far; or, in one process, the number by which it is handed over.
+    chunks: list[Chunk] | int
+
+
+class Offer(NamedTuple):
+    """Open this box. Its first slot begins with the nonce."""
+
+    box: int
+    #: Of the device that it is on.
+    uuid: str
+    #: The index of the device that its contents go to.
+    target: int
+    #: What the driver opens its memory by.
+    handle: bytes
+    #: What the driver opens the events of its slots by.
+    event_handles: list[bytes]
+    slots: list[Span]
+    nonce: bytes
+
+
+class Opened(NamedTuple):
+    """That is done, and the nonce was there."""
+
+    box: int
+
+
+class Refused(NamedTuple):
+    """It cannot be opened."""
+
+    box: int
+    reason: str
+
+
+class Chunks(NamedTuple):
+    """More of a transfer lies in these slots."""
+
+    transfer: int
+    chunks: list[Chunk]
+
+
+class Piece(NamedTuple):
+    """More of a transfer, by way of the host. It is a message of its own, and its one buffer the piece."""
+
+    transfer: int
+    #: Where it belongs in the transfer, in bytes.
+    start: int
+
+
+class Got(NamedTuple):
+    """One piece has been used: send another one."""
+
+    transfer: int
+
+
+class Slots(NamedTuple):
+    """These slots are yours again."""
+
+    slots: list[Slot]
+
+
+class Stop(NamedTuple):
+    """From the sender, with a reason: nothing more comes. From the reader, without one: nothing more is wanted, which
+    the sender answers with a Stop of its own."""
+
+    transfer: int
+    reason: str
+
+
+class Closed(NamedTuple):
+    """We have let go of these boxes."""
+
+    boxes: list[int]
+
+
+Message = Offer | Opened | Refused | Chunks | Piece | Got | Slots | Stop | Closed
+MESSAGES: Family[Message] = Family(
+    "device memory",
+    {
+        "offer": Offer,
+        "opened": Opened,
+        "refused": Refused,
+        "chunks": Chunks,
+        "piece": Piece,
+        "got": Got,
+        "slots": Slots,
+        "stop": Stop,
+        "closed": Closed,
+    },
+)
+#: Makes a Transfer of what a message says; raises TypeError.
+read_transfer = reader_of(Transfer)

@@ -1,0 +1,105 @@
+"""Families of messages: what the two ends of one thing, a channel say, tell each other inside of an envelope.
+
+A family declares its messages as NamedTuples and gives each of them a word. On the wire a message is the list of its
+word and its fields, in their order. `write` makes such a list, and `read` makes the message of one again: it compares
+the number of the fields, and the type of each with its annotation, all the way down, and raises ProtocolError for what
+does not fit. An annotation is one of the types that msgpack brings back as themselves, Any, None, a NamedTuple, a list
+of these, `dict[str, Any]`, or a union.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..errors import ProtocolError
+
+M = TypeVar("M")
+T = TypeVar("T", bound=tuple[Any, ...])
+# Gives a value as its annotation has it, or raises TypeError.
+_Reader = Callable[[Any], Any]
+
+
+class Family(Generic[M]):
+    """See the module. name: what the messages are about, for errors and documents."""
+
+    def __init__(self, name: str, classes: Mapping[str, type[M]]) -> None:
+        self.name = name
+        self.classes = dict(classes)
+        self._words = {declared: word for word, declared in classes.items()}
+        self._readers = {word: _of_named(declared) for word, declared in classes.items()}
+
+    def write(self, message: M) -> list[Any]:
+        """The fields of an envelope."""
+        fields: Any = message
+        return [self._words[type(message)], *fields]
+
+    def read(self, fields: Any) -> M:
+        """The message that these fields are. Raises ProtocolError."""
+        try:
+            word, *rest = fields
+            message: M = self._readers[word](rest)
+        except (TypeError, ValueError, KeyError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ProtocolError(f"a message about {self.name} that is none: {fields!r:.100}: {reason:.200}") from None
+        return message
+
+
+def reader_of(declared: type[T]) -> Callable[[Any], T]:
+    """What makes a NamedTuple of a list of its fields, as `Family.read` does; raises TypeError for any other value."""
+    return _of_named(declared)
+
+
+def _of_named(declared: Any) -> _Reader:
+    hints = get_type_hints(declared)
+    readers = [_of(hints[field]) for field in declared._fields]
+
+    def read(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(readers):
+            raise TypeError(f"{value!r:.60} for {declared.__name__}")
+        return declared(*[reader(part) for reader, part in zip(readers, value, strict=True)])
+
+    return read
+
+
+def _of(annotation: Any) -> _Reader:
+    origin = get_origin(annotation)
+    if annotation is Any:
+        return lambda value: value
+    if origin in (Union, types.UnionType):
+        return _of_any_of([_of(option) for option in get_args(annotation)])
+    if origin is list:
+        return _of_list(*get_args(annotation))
+    if hasattr(annotation, "_fields"):
+        return _of_named(annotation)
+    return _of_exactly(origin or annotation)
+
+
+def _of_exactly(kind: type[Any]) -> _Reader:
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise TypeError(f"{value!r:.60} for {kind.__name__}")
+        return value
+
+    return read
+
+
+def _of_list(annotation: Any) -> _Reader:
+    whole = _of_exactly(list)
+    if annotation is Any:
+        return whole
+    reader = _of(annotation)
+    return lambda value: [reader(part) for part in whole(value)]
+
+
+def _of_any_of(readers: list[_Reader]) -> _Reader:
+    def read(value: Any) -> Any:
+        for reader in readers[:-1]:
+            try:
+                return reader(value)
+            except TypeError:
+                continue
+        return readers[-1](value)
+
+    return read

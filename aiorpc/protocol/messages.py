@@ -1,0 +1,376 @@
+"""The messages of the wire: one class for each, and the one place where they are written and read.
+
+The body of a message is the msgpack array of the fields of its class, all of them, in their order. A message whose
+class has no fields has an empty body. `write` makes a body, and `read` takes one apart; where a message is on the path
+of each call there is a function of its own beside them (`write_with`, `read_call`, `read_values`), which does the same
+in fewer steps. Reading checks the number of the fields and the types of those that the runtime relies on, and raises
+ProtocolError for a body that does not fit: nobody behind this module looks at a body again, or at a field by its
+number.
+
+Bodies of the handshake that a worker of another version has to understand (HELLO, REFUSED) keep their form for ever;
+see `handshake`. Messages of reference counting have classes of their own in `reference_messages`, and what the two ends
+of a channel say to each other is declared by the channel; here are the envelopes that they travel in.
+
+`docs/wire.md` is made from these classes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from msgpack import unpackb
+
+from ..errors import ProtocolError
+from .frames import Buffer, Kind
+from .packing import pack, unpack
+
+M = TypeVar("M", bound="Message")
+
+
+class Values(NamedTuple):
+    """User's values as they travel: the arguments of a call, the one result of a reply, one item of a stream."""
+
+    #: The values themselves, where they are None, bool, int, float, str or bytes. Others leave None in their place.
+    values: list[Any]
+    #: Positions in `values` that are dense tensors, in the order of `table`.
+    tensors_at: Sequence[int] = ()
+    #: Positions in `values` that were pickled.
+    opaque_at: Sequence[int] = ()
+    #: One pickle (protocol 5) of the tuple of those, so that what they share stays shared; nil if there are none.
+    pickled: bytes | None = None
+    #: How many segments of the frame are out-of-band buffers of that pickle; they come last.
+    buffers: int = 0
+    #: What the receiver has to know of each tensor (`channels/layout.py`); nil if there are none.
+    table: Sequence[Any] | None = None
+    #: The remote references inside; also a message that cannot be unpickled has to take them. One that is a value by
+    #: itself ends with its position, and needs no pickle.
+    references: Sequence[Any] = ()
+    #: Inside of an autograd context: its id, the number of the message, the tensors that require gradients and what is
+    #: behind each of them; tensors that were taken apart count on from the last one in the table. Else nil.
+    gradients: Any = None
+
+
+class ByName(NamedTuple):
+    """A function that the callee hears of for the first time, and the number that it has from now on."""
+
+    number: int
+    name: str
+
+
+class Method(NamedTuple):
+    """A method of the value of a reference, which `worker` and `number` name."""
+
+    worker: int
+    number: int
+    name: str
+
+
+class Fetch(NamedTuple):
+    """The value of a reference, which `worker` and `number` name."""
+
+    worker: int
+    number: int
+
+
+#: What a call names: a function by the number that a ByName gave to it; one that is the first of the values (nil).
+Function = int | ByName | Method | Fetch | None
+
+
+class Call(NamedTuple):
+    """Run a function. Sent by the side that opened the connection."""
+
+    #: A number; [number, name]; [worker, number, name] for a method of a reference, [worker, number] for its value; nil
+    #: if the function itself is the first of the values.
+    function: Function
+    #: Names of the last values, which are keyword arguments; nil if there are none.
+    names: list[str] | None
+    #: Seconds left until the caller gives up; nil: it never does.
+    remaining: float | None
+    #: The id of the first call of a chain of calls; nil in that first call.
+    trace: int | None
+    #: The autograd context that the call is made in; nil outside of any.
+    autograd: int | None
+    #: How many items of a stream may be sent; nil if the call is no stream.
+    credit: int | None
+    #: The ids of the reference that the result becomes the value of, and of the caller's fork of it, each as worker and
+    #: number; nil if the result is wanted itself.
+    creates: Sequence[int] | None
+    #: The arguments.
+    arguments: Values
+
+
+class Reply(NamedTuple):
+    """The result of a call; of calls of the runtime's own it may be several."""
+
+    #: One value; for those calls all of them, side by side.
+    result: Values
+
+
+class Error(NamedTuple):
+    """The exception that a call has raised."""
+
+    #: The type, with its module if that is not builtins.
+    type_name: str
+    #: Its text.
+    message: str
+    #: The traceback at the callee, as text.
+    traceback: str
+    #: The name of the worker that raised it.
+    worker: str
+    #: The exception itself, if it can be rebuilt; else nil.
+    pickled: bytes | None
+
+
+class Cancel(NamedTuple):
+    """The caller does not wait for that call any more."""
+
+
+class Item(NamedTuple):
+    """One item of a stream."""
+
+    #: One value.
+    item: Values
+
+
+class Credit(NamedTuple):
+    """So many more items of a stream may be sent."""
+
+    #: How many.
+    items: int
+
+
+class Goodbye(NamedTuple):
+    """The sender leaves in good order."""
+
+
+class Welcome(NamedTuple):
+    """The opener's proof was good; calls may come."""
+
+
+class Channel(NamedTuple):
+    """A message from one end of a channel to the other. Channel 0 is the link itself."""
+
+    #: Its number.
+    channel: int
+    #: The fields of a message that the channel declares.
+    fields: list[Any]
+
+
+class Parcel(NamedTuple):
+    """A message some of whose buffers do not travel in its frame."""
+
+    #: The kind of the message.
+    kind: int
+    #: For each buffer the number of its channel and what that needs to receive it.
+    wires: Sequence[Any]
+    #: The body of the message.
+    body: bytes
+
+
+class Chunk(NamedTuple):
+    """A piece of a large buffer, which is the one segment of the frame. Packed as two u64, not as msgpack."""
+
+    #: Where the piece begins in the buffer, in bytes; 2^64 - 1, without a segment: no more of it comes, and `size` is 1
+    #: if a message that names the transfer was sent, else 0.
+    offset: int
+    #: The size of the whole buffer, in bytes.
+    size: int
+
+
+Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Welcome | Channel | Parcel
+
+#: The class of each kind of message whose body is written and read here. Those of the handshake are in `handshake`, and
+#: those of reference counting in `reference_messages`.
+CLASSES: dict[Kind, type[Any]] = {
+    Kind.CALL: Call,
+    Kind.REPLY: Reply,
+    Kind.ERROR: Error,
+    Kind.CANCEL: Cancel,
+    Kind.ITEM: Item,
+    Kind.CREDIT: Credit,
+    Kind.GOODBYE: Goodbye,
+    Kind.WELCOME: Welcome,
+    Kind.CHANNEL: Channel,
+    Kind.PARCEL: Parcel,
+    Kind.CHUNK: Chunk,
+}
+
+# What Call(...) and Values(...) do, without their call into Python: two are made for each call.
+_new: Any = tuple.__new__
+_CHUNK = struct.Struct("<QQ")
+
+
+def write(message: Message) -> bytes:
+    """The body of a message. Raises OverflowError or UnicodeEncodeError for a value that msgpack cannot say."""
+    return pack(message) if message else b""
+
+
+def write_with(kind: type[Call | Reply | Item], head: tuple[Any, ...], values: Values) -> bytes:
+    """The body of a message of that class, whose last field are these Values. head: its other fields, in their order.
+
+    Raises what `write` raises.
+    """
+    return pack(_new(kind, (*head, values)))
+
+
+def read_call(body: Buffer) -> Call:
+    """The Call of a body. Raises ProtocolError."""
+    try:
+        fields = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
+    except Exception as error:
+        raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
+    try:
+        function, names, remaining, trace, autograd, credit, creates, arguments = fields
+        values, tensors_at, opaque_at, pickled, buffers, table, references, gradients = arguments
+    except (TypeError, ValueError):
+        raise ProtocolError(f"a call that is none: {_shown([fields])}") from None
+    if type(function) is list:
+        function = _read_function(function)
+    elif function is not None and type(function) is not int:
+        raise ProtocolError(f"a call of {function!r:.80}")
+    if (
+        not (type(values) is type(tensors_at) is type(opaque_at) is type(references) is list)
+        or not (pickled is None or type(pickled) is bytes)
+        or type(buffers) is not int
+        or not (table is None or type(table) is list)
+        or not (gradients is None or type(gradients) is list)
+        or not (names is None or type(names) is list)
+        or not (remaining is None or type(remaining) is float)
+        or not (trace is None or type(trace) is int)
+        or not (autograd is None or type(autograd) is int)
+        or not (credit is None or type(credit) is int)
+        or not (creates is None or (type(creates) is list and len(creates) == 4 and _are_ints(creates)))
+    ):
+        raise ProtocolError(f"a call with a field of a wrong type: {_shown(fields)}")
+    fields[0] = function
+    fields[7] = _new(Values, arguments)
+    call: Call = _new(Call, fields)
+    return call
+
+
+def _read_function(wire: list[Any]) -> Function:
+    match [type(part) for part in wire[:4]]:
+        case [builtins.int, builtins.str]:
+            return ByName(*wire)
+        case [builtins.int, builtins.int, builtins.str]:
+            return Method(*wire)
+        case [builtins.int, builtins.int]:
+            return Fetch(*wire)
+    raise ProtocolError(f"a call of {wire!r:.80}")
+
+
+def read_values(body: Buffer) -> Values:
+    """The Values of a Reply or an Item. Raises ProtocolError."""
+    try:
+        fields = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
+    except Exception as error:
+        raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
+    if type(fields) is not list or len(fields) != 1 or type(fields[0]) is not list or len(fields[0]) != 8:
+        raise ProtocolError(f"a message of values that is none: {_shown([fields])}")
+    result: Values = _new(Values, fields[0])
+    values, tensors_at, opaque_at, pickled, buffers, table, references, gradients = result
+    if (
+        not (type(values) is type(tensors_at) is type(opaque_at) is type(references) is list)
+        or not (pickled is None or type(pickled) is bytes)
+        or type(buffers) is not int
+        or not (table is None or type(table) is list)
+        or not (gradients is None or type(gradients) is list)
+    ):
+        raise ProtocolError(f"a message of values with a field of a wrong type: {_shown(result)}")
+    return result
+
+
+def read_error(body: Buffer) -> Error:
+    """The Error of a body. Raises ProtocolError."""
+    error = _read(Error, body)
+    if not all(type(text) is str for text in error[:4]) or not (error.pickled is None or type(error.pickled) is bytes):
+        raise ProtocolError("an error with a field of a wrong type")
+    return error
+
+
+def read_credit(body: Buffer) -> int:
+    """How many items a Credit grants. Raises ProtocolError."""
+    (count,) = _read(Credit, body)
+    if type(count) is not int or count < 0:
+        raise ProtocolError(f"a credit of {count!r:.40} items")
+    return count
+
+
+def read_channel(body: Buffer) -> Channel:
+    """The Channel message of a body. Raises ProtocolError."""
+    message = _read(Channel, body)
+    if type(message.channel) is not int or type(message.fields) is not list:
+        raise ProtocolError("a message of a channel with a field of a wrong type")
+    return message
+
+
+def read_parcel(body: Buffer) -> Parcel:
+    """The Parcel of a body. Raises ProtocolError."""
+    parcel = _read(Parcel, body)
+    if (
+        type(parcel.kind) is not int
+        or type(parcel.body) is not bytes
+        or type(parcel.wires) is not list
+        or not all(type(wire) is list and wire and type(wire[0]) is int for wire in parcel.wires)
+    ):
+        raise ProtocolError("a parcel with a field of a wrong type")
+    return parcel
+
+
+def write_chunk(chunk: Chunk) -> bytes:
+    """The body of a Chunk."""
+    return _CHUNK.pack(*chunk)
+
+
+def read_chunk(body: Buffer) -> Chunk:
+    """The Chunk of a body. Raises ProtocolError."""
+    try:
+        return Chunk(*_CHUNK.unpack(body))
+    except struct.error:
+        raise ProtocolError("a chunk that does not say where it belongs") from None
+
+
+def _read(kind: type[M], body: Buffer) -> M:
+    fields = unpack(body)
+    if len(fields) != len(kind._fields):
+        raise ProtocolError(f"a {kind.__name__} of {len(fields)} fields, which has {len(kind._fields)}")
+    message: M = _new(kind, fields)
+    return message
+
+
+def _are_ints(values: Sequence[object]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+#: How a body of each kind is read.
+READERS: dict[Kind, Callable[[Buffer], Any]] = {
+    Kind.CALL: read_call,
+    Kind.REPLY: lambda body: Reply(read_values(body)),
+    Kind.ERROR: read_error,
+    Kind.ITEM: lambda body: Item(read_values(body)),
+    Kind.CREDIT: lambda body: Credit(read_credit(body)),
+    Kind.CHANNEL: read_channel,
+    Kind.PARCEL: read_parcel,
+    Kind.CHUNK: read_chunk,
+}
+
+
+def read(kind: int, body: Buffer) -> Any:
+    """The message of that kind that a body is. Raises ProtocolError; also for a kind whose body is not read here."""
+    declared = CLASSES.get(kind)  # type: ignore[call-overload]  # a Kind is an int, and found by it
+    if declared is None:
+        raise ProtocolError(f"a message of kind {kind}, which is not read here")
+    reader = READERS.get(kind)  # type: ignore[call-overload]  # as above
+    if reader is not None:
+        return reader(body)
+    if len(body):
+        raise ProtocolError(f"a {declared.__name__} with a body of {len(body)} bytes, which has none")
+    return declared()
+
+
+def _shown(fields: Sequence[object]) -> str:
+    # Their types alone: a value may be long, and is not ours to show.
+    return ", ".join(type(field).__name__ for field in fields[:8])

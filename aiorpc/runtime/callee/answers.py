@@ -1,0 +1,215 @@
+"""What goes back to the caller: the results, errors and items of the calls that arrive on one connection."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from ... import foreign
+from ...channels import AnyBuffer
+from ...errors import SerializationError
+from ...futures import AnyFuture, outcome
+from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
+from ...protocol.messages import Item, Reply, Values, write
+from ...transport.connection import Connection
+from ..calls.current import ServedCall
+from ..calls.failures import encode_error
+from ..calls.values import Destination, Results, encode
+from ..engine.engine import Engine
+from ..gradients.contexts import Gradients, Member, Tape
+from ..links.accelerators import Accelerators
+from ..links.link import FEW, Link, Prepared
+
+logger = logging.getLogger("aiorpc")
+
+_NOTHING = write(Reply(Values([None])))  # the body of an answer without a result
+
+
+class Caller(Destination, Member, Protocol):
+    """The worker that is answered (`Peer`)."""
+
+
+class CreatedValues(Protocol):
+    """The values of references of this worker (`References`)."""
+
+    def settle_created(self, call: ServedCall, result: object, error: BaseException | None = None) -> None:
+        """The call creates a reference: its value is this, or this error for its users. Any thread."""
+
+
+class Answers:
+    """The answers of one connection. Any thread.
+
+    calls: those that are served; whoever takes a call out of it ends it, and may answer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        link: Link,
+        connection: Connection,
+        caller: Caller,
+        gradients: Gradients,
+        references: CreatedValues,
+        accelerators: Accelerators,
+    ) -> None:
+        self.calls: dict[int, ServedCall] = {}
+        # How many of `calls` are the runtime's own; one of them (ENTER) lasts as long as its caller waits to leave.
+        self.system = 0
+        self._engine = engine
+        self._link = link
+        self._connection = connection
+        self._caller = caller
+        self._gradients = gradients
+        self._references = references
+        self._accelerators = accelerators
+
+    def take(self, call_id: int) -> ServedCall | None:
+        """Take a call out of `calls`, which ends it; None if somebody else has ended it before. Any thread."""
+        call = self.calls.pop(call_id, None)
+        if call is not None and call.system:
+            self.system -= 1
+        return call
+
+    def _may_answer(self, call: ServedCall) -> bool:
+        # If the caller gave up while this answer was being made, the answer is sent all the same, because references
+        # may be in it. The caller drops the late answer but takes its references, and the table here waits for that.
+        call.replied = self.take(call.call_id) is not None or call.cancelled
+        return call.replied
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def answer_future(self, call: ServedCall, copy: bool, future: AnyFuture) -> None:
+        """Send the value or the error of a Future that is done. copy: see `answer`."""
+        value, error = outcome(future)
+        if error is None:
+            self.answer(call, value, copy=copy)
+        else:
+            self.answer_error(call, error)
+
+    def answer(self, call: ServedCall, result: object, *, copy: bool = False) -> None:
+        """Send the result, unless the caller has given up. copy: the result's tensors may change right after this."""
+        if call.cancelled:
+            return
+        if call.creates is not None:
+            self._answer_creation(call, result)
+            return
+        link = self._link
+        try:
+            values = list(result) if type(result) is Results else [result]
+            tape = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
+            body, buffers, _ = encode(Reply, (), values, self._caller, link.route_back, tape)
+            del result, values, _
+        except SerializationError as error:
+            self.answer_error(call, SerializationError(f"the result of {call.function} {error}"))
+            return
+        except Exception as error:
+            self.answer_error(call, error)
+            return
+        except BaseException as error:  # pickling raised it; it is no request to end this worker
+            self.answer_error(call, not_pickled(f"the result of {call.function}", error))
+            pass_on(error)
+            return
+        if not buffers or (not copy and link.rides(buffers)):
+            if self._may_answer(call):
+                # With few other calls under way there is little to join it with, and no reason to wait for the loop.
+                urgent = len(self.calls) < FEW + self.system
+                link.send(
+                    REPLY, call.call_id, encode_frame(REPLY, call.call_id, body, buffers), urgent=urgent, call=call
+                )
+        elif not copy and link.too_long_for_loop(buffers):
+            settled = self._accelerators.settled(buffers)
+            self._engine.in_background(self._answer_buffers, call, body, settled)
+        else:
+            prepared = self._prepare(call, body, buffers, copy)
+            del buffers
+            self._post(call, prepared)
+
+    def _answer_creation(self, call: ServedCall, value: object) -> None:
+        """The result becomes the value of a reference and stays here; its creator gets an empty answer.
+
+        Others may wait for the value already: they are answered in the same write.
+        """
+        if self._may_answer(call):
+            self._send(REPLY, call, _NOTHING, more=True)
+        self._references.settle_created(call, value)
+        self._connection.push()
+
+    def _answer_buffers(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer]) -> None:
+        """In a thread: copying the buffers takes long."""
+        self._post(call, self._prepare(call, body, buffers, False))
+
+    def _prepare(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer], copy: bool) -> Prepared | None:
+        try:
+            return self._link.prepare(REPLY, call.call_id, body, buffers, copy=copy)
+        except Exception as error:
+            self.answer_error(call, error)
+            return None
+
+    def _post(self, call: ServedCall, prepared: Prepared | None) -> None:
+        if prepared is None:
+            return
+        if self._may_answer(call):
+            self._link.post(prepared, urgent=len(self.calls) < FEW + self.system, call=call)
+        else:
+            self._link.withdraw(prepared)
+
+    def _send(
+        self, kind: int, call: ServedCall, body: bytes, buffers: Sequence[Buffer] = (), *, more: bool = False
+    ) -> None:
+        frame = encode_frame(kind, call.call_id, body, buffers)
+        self._link.send(kind, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, more=more, call=call)
+
+    # --- errors -------------------------------------------------------------------------------------------------------
+
+    def answer_error(self, call: ServedCall, error: BaseException) -> None:
+        """Send the exception, unless the call has ended."""
+        if self.take(call.call_id) is None:
+            return
+        call.replied = True
+        if call.creates is not None:
+            self._references.settle_created(call, None, error)
+        self._engine.counters.failed += 1
+        if logger.isEnabledFor(logging.DEBUG):
+            foreign.log_error(logger, logging.DEBUG, error, "%s for %s raised", call.function, call.caller)
+        self._send(ERROR, call, write(encode_error(error, self._engine.name)))
+        if self._engine.on_handler_error is not None:
+            try:
+                self._engine.on_handler_error(error)
+            except BaseException as broken:
+                said = "on_handler_error of worker %s raised"
+                foreign.log_error(logger, logging.ERROR, broken, said, self._engine.name)
+
+    # --- items of streams ---------------------------------------------------------------------------------------------
+
+    def send_item(self, call: ServedCall, item: object) -> None:
+        """Send one item of a stream. Raises SerializationError."""
+        link = self._link
+        tape: Tape | None = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
+        try:
+            body, buffers, _ = encode(Item, (), [item], self._caller, link.route_back, tape)
+        except SerializationError as error:
+            raise SerializationError(f"an item of {call.function} {error}") from error.__cause__
+        except (SystemExit, GeneratorExit, KeyboardInterrupt) as error:
+            pass_on(error)
+            raise not_pickled(f"an item of {call.function}", error) from error
+        if buffers:
+            link.post(link.prepare(ITEM, call.call_id, body, buffers, copy=True), call=call)
+        else:
+            link.send(ITEM, call.call_id, encode_frame(ITEM, call.call_id, body), call=call)
+
+
+def pass_on(error: BaseException) -> None:
+    """Raise an error again that has become the answer of a call, if it was Ctrl-C: that is meant for the program, too.
+
+    Everything else that handlers raise, even SystemExit, concerns their call alone.
+    """
+    if foreign.is_interrupt(error):
+        raise error
+
+
+def not_pickled(what: str, error: BaseException) -> SerializationError:
+    """The error for a value whose pickling has raised something that is no Exception, such as SystemExit."""
+    failure = SerializationError(f"{what} cannot be serialised: {foreign.said(error)}")
+    foreign.set_cause(failure, error)
+    return failure

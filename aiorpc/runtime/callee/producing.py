@@ -1,0 +1,114 @@
+"""The producer's end of a stream: the items of a generator are sent, as many as the consumer has asked for.
+
+The consumer grants credit with the call, and grants more as it takes items (`caller.stream`). A generator runs in a
+thread of the pool, an async generator as a task. CANCEL, or the end of the connection, closes the generator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, Protocol
+
+from ...futures import block_observer
+from ..calls.current import ServedCall
+
+
+class ItemSender(Protocol):
+    """Sends the items of a stream (`Answers`)."""
+
+    def send_item(self, call: ServedCall, item: object) -> None:
+        """Send one item. Raises SerializationError."""
+
+
+class AsyncCredits:
+    """How many items an async generator may still send. On the loop."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._more = asyncio.Event()
+
+    def add(self, count: int) -> None:
+        """The consumer took items."""
+        self._count += count
+        self._more.set()
+
+    def stop(self) -> None:
+        """The consumer is gone. Nothing is to be done here: the task that produces is cancelled (`Runner`)."""
+
+    async def take(self) -> None:
+        """Wait until one item may be sent."""
+        while self._count <= 0:
+            self._more.clear()
+            await self._more.wait()
+        self._count -= 1
+
+
+class ThreadCredits:
+    """How many items a generator in a thread may still send."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def add(self, count: int) -> None:
+        """The consumer took items; on the loop."""
+        with self._changed:
+            self._count += count
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """The consumer is gone; on the loop."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    def take(self) -> bool:
+        """Block until one item may be sent; False once nobody wants any more items.
+
+        The pool is told that this thread waits, so that another thread may run meanwhile.
+        """
+        if self._count <= 0:
+            observer = block_observer.get()
+            if observer is not None:
+                observer.enter_blocked()
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._count > 0 or self._stopped)
+            finally:
+                if observer is not None:
+                    observer.exit_blocked()
+        with self._changed:
+            self._count -= 1
+            return not self._stopped
+
+
+def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int) -> None:
+    """In a pool thread: send what a generator yields, until it ends or nobody listens."""
+    credits = call.credits = ThreadCredits(credit)
+    try:
+        # Credit first: a producer does no work that its consumer did not ask for.
+        while credits.take() and not call.cancelled:
+            try:
+                item = next(generator)
+            except StopIteration:
+                return
+            sender.send_item(call, item)
+    finally:
+        generator.close()
+
+
+async def serve_async_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int) -> None:
+    """On the loop: send what an async generator yields. Cancelled when nobody listens any more."""
+    credits = call.credits = AsyncCredits(credit)
+    try:
+        while True:
+            await credits.take()
+            try:
+                item = await anext(generator)
+            except StopAsyncIteration:
+                return
+            sender.send_item(call, item)
+    finally:
+        await generator.aclose()

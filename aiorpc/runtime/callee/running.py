@@ -1,0 +1,353 @@
+"""How a served call is run: the handler's `Mode` says where, and what becomes of what it returns.
+
+Coroutines, and handlers of the runtime that never wait, run on the loop. Everything that may block runs in the pool.
+Arguments are unpickled where the handler runs, so that a slow ``__setstate__`` in the arguments of a plain function
+blocks no loop. The arguments of a coroutine are unpickled on the loop, or in a thread if they are large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from ...channels.landing import Steps, current_landing
+from ...errors import RpcCancelled, RpcUsageError
+from ...futures import is_future, when_done
+from ..calls.batching import Batch, get_batcher
+from ..calls.current import NO_VALUES, Node, ServedCall, current_call
+from ..calls.functions import Handler, Mode
+from ..calls.values import LARGE_PICKLE, GradientLoader, decode
+from ..engine.engine import Engine
+from ..gradients.contexts import current_autograd
+from ..links.accelerators import Accelerators
+from .answers import Answers, pass_on
+from .batches import run_batch
+from .producing import serve_async_generator, serve_generator
+
+
+class LoadReferences(Protocol):
+    """Makes handles of the references in a call."""
+
+    def __call__(self, wires: Sequence[Any]) -> Sequence[Any]: ...
+
+
+class Runner:
+    """Runs the calls of one connection. On the loop, except where a method says otherwise."""
+
+    def __init__(
+        self,
+        node: Node,
+        answers: Answers,
+        accelerators: Accelerators,
+        load_references: LoadReferences,
+        track: GradientLoader,
+    ) -> None:
+        self._node = node
+        self._engine: Engine = node.engine
+        self._answers = answers
+        self._accelerators = accelerators
+        self._devices = accelerators.accelerator is not None
+        self._load_references = load_references
+        self._track = track
+        self._ways: dict[str, Callable[[ServedCall], None]] = {  # by the value: hashing an Enum is a call into Python
+            Mode.THREAD.value: self._start_thread,
+            Mode.DEFERRED.value: self._start_thread,
+            Mode.GENERATOR.value: self._start_thread,
+            Mode.COROUTINE.value: self._start_task,
+            Mode.ASYNC_GENERATOR.value: self._start_task,
+            Mode.BATCHED.value: self._start_thread,
+            Mode.INLINE.value: self._run_inline,
+        }
+
+    def start(self, call: ServedCall, handler: Handler) -> None:
+        """Run a call, whose handler was found by now, the way it has to be run."""
+        call.handler = handler
+        call.function = handler.name
+        if handler.system:
+            call.system = True
+            self._answers.system += 1
+        else:
+            self._engine.counters.served_users += 1
+        if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
+            self.refuse(call, _not_run(call))
+            return
+        streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
+        if streamed != (call.credit is not None):
+            self.refuse(call, _wrong_verb(call, streamed))
+            return
+        self._ways[handler.mode._value_](call)
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def decode(self, call: ServedCall) -> list[Any]:
+        """The values of a call. In the thread that will use them. Raises whatever unpickling raises."""
+        landing = call.landing or (self._devices and self._accelerators.landing())
+        if not landing:
+            return decode(call.arguments, call.segments, self._load_references, self._track)
+        with landing.entered():
+            return decode(call.arguments, call.segments, self._load_references, self._track, landing)
+
+    def _take_arguments(self, call: ServedCall) -> tuple[list[Any], dict[str, Any]]:
+        values = self.decode(call)
+        # As `drop_arguments` does, for each call that runs.
+        segments, call.segments, call.arguments = call.segments, (), NO_VALUES
+        if type(segments) is list:
+            segments.clear()
+        names = call.names
+        if not names:
+            return values, {}
+        count = len(values) - len(names)
+        return values[:count], dict(zip(names, values[count:], strict=True))
+
+    def discard_arguments(self, call: ServedCall) -> None:
+        """Drop the arguments of a call that is not run. References among them still have to be taken."""
+        wires = call.arguments.references
+        call.drop_arguments()
+        if wires:
+            self._load_references(wires)
+
+    def refuse(self, call: ServedCall, error: BaseException) -> None:
+        """Answer a call with that error, and do not run it. Any thread."""
+        self._engine.run_on_loop(self.discard_arguments, call)
+        self._answers.answer_error(call, error)
+
+    # --- on the loop, between two frames ------------------------------------------------------------------------------
+
+    def _run_inline(self, call: ServedCall) -> None:
+        token = current_call.set(call)
+        try:
+            args, kwargs = self._take_arguments(call)
+            result = _function_of(call)(*args, **kwargs)
+        except BaseException as error:
+            self._answers.answer_error(call, error)
+            pass_on(error)
+            return
+        finally:
+            current_call.reset(token)
+        self._answers.answer(call, result)
+
+    # --- in the pool --------------------------------------------------------------------------------------------------
+
+    def _start_thread(self, call: ServedCall) -> None:
+        self._engine.pool.submit(self._run_thread if call.landing is None else self._run_landed, call)
+
+    def _run_landed(self, call: ServedCall) -> None:
+        """In the pool: run a handler on the streams of devices on which its arguments arrive."""
+        assert call.landing is not None, "else it is `_run_thread` that runs"
+        try:
+            with call.landing.entered():
+                self._run_thread(call)
+        except Exception as error:  # an error of the device; what the handler raises has become its answer already
+            self._answers.answer_error(call, error)
+
+    def _run_thread(self, call: ServedCall) -> None:
+        """In the pool: run a handler that may block."""
+        if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
+            self.refuse(call, _not_run(call))
+            return
+        handler = call.handler
+        assert handler is not None, "it was found before the call was started"
+        mode = handler.mode
+        token = current_call.set(call)
+        within = current_autograd.set(call.autograd) if call.autograd else None
+        try:
+            args, kwargs = self._take_arguments(call)
+            if call.arrival is not None:
+                call.arrival.join()
+            if call.landing is not None and mode is not Mode.BATCHED:
+                call.landing.carriers.clear()  # the arguments are the handler's alone
+            if mode is Mode.BATCHED:
+                self._join_batch(call, args, kwargs)
+                return
+            # The result is kept in a list and taken out below, so that nothing here holds it longer than needed. The
+            # same goes for the arguments: shared memory that nobody looks at any more then goes back with the answer,
+            # and is used again while it is still in the caches.
+            result = [handler.function(*args, **kwargs)]
+            args.clear()
+            kwargs.clear()
+            if mode is Mode.GENERATOR:
+                assert call.credit is not None, "a stream comes with its credit"
+                serve_generator(self._answers, call, result.pop(), call.credit)
+                result.append(None)
+        except BaseException as error:
+            self._answers.answer_error(call, error)
+            return
+        finally:
+            current_call.reset(token)
+            if within is not None:
+                current_autograd.reset(within)
+        try:
+            if mode is Mode.DEFERRED:
+                self._defer(call, result.pop())
+            elif asyncio.iscoroutine(result[0]):
+                # A plain function that hands back a coroutine: run it where coroutines run.
+                self._engine.call_on_loop(self._create_task, call, result.pop())
+            else:
+                self._answers.answer(call, result.pop())
+        except BaseException as error:  # a result of a class whose attributes cannot even be looked at
+            self._answers.answer_error(call, error)
+
+    def _defer(self, call: ServedCall, result: object) -> None:
+        if is_future(result):
+            when_done(result, partial(self._answers.answer_future, call, True))  # type: ignore[arg-type]  # is_future tells no checker
+            return
+        self._answers.answer_error(
+            call,
+            RpcUsageError(
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"but {call.function} returned {type(result).__qualname__}"
+            ),
+        )
+
+    def _join_batch(self, call: ServedCall, args: list[Any], kwargs: dict[str, Any]) -> None:
+        batcher = get_batcher(_function_of(call), self._node)
+        assert batcher is not None, "the function was classified as batched"
+
+        def done(result: object, error: BaseException | None) -> None:
+            if error is None:
+                self._answers.answer(call, result, copy=True)
+            else:
+                self._answers.answer_error(call, error)
+
+        def arm(seconds: float, take: Callable[[], Batch | None]) -> None:
+            def fire() -> None:
+                run_batch(self._node, take())
+
+            self._engine.call_on_loop(self._engine.loop.call_later, seconds, fire)
+
+        call.on_cancel = partial(batcher.discard, call)
+        arrived = call.landing.arrival() if call.landing is not None else None
+        batch = batcher.add(tuple(args), kwargs, done, arm, call, join=None if arrived is None else arrived.join)
+        if call.cancelled:
+            batcher.discard(call)
+        run_batch(self._node, batch)
+
+    # --- tasks --------------------------------------------------------------------------------------------------------
+
+    def _start_task(self, call: ServedCall) -> None:
+        pickled = call.arguments.pickled
+        if pickled is not None and len(pickled) > LARGE_PICKLE:
+            self._engine.background.submit(self._decode_for_task, call)
+            return
+        try:
+            args, kwargs = self._take_arguments(call)
+        except BaseException as error:
+            self._answers.answer_error(call, error)
+            return
+        self._start_coroutine(call, args, kwargs)
+
+    def _decode_for_task(self, call: ServedCall) -> None:
+        """In a thread: the arguments are large."""
+        try:
+            args, kwargs = self._take_arguments(call)
+        except BaseException as error:
+            self._answers.answer_error(call, error)
+            return
+        self._engine.call_on_loop(self._start_decoded, call, args, kwargs)
+
+    def _start_decoded(self, call: ServedCall, args: list[Any], kwargs: dict[str, Any]) -> None:
+        if call.over:  # by now
+            self._answers.answer_error(call, _not_run(call))
+        else:
+            self._start_coroutine(call, args, kwargs)
+
+    def _start_coroutine(self, call: ServedCall, args: list[Any], kwargs: dict[str, Any]) -> None:
+        if call.landing is not None:
+            call.landing.carriers.clear()  # the arguments are the handler's alone
+        handler = call.handler
+        assert handler is not None, "it was found before the call was started"
+        # The task copies this context, so it and all it starts know the call that they serve.
+        token = current_call.set(call)
+        within = current_autograd.set(call.autograd) if call.autograd else None
+        try:
+            result = handler.function(*args, **kwargs)
+            if handler.mode is Mode.ASYNC_GENERATOR:
+                assert call.credit is not None, "a stream comes with its credit"
+                result = serve_async_generator(self._answers, call, result, call.credit)
+            self._serve_coroutine(call, result)
+        except BaseException as error:
+            self._answers.answer_error(call, error)
+            pass_on(error)
+        finally:
+            current_call.reset(token)
+            if within is not None:
+                current_autograd.reset(within)
+
+    def _create_task(self, call: ServedCall, coroutine: Any) -> None:
+        if call.cancelled:
+            coroutine.close()
+            return
+        token = current_call.set(call)
+        within = current_autograd.set(call.autograd) if call.autograd else None
+        try:
+            self._serve_coroutine(call, coroutine)
+        finally:
+            current_call.reset(token)
+            if within is not None:
+                current_autograd.reset(within)
+
+    def _serve_coroutine(self, call: ServedCall, handler: Any) -> None:
+        on_device = call.landing is not None or call.arrival is not None
+        coroutine = self._run_steps(call, handler) if on_device else self._run_coroutine(call, handler)
+        call.on_cancel = partial(self._cancel_task, self._engine.tasks.serve(coroutine), coroutine, handler)
+
+    def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, handler: Any) -> None:
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            # Nothing of it has run, so nothing of it will: the handler's coroutine would never be awaited.
+            self._engine.tasks.drop(task)
+            if hasattr(handler, "close"):
+                handler.close()
+        task.cancel()
+
+    async def _run_steps(self, call: ServedCall, handler: Any) -> None:
+        """As a task: run a coroutine, each of its steps on the streams on which its arguments arrive."""
+        coroutine = self._run_coroutine(call, handler)
+        try:
+            landing = call.landing or self._accelerators.land()
+            assert landing is not None, "nothing arrives on a device without one"
+            current_landing.set(landing)  # of this task, and of those it starts
+            if call.arrival is not None:
+                with landing.entered():
+                    call.arrival.join()
+        except Exception as error:  # the device's
+            coroutine.close()
+            self._answers.answer_error(call, error)
+            return
+        await Steps(coroutine, landing)
+
+    async def _run_coroutine(self, call: ServedCall, coroutine: Any) -> None:
+        try:
+            result = [await coroutine]
+        except asyncio.CancelledError:
+            if not call.cancelled:
+                failure = RpcCancelled(f"{call.function} was cancelled on {self._engine.name!r}")
+                self._answers.answer_error(call, failure)
+                return
+            raise
+        except BaseException as error:
+            self._answers.answer_error(call, error)
+            pass_on(error)
+            return
+        finally:
+            call.on_cancel = None  # it leads back here: without the cycle all of it goes with the last reference
+            self._engine.tasks.served()
+        self._answers.answer(call, result.pop())
+
+
+def _function_of(call: ServedCall) -> Callable[..., Any]:
+    assert call.handler is not None, "it was found before the call was started"
+    return call.handler.function
+
+
+def _not_run(call: ServedCall) -> RpcCancelled:
+    return RpcCancelled(f"{call.function} was not run: its caller had given up by then")
+
+
+def _wrong_verb(call: ServedCall, streamed: bool) -> RpcUsageError:
+    if streamed:
+        return RpcUsageError(f"{call.function} is a generator function: use `async for item in aiorpc.stream(...)`")
+    return RpcUsageError(f"{call.function} is no generator function: use aiorpc.call, not aiorpc.stream")

@@ -1,0 +1,237 @@
+"""Which worker and which call the running code belongs to, and which workers live in this process.
+
+The registry is the one thing that this process knows about all of its workers; everything else belongs to one worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Protocol
+
+from ...channels.landing import Arrival, Landing
+from ...errors import NotInitialized, RpcCancelled, RpcUsageError
+from ...protocol.frames import Frame
+from ...protocol.identity import WorkerInfo
+from ...protocol.messages import Call, Values
+from ...protocol.reference_messages import ReferenceId
+from ..engine.engine import Engine
+from .functions import Handler
+
+# Stands in place of the arguments of a call once somebody has taken them.
+NO_VALUES = Values([])
+
+
+class Node(Protocol):
+    """A running worker (`aiorpc.runtime.node.Node`), as far as every room may know it."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def in_forked_child(self) -> None:
+        """This process is a child that the worker's process has forked: let go of what is the parent's."""
+
+    def at_exit(self) -> None:
+        """The interpreter exits although the worker has not shut down."""
+
+
+class Cancellable(Protocol):
+    """The credit of a stream, at which its producer waits before each item. On the loop."""
+
+    def add(self, count: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class ServedCall:
+    """One call that is being served, from its message to its answer; its states are `protocol.states.SERVED`.
+
+    It may be read in the thread or task of the handler. It is written on the loop, with two exceptions: `replied` is
+    written by whoever answers, and the arguments, `on_cancel` and `credits` by whoever prepares or runs the handler.
+
+    node: the worker that serves it. caller: the worker that made it. function: its name, "?" until it was found. names,
+    arguments, segments: as in its message. Whoever runs the handler takes them, and drops them here
+    (`drop_arguments`), so that nothing keeps memory that only the arguments hold. credit: how many items of a stream
+    the caller wants first; None if the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the
+    first call of the chain. autograd: the autograd context that it was made in. creates: the reference whose value the
+    result becomes. handler: what is run, once it was found. cancelled: whether the caller has given up. replied:
+    whether it was answered. landing: where those of its arguments arrive that lie on devices. arrival: of the value
+    that the handler is a method of; the handler's streams wait for it. on_cancel: called on the loop when the caller
+    gives up. credits: what a generator that runs waits at.
+    """
+
+    __slots__ = (
+        "arguments",
+        "arrival",
+        "autograd",
+        "call_id",
+        "caller",
+        "cancelled",
+        "creates",
+        "credit",
+        "credits",
+        "deadline",
+        "function",
+        "handler",
+        "landing",
+        "names",
+        "node",
+        "on_cancel",
+        "replied",
+        "segments",
+        "started",
+        "system",
+        "trace",
+    )
+
+    def __init__(self, node: Node, caller: WorkerInfo, frame: Frame, message: Call) -> None:
+        _, self.names, remaining, trace, self.autograd, self.credit, _, self.arguments = message
+        self.node = node
+        self.caller = caller
+        self.call_id = frame.call_id
+        self.segments = frame.segments
+        self.started = time.monotonic()
+        self.deadline = None if remaining is None else self.started + remaining
+        self.trace = trace if trace is not None else (caller.id << 48) | frame.call_id
+        self.function = "?"
+        self.handler: Handler | None = None
+        self.cancelled = False
+        self.replied = False
+        self.system = False
+        self.landing: Landing | None = None
+        self.arrival: Arrival | None = None
+        self.creates: ReferenceId | None = None
+        self.on_cancel: Callable[[], object] | None = None
+        self.credits: Cancellable | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.cancelled or (self.deadline is not None and time.monotonic() > self.deadline)
+
+    def drop_arguments(self) -> None:
+        """Let go of the arguments, which were taken or are not wanted: shared memory that only they hold goes back."""
+        self.arguments = NO_VALUES
+        if type(self.segments) is list:
+            self.segments.clear()  # whoever still holds the message holds this list
+        self.segments = ()
+
+
+current_call: ContextVar[ServedCall | None] = ContextVar("aiorpc_call", default=None)
+current_node: ContextVar[Node | None] = ContextVar("aiorpc_node", default=None)
+
+
+class Registry:
+    """The workers that live in this process."""
+
+    def __init__(self) -> None:
+        self._nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+        self._hooked = False
+        self._lock = threading.Lock()
+        self._only: Node | None = None
+
+    def add(self, node: Node) -> None:
+        """From now on the worker can be the current one."""
+        with self._lock:
+            if not self._hooked:
+                self._hooked = True
+                os.register_at_fork(after_in_child=self._after_fork)
+                atexit.register(self._at_exit)
+            self._nodes.add(node)
+            self._update()
+
+    def remove(self, node: Node) -> None:
+        """The worker has shut down."""
+        with self._lock:
+            self._nodes.discard(node)
+            self._update()
+
+    def nodes(self) -> list[Node]:
+        """All live workers of the process."""
+        return list(self._nodes)
+
+    def get(self) -> Node:
+        """The worker that module-level verbs act on. NotInitialized if there is none, or several and no context."""
+        if self._only is not None:
+            return self._only
+        call = current_call.get()
+        if call is not None:
+            return call.node
+        node = current_node.get()
+        if node is not None and not node.engine.closed:
+            return node
+        nodes = self.nodes()
+        if not nodes:
+            raise NotInitialized(
+                "RPC has not been initialized. Call init_rpc() or enter `async with aiorpc.init(...)` first."
+            )
+        names = ", ".join(sorted(node.engine.name for node in nodes))
+        raise NotInitialized(
+            f"this process has several workers ({names}) and nothing says which one is meant; use worker.call(...), "
+            "or run inside its `async with` block or one of its handlers"
+        )
+
+    def _update(self) -> None:
+        nodes = list(self._nodes)
+        self._only = nodes[0] if len(nodes) == 1 else None
+
+    def _after_fork(self) -> None:
+        # Only this thread lives on in the child: locks held by others stay held, so take none of them.
+        self._lock = threading.Lock()
+        for node in list(self._nodes):
+            node.in_forked_child()
+        # Nothing to end here at exit, and a worker of the child's own may start; verbs still find `_only`, and raise.
+        self._nodes.clear()
+
+    def _at_exit(self) -> None:
+        for node in self.nodes():
+            node.at_exit()
+
+
+registry = Registry()
+
+
+def _serving() -> ServedCall:
+    call = current_call.get()
+    if call is None:
+        raise RpcUsageError("only a handler that serves a call can ask this")
+    return call
+
+
+def caller() -> WorkerInfo:
+    """In a handler: which worker made this call.
+
+    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    """
+    return _serving().caller
+
+
+def cancelled() -> bool:
+    """In a handler: whether the caller has given up (cancelled, timed out or died); its result will be dropped.
+
+    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    """
+    return _serving().over
+
+
+def check_cancelled() -> None:
+    """In a handler: raise RpcCancelled if the caller has given up.
+
+    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    """
+    if cancelled():
+        raise RpcCancelled(f"the caller of {_serving().function} has given up")
+
+
+def deadline() -> float | None:
+    """In a handler: seconds left until the caller gives up, None if it never does.
+
+    RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
+    """
+    limit = _serving().deadline
+    return None if limit is None else max(0.0, limit - time.monotonic())

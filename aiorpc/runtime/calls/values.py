@@ -1,0 +1,191 @@
+"""Users' values to the body and the buffers of a message, and back: one function each way, for calls and answers alike.
+
+`protocol.codec` writes values, and `channels.layout` describes tensors. Here the two come together with what an
+autograd context says about the tensors, and the result is compared with the limits of the receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...channels import AnyBuffer, layout
+from ...channels.landing import Landing
+from ...channels.routes import Route
+from ...errors import ProtocolError, SerializationError
+from ...protocol.codec import PLAIN, Incoming, Outgoing, Past, decode_values, encode_values
+from ...protocol.frames import MAX_SEGMENTS, Buffer
+from ...protocol.messages import Call, Item, Reply, Values, write_with
+
+# A message whose pickle is longer than this is unpickled in a thread, off the loop.
+LARGE_PICKLE = 64 * 1024
+_new: Any = tuple.__new__  # what a class of a message does, without its call into Python
+
+
+class Results(tuple[Any, ...]):
+    """Several results of one call of the runtime's own; they travel side by side, not as one pickled tuple."""
+
+    __slots__ = ()
+
+
+class ReferenceLoader(Protocol):
+    """Makes handles of the remote references in a message."""
+
+    def __call__(self, wires: Sequence[Any]) -> Sequence[Any]: ...
+
+
+class Recorder(Protocol):
+    """Remembers the tensors of a message that require gradients (`gradients.contexts.Tape`)."""
+
+    def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Any]) -> list[Any] | None:
+        """What the message says about them, None for nothing. on_unsent: a list that gets the function to undo it."""
+
+
+class GradientLoader(Protocol):
+    """Gives the tensors of a message their place in the autograd graph, which the message says.
+
+    Returns the tensors, and a function that does the same for those that are taken apart inside of the pickle, given
+    the number of the tensor among these.
+    """
+
+    def __call__(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]: ...
+
+
+class Destination(Protocol):
+    """The worker that a message goes to, as its encoding needs to know it."""
+
+    @property
+    def same_main(self) -> bool: ...
+
+    @property
+    def max_body(self) -> int: ...
+
+    @property
+    def max_segment(self) -> int: ...
+
+
+def encode(
+    kind: type[Call | Reply | Item],
+    head: tuple[Any, ...],
+    values: list[Any],
+    target: Destination,
+    route: Route | None = None,
+    tape: Recorder | None = None,
+) -> tuple[bytes, Sequence[Any], Outgoing | None]:
+    """The body and the buffers of a message, and what to `unsend` if the message does not leave after all, or None.
+
+    kind, head: the class of the message, and its fields in front of the values. target: the worker that it goes to.
+    route: where tensors on devices go, whose buffers are `DeviceBuffer`; None if there can be none. tape: of the
+    autograd context that the message is made in. Raises SerializationError, and has then undone everything. The buffers
+    borrow the tensors' memory.
+    """
+    for value in values:
+        if type(value) not in PLAIN:
+            break
+    else:  # most calls that have to be quick are of this kind
+        try:
+            body = write_with(kind, head, _new(Values, (values, (), (), None, 0, None, (), None)))
+            if len(body) <= target.max_body:
+                return body, (), None
+        except (OverflowError, ValueError):  # an int beyond 64 bits, a str that is no text, one that is too long
+            pass
+    out = Outgoing(target, same_main=target.same_main, route=route, apart=tape is not None)
+    try:
+        said = encode_values(values, out)
+        tensors, table, gradients = out.tensors, None, None
+        buffers: Sequence[AnyBuffer] = out.buffers
+        if tensors:
+            table, described = layout.describe(tensors, route)
+            buffers = [*described, *buffers] if buffers else described
+        if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
+            raise _too_many(buffers, target.max_segment)
+        if tape is not None and (tensors or out.apart):
+            gradients = tape.record([*tensors, *(out.apart or ())], out.on_unsent)
+            if gradients is not None and table is not None:
+                _forget_leaves(table, gradients)
+        if table is not None or gradients is not None:
+            plain, tensors_at, opaque_at, pickled, count, _, references, _ = said
+            said = _new(Values, (plain, tensors_at, opaque_at, pickled, count, table, references, gradients))
+        try:
+            body = write_with(kind, head, said)
+        except ValueError as error:  # a string or bytes longer than msgpack can say
+            raise SerializationError(
+                f"is too large: {error}; send large data as tensors or arrays", _longest(said)
+            ) from error
+        if len(body) > target.max_body:
+            raise _too_long(len(body), said, target.max_body)
+        return body, buffers, out if out.on_unsent else None
+    except BaseException:
+        out.unsend()
+        raise
+
+
+def _forget_leaves(table: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """What an autograd context says of tensors in the table gives them a past: they are no leaves at the receiver."""
+    _, _, places, _ = gradients
+    for place in places:
+        if place < len(table):
+            layout.forget_leaf(table[place])
+
+
+def _too_long(size: int, said: Values, limit: int) -> SerializationError:
+    # It is refused here because the peer would close the connection over it, and every other call would fail with it.
+    return SerializationError(
+        f"is too large: the message takes {size} bytes, tensors and arrays apart, and the limit is {limit} "
+        "(max_frame_bytes). Send large data as tensors or arrays",
+        _longest(said),
+    )
+
+
+def _too_many(segments: Sequence[AnyBuffer], limit: int) -> SerializationError:
+    # As for the body: the receiver would close the connection.
+    if len(segments) > MAX_SEGMENTS:
+        return SerializationError(f"has {len(segments)} tensors and arrays; the limit is {MAX_SEGMENTS}")
+    longest = max(map(len, segments))
+    return SerializationError(f"has a tensor of {longest} bytes; the limit is {limit} (max_tensor_bytes)")
+
+
+def _longest(said: Values) -> int:
+    """Position of the value that makes a message long: the longest one, or the first that was pickled."""
+    sizes = [len(value) if isinstance(value, (str, bytes)) else 0 for value in said.values]
+    if said.pickled is not None and len(said.pickled) > max(sizes):
+        return int(said.opaque_at[0])
+    return max(range(len(sizes)), key=sizes.__getitem__, default=0)
+
+
+def decode(
+    message: Values,
+    segments: Sequence[Any],
+    load: ReferenceLoader,
+    track: GradientLoader | None = None,
+    landing: Landing | None = None,
+) -> list[Any]:
+    """The values of a message.
+
+    segments: its buffers. load: makes handles of its references. landing: where tensors on devices arrive; its streams
+    must be the current ones. None if there can be no such tensors. track: for what the message says about gradients.
+    Raises whatever unpickling raises, and ProtocolError for a message that is none.
+    """
+    values, tensors_at, _, pickled, count, table, wires, said = message
+    if not (table or pickled or wires):
+        return values
+    # The references come first: their senders wait until they are taken, so that must happen whatever fails below.
+    references = load(wires) if wires else ()
+    buffers: Sequence[Buffer] = ()
+    if count:
+        if type(count) is not int or not 0 < count <= len(segments):
+            raise ProtocolError(f"a message of {len(segments)} segments that says {count!r:.80} are buffers")
+        buffers = segments[len(segments) - count :]
+    tensors: Sequence[torch.Tensor] = layout.rebuild(table, segments, landing) if table else ()
+    past: Past | None = None
+    if said and track is not None:
+        tensors, past = track(said, tensors)
+    if not pickled and not references and len(tensors) == 1 and type(tensors_at) is list and len(tensors_at) == 1:
+        try:
+            values[tensors_at[0]] = tensors[0]
+        except (TypeError, IndexError) as error:
+            raise ProtocolError(f"a message whose tensor has no place: {error}") from None
+        return values
+    return decode_values(message, Incoming(tensors, references, past), buffers)

@@ -1,0 +1,55 @@
+"""Running counts of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...channels import Traffic
+from ...transport.connection import Connection
+
+
+class Counters:
+    """Counts are added to without locks: to lose an increment now and then costs less than a lock for each call."""
+
+    def __init__(self) -> None:
+        self.made = 0  # calls of users made here
+        self.served_users = 0  # calls of users served here
+        self.failed = 0
+        self.cancelled = 0
+        self.timed_out = 0
+        self.late_answers = 0
+        self.bytes_sent = 0  # of connections that have ended
+        self.bytes_received = 0
+        self.messages_sent = 0  # of links that have ended
+        self.messages_received = 0
+        self.refused = 0
+        self.traffic: dict[str, Traffic] = {}  # of links that have ended, by channel
+        self._latencies = [0] * 48  # answers by the number of bits of their latency in microseconds
+
+    def record_latency(self, seconds: float) -> None:
+        """One call was answered."""
+        self._latencies[min(47, int(seconds * 1e6).bit_length())] += 1
+
+    def add_connection(self, connection: Connection) -> None:
+        """A connection has ended; its bytes still count."""
+        self.bytes_sent += connection.bytes_sent
+        self.bytes_received += connection.bytes_received
+
+    def add_traffic(self, moved: Mapping[str, Traffic]) -> None:
+        """A link has ended; what it has moved by each channel still counts."""
+        for name, traffic in moved.items():
+            self.traffic.setdefault(name, Traffic()).add(traffic)
+
+    def answered(self) -> int:
+        """Calls that got an answer."""
+        return sum(self._latencies)
+
+    def quantile(self, share: float) -> float:
+        """Seconds within which that share of the answers came, to within a factor of two; 0.0 without answers."""
+        total = self.answered()
+        seen = 0
+        for bits, count in enumerate(self._latencies):
+            seen += count
+            if total and seen >= share * total:
+                return float(1 << bits) / 1e6
+        return 0.0

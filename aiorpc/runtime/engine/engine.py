@@ -1,0 +1,144 @@
+"""The engine of a worker: everything that all parts of the worker run on, and that needs none of these parts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import WorkerClosed, WouldBlockLoop
+from ...options import RpcBackendOptions, seconds
+from ...protocol.identity import WorkerInfo, WorkerRecord
+from ...transport.connection import Connection
+from .counters import Counters
+from .lifetime import Lifetime
+from .observing import Observer
+from .pool import ThreadPool
+from .steps import Steps
+from .tasks import Tasks
+
+# Seconds for which the engine waits for tasks and threads that are still at work when it is closed.
+TASKS_GRACE = 1.0
+POOL_GRACE = 1.0
+
+
+class Engine:
+    """Loop, threads, options, own record, counters and state of one worker.
+
+    It is made on the worker's loop as soon as the worker's record is known, and imports none of the rooms above it. Any
+    thread may read its attributes. Each method says which threads may call it.
+
+    pool: threads for handlers that may block. background: threads for work of the runtime itself that would hold up the
+    loop for too long. They are apart from the pool because handlers may block all threads of the pool, and must not
+    hold up the answers that they wait for.
+    connections: all connections that exist, including those in their handshake, because a forked child has to close
+    its copies of all of them.
+    observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
+    whole and never changed.
+    """
+
+    def __init__(
+        self,
+        lifetime: Lifetime,
+        options: RpcBackendOptions,
+        record: WorkerRecord,
+        steps: Steps,
+        *,
+        prepare: Callable[[], object],
+        on_handler_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """To be called on the worker's loop.
+
+        prepare: called first in each thread of the pools, to set its context variables. on_handler_error: called with
+        each error of a handler after that was sent as an answer, in any thread.
+        """
+        self.lifetime = lifetime
+        self.name = lifetime.name
+        self.options = options
+        self.record = record
+        self.steps = steps
+        self.loop = asyncio.get_running_loop()
+        self.thread = threading.get_ident()
+        self.default_timeout = options.rpc_timeout
+        self.counters = Counters()
+        self.tasks = Tasks(self.loop)
+        self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self.on_handler_error = on_handler_error
+        self.observers: tuple[Observer, ...] = ()  # links ask them in this order
+        self.pool = ThreadPool(
+            self.name,
+            options.num_worker_threads,
+            prepare=prepare,
+            # A lone core is left to whoever has to answer.
+            busy=options.busy_wait if len(os.sched_getaffinity(0)) > 1 else 0.0,
+        )
+        self.background = ThreadPool(f"{self.name}-background", 2, prepare=prepare)
+
+    @property
+    def id(self) -> int:
+        """The rank, or the id that the rendezvous gave."""
+        return self.record.id
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Name and id."""
+        return self.record.info
+
+    @property
+    def closed(self) -> bool:
+        """Whether the worker makes and serves no calls any more."""
+        return self.lifetime.closed
+
+    @property
+    def on_loop(self) -> bool:
+        """Whether the calling code runs on the worker's loop, right now: it may await, and must not block."""
+        return threading.get_ident() == self.thread and asyncio._get_running_loop() is self.loop
+
+    def timeout(self, value: float) -> float:
+        """Seconds for one call: the worker's default if the value is negative. RpcUsageError if it is no duration."""
+        return self.default_timeout if value < 0 else seconds(value, "timeout")
+
+    def refuse_on_loop(self, verb: str, instead: str) -> None:
+        """Raise WouldBlockLoop if this thread runs the worker's loop; nothing has been sent then."""
+        if self.on_loop:
+            raise WouldBlockLoop(f"{verb} would block the event loop that has to bring the answer; use `{instead}`")
+
+    # --- handing work over, from any thread ---------------------------------------------------------------------------
+
+    def call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
+        """Run something on the loop, in one of its next turns. Once the loop is closed, nothing happens."""
+        try:
+            if threading.get_ident() == self.thread:
+                self.loop.call_soon(function, *args)
+            else:
+                self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+
+    def run_on_loop(self, function: Callable[..., object], *args: Any) -> None:
+        """Run something on the loop: at once if this is the loop's thread, else in one of its next turns."""
+        if threading.get_ident() == self.thread:
+            function(*args)
+        else:
+            self.call_on_loop(function, *args)
+
+    def in_background(self, function: Callable[..., None], *args: Any) -> None:
+        """Run something that takes long in a background thread. Once the worker is closing, nothing happens."""
+        with contextlib.suppress(WorkerClosed):
+            self.background.submit(function, *args)
+
+    # --- the end, on the loop -----------------------------------------------------------------------------------------
+
+    async def close(self, patience: float) -> int:
+        """End tasks and threads, and wait for those that are at work.
+
+        Returns how many handler threads are left to themselves. patience: how many seconds these are waited for.
+        """
+        await self.tasks.end(TASKS_GRACE)
+        self.background.close(0.0)
+        return await self.steps.run(lambda: self.pool.close(patience))

@@ -1,0 +1,48 @@
+"""Where a worker stands in its life: one value that all of its parts can look at."""
+
+from __future__ import annotations
+
+from ...errors import WorkerClosed
+from ...protocol.states import WORKER, WorkerEvent, WorkerState
+
+
+class Lifetime:
+    """The state of one worker; `protocol.states.WORKER` says what leads from one to the next, and on which thread.
+
+    closed: whether the worker makes no calls: it has not joined yet, or it is CLOSING or CLOSED. leaving: whether it is
+    leaving but still serves, until its group is done. forked: whether this is a child of the worker's process. Any
+    thread may read them. `closed` and `leaving` follow from the state; they are attributes of their own because each
+    call looks at `closed`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = WORKER.initial
+        self.closed = True
+        self.leaving = False
+        self.forked = False
+
+    def enter(self, event: WorkerEvent) -> None:
+        """Go to the state to which that event leads. On the thread that the table names for the event."""
+        self.state = WORKER.next(self.state, event)
+        self.leaving = self.state is WorkerState.LEAVING
+        self.closed = not self.leaving and self.state is not WorkerState.RUNNING
+        self.forked = self.forked or event is WorkerEvent.FORKED
+
+    @property
+    def ended(self) -> bool:
+        """Whether the worker is CLOSING or CLOSED."""
+        return self.state is WorkerState.CLOSING or self.state is WorkerState.CLOSED
+
+    def check_open(self) -> None:
+        """Raise WorkerClosed, with the reason, if verbs cannot be used now. Any thread."""
+        if self.closed:
+            raise self.why_closed()
+
+    def why_closed(self) -> WorkerClosed:
+        """What a verb raises that cannot be used. Any thread."""
+        if self.forked:
+            return WorkerClosed("this process was forked from the worker's; start a worker of its own here")
+        if self.state is WorkerState.NEW or self.state is WorkerState.STARTING:
+            return WorkerClosed(f"worker {self.name!r} has not joined its group yet; await it, or use `async with`")
+        return WorkerClosed(f"worker {self.name!r} has shut down; it makes no more calls")

@@ -1,0 +1,50 @@
+"""Blocking steps of one worker: each runs in a thread of its own, and is waited for before the worker is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .loops import run_in_thread
+
+T = TypeVar("T")
+
+
+class Steps:
+    """Runs steps that block, such as those of the rendezvous, beside the loop. Its methods belong to the loop.
+
+    stop: set as soon as a step was given up; steps that wait for other workers look at it, and end.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self.stop = threading.Event()
+        self._loop = loop
+        self._name = name
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run the function in a thread of its own; what it returns is returned, and what it raises is raised.
+
+        The function has to bound its time by itself. If whoever awaits this is cancelled, `stop` is set and the step
+        goes on to its end, for which `wait` waits.
+        """
+        step = self._loop.create_task(run_in_thread(function, f"aiorpc-{self._name}-rendezvous"))
+        self._running.add(step)
+        step.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(step)
+        except asyncio.CancelledError:
+            self.stop.set()
+            raise
+
+    def _ended(self, step: asyncio.Task[Any]) -> None:
+        self._running.discard(step)
+        if not step.cancelled():
+            step.exception()  # look at it, or asyncio would log it if whoever waited was cancelled
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for the steps that are under way, for at most so many seconds."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=seconds)

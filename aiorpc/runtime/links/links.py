@@ -1,0 +1,91 @@
+"""All links of one worker, and the memory and the devices that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...channels import Traffic
+from ...channels.bulk import Bulk
+from ...channels.device import DIRECT, IPC, STAGING
+from ...channels.inline import Inline
+from ...channels.shared import SharedMemory
+from ...protocol.identity import WorkerRecord
+from ...transport.connection import Connection
+from ..engine.engine import Engine
+from .accelerators import Accelerators
+from .link import Link, Receiver
+from .memory import Memory
+
+
+class Links:
+    """Makes the links of one worker, and finds them. On the loop, except where a method says otherwise.
+
+    open_pipe: begins to open the second connection of a link. other_end: the other end of a link if that is in this
+    process, else None.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        accelerators: Accelerators,
+        *,
+        open_pipe: Callable[[Link], None],
+        other_end: Callable[[Link], Link | None],
+    ) -> None:
+        self.engine = engine
+        self.accelerators = accelerators
+        self.memory = Memory(engine, self.busy)
+        self.open_pipe = open_pipe
+        self.other_end = other_end
+        self._links: set[Link] = set()
+
+    def make(
+        self, connection: Connection, record: WorkerRecord, receiver: Receiver, *, number: int, opener: bool
+    ) -> Link:
+        """A link over a connection that has just proved who is at its other end; `Link.close` ends it."""
+        link = Link(self, connection, record, receiver, number=number, opener=opener)
+        self._links.add(link)
+        return link
+
+    def ended(self, link: Link) -> None:
+        """A link is closed: it is forgotten here, and what it has moved is added to the counters of the worker."""
+        if link not in self._links:
+            return
+        self._links.discard(link)
+        counters = self.engine.counters
+        counters.add_traffic(link.traffic())
+        counters.messages_sent += link.messages_sent
+        counters.messages_received += link.messages_received
+        if link.pipe is not None and link.pipe is not link.connection:
+            counters.add_connection(link.pipe)
+
+    # --- looking, from any thread -------------------------------------------------------------------------------------
+
+    def all(self) -> list[Link]:
+        """The links there are."""
+        return list(self._links)
+
+    def find(self, record: WorkerRecord, number: int, *, opener: bool) -> Link | None:
+        """Our end of the link of that number with that worker. opener: whether we have opened it."""
+        for link in self.all():
+            if link.number == number and link.opener == opener and link.record.incarnation == record.incarnation:
+                return link
+        return None
+
+    def busy(self) -> bool:
+        """Whether buffers are under way on some link that a peer waits for."""
+        return any(link.busy for link in self.all())
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What went by which channel since the worker started, by the channel's name."""
+        total = {name: Traffic() for name in (SharedMemory.name, Bulk.name, Inline.name, DIRECT, IPC, STAGING)}
+        for moved in (self.engine.counters.traffic, *(link.traffic() for link in self.all())):
+            for name, part in list(moved.items()):
+                total[name].add(part)
+        return total
+
+    def connections(self) -> list[Connection]:
+        """The connections of all links, second ones among them, that are open."""
+        links = self.all()
+        found = [link.connection for link in links if not link.connection.closed]
+        return found + [link.pipe for link in links if link.pipe is not None and link.pipe is not link.connection]

@@ -1,0 +1,168 @@
+"""Messages some of whose buffers come apart from their frame: held until they are whole, or cannot be.
+
+The states of such a message are the table `protocol.states.MESSAGE`. While one is held, later frames of the same call
+wait behind it, so that the receiver sees the messages of a call in their order; other calls do not wait. All of it
+happens on the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+from ...channels import Channel
+from ...channels.device import Devices
+from ...channels.landing import Landing
+from ...errors import ProtocolError
+from ...protocol.frames import Buffer, Frame
+from ...protocol.messages import Parcel
+from ...protocol.states import MESSAGE, MessageEvent, MessageState
+
+
+class Message(Frame):
+    """A message that was put together. landing: where those of its buffers arrive that lie on devices."""
+
+    landing: Landing | None = None
+
+    def landed(self, landing: Landing | None) -> Message:
+        """Say where; returns itself."""
+        self.landing = landing
+        return self
+
+
+class Assembly:
+    """A message that waits for buffers, and the frames that came behind it."""
+
+    __slots__ = ("behind", "buffers", "failure", "landing", "missing", "parcel", "state")
+
+    def __init__(self, parcel: Parcel) -> None:
+        self.parcel = parcel
+        self.buffers: list[Any] = [None] * len(parcel.wires)
+        self.missing = 0
+        self.failure: Exception | None = None
+        self.landing: Landing | None = None
+        self.behind: list[Frame] = []
+        self.state = MESSAGE.initial
+
+    def enter(self, event: MessageEvent) -> None:
+        """That has happened to it."""
+        self.state = MESSAGE.next(self.state, event)
+
+
+class Carrier(Protocol):
+    """The link whose messages these are."""
+
+    @property
+    def devices(self) -> Devices: ...
+
+    @property
+    def channels(self) -> Mapping[int, Channel]:
+        """The channels by their number, but for that of devices."""
+
+    @property
+    def device_code(self) -> int:
+        """The number of the channel of devices."""
+
+    def land(self) -> Landing | None:
+        """Fresh streams for a message that brings tensors to devices. RuntimeError if the device has an error."""
+
+    def deliver(self, message: Message, assembly: Assembly) -> None:
+        """A message that was held is whole, or has failed; what came behind it follows."""
+
+
+class Reassembly:
+    """Of one link. held: the messages that wait, by call."""
+
+    def __init__(self, link: Carrier) -> None:
+        self.held: dict[int, Assembly] = {}
+        self._link = link
+
+    def open(self, frame: Frame, parcel: Parcel) -> Message | None:
+        """The message in a parcel; None if it has to wait, and is delivered later. Raises ProtocolError."""
+        held = Assembly(parcel)
+        try:
+            if any(wire[0] == self._link.device_code for wire in parcel.wires):
+                self._receive_on_devices(frame, held)
+            else:
+                self._receive(frame, held)
+        except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
+            raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
+        if held.state is MessageState.OPENED:
+            held.enter(_first_event(held))
+        if held.state is MessageState.HANDED_OVER:
+            return _message(frame.call_id, held)
+        self.held[frame.call_id] = held
+        self._hand_over(frame.call_id, held)
+        return None
+
+    def _receive_on_devices(self, frame: Frame, held: Assembly) -> None:
+        landing: Landing | None = None
+        try:
+            landing = held.landing = self._link.land()
+        except RuntimeError as error:  # received all the same: its sender waits for that, and others lent memory for it
+            held.failure = error
+        try:
+            with landing.entered() if landing is not None else nullcontext():
+                self._receive(frame, held)
+        except RuntimeError as error:
+            if isinstance(error, ProtocolError):
+                raise
+            held.missing, held.failure = 0, error  # the device's: that message's trouble
+            held.enter(MessageEvent.DEVICE_FAILED)
+
+    def _receive(self, frame: Frame, held: Assembly) -> None:
+        """Ask each channel for its buffers; what a channel has at once is there when this returns."""
+        wires = held.parcel.wires
+        for code in sorted({wire[0] for wire in wires}):
+            places = [place for place, wire in enumerate(wires) if wire[0] == code]
+            arrived = partial(self._arrived, frame.call_id, held, places)
+            held.missing += len(places)
+            channel: Any = self._link.devices if code == self._link.device_code else self._link.channels[code]
+            buffers = channel.receive([wires[place][1:] for place in places], frame.segments, arrived)
+            for place, buffer in zip(places, buffers, strict=True):
+                if buffer is not None:
+                    held.buffers[place] = buffer
+                    held.missing -= 1
+
+    def _arrived(
+        self, call_id: int, held: Assembly, places: list[int], index: int, outcome: Buffer | Exception
+    ) -> None:
+        """A channel has one more buffer, or the reason why it cannot be had."""
+        if held.state in MESSAGE.final:  # failed with its device, or dropped with the link
+            return
+        held.missing -= 1
+        failed = isinstance(outcome, Exception)
+        if isinstance(outcome, Exception):
+            held.failure = outcome
+        else:
+            held.buffers[places[index]] = outcome
+        if held.state is not MessageState.OPENED:  # else `open` looks when all channels have been asked
+            if held.missing:
+                held.enter(MessageEvent.ONE_FAILED if failed else MessageEvent.ONE_CAME)
+            else:
+                held.enter(MessageEvent.LAST_FAILED if failed else MessageEvent.LAST_CAME)
+        self._hand_over(call_id, held)
+
+    def _hand_over(self, call_id: int, held: Assembly) -> None:
+        if held.state in MESSAGE.final and self.held.get(call_id) is held:
+            del self.held[call_id]
+            self._link.deliver(_message(call_id, held), held)
+
+    def close(self) -> None:
+        """The link is over: nobody gets what is held."""
+        for held in self.held.values():
+            held.enter(MessageEvent.CLOSED)
+        self.held.clear()
+
+
+def _first_event(held: Assembly) -> MessageEvent:
+    """What is known once all channels have been asked."""
+    if held.failure is not None:
+        return MessageEvent.ONE_FAILED if held.missing else MessageEvent.LAST_FAILED
+    return MessageEvent.SOME_MISSING if held.missing else MessageEvent.ALL_THERE
+
+
+def _message(call_id: int, held: Assembly) -> Message:
+    return Message(held.parcel.kind, call_id, held.parcel.body, held.buffers).landed(held.landing)

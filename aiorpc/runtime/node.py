@@ -1,0 +1,290 @@
+"""A running worker: its parts, put together.
+
+The parts are made in their order, each from what it needs: the engine first, then the links, and so on up to the group
+and to the objects that open and take connections. If a part needs another one that is made later, it asks the node for
+it, through the `Home` that its room declares, and not before the worker is running. Nodes are made and taken down by
+`life`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
+
+from ..channels.accelerator import Accelerator
+from ..devices import DeviceClaims
+from ..options import RpcBackendOptions
+from ..protocol.identity import WorkerInfo, WorkerRecord
+from ..protocol.states import WorkerEvent, WorkerState
+from .callee.service import Service
+from .caller.peer import Peer
+from .caller.peers import Peers
+from .calls import current
+from .calls.current import ServedCall, current_call, current_node
+from .calls.pending import PendingCall
+from .engine.engine import POOL_GRACE, Engine
+from .engine.lag import LoopMonitor
+from .engine.lifetime import Lifetime
+from .engine.steps import Steps
+from .gradients.contexts import Gradients
+from .group.connecting import Acceptor, Connector
+from .group.events import Events
+from .group.group import Group
+from .group.listening import Listeners
+from .hooks import Hooks
+from .links.accelerators import Accelerators
+from .links.link import Link
+from .links.links import Links
+from .meeting.rendezvous import Rendezvous
+from .references.references import References
+from .references.rref import RRef
+
+logger = logging.getLogger("aiorpc")
+
+# Seconds for which a worker that closes waits for its connections and for its devices; what is still under way then is
+# left to itself.
+_CONNECTION_GRACE = 1.0
+_DEVICES_GRACE = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a worker is to be, as its user asked for it, before anything of it exists.
+
+    worker: the `Worker` that stands for it in the user's program. claims: what it tells the others about its devices.
+    """
+
+    worker: Any
+    name: str
+    options: RpcBackendOptions
+    init_method: str
+    rank: int | None
+    world_size: int | None
+    store: Store | None
+    accelerator: Accelerator | None
+    claims: DeviceClaims
+    hooks: Hooks
+    news: Events
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The result of joining: how the group is reached, who is in it, and the secret that its members share."""
+
+    rendezvous: Rendezvous
+    listeners: Listeners
+    record: WorkerRecord
+    records: Sequence[WorkerRecord]
+    secret: bytes
+
+
+class Node:
+    """A running worker. Its methods belong to the loop where they do not say otherwise.
+
+    Every part says itself which threads may use it. All parts are assigned in `__init__`, so whoever has a node need
+    not ask whether a part is there.
+    """
+
+    def __init__(self, meeting: Meeting, plan: Plan, lifetime: Lifetime, steps: Steps, stack: AsyncExitStack) -> None:
+        """To be called on the loop.
+
+        stack: the exit stack of the worker's life. Each part enters there how it is taken down; the stack runs these
+        steps in the reverse order. A part that others still need while they end has to be entered before them, even
+        where it is made after them: so the devices, the connections and the engine are entered first, and end last.
+        """
+        options, hooks = plan.options, plan.hooks
+        self.worker = plan.worker
+        self.news = plan.news
+        self.rendezvous = meeting.rendezvous
+        self.listeners = meeting.listeners
+        self.read_error = hooks.read_error
+        self.patient = False  # whether handlers that still run are waited for; set when the worker leaves in good order
+        self.engine = engine = Engine(
+            lifetime,
+            options,
+            meeting.record,
+            steps,
+            prepare=lambda: current_node.set(self),
+            on_handler_error=hooks.on_handler_error,
+        )
+        self.accelerators = Accelerators(engine, plan.accelerator, plan.claims)
+        stack.push_async_callback(self.accelerators.close, _DEVICES_GRACE)
+        stack.push_async_callback(self._end_connections)
+        stack.push_async_callback(self._end_engine)
+
+        self.connector = Connector(self, meeting.secret)
+        self.links = Links(engine, self.accelerators, open_pipe=self.connector.open_pipe, other_end=_other_end)
+        self.memory = self.links.memory
+        stack.callback(self.memory.close)
+        self.gradients = Gradients(engine, sink=hooks.sink, as_torch=hooks.as_torch)
+        stack.callback(self.gradients.close)
+        self.references = References(self, self.accelerators, hooks.handle_class)
+        stack.callback(self.references.close)
+        self.peers = Peers(self)
+        self.services: set[Service] = set()
+        self.group = Group(self, list(meeting.records))
+        stack.callback(self.group.close)
+        stack.callback(self.peers.close)
+        stack.callback(self._leave_callers)
+        for record in meeting.records:
+            self.peers.add(record)
+        stack.push_async_callback(self._let_go_of_devices)
+        self.acceptor = Acceptor(self, meeting.listeners, meeting.secret)
+        stack.callback(self.acceptor.close)
+        self.monitor = LoopMonitor(
+            engine.loop, warn_after=options.lag_warning, describe=self.describe_running, name=engine.name
+        )
+        stack.callback(self.monitor.stop)
+        stack.callback(self.news.end)
+
+    async def start(self) -> None:
+        """Wake the devices that calls use, and begin to take connections."""
+        await self.accelerators.start({self.engine.name: self.accelerators.claims, **self.rendezvous.claims})
+        # Handlers run in a copy of the context in which the reader was registered: not in that of whoever started us.
+        contextvars.Context().run(self.acceptor.start)
+        self.monitor.start()
+
+    # --- taking it down -----------------------------------------------------------------------------------------------
+
+    def _leave_callers(self) -> None:
+        for service in list(self.services):
+            service.say_goodbye()
+
+    async def _let_go_of_devices(self) -> None:
+        await self.accelerators.let_go(self.links.all(), _DEVICES_GRACE)
+
+    async def _end_engine(self) -> None:
+        left = await self.engine.close(POOL_GRACE if self.patient else 0.1)
+        if left:
+            logger.warning("worker %s shut down while %d handler threads were still running", self.engine.name, left)
+
+    async def _end_connections(self) -> None:
+        """Wait until what is queued is written, for a bounded time: a peer that does not read must not keep us."""
+        connections = self.engine.connections
+        limit = time.monotonic() + _CONNECTION_GRACE
+        while any(not each.ended for each in connections) and time.monotonic() < limit:  # noqa: ASYNC110  # their ends signal nobody
+            await asyncio.sleep(0.005)
+        for connection in list(connections):
+            connection.abort()
+
+    # --- for the rooms below ------------------------------------------------------------------------------------------
+
+    def connect(self, peer: Peer) -> None:
+        """Begin to connect to a peer."""
+        self.connector.connect(peer)
+
+    def peer_of(self, record: WorkerRecord) -> Peer:
+        """The peer of a worker that has proved who it is."""
+        return self.peers.of(record)
+
+    def on_goodbye(self, record: WorkerRecord) -> None:
+        """A worker has said that it leaves."""
+        self.group.on_goodbye(record)
+
+    # --- looking, from any thread -------------------------------------------------------------------------------------
+
+    def is_idle(self) -> bool:
+        """Whether no call of users is under way, in either direction."""
+        return (
+            not any(peer.user_calls() for peer in self.peers.all())
+            and not any(service.user_calls() for service in list(self.services))
+            and not self.links.busy()
+            and not any(observer.holds() for observer in self.engine.observers)
+        )
+
+    def activity(self) -> tuple[bool, int]:
+        """Whether the worker is idle, and how many calls of users it has seen. Graceful shutdown compares these."""
+        counters = self.engine.counters
+        return self.is_idle(), counters.made + counters.served_users
+
+    def pending_calls(self) -> list[PendingCall]:
+        """The calls under way at this worker, those it made and those it serves, oldest first."""
+        calls = [call for peer in self.peers.all() for call in peer.pending_calls()]
+        calls += [call for service in list(self.services) for call in service.pending_calls()]
+        return sorted(calls, key=lambda call: -call.seconds)
+
+    def describe_running(self) -> str:
+        """The handlers that may be blocking the loop or a shutdown, as text for a log message."""
+        running = [call.function for call in self.pending_calls() if call.direction == "served"]
+        return f"a handler among {', '.join(running[:5])}" if running else "no handler"
+
+    def worker_infos(self) -> list[WorkerInfo]:
+        """All members this worker knows, itself included, by id; without those that have left or were lost."""
+        return sorted((record.info for record in self.group.live()), key=lambda info: info.id)
+
+    # --- the end without leaving --------------------------------------------------------------------------------------
+
+    def in_forked_child(self) -> None:
+        """In a forked child: let go of the parent's descriptors; every verb raises from now on.
+
+        No lock may be taken here: a thread that held it in the parent does not exist in the child, so nobody would
+        give it back.
+        """
+        if self.engine.lifetime.state is not WorkerState.CLOSED:
+            self.engine.lifetime.enter(WorkerEvent.FORKED)
+        for connection in list(self.engine.connections):
+            connection.close_in_child()
+        self.listeners.close_in_child()
+        self.group.close_in_child()
+        self.memory.close_in_child()
+        self.accelerators.close_in_child()
+
+    def at_exit(self) -> None:
+        """The interpreter exits although this worker has not shut down: say goodbye where that takes no waiting.
+
+        On the main thread. No thread may be started any more at this point.
+        """
+        # The loop may still run for a while in its thread. It is closed first, so that it takes the ends of connections
+        # with which the others answer the goodbye for no losses.
+        if self.engine.lifetime.state is not WorkerState.CLOSED:
+            self.engine.lifetime.enter(WorkerEvent.EXITED)
+        self.listeners.unlink()
+        with contextlib.suppress(OSError):
+            self.rendezvous.remove_secret()
+        for peer in self.peers.all():
+            peer.goodbye()
+        for service in list(self.services):
+            service.goodbye()
+
+
+class _Registry(Protocol):
+    def add(self, node: Node) -> None: ...
+
+    def remove(self, node: Node) -> None: ...
+
+    def nodes(self) -> list[Node]: ...
+
+    def get(self) -> Node: ...
+
+
+#: The nodes of this process; the registry of `calls.current`, which all of them are entered in.
+registry = cast(_Registry, current.registry)
+
+
+def serving() -> tuple[Node, ServedCall]:
+    """In a handler that belongs to the runtime: the node that serves the call, and the call."""
+    call = current_call.get()
+    assert call is not None, "only handlers ask"
+    return cast(Node, call.node), call
+
+
+def node_of(rref: RRef[Any]) -> Node:
+    """The node whose handle an RRef is."""
+    return cast(Node, rref._references.home)
+
+
+def _other_end(link: Link) -> Link | None:
+    """The other end of a link if that is in this process."""
+    for node in registry.nodes():
+        if node.engine.record.incarnation == link.record.incarnation:
+            return node.links.find(link.engine.record, link.number, opener=not link.opener)
+    return None

@@ -1,0 +1,359 @@
+"""The references of one worker: the values that it owns, and its side of counting the handles.
+
+Who holds what is decided by `protocol.references.ReferenceTable`, whose guarantees are in docs/counting.md. This module
+keeps the values, tells the table what happens, and carries out what it says.
+
+Invariants
+1. The table is used under `_lock` only. What it sends is queued under the same lock, so that messages leave in the
+   order in which the table has decided on them.
+2. `RRef.__del__` may run anywhere, inside of any lock and of the garbage collector. So it takes no lock: it appends to
+   a deque and wakes the loop (`drop_later`).
+3. A value is dropped outside of the lock, because its destructor is code of the user.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from ... import foreign
+from ...errors import RpcError, RpcUsageError
+from ...futures import Future, describe_site
+from ...protocol import codec
+from ...protocol.frames import Kind
+from ...protocol.packing import pack
+from ...protocol.reference_messages import (
+    Broken,
+    Confirmed,
+    Counts,
+    Free,
+    Output,
+    Outputs,
+    ReferenceId,
+    Role,
+    Send,
+)
+from ...protocol.references import ReferenceTable
+from ..calls.current import ServedCall
+from ..calls.failures import came_from_afar
+from ..engine.engine import Engine
+from ..links.accelerators import Accelerators
+from .rref import Callee, Directory, RRef
+
+# When a call with references arrives, the messages of the table wait for so many seconds and then leave together. Each
+# by itself would wake up the loops of both workers in the midst of that call.
+_FLUSH_PAUSE = 0.001
+
+
+class Home(Protocol):
+    """What the references of a worker need of it."""
+
+    engine: Engine
+
+    @property
+    def peers(self) -> Directory: ...
+
+
+@dataclass(frozen=True)
+class LeakedReference:
+    """A reference that was still alive at shutdown.
+
+    role: "owner" for an RRef here of a value here, "user" for an RRef here of a value elsewhere, "fork" for an RRef on
+    another worker of a value here. owner: who has the value. made_at: where the RRef was made, "?" if not known.
+    """
+
+    reference: str
+    role: str
+    owner: str
+    type: str
+    made_at: str
+
+
+class _ValueFuture(Future[Any]):
+    """The Future of the value of a reference. Whoever waits for it does not own it, so nobody can cancel it."""
+
+    def cancel(self, msg: object = None) -> bool:
+        return False
+
+
+class References:
+    """All references of one worker."""
+
+    def __init__(self, home: Home, accelerators: Accelerators, handle_class: type[RRef[Any]] = RRef) -> None:
+        """handle_class: the class of handles that arrive, and of results of `remote`."""
+        self.engine = home.engine
+        self.handle_class = handle_class
+        self.home = home
+        self._accelerators = accelerators
+        self._table = ReferenceTable(home.engine.id)
+        self._lock = threading.Lock()
+        self._values: dict[ReferenceId, Future[Any]] = {}
+        self._handles: WeakValueDictionary[ReferenceId, RRef[Any]] = WeakValueDictionary()
+        self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
+        self._flushing = False  # whether `flush` will be called
+        self._unsaid: set[Callee] = set()  # peers to whom messages were queued that leave with that `flush`
+        self._closed = False
+
+    # --- making handles -----------------------------------------------------------------------------------------------
+
+    @property
+    def peers(self) -> Directory:
+        """The workers that this one knows."""
+        return self.home.peers
+
+    def own(self, value: Any) -> tuple[ReferenceId, ReferenceId]:
+        """A new reference to a value of this worker."""
+        future = self._new_value()
+        future._arrival = self._accelerators.arrival(value)
+        future._settle(value)
+        with self._lock:
+            rref, fork = self._table.own()
+            self._values[rref] = future
+        return rref, fork
+
+    def register(self, fork: ReferenceId, handle: RRef[Any]) -> None:
+        """Remember the handle of a fork, for reports and for what the table says of it."""
+        self._handles[fork] = handle
+
+    def create(
+        self,
+        peer: Any,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        *,
+        depth: int,
+    ) -> RRef[Any]:
+        """An RRef of the result of a call on `peer`; returns at once. Raises SerializationError, with nothing sent."""
+        owner = self.home.peers.id_of(peer)
+        with self._lock:
+            rref, fork = self._table.create(owner)
+        handle = self.handle_class.__new__(self.handle_class)
+        handle._bind(self, rref, fork, owner, sys._getframe(depth))
+        handle._confirmed = False
+        self._handles[fork] = handle
+        try:
+            call = peer.call(function, args, kwargs, timeout, creates=(*rref, *fork), depth=depth + 1)
+        except BaseException:
+            self._run(self._table.create_failed_to_send, rref, fork)
+            raise
+        handle._creation = call
+        call._add_callback(lambda future: self._on_created(rref, fork, future))
+        return handle
+
+    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[Any]) -> None:
+        error = future._error
+        future._look()  # the error is raised by whoever uses the reference
+        if error is None:
+            self._run(self._table.created, rref, fork)
+            return
+        if came_from_afar(error):
+            # The owner has the error as the value: other holders can fetch it, and this handle raises it by itself.
+            self._run(self._table.created, rref, fork)
+        else:
+            reason = foreign.text_of(error)
+            self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=False))
+
+    def load(self, wires: Sequence[Any], sender: int) -> list[RRef[Any]]:
+        """Handles of the references in a message from `sender`."""
+        handles = []
+        for wire in wires:
+            with self._lock:
+                rref, owner, fork, outputs = self._table.decode(wire[:5], sender)
+                handle = self.handle_class.__new__(self.handle_class)
+                handle._bind(self, rref, fork, owner)
+                self._handles[fork] = handle
+                freed = self._carry_out(outputs)
+            self._release(freed)
+            handles.append(handle)
+        return handles
+
+    def encode(self, handle: RRef[Any], out: codec.Outgoing, *position: int) -> int:
+        """Put a handle into a message to the worker `out.target`; returns its number among those of the message.
+
+        position: where the handle is among the values, if it is a value by itself and not inside of another one.
+        """
+        to = self.home.peers.id_of(out.target)
+        with self._lock:
+            try:
+                wire, outputs = self._table.encode(handle._rref, handle._fork, to)
+            except RpcUsageError:
+                handle._check()
+                raise
+            freed = self._carry_out(outputs)
+        self._release(freed)
+        child = ReferenceId(wire[3], wire[4])
+        out.on_unsent.append(lambda: self._run(self._table.unsend, child))
+        out.references.append((*wire, *position))
+        return len(out.references) - 1
+
+    # --- values, on the owner -----------------------------------------------------------------------------------------
+
+    def value(self, worker: int, number: int, asker: int = -1) -> Future[Any]:
+        """The Future of a value of this worker; also of one whose creation has not arrived yet.
+
+        asker: the worker that wants it. If that is the creator of the reference, the value cannot have been freed, as
+        the creator holds a reference: the creation is still on its way, overtaken because its arguments are long.
+        """
+        rref = ReferenceId(worker, number)
+        with self._lock:
+            future = self._values.get(rref)
+            if future is None:
+                future = self._new_value()
+                if self._table.holds(rref) or (worker == asker and asker != self.engine.id):
+                    self._values[rref] = future
+                else:
+                    gone = f"reference {tuple(rref)} names no value of this worker; it was freed"
+                    future._settle(None, RpcError(gone))
+        return future
+
+    def _new_value(self) -> Future[Any]:
+        future: Future[Any] = _ValueFuture()
+        future._loop = self.engine.loop
+        future._what = "the value of a reference"
+        future._executor = self.engine.pool
+        return future
+
+    def on_create(self, creates: Sequence[int], sender: int, call: ServedCall) -> None:
+        """A call that creates a reference arrived; its result will be the value. On the loop."""
+        worker, number, fork_worker, fork_number = creates
+        rref, fork = ReferenceId(worker, number), ReferenceId(fork_worker, fork_number)
+        with self._lock:
+            outputs = self._table.on_create(rref, fork, sender)
+            if rref not in self._values:
+                self._values[rref] = self._new_value()
+            call.creates = rref
+            freed = self._carry_out(outputs)
+        self._release(freed)
+
+    def settle_created(self, call: ServedCall, result: Any, error: BaseException | None = None) -> None:
+        """The call creates a reference: its value is this, or this error for its users. Any thread."""
+        future = self._values.get(call.creates) if call.creates is not None else None
+        if future is not None:
+            if error is None:  # other handlers, on other streams, use what this one has put on a device
+                try:
+                    future._arrival = self._accelerators.arrival(result)
+                except BaseException as broken:  # a container of the users' that cannot be looked into
+                    result, error = None, broken
+            future._settle(result, error)
+
+    # --- the table's outputs ------------------------------------------------------------------------------------------
+
+    def on_message(self, sender: int, message: tuple[Any, ...]) -> None:
+        """A message of reference counting arrived; on the loop. Raises ProtocolError."""
+        self._run(self._table.on_message, sender, message)
+
+    def on_gone(self, worker_id: int, lost: bool) -> None:
+        """A worker died, or left."""
+        self._run(self._table.lost if lost else self._table.left, worker_id)
+
+    def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None:
+        """A handle died, anywhere: tell the table from the loop."""
+        if self._closed:
+            return
+        self._dropped.append((rref, fork))
+        if not self._flushing:
+            self._flushing = True
+            self.engine.call_on_loop(self.flush)
+
+    def coming(self) -> None:
+        """A call with references has arrived: messages about references leave together a little later. On the loop."""
+        if not self._flushing:
+            self._flushing = True
+            self.engine.loop.call_later(_FLUSH_PAUSE, self.flush)
+
+    def flush(self) -> None:
+        """Tell the table which handles have died, and send the messages that were kept. On the loop."""
+        with self._lock:
+            self._flushing = False
+            unsaid, self._unsaid = self._unsaid, set()
+        for peer in unsaid:
+            peer.flush()
+        while self._dropped:
+            rref, fork = self._dropped.popleft()
+            self._run(self._table.drop, rref, fork)
+
+    def _run(self, event: Callable[..., Outputs], *args: Any) -> None:
+        with self._lock:
+            freed = self._carry_out(event(*args))
+        self._release(freed)
+
+    def _carry_out(self, outputs: Sequence[Output]) -> list[Future[Any]]:
+        """Carry out what the table says, under the lock.
+
+        Returns the values that nobody holds any more; the caller drops them after it has given the lock back.
+        """
+        freed = []
+        for output in outputs:
+            if isinstance(output, Send):
+                peer = self.home.peers.by_id(output.to)
+                peer.send(Kind.REFERENCE, 0, pack(output.message), later=self._flushing)
+                if self._flushing:
+                    self._unsaid.add(peer)
+            elif isinstance(output, Free):
+                value = self._values.pop(output.rref, None)
+                if value is not None:
+                    freed.append(value)
+            else:
+                self._tell(output)
+        return freed
+
+    def _release(self, freed: list[Future[Any]]) -> None:
+        """Let go of values, outside of the lock: settling and dropping them runs code of users."""
+        for value in freed:
+            value._settle(None, RpcError("the value was never created: its creator is gone or gave up"))
+
+    def _tell(self, output: Confirmed | Broken) -> None:
+        handle = self._handles.get(output.fork)
+        if handle is None:
+            return
+        if isinstance(output, Confirmed):
+            handle._confirmed = True
+        else:
+            handle._broken = output.reason
+
+    # --- looking, ending ----------------------------------------------------------------------------------------------
+
+    def counts(self) -> Counts:
+        """How many references there are."""
+        with self._lock:
+            return self._table.counts()
+
+    def leaked(self) -> list[LeakedReference]:
+        """What is still referred to: handles of users here, and values here that somebody holds."""
+        with self._lock:
+            records = self._table.live()
+        found = []
+        for record in records:
+            if record.role in (Role.WAITING, Role.TOMBSTONE) or record.dropped or record.fork is None:
+                continue
+            handle = self._handles.get(record.fork)
+            value = self._values.get(record.rref)
+            kind = type(value._value).__qualname__ if value is not None and value.done() else "?"
+            site = describe_site(handle._site) if handle is not None and handle._site is not None else "?"
+            holder = "" if record.holder == self.engine.id else f", held by {self.home.peers.describe(record.holder)}"
+            found.append(
+                LeakedReference(
+                    f"{tuple(record.rref)}{holder}",
+                    record.role.value,
+                    self.home.peers.describe(record.owner),
+                    kind,
+                    site,
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        """The worker closes: drop all values. Whoever waits for one gets an error."""
+        self._closed = True
+        values = list(self._values.values())
+        self._values.clear()
+        for value in values:
+            value._settle(None, RpcError(f"worker {self.engine.name!r}, which owns the value, shut down"))
+        self._dropped.clear()

@@ -1,0 +1,169 @@
+"""What faults on purpose know of a message that is about to be sent, and how delayed messages keep their order.
+
+Frames of one call, and the messages of reference counting, keep their order: what comes behind a delayed one waits with
+it. Calls may overtake each other, as they may when their buffers are large.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Kind
+from ..protocol.messages import Call, Fetch, Method
+from ..protocol.packing import unpack
+from ..protocol.reference_messages import parse
+from ..runtime.caller.future import CallFuture, FunctionEntry
+from ..runtime.calls.current import ServedCall
+from ..runtime.calls.functions import find_name, resolve
+from ..runtime.engine.engine import Engine
+from ..runtime.engine.observing import Passage
+
+_AUTOGRAD = "aiorpc.autograd"
+_OF_CALLERS = frozenset((CALL, int(Kind.CANCEL), int(Kind.CREDIT)))
+_OF_CALLEES = frozenset((REPLY, ERROR, ITEM))
+
+
+class MessageKind(StrEnum):
+    """What a message is, as rules name it."""
+
+    CALL = "call"  # of a function, or of a method of a reference's value
+    REMOTE = "remote"  # a call that creates the value of a reference
+    FETCH = "fetch"  # the value of a reference is asked for
+    CANCEL = "cancel"  # the caller has given up, or its time is over
+    REPLY = "reply"  # the result or error of any call that is not the runtime's own
+    ITEM = "item"  # of a stream
+    REFERENCE = "reference"  # counting of references
+    GRADIENT = "gradient"  # a step of a backward pass
+    CONTEXT = "context"  # an autograd context has ended
+
+
+@dataclass(frozen=True, slots=True)
+class SentMessage:
+    """A message that is about to be sent.
+
+    worker: the receiver's name. name: of the function, as ``module:qualname``, or the method's name; of a message of
+    reference counting its tag (ADD, ADDED, DEL ...). function: the function itself, for calls. reference: the id of the
+    reference that is created, fetched or whose method is called. autograd: the autograd context that a call is made in.
+    """
+
+    kind: MessageKind
+    worker: str
+    name: str = ""
+    function: Any = None
+    reference: tuple[int, int] | None = None
+    autograd: int | None = None
+
+    def is_of(self, function: object) -> bool:
+        """Whether it is about that function, or one of that name (``qualname`` alone, or with its module)."""
+        if isinstance(function, str):
+            return self.name == function or self.name.partition(":")[2] == function
+        return self.function is function or self.name == find_name(function, same_main=True)
+
+
+def describe(passage: Passage) -> SentMessage | None:
+    """The message as rules know it; None for what the runtime says for itself, and for what nobody waits for."""
+    kind, call, worker = passage.kind, passage.call, passage.peer.name
+    if kind == Kind.CANCEL:
+        return SentMessage(MessageKind.CANCEL, worker)
+    if kind == Kind.REFERENCE:
+        tag, _ = parse(tuple(unpack(passage.body)))
+        return SentMessage(MessageKind.REFERENCE, worker, tag.name)
+    if kind == CALL and isinstance(call, CallFuture) and not call.system:
+        return _describe_call(passage.message(), call.entry, worker)
+    if kind in _OF_CALLEES and isinstance(call, ServedCall) and not (call.system or call.cancelled):
+        return SentMessage(MessageKind.ITEM if kind == ITEM else MessageKind.REPLY, worker, call.function)
+    return None
+
+
+def _describe_call(message: Call, entry: FunctionEntry, worker: str) -> SentMessage:
+    kind, function, reference = MessageKind.CALL, None, None
+    match message.function:
+        case Fetch(owner, number):
+            kind, reference = MessageKind.FETCH, (owner, number)
+        case Method(owner, number, _):
+            reference = (owner, number)
+        case _:
+            function = entry.function if entry.number < 0 else resolve(entry.name).function
+    if message.creates is not None:
+        owner, number, _, _ = message.creates
+        kind, reference = MessageKind.REMOTE, (owner, number)
+    elif entry.name.startswith((_AUTOGRAD + ".", _AUTOGRAD + ":")):
+        kind = MessageKind.CONTEXT if entry.name.endswith(":forget") else MessageKind.GRADIENT
+    return SentMessage(kind, worker, entry.name, function, reference, message.autograd)
+
+
+def lane_of(passage: Passage) -> Hashable | None:
+    """Messages of one lane keep their order; None: of a message that belongs to no call and counts no reference."""
+    peer, kind = passage.peer.incarnation, passage.kind
+    if kind in _OF_CALLERS:
+        return peer, "caller", passage.call_id
+    if kind in _OF_CALLEES:
+        return peer, "callee", passage.call_id
+    return (peer, "references") if kind == Kind.REFERENCE else None
+
+
+class Lanes:
+    """Messages that wait, each lane in its order. Any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lanes: dict[Hashable, deque[tuple[float, Callable[[], None]]]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a message has been delayed and not sent yet."""
+        return bool(self._lanes)
+
+    def follow(self, lane: Hashable, send: Callable[[], None]) -> bool:
+        """Send it behind what waits in its lane; False if nothing does."""
+        with self._lock:
+            waiting = self._lanes.get(lane)
+            if waiting is not None:
+                waiting.append((0.0, send))
+            return waiting is not None
+
+    def hold(self, lane: Hashable, delay: float, send: Callable[[], None]) -> None:
+        """Send it so many seconds later."""
+        with self._lock:
+            waiting = self._lanes.setdefault(lane, deque())
+            waiting.append((time.monotonic() + delay, send))
+            first = len(waiting) == 1
+        if first:
+            self._look_later(lane, delay)
+
+    def _look_later(self, lane: Hashable, delay: float) -> None:
+        self._engine.call_on_loop(self._engine.loop.call_later, delay, self._release, lane)
+
+    def _release(self, lane: Hashable) -> None:
+        """Send what is due of that lane, in order; on the loop."""
+        while True:
+            with self._lock:
+                waiting = self._lanes.get(lane)
+                if waiting is None:
+                    return
+                if not waiting:
+                    del self._lanes[lane]
+                    return
+                due, send = waiting[0]
+                left = due - time.monotonic()
+                if left > 0:
+                    break
+            send()
+            with self._lock:
+                waiting.popleft()
+        self._look_later(lane, left)
+
+    def flush(self) -> None:
+        """Send all that waits, at once."""
+        with self._lock:
+            lanes, self._lanes = self._lanes, {}
+        for waiting in lanes.values():
+            for _, send in waiting:
+                send()

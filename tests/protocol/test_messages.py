@@ -1,0 +1,538 @@
+"""The messages of the wire: their bytes are pinned, each is read as it was written, and nothing else is read."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import struct
+import time
+import tracemalloc
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.protocol.frames import FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.handshake import (
+    PIPE,
+    VERSION,
+    Hello,
+    Introduction,
+    read_hello,
+    read_introduction,
+    refusal,
+    write_hello,
+    write_introduction,
+)
+from aiorpc.protocol.messages import (
+    CLASSES,
+    ByName,
+    Call,
+    Cancel,
+    Channel,
+    Chunk,
+    Credit,
+    Error,
+    Fetch,
+    Goodbye,
+    Item,
+    Method,
+    Parcel,
+    Reply,
+    Values,
+    Welcome,
+    read,
+    write,
+    write_chunk,
+    write_with,
+)
+from aiorpc.protocol.packing import pack, unpack
+from aiorpc.protocol.reference_messages import FIELDS, ReferenceId, Tag, compose, parse
+from tests import wire
+from tests.documents import WIRE, wire_differences
+
+NOTHING = Values([])
+# By their names: a field that is declared at another place has to be seen in the bytes.
+VALUES = Values(
+    values=[None, 1, "t", b"b"],
+    tensors_at=[0],
+    opaque_at=[3],
+    pickled=b"P",
+    buffers=2,
+    table=[[9]],
+    references=[[1, 5]],
+    gradients=[7, 8, [0], []],
+)
+PLAIN_CALL = Call(
+    function=1, names=None, remaining=None, trace=None, autograd=None, credit=None, creates=None, arguments=NOTHING
+)
+FULL_CALL = Call(
+    function=1, names=["n"], remaining=0.5, trace=2, autograd=3, credit=4, creates=[5, 6, 7, 8], arguments=VALUES
+)
+FULL_ERROR = Error(type_name="m.E", message="t", traceback="u", worker="w", pickled=b"P")
+
+# A message, and its body in hexadecimal digits.
+GOLDEN: list[tuple[Any, str]] = [
+    (PLAIN_CALL, "9801c0c0c0c0c0c098909090c000c090c0"),
+    (PLAIN_CALL._replace(function=ByName(number=1, name="m:f")), "989201a36d3a66c0c0c0c0c0c098909090c000c090c0"),
+    (
+        PLAIN_CALL._replace(function=Method(worker=2, number=300, name="run")),
+        "989302cd012ca372756ec0c0c0c0c0c098909090c000c090c0",
+    ),
+    (PLAIN_CALL._replace(function=Fetch(worker=2, number=300)), "989202cd012cc0c0c0c0c0c098909090c000c090c0"),
+    (
+        PLAIN_CALL._replace(function=None, arguments=Values([None], opaque_at=[0], pickled=b"N.")),
+        "98c0c0c0c0c0c0c09891c0909100c4024e2e00c090c0",
+    ),
+    (PLAIN_CALL._replace(names=["k"], arguments=Values([1, -2])), "980191a16bc0c0c0c0c0989201fe9090c000c090c0"),
+    (PLAIN_CALL._replace(remaining=2.5), "9801c0cb4004000000000000c0c0c0c098909090c000c090c0"),
+    (PLAIN_CALL._replace(trace=70000), "9801c0c0ce00011170c0c0c098909090c000c090c0"),
+    (
+        PLAIN_CALL._replace(autograd=1 << 48, arguments=Values([None], [0], gradients=[1, 2, [0], [[]]])),
+        "9801c0c0c0cf0001000000000000c0c09891c0910090c000c09094010291009190",
+    ),
+    (PLAIN_CALL._replace(credit=16), "9801c0c0c0c010c098909090c000c090c0"),
+    (PLAIN_CALL._replace(creates=[0, 1, 2, 3]), "9801c0c0c0c0c0940001020398909090c000c090c0"),
+    (
+        FULL_CALL,
+        "980191a16ecb3fe000000000000002030494050607089894c001a174c4016291009103c401500291910991920105940708910090",
+    ),
+    (Reply(NOTHING), "9198909090c000c090c0"),
+    (
+        Reply(Values([None, True, False, -1, 1 << 40, 1.5, "é", b"\0"])),
+        "919898c0c3c2ffcf0000010000000000cb3ff8000000000000a2c3a9c401009090c000c090c0",
+    ),
+    (
+        Reply(Values([None], [0], table=[[-1, bytes(8), 6, [2], None, 0]])),
+        "919891c0910090c0009196ffc4080000000000000000069102c00090c0",
+    ),
+    (Reply(Values([None], opaque_at=[0], pickled=b"\x80\x05N.", buffers=1)), "919891c0909100c40480054e2e01c090c0"),
+    (Reply(Values([None], references=[[1, 2, 1, 3, 1, 0]])), "919891c09090c000c09196010201030100c0"),
+    (Reply(VALUES), "919894c001a174c4016291009103c401500291910991920105940708910090"),
+    (Item(Values(["item"])), "919891a46974656d9090c000c090c0"),
+    (Item(VALUES), "919894c001a174c4016291009103c401500291910991920105940708910090"),
+    (FULL_ERROR._replace(message="wrong", pickled=None), "95a36d2e45a577726f6e67a175a177c0"),
+    (FULL_ERROR, "95a36d2e45a174a175a177c40150"),
+    (Cancel(), ""),
+    (Goodbye(), ""),
+    (Welcome(), ""),
+    (Credit(0), "9100"),
+    (Credit(1000), "91cd03e8"),
+    (Channel(channel=1, fields=["tag", 7]), "920192a374616707"),
+    (
+        Parcel(kind=int(Kind.REPLY), wires=[[1, 0, 4096, 65536, 2, 0], [3]], body=b"body"),
+        "930592960100cd1000ce0001000002009103c404626f6479",
+    ),
+    (Chunk(offset=1 << 20, size=(1 << 40) + 5), "00001000000000000500000000010000"),
+]
+
+HELLO = Hello(introduction=b"\x92\x01\x02", proof=b"proof")
+INTRODUCTION = Introduction(version=VERSION, record=("name", 3), nonce=bytes(range(32)), link=7, flags=PIPE)
+REFERENCES: list[tuple[Tag, list[object], str]] = [
+    (Tag.ADD, [ReferenceId(1, 2), ReferenceId(3, 4)], "950101020304"),
+    (Tag.ADDED, [ReferenceId(1, 2), ReferenceId(3, 4)], "950201020304"),
+    (Tag.GONE, [ReferenceId(1, 2), ReferenceId(3, 4), "why"], "960301020304a3776879"),
+    (Tag.CHILD_OK, [ReferenceId(1, 2)], "93040102"),
+    (Tag.DEL, [ReferenceId(1, 2), ReferenceId(3, 4)], "950501020304"),
+    (Tag.ASK, [ReferenceId(1, 2)], "93060102"),
+    (Tag.NEVER, [ReferenceId(1, 2)], "93070102"),
+    (Tag.ABANDON, [ReferenceId(1, 2), ReferenceId(3, 4), True, "why"], "970801020304c3a3776879"),
+]
+
+SAMPLES = [message for message, _ in GOLDEN]
+
+
+def kind_of(message: Any) -> Kind:
+    """The kind of the frame that a message travels in."""
+    (kind,) = [kind for kind, declared in CLASSES.items() if declared is type(message)]
+    return kind
+
+
+def written(message: Any) -> bytes:
+    """Its body."""
+    return write_chunk(message) if type(message) is Chunk else write(message)
+
+
+def shown(message: Any) -> str:
+    """Its name in the list of tests."""
+    return type(message).__name__ if isinstance(message, tuple) else ""
+
+
+# --- golden bytes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("message", "digits"), GOLDEN, ids=shown)
+def test_a_message_has_these_bytes(message: Any, digits: str) -> None:
+    """Written so, and read back as what it was, of the same types."""
+    body = bytes.fromhex(digits)
+    assert written(message).hex() == digits
+    arrived = read(kind_of(message), body)
+    assert type(arrived) is type(message)
+    assert as_lists(arrived) == as_lists(message)
+    for field, sent in zip(arrived, message, strict=True):
+        if isinstance(sent, tuple):  # a message inside of this one
+            assert type(field) is type(sent)
+
+
+def as_lists(value: Any) -> Any:
+    """With lists in place of tuples, of whose two kinds msgpack knows one."""
+    return [as_lists(part) for part in value] if isinstance(value, (tuple, list)) else value
+
+
+def test_each_kind_has_golden_bytes() -> None:
+    """None is forgotten, be it a message, a form of a call's function, or a message of reference counting."""
+    handshake = {Kind.HELLO, Kind.PROOF, Kind.REFUSED}
+    assert {kind_of(message) for message in SAMPLES} | handshake | {Kind.REFERENCE} == set(Kind)
+    functions = {type(message.function) for message in SAMPLES if type(message) is Call}
+    assert functions == {int, ByName, Method, Fetch, type(None)}
+    assert {tag for tag, _, _ in REFERENCES} == set(Tag) == set(FIELDS)
+
+
+def test_a_call_has_one_form() -> None:
+    """What writes its fields gives the same bytes as what writes the message."""
+    for message in SAMPLES:
+        if type(message) is Call:
+            *head, arguments = message
+            assert write_with(Call, tuple(head), arguments) == write(message)
+
+
+@pytest.mark.parametrize("declared", [Call, Values, Error, Parcel, Channel])
+def test_fields_that_change_places_change_the_bytes(declared: type[Any]) -> None:
+    """Declare two fields of a class the other way round: the golden bytes of some message do not fit any more."""
+    samples = [
+        (message.arguments if type(message) is Call else message[0]) if declared is Values else message
+        for message in SAMPLES
+        if type(message) is declared or (declared is Values and type(message) in (Call, Reply, Item))
+    ]
+    for one, other in itertools.combinations(declared._fields, 2):
+        names = [{one: other, other: one}.get(name, name) for name in declared._fields]
+        mutant: Any = namedtuple(declared.__name__, names)  # type: ignore[misc]  # its names are known here alone
+        assert any(pack(mutant(**sample._asdict())) != pack(sample) for sample in samples), (one, other)
+
+
+@pytest.mark.parametrize(("tag", "fields", "digits"), REFERENCES, ids=lambda part: getattr(part, "name", ""))
+def test_a_reference_message_has_these_bytes(tag: Tag, fields: list[object], digits: str) -> None:
+    """As those of the runtime, with the ids flat."""
+    assert pack(compose(tag, fields)).hex() == digits
+    assert parse(unpack(bytes.fromhex(digits))) == (tag, fields)
+
+
+def test_a_handshake_has_these_bytes() -> None:
+    """HELLO and what is inside, and REFUSED: a worker of another version has to understand them."""
+    hello, introduction = (
+        "92c403920102c40570726f6f66",
+        "950392a46e616d6503c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0701",
+    )
+    assert write_hello(HELLO).hex() == hello
+    assert read_hello(bytes.fromhex(hello)) == HELLO
+    assert write_introduction(INTRODUCTION).hex() == introduction
+    assert as_lists(read_introduction(bytes.fromhex(introduction))) == as_lists(INTRODUCTION)
+    assert b"".join(map(bytes, refusal("no"))).hex() == "0000000000000000020000000000000003a16e6f"
+
+
+def test_a_worker_of_another_version_is_told_so() -> None:
+    """Whatever else its introduction has, and however many fields."""
+    for fields in ([2], [2, "more", "of", "it", 1, 2], ["1"]):
+        with pytest.raises(PeerRefused, match=rf"it speaks version .*, we speak {VERSION}"):
+            read_introduction(msgpack.packb(fields))
+
+
+FRAMES: list[tuple[Kind, int, bytes, tuple[bytes, ...], str]] = [
+    (Kind.CREDIT, 5, write(Credit(3)), (), "0500000000000000020000000000000009a19103"),
+    (Kind.CANCEL, (1 << 64) - 1, b"", (), "ffffffffffffffff000000000000000007a1"),
+    (
+        Kind.REPLY,
+        258,
+        write(Reply(NOTHING)),
+        (b"one", b"", b"three"),
+        "02010000000000000a0000000300000005a10300000000000000000000000000000005000000000000009198909090c000c090c06f6e657468726565",
+    ),
+    (
+        Kind.CHUNK,
+        2,
+        write_chunk(Chunk(4, 9)),
+        (b"piece",),
+        "020000000000000010000000010000000fa10500000000000000040000000000000009000000000000007069656365",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "call_id", "body", "segments", "digits"), FRAMES, ids=lambda part: shown(part))
+def test_a_frame_has_these_bytes(
+    kind: Kind, call_id: int, body: bytes, segments: tuple[bytes, ...], digits: str
+) -> None:
+    """Head, table, body and segments, in this order."""
+    assert b"".join(map(bytes, encode_frame(kind, call_id, body, segments))).hex() == digits
+    decoder = FrameDecoder(max_body=1000, max_segment=1000)
+    decoder.place = lambda number, body, size: memoryview(bytearray(size))
+    (frame,) = decoder.feed(bytes.fromhex(digits))
+    assert (frame.kind, frame.call_id, bytes(frame.body)) == (kind, call_id, body)
+    assert [bytes(segment) for segment in frame.segments] == list(segments)
+
+
+# --- any message ------------------------------------------------------------------------------------------------------
+
+numbers = st.integers(-(1 << 63), (1 << 64) - 1)
+texts = st.text(max_size=6)
+plain = st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | texts | st.binary(max_size=6)
+fields = st.recursive(plain, lambda inner: st.lists(inner, max_size=3), max_leaves=6)
+lists = st.lists(fields, max_size=3)
+some = st.none() | numbers
+values = st.builds(
+    Values,
+    st.lists(plain, max_size=4),
+    st.lists(numbers, max_size=2),
+    st.lists(numbers, max_size=2),
+    st.none() | st.binary(max_size=6),
+    numbers,
+    st.none() | lists,
+    lists,
+    st.none() | lists,
+)
+functions: Any = numbers | st.none() | st.builds(ByName, numbers, texts) | st.builds(Fetch, numbers, numbers)
+functions |= st.builds(Method, numbers, numbers, texts)
+calls = st.builds(
+    Call,
+    functions,
+    st.none() | st.lists(texts, max_size=2),
+    st.none() | st.floats(allow_nan=False),
+    some,
+    some,
+    some,
+    st.none() | st.lists(numbers, min_size=4, max_size=4),
+    values,
+)
+wires = st.lists(st.builds(lambda code, rest: [code, *rest], numbers, lists), max_size=3)
+anything = (
+    calls
+    | st.builds(Reply, values)
+    | st.builds(Item, values)
+    | st.builds(Error, texts, texts, texts, texts, st.none() | st.binary(max_size=6))
+    | st.builds(Credit, st.integers(0, (1 << 64) - 1))
+    | st.builds(Channel, numbers, lists)
+    | st.builds(Parcel, numbers, wires, st.binary(max_size=6))
+    | st.builds(Chunk, st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
+    | st.sampled_from([Cancel(), Goodbye(), Welcome()])
+)
+
+
+@given(anything)
+def test_any_message_is_read_as_it_was_written(message: Any) -> None:
+    """Type for type, also what is inside."""
+    arrived = read(kind_of(message), written(message))
+    assert type(arrived) is type(message)
+    assert as_lists(arrived) == as_lists(message)
+
+
+# --- what is no message -----------------------------------------------------------------------------------------------
+
+WHOLE = [
+    FULL_CALL,
+    Reply(VALUES),
+    Item(VALUES),
+    FULL_ERROR,
+    Credit(1000),
+    Channel(1, ["tag", 7]),
+    Parcel(int(Kind.REPLY), [[1, 0]], b"body"),
+]
+by_message = pytest.mark.parametrize("message", WHOLE, ids=shown)
+
+
+@by_message
+def test_wrong_numbers_of_fields(message: Any) -> None:
+    """One too few, one too many, none, and something else than fields."""
+    wire = as_lists(message)
+    inside = wire[-1] if type(message) in (Call, Reply, Item) else None
+    wrong: list[Any] = [[], wire[:-1], [*wire, None], None, 5, "text", b"bytes", {}, wire[0]]
+    if inside is not None:
+        wrong += [[*wire[:-1], other] for other in (None, 5, "12345678", b"12345678", [], inside[:-1], [*inside, 1])]
+    for fields in wrong:
+        with pytest.raises(ProtocolError):
+            read(kind_of(message), pack(fields))
+
+
+#: Of what types a value at each place may be, where any is refused. What `Values` hold, users say.
+ALLOWED: dict[type[Any], list[tuple[type[Any], ...]]] = {
+    Call: [
+        (int, list, type(None)),
+        (list, type(None)),
+        (float, type(None)),
+        *[(int, type(None))] * 3,
+        (list, type(None)),
+        (list,),
+    ],
+    Values: [(list,), (list,), (list,), (bytes, type(None)), (int,), (list, type(None)), (list,), (list, type(None))],
+    Reply: [(list,)],
+    Item: [(list,)],
+    Error: [(str,), (str,), (str,), (str,), (bytes, type(None))],
+    Credit: [(int,)],
+    Channel: [(int,), (list,)],
+    Parcel: [(int,), (list,), (bytes,)],
+}
+OTHERS: list[Any] = [None, True, 7, 1.5, "text", b"bytes", {"a": 1}, ["x"]]
+
+
+@by_message
+def test_wrong_types_in_each_place(message: Any) -> None:
+    """Each field, also of the values inside, with values of all other types in its place."""
+    places: list[tuple[list[Any], int, tuple[type[Any], ...]]] = []
+    wire = as_lists(message)
+    places += [(wire, place, types) for place, types in enumerate(ALLOWED[type(message)])]
+    if type(wire[-1]) is list and len(wire[-1]) == len(Values._fields):
+        places += [(wire[-1], place, types) for place, types in enumerate(ALLOWED[Values])]
+    for fields, place, types in places:
+        kept = fields[place]
+        for other in OTHERS:
+            if type(other) in types:
+                continue
+            fields[place] = other
+            with pytest.raises(ProtocolError):
+                read(kind_of(message), pack(wire))
+        fields[place] = kept
+    read(kind_of(message), pack(wire))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [[], [1], ["f"], ["f", 1], [True, "f"], [1, True], [1, 2, 3], [1, "f", 2], [1, 2, "f", 3], [None, None], [[1], 2]],
+    ids=repr,
+)
+def test_what_names_no_function(function: list[Any]) -> None:
+    """Lists that are none of the forms that a call may have."""
+    with pytest.raises(ProtocolError, match="a call of"):
+        read(Kind.CALL, pack([function, *PLAIN_CALL[1:]]))
+
+
+@pytest.mark.parametrize("creates", [[], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, None], [1, 2, 3, True]], ids=repr)
+def test_what_a_call_cannot_create(creates: list[Any]) -> None:
+    """The ids of a reference and of a fork are four numbers."""
+    with pytest.raises(ProtocolError):
+        read(Kind.CALL, pack(PLAIN_CALL._replace(creates=creates)))
+
+
+@pytest.mark.parametrize("wires", [[5], [[]], [["x"]], [[None, 1]], [[1], [True]], [{}]], ids=repr)
+def test_wires_that_name_no_channel(wires: list[Any]) -> None:
+    """Each begins with the number of a channel."""
+    with pytest.raises(ProtocolError):
+        read(Kind.PARCEL, pack([1, wires, b""]))
+
+
+def test_less_than_nothing_is_no_credit() -> None:
+    """A stream cannot take back what it may send."""
+    with pytest.raises(ProtocolError, match="a credit of -1"):
+        read(Kind.CREDIT, pack([-1]))
+
+
+@pytest.mark.parametrize("kind", [Kind.CANCEL, Kind.GOODBYE, Kind.WELCOME])
+def test_a_message_without_fields_has_no_body(kind: Kind) -> None:
+    """Also an empty list is one byte too much."""
+    with pytest.raises(ProtocolError, match="which has none"):
+        read(kind, pack([]))
+
+
+@pytest.mark.parametrize("kind", [0, 16, 255, -1, 1 << 40, Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.REFERENCE])
+def test_kinds_that_are_read_elsewhere_or_nowhere(kind: int) -> None:
+    """Those of the handshake and of reference counting have readers of their own."""
+    with pytest.raises(ProtocolError, match="not read here"):
+        read(kind, b"")
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=shown)
+def test_a_message_that_ends_early(message: Any) -> None:
+    """Each beginning of each message, and each with a byte behind its end."""
+    body = written(message)
+    for end in range(len(body)):
+        with pytest.raises(ProtocolError):
+            read(kind_of(message), body[:end])
+    with pytest.raises(ProtocolError):
+        read(kind_of(message), body + b"\xc0")
+
+
+def refused_soon(read: Callable[[bytes], object], body: bytes) -> bool:
+    """Whether a body is refused, with ProtocolError alone, and without much time or memory in any case."""
+    tracemalloc.start()
+    begun = time.process_time()
+    try:
+        read(body)
+    except ProtocolError:
+        return True
+    finally:
+        memory = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert memory < 1 << 20
+        assert time.process_time() - begun < 1
+    return False
+
+
+# What announces as many bytes, items or pairs as four bytes can say; and nesting without an end.
+HUGE = [bytes([code]) + b"\xff" * 4 for code in (0xC6, 0xC9, 0xDB, 0xDD, 0xDF)] + [b"\x91" * 100_000]
+
+
+@pytest.mark.parametrize("huge", HUGE, ids=lambda body: body[:1].hex())
+@by_message
+def test_numbers_in_a_message_take_no_memory(message: Any, huge: bytes) -> None:
+    """A body, or a field at each place of one, that announces more than is there is refused at once."""
+    kind, wire = kind_of(message), as_lists(message)
+    assert refused_soon(lambda body: read(kind, body), huge)
+    for place in range(len(wire)):
+        parts = [pack(field) for field in wire]
+        parts[place] = huge
+        assert refused_soon(lambda body: read(kind, body), bytes([0x90 + len(parts)]) + b"".join(parts))
+
+
+def test_a_body_that_is_a_number_takes_no_memory() -> None:
+    """bytes(n) would make n of them."""
+    assert refused_soon(lambda body: read(Kind.PARCEL, body), pack([5, [[1, 2]], 1 << 40]))
+    assert refused_soon(lambda body: read(Kind.CREDIT, body), pack([[1 << 60]]))
+    assert not refused_soon(lambda body: read(Kind.CREDIT, body), pack([1 << 60]))
+    assert not refused_soon(lambda body: read(Kind.CHUNK, body), struct.pack("<QQ", 1 << 62, 1 << 63))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(list(CLASSES)), st.binary(max_size=60))
+def test_random_bytes(kind: Kind, body: bytes) -> None:
+    """They are a message or a ProtocolError."""
+    with contextlib.suppress(ProtocolError):
+        read(kind, body)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_broken_messages(seed: int) -> None:
+    """A byte or two of a message changed: another message, or a ProtocolError."""
+    chance = random.Random(seed)
+    refused = 0
+    for _ in range(1000):
+        message = chance.choice(WHOLE)
+        body = bytearray(written(message))
+        for _ in range(chance.randint(1, 2)):
+            body[chance.randrange(len(body))] = chance.randrange(256)
+        refused += refused_soon(lambda body, message=message: read(kind_of(message), body), bytes(body))  # type: ignore[misc]
+    assert 200 < refused < 1000
+
+
+# --- the document -----------------------------------------------------------------------------------------------------
+
+
+def test_the_document_is_as_the_classes_are() -> None:
+    """docs/wire.md has what they declare; the message says how to make it anew."""
+    found = wire_differences(WIRE.read_text(encoding="utf-8"))
+    assert not found, found
+
+
+def test_the_document_has_every_field_explained() -> None:
+    """Each message of CLASSES is there with all its fields; and a field with another name is another document."""
+    text = WIRE.read_text(encoding="utf-8")
+    declarations: list[type[Any]] = [Values, *CLASSES.values()]
+    for declared in declarations:
+        assert f"#### {declared.__name__}" in text
+        for name, _, about in wire.field_rows(declared):
+            assert about, f"{declared.__name__}.{name} says nothing of itself"
+    changed = text.replace("| `remaining` |", "| `left` |")
+    assert changed != text
+    assert "python -m tests.documents --write" in wire_differences(changed)
