@@ -35,6 +35,8 @@ TABLES: tuple[AnyTable, ...] = (
     states.TRANSFER,
     states.OPENER,
     states.ACCEPTOR,
+    states.LEAVING,
+    states.ROUNDS,
 )
 
 

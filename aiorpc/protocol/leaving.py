@@ -39,82 +39,12 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .identity import WorkerInfo, WorkerRecord
-
-
-class Leaving(enum.Enum):
-    """How far this worker is with its own leaving."""
-
-    WORKING = enum.auto()  # its user has not asked for it
-    ENTERED = enum.auto()  # the leader has been told, or is being told; its answer is awaited
-    FINISHING = enum.auto()  # by itself: its own calls are waited for, and nothing else
-    STAYING = enum.auto()  # it hosts the store of a free group, which the others still need
-    LEFT = enum.auto()  # nothing more is waited for
-
-
-class Step(enum.Enum):
-    """What takes this worker from one state of its leaving to the next."""
-
-    ENTER = enum.auto()  # its user asked for it, in a fixed group
-    FINISH = enum.auto()  # its user asked for it, in a free group
-    ANSWERED = enum.auto()  # the leader lets it go
-    LEADER_GONE = enum.auto()  # the leader went without an answer
-    REFUSED = enum.auto()  # the leader is there, and could not take the ENTER
-    IDLE = enum.auto()  # its own calls are over
-    NEEDED = enum.auto()  # its own calls are over, and the others need the store that it hosts
-    ALONE = enum.auto()  # the last of the others went
-    GIVE_UP = enum.auto()  # a bound was passed, or whoever waited was cancelled
-
-
-LEAVING: dict[tuple[Leaving, Step], Leaving] = {
-    (Leaving.WORKING, Step.ENTER): Leaving.ENTERED,
-    (Leaving.WORKING, Step.FINISH): Leaving.FINISHING,
-    (Leaving.ENTERED, Step.ANSWERED): Leaving.LEFT,
-    (Leaving.ENTERED, Step.LEADER_GONE): Leaving.ENTERED,
-    (Leaving.ENTERED, Step.REFUSED): Leaving.FINISHING,
-    (Leaving.ENTERED, Step.GIVE_UP): Leaving.LEFT,
-    (Leaving.FINISHING, Step.IDLE): Leaving.LEFT,
-    (Leaving.FINISHING, Step.NEEDED): Leaving.STAYING,
-    (Leaving.FINISHING, Step.GIVE_UP): Leaving.LEFT,
-    (Leaving.STAYING, Step.ALONE): Leaving.LEFT,
-    (Leaving.STAYING, Step.GIVE_UP): Leaving.LEFT,
-    (Leaving.LEFT, Step.GIVE_UP): Leaving.LEFT,  # a bound may be passed in the moment in which we are let go
-}
-
-
-class Rounds(enum.Enum):
-    """How far the leader is with letting the group go."""
-
-    GATHERING = enum.auto()  # somebody has not entered, or all that entered have their answer
-    FIRST_ROUND = enum.auto()  # all are asked; there is nothing yet to compare the answers with
-    NEXT_ROUND = enum.auto()  # all are asked again
-    RESTING = enum.auto()  # somebody works; after a pause all are asked again
-
-
-class Turn(enum.Enum):
-    """What takes the leader from one state of its rounds to the next."""
-
-    COMPLETE = enum.auto()  # the last live member has entered, or the last that had not is gone
-    BUSY = enum.auto()  # a round does not show that nothing is under way
-    QUIET = enum.auto()  # a round shows it, together with the one before
-    OVERDUE = enum.auto()  # the rounds have taken too long
-    RESTED = enum.auto()  # the pause is over
-
-
-ROUNDS: dict[tuple[Rounds, Turn], Rounds] = {
-    (Rounds.GATHERING, Turn.COMPLETE): Rounds.FIRST_ROUND,
-    (Rounds.FIRST_ROUND, Turn.BUSY): Rounds.NEXT_ROUND,
-    (Rounds.FIRST_ROUND, Turn.OVERDUE): Rounds.GATHERING,
-    (Rounds.NEXT_ROUND, Turn.BUSY): Rounds.RESTING,
-    (Rounds.NEXT_ROUND, Turn.QUIET): Rounds.GATHERING,
-    (Rounds.NEXT_ROUND, Turn.OVERDUE): Rounds.GATHERING,
-    (Rounds.RESTING, Turn.RESTED): Rounds.NEXT_ROUND,
-}
+from .states import LEAVING, ROUNDS, Leaving, Rounds, Step, Turn
 
 
 class Activity(NamedTuple):
@@ -388,8 +318,7 @@ class GroupTable:
 
     def give_up(self) -> Outputs:
         """This worker stops waiting, whatever the others do. Nothing follows if it has been let go before."""
-        if self.leaving is Leaving.LEFT:
-            self._step(Step.GIVE_UP)
+        if self.leaving is Leaving.LEFT:  # a bound may be passed in the moment in which we are let go
             return []
         return self._go(Step.GIVE_UP)
 
@@ -407,9 +336,7 @@ class GroupTable:
         return [Go(complete=step is not Step.GIVE_UP)]
 
     def _step(self, step: Step) -> None:
-        if (self.leaving, step) not in LEAVING:
-            raise AssertionError(f"{step} cannot come while {self.leaving}")
-        self.leaving = LEAVING[self.leaving, step]
+        self.leaving = LEAVING.next(self.leaving, step)
 
     # -- leaving, as the leader -------------------------------------------------------------------------------------
 
@@ -472,6 +399,4 @@ class GroupTable:
         return [AnswerEnters(members)]
 
     def _turn(self, turn: Turn) -> None:
-        if (self.rounds, turn) not in ROUNDS:
-            raise AssertionError(f"{turn} cannot come while {self.rounds}")
-        self.rounds = ROUNDS[self.rounds, turn]
+        self.rounds = ROUNDS.next(self.rounds, turn)

@@ -4,6 +4,7 @@ A table for another life belongs here, or beside the code that decides it, and i
 """
 
 from .handshake import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
+from .leaving import LEAVING, ROUNDS, Leaving, Rounds, Step, Turn
 from .message import MESSAGE, MessageEvent, MessageState
 from .peer import PEER, PeerEvent, PeerState
 from .served import SERVED, ServedEvent, ServedState
@@ -13,25 +14,31 @@ from .worker import WORKER, WorkerEvent, WorkerState
 
 __all__ = [
     "ACCEPTOR",
+    "LEAVING",
     "MESSAGE",
     "OPENER",
     "PEER",
+    "ROUNDS",
     "SERVED",
     "TRANSFER",
     "WORKER",
     "HandshakeEvent",
     "HandshakeState",
     "IllegalTransition",
+    "Leaving",
     "MessageEvent",
     "MessageState",
     "PeerEvent",
     "PeerState",
+    "Rounds",
     "ServedEvent",
     "ServedState",
+    "Step",
     "Table",
     "TransferEvent",
     "TransferState",
     "Transition",
+    "Turn",
     "WorkerEvent",
     "WorkerState",
     "from_each",

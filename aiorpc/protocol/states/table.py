@@ -49,7 +49,8 @@ class Table(Generic[S, E]):
     """The life of one kind of thing.
 
     name: what has that life. about: sentences for the documents. meanings: what holds in each state; its keys are the
-    states, which may be some members of an Enum only. final: states in which a life ends, and which are never left.
+    states, which may be some members of an Enum only. final: states in which a life ends, and which are never left;
+    none if it goes round and round.
     Raises ValueError if the table contradicts itself; the tables are made at import, so that a wrong one is never used.
     """
 
@@ -106,7 +107,7 @@ class Table(Generic[S, E]):
                 yield f"{row.source.name} is final, and left when {row.event.name} comes"
         for state in known - self._reached({self.initial}, forward=True):
             yield f"nothing leads to {state.name}"
-        for state in known - self._reached(set(self.final), forward=False):
+        for state in known - self._reached(set(self.final), forward=False) if self.final else ():
             yield f"from {state.name} nothing leads to an end"
 
     def _reached(self, begin: set[S], *, forward: bool) -> set[S]:

@@ -1,0 +1,105 @@
+"""How a worker leaves its group, and how a leader lets the others go. `protocol.leaving` goes by these tables."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .table import Table, Transition, from_each
+
+
+class Leaving(Enum):
+    """See `LEAVING`."""
+
+    WORKING = "working"
+    ENTERED = "entered"
+    FINISHING = "finishing"
+    STAYING = "staying"
+    LEFT = "left"
+
+
+class Step(Enum):
+    """What takes this worker from one state of its leaving to the next."""
+
+    ENTER = "its user leaves, in a group of fixed size"
+    FINISH = "its user leaves, in a free group"
+    ANSWERED = "the leader lets it go"
+    LEADER_GONE = "the leader went without an answer"
+    REFUSED = "the leader is there, and could not take the word"
+    IDLE = "its own calls are over"
+    NEEDED = "its own calls are over, and others need the store that it hosts"
+    ALONE = "the last of the others went"
+    GIVE_UP = "a bound is passed, or whoever waited is cancelled"
+
+
+_L, _S = Leaving, Step
+
+LEAVING: Table[Leaving, Step] = Table(
+    "leaving of a worker",
+    about="What a worker waits for between `shutdown` and its end, in a group of fixed size and in a free one.",
+    initial=_L.WORKING,
+    meanings={
+        _L.WORKING: "Its user has not asked for it.",
+        _L.ENTERED: "The leader has been told, or is being told; its answer is awaited.",
+        _L.FINISHING: "It leaves by itself: its own calls are waited for, and nothing else.",
+        _L.STAYING: "It hosts the store of a free group, which the others still need.",
+        _L.LEFT: "Nothing more is waited for.",
+    },
+    transitions=(
+        Transition(_L.WORKING, _S.ENTER, _L.ENTERED, "The leader is told; a leader tells itself."),
+        Transition(_L.WORKING, _S.FINISH, _L.FINISHING),
+        Transition(_L.ENTERED, _S.ANSWERED, _L.LEFT),
+        Transition(_L.ENTERED, _S.LEADER_GONE, _L.ENTERED, "The next leader is told."),
+        Transition(_L.ENTERED, _S.REFUSED, _L.FINISHING),
+        Transition(_L.FINISHING, _S.IDLE, _L.LEFT),
+        Transition(_L.FINISHING, _S.NEEDED, _L.STAYING),
+        Transition(_L.STAYING, _S.ALONE, _L.LEFT),
+        *from_each((_L.ENTERED, _L.FINISHING, _L.STAYING), _S.GIVE_UP, _L.LEFT, "It leaves, whatever the others do."),
+    ),
+    final=[_L.LEFT],
+)
+
+
+class Rounds(Enum):
+    """See `ROUNDS`."""
+
+    GATHERING = "gathering"
+    FIRST_ROUND = "first round"
+    NEXT_ROUND = "next round"
+    RESTING = "resting"
+
+
+class Turn(Enum):
+    """What takes the leader from one state of its rounds to the next."""
+
+    COMPLETE = "the last live member has entered, or the last that had not is gone"
+    BUSY = "a round does not show that nothing is under way"
+    QUIET = "a round shows it, together with the one before"
+    OVERDUE = "the rounds have taken too long"
+    RESTED = "the pause is over"
+
+
+_R, _T = Rounds, Turn
+
+ROUNDS: Table[Rounds, Turn] = Table(
+    "rounds of a leader",
+    about=(
+        "How the leader of a group of fixed size finds out that nobody works any more. It has no end of its own, as "
+        "the leader may have to look again: it ends with the worker."
+    ),
+    initial=_R.GATHERING,
+    meanings={
+        _R.GATHERING: "Somebody has not entered, or all that entered have their answer.",
+        _R.FIRST_ROUND: "All are asked; there is nothing yet to compare the answers with.",
+        _R.NEXT_ROUND: "All are asked again.",
+        _R.RESTING: "Somebody works; after a pause all are asked again.",
+    },
+    transitions=(
+        Transition(_R.GATHERING, _T.COMPLETE, _R.FIRST_ROUND),
+        Transition(_R.FIRST_ROUND, _T.BUSY, _R.NEXT_ROUND),
+        Transition(_R.NEXT_ROUND, _T.BUSY, _R.RESTING),
+        Transition(_R.NEXT_ROUND, _T.QUIET, _R.GATHERING, "All that have entered are let go."),
+        *from_each((_R.FIRST_ROUND, _R.NEXT_ROUND), _T.OVERDUE, _R.GATHERING, "All that have entered are let go."),
+        Transition(_R.RESTING, _T.RESTED, _R.NEXT_ROUND),
+    ),
+    final=(),
+)
