@@ -45,6 +45,18 @@ async def block_the_loop(seconds: float) -> None:
     time.sleep(seconds)  # noqa: ASYNC251  # what the test is about
 
 
+async def test_messages_are_counted_where_they_leave_and_arrive(pair: list[Worker]) -> None:
+    """A call and its reply are one message each way; what the workers say to each other by themselves comes on top."""
+    await pair[0].call("worker1", len, "abc")  # by now there is a connection
+    before = [worker.statistics() for worker in pair]
+    for _ in range(10):
+        await pair[0].call("worker1", len, "abc")
+    after = [worker.statistics() for worker in pair]
+    for was, now in zip(before, after, strict=True):
+        assert 10 <= now.messages_sent - was.messages_sent < 20
+        assert 10 <= now.messages_received - was.messages_received < 20
+
+
 async def test_calls_are_counted_at_both_ends(pair: list[Worker]) -> None:
     """Made and answered by the caller, served and failed by the callee; the runtime's own calls do not count."""
     for _ in range(10):
