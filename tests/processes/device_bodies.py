@@ -512,8 +512,8 @@ def stop_failing(name: str) -> None:
     fake.failures.pop(name, None)
 
 
-def say_by_hand(to: str, fields: list[Any]) -> None:
-    """Send a message of the device channel that nobody has thought out."""
+def say_by_hand(to: str, channel: int, fields: list[Any]) -> None:
+    """Send a message of a channel that nobody has thought out."""
     worker = rpc.current()
     link = next(link for link in worker.node.links.all() if link.record.name == to)
-    worker.node.engine.call_on_loop(link.say, fields)
+    worker.node.engine.call_on_loop(link.say, channel, fields)

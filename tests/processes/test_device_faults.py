@@ -257,7 +257,7 @@ async def test_what_a_peer_cannot_have_said(what: str) -> None:
     async def scenario(group: Group) -> None:
         await exchange(group, 1)
         waiting = [group.worker.call("w1", bodies.astay, 60.0, on_device(10)) for _ in range(2)]
-        bodies.say_by_hand("w1", [DEVICE, *NONSENSE[what]])
+        bodies.say_by_hand("w1", DEVICE, NONSENSE[what])
         for call in waiting:
             with pytest.raises((rpc.PeerLost, rpc.ProtocolError)):
                 await asyncio.wait_for(call, BOUND)

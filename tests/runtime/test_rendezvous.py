@@ -423,6 +423,12 @@ def test_a_store_that_goes_away_is_an_error_for_those_who_wait(prepared: Zygote,
     group.close()
 
 
+def has_stopped(process: int) -> bool:
+    """Whether no thread of a process runs any more: the signal stops them one by one."""
+    states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{process}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 def test_looking_for_a_worker_is_bounded(prepared: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that hosts the store is stopped; whoever looks may be on a loop."""
     monkeypatch.setattr("aiorpc.runtime.meeting.rendezvous._LOOKING_TIME", 0.1)
@@ -433,6 +439,8 @@ def test_looking_for_a_worker_is_bounded(prepared: Zygote, tmp_path: Path, monke
         assert found is not None and opened.find("b") is None
         os.kill(host, signal.SIGSTOP)
         try:
+            while not has_stopped(host):  # the test's own limit bounds this
+                time.sleep(0.001)
             with pytest.raises(RendezvousError, match=r"cannot find worker 'a': the store at .* has not answered"):
                 opened.find("a")
         finally:
