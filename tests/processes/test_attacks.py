@@ -28,7 +28,7 @@ from aiorpc.protocol.states import HandshakeState
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 
-from .workers import Children, Link, Place, processes, until
+from .workers import Link, Place, processes, until
 
 CHOSEN = b"chosen by the attacker, 32 bytes"
 PATIENCE = 8.0  # seconds that an attack goes on
@@ -262,22 +262,24 @@ def relay_in_a_free_group(place: Place, link: Link, path: str) -> bool:
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def attack(children: Children, body: Callable[..., bool], path: Path, world_size: int | None, **env: str) -> list[str]:
+def attack(body: Callable[..., bool], path: Path, world_size: int | None, **env: str) -> list[str]:
     """Two workers and an attacker between them: what joining said to each; AssertionError if code has run."""
     options = {"transports": ("tcp",)} if env else {}
     method = f"tcp://127.0.0.1:{free_port()}"
     victims = [Place(f"w{rank}", rank, world_size, method) for rank in range(2)]
-    first = children.start(victims[0], join_and_stay, options, env=env)
-    attacker = children.start(Place("attacker", 9, None, method), body, str(path))
-    assert attacker.hear() == "forged"
-    second = children.start(victims[1], join_and_stay, options, env=env)
-    ran = attacker.hear()
-    said = [child.hear() for child in (first, second)]
-    for child, word in zip((first, second), said, strict=True):
-        if word == "joined":
-            child.tell("end")
-            child.hear()
-    assert not ran and not path.exists(), f"the attacker's code has run; joining said {said}"
+    with processes() as children:
+        first = children.start(victims[0], join_and_stay, options, env=env)
+        attacker = children.start(Place("attacker", 9, None, method), body, str(path))
+        assert attacker.hear() == "forged"
+        second = children.start(victims[1], join_and_stay, options, env=env)
+        ran = attacker.hear()
+        said = [child.hear() for child in (first, second)]
+        for child, word in zip((first, second), said, strict=True):
+            if word == "joined":
+                child.tell("end")
+                child.hear()
+        assert not ran and not path.exists(), f"the attacker's code has run; joining said {said}"
+        children.check_ended()
     return said
 
 
@@ -286,9 +288,7 @@ def attack(children: Children, body: Callable[..., bool], path: Path, world_size
 @pytest.mark.parametrize("number", TRIES)
 def test_forged_secret_is_refused(number: int, tmp_path: Path) -> None:
     """A secret that somebody else put into the store in rank 0's name: both ranks raise, and say what was done."""
-    with processes() as children:
-        said = attack(children, forge_value, tmp_path / "ran", 2)
-        children.check_ended()
+    said = attack(forge_value, tmp_path / "ran", 2)
     assert all("store" in text and "AIORPC_SECRET" in text for text in said), said
 
 
@@ -296,9 +296,7 @@ def test_forged_secret_is_refused(number: int, tmp_path: Path) -> None:
 @pytest.mark.time_limit(120)
 def test_secret_is_not_published_for_a_rank_that_seems_to_be_elsewhere(tmp_path: Path) -> None:
     """A group that meets at a loopback address has no member on another host, whatever the store says."""
-    with processes() as children:
-        said = attack(children, pretend_another_host, tmp_path / "ran", 2)
-        children.check_ended()
+    said = attack(pretend_another_host, tmp_path / "ran", 2)
     assert any("store" in text and "AIORPC_SECRET" in text for text in said), said
 
 
@@ -306,9 +304,7 @@ def test_secret_is_not_published_for_a_rank_that_seems_to_be_elsewhere(tmp_path:
 @pytest.mark.time_limit(120)
 def test_forged_secret_of_a_free_group_is_refused(tmp_path: Path) -> None:
     """The newcomer raises; the member that was there has the true secret."""
-    with processes() as children:
-        said = attack(children, forge_in_a_free_group, tmp_path / "ran", None)
-        children.check_ended()
+    said = attack(forge_in_a_free_group, tmp_path / "ran", None)
     assert said[0] == "joined" and "store" in said[1] and "AIORPC_SECRET" in said[1], said
 
 
@@ -316,9 +312,7 @@ def test_forged_secret_of_a_free_group_is_refused(tmp_path: Path) -> None:
 @pytest.mark.time_limit(120)
 def test_secret_is_not_published_for_whoever_asks(tmp_path: Path) -> None:
     """A stranger in the list that asks for the secret does not get it where all members can read the file."""
-    with processes() as children:
-        attack(children, ask_in_a_free_group, tmp_path / "ran", None)
-        children.check_ended()
+    attack(ask_in_a_free_group, tmp_path / "ran", None)
 
 
 @pytest.mark.slow
@@ -326,9 +320,7 @@ def test_secret_is_not_published_for_whoever_asks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", TRIES)
 def test_relay_is_refused(number: int, tmp_path: Path) -> None:
     """With AIORPC_SECRET, somebody who changes an address in the store is noticed by whoever reads it."""
-    with processes() as children:
-        said = attack(children, relay_in_a_free_group, tmp_path / "ran", None, AIORPC_SECRET="long and random")
-        children.check_ended()
+    said = attack(relay_in_a_free_group, tmp_path / "ran", None, AIORPC_SECRET="long and random")
     assert said[0] == "joined" and "AIORPC_SECRET" in said[1], said
 
 

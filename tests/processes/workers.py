@@ -153,7 +153,7 @@ _OURS: set[int | None] = set()  # process ids of the fork servers that were star
 
 
 def _server() -> int | None:
-    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # not in typeshed
     return pid
 
 
