@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from aiorpc.channels import bulk, shared_messages
+from aiorpc.channels import arena, bulk, layout, shared_messages
 from aiorpc.channels.device import messages as device_messages
 from aiorpc.protocol import families, frames, handshake, messages, reference_messages
 from aiorpc.protocol.families import Family
@@ -52,20 +52,21 @@ def whole() -> str:
         prose(first_part(messages)),
         *map(section, (*dict.fromkeys(messages.CLASSES.values()),)),
         "## Inside of messages",
-        *map(section, (messages.Values, messages.ByName, messages.Method, messages.Fetch)),
+        *map(section, (messages.Values, messages.Recorded, messages.ByName, messages.Method, messages.Fetch)),
+        *map(section, (reference_messages.PassedReference, reference_messages.ReferenceId, layout.TensorEntry)),
         "## Reference counting",
         prose(
-            "The body of a REFERENCE is the array of a tag and what follows it. An id is two numbers: the worker that "
-            "gave it, and its running number there. [references.md](references.md) says when each is sent."
+            "The body of a REFERENCE is the array of a word and the fields behind it. [counting.md](counting.md) says "
+            "when each is sent."
         ),
-        table(("tag", "fields"), references()),
+        *family(reference_messages.MESSAGES),
         "## What channels say",
         prose(first_part(families)),
         "### Channel 0: the link itself",
         *family(link_messages.MESSAGES),
         "### Channel 1: shared memory",
         *family(shared_messages.MESSAGES),
-        *map(section, (shared_messages.Lent, shared_messages.LentPart)),
+        *map(section, (arena.Block, shared_messages.Lent, shared_messages.LentPart)),
         "### Channel 2: bulk",
         "All that it says goes with its chunks.",
         section(bulk.Transfer),
@@ -104,28 +105,6 @@ def kinds() -> list[tuple[str, ...]]:
             number, _, about = rest.partition("  # ")
             rows.append((f"{number} {name}", WAYS[about[0]], about[2:]))
     return rows
-
-
-def references() -> list[tuple[str, ...]]:
-    """The rows of the table of messages of reference counting."""
-    names = comments(ast.parse(inspect.getsource(reference_messages)), inspect.getsource(reference_messages))
-    return [(f"{tag.value} {tag.name}", names[tag.name]) for tag in reference_messages.Tag]
-
-
-def comments(module: ast.Module, source: str) -> dict[str, str]:
-    """What stands behind each line of the table of fields."""
-    lines = source.splitlines()
-    (fields,) = [
-        node.value
-        for node in module.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "FIELDS"
-    ]
-    assert isinstance(fields, ast.Dict)
-    found: dict[str, str] = {}
-    for key in fields.keys:
-        assert isinstance(key, ast.Attribute)
-        found[key.attr] = lines[key.lineno - 1].partition("  # ")[2]
-    return found
 
 
 def family(declared: Family[Any]) -> list[str]:

@@ -39,11 +39,14 @@ _CLEAN, _IDLE, _USED = range(3)  # state of a stretch of a segment, as `trim` se
 
 
 class Block(NamedTuple):
-    """A piece of the arena; what travels to a peer. size, offset: bytes. generation: which allocation it is."""
+    """A piece of the arena."""
 
     segment: int
+    #: Where it begins in the segment, in bytes.
     offset: int
+    #: Its size in bytes.
     size: int
+    #: Which of the allocations in that place it is.
     generation: int
 
 

@@ -9,9 +9,7 @@ shares with its origin. How the buffers travel is a matter of the channels; noth
 Up to `EMBEDDED_SIZE` bytes a tensor alone in its storage goes into the table itself: a buffer of its own costs more
 than the copy.
 
-table: per tensor ``[buffer, byte offset, dtype code, shape, strides or None, flags]``; in place of a buffer's number
--1 for a tensor without bytes, and -2 for one whose bytes stand in place of the offset. A tensor that is for a device of
-the receiver has a seventh item, the name of that device; its bytes are a `DeviceBuffer`, or come from the host.
+The table of a message has one `TensorEntry` for each tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -55,9 +53,32 @@ Parameter = torch.nn.Parameter
 _CPU = torch.device("cpu")
 
 
+class TensorEntry(NamedTuple):
+    """What a message says about one of its tensors."""
+
+    #: The number of the buffer that its bytes are in; -1 if it has none, -2 if they stand in the next field.
+    buffer: int
+    #: Where they begin in the buffer, in bytes; or the bytes themselves.
+    offset: int | bytes
+    #: The code of its dtype: its place in `DTYPES`.
+    dtype: int
+    #: Its shape.
+    shape: Sequence[int]
+    #: Its strides, in elements; nil if it is contiguous and alone in its buffer.
+    strides: Sequence[int] | None
+    #: The sum of 1: it requires gradients, 2: it is a Parameter, 4: to be conjugated, 8: to be negated.
+    flags: int
+    #: The device of the receiver that it is for; nil for the host's memory. Its bytes are on that device, or come from
+    #: the host.
+    target: str | None
+
+
+_new: Any = tuple.__new__  # what TensorEntry(...) does, without its call into Python
+
+
 def describe(
     tensors: Sequence[torch.Tensor], route: Route | None = None
-) -> tuple[list[Any], list[Buffer | DeviceBuffer]]:
+) -> tuple[list[TensorEntry], list[Buffer | DeviceBuffer]]:
     """The table for some dense tensors, and the buffers with their bytes; those borrow the tensors' memory.
 
     route: for tensors on devices; those it takes may be among them. Raises SerializationError for a tensor that has no
@@ -76,12 +97,14 @@ def describe(
         raise SerializationError(f"(or another value) holds a tensor without memory of its own: {error}") from error
 
 
-def forget_leaf(entry: list[Any]) -> None:
-    """The tensor of that entry gets a past at the receiver: it is no leaf there, and no Parameter."""
-    entry[5] &= ~OF_A_LEAF
+def without_leaf(entry: TensorEntry) -> TensorEntry:
+    """The entry of a tensor that gets a past at the receiver: it is no leaf there, and no Parameter."""
+    buffer, offset, dtype, shape, strides, flags, target = entry
+    changed: TensorEntry = _new(TensorEntry, (buffer, offset, dtype, shape, strides, flags & ~OF_A_LEAF, target))
+    return changed
 
 
-def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], list[Any]] | None:
+def describe_plain(tensor: torch.Tensor) -> tuple[list[TensorEntry], list[Any]] | None:
     """The table and the buffers of one plain tensor by itself; None for any other tensor.
 
     What `describe` would say in the general case, in a fifth of its instructions: a call that wakes a core pays for
@@ -110,15 +133,17 @@ def describe_plain(tensor: torch.Tensor) -> tuple[list[Any], list[Any]] | None:
         return None
     code = _CODES[tensor.dtype]
     if size <= EMBEDDED_SIZE:
-        return [[EMBEDDED, array.tobytes(), code, array.shape, None, flags]], []
+        return [_new(TensorEntry, (EMBEDDED, array.tobytes(), code, array.shape, None, flags, None))], []
     if size < DIRECT_SIZE:
-        return [[0, 0, code, array.shape, None, flags]], [array.tobytes()]
+        return [_new(TensorEntry, (0, 0, code, array.shape, None, flags, None))], [array.tobytes()]
     if code in _COMPLEX:  # numpy's, which a memoryview cannot take apart
         return None
-    return [[0, 0, code, array.shape, None, flags]], [array.data.cast("B")]
+    return [_new(TensorEntry, (0, 0, code, array.shape, None, flags, None))], [array.data.cast("B")]
 
 
-def rebuild(table: Sequence[Any], buffers: Sequence[Any], landing: Landing | None = None) -> list[torch.Tensor]:
+def rebuild(
+    table: Sequence[Sequence[Any]], buffers: Sequence[Any], landing: Landing | None = None
+) -> list[torch.Tensor]:
     """Tensors over the received buffers, without copying, but for what goes from the host to a device: on the current
     streams. Raises ProtocolError for a table that does not fit, torch.OutOfMemoryError if that device is full.
 
@@ -130,10 +155,7 @@ def rebuild(table: Sequence[Any], buffers: Sequence[Any], landing: Landing | Non
     try:
         storages: dict[int, torch.UntypedStorage] = {}
         there = list(buffers) if landing is not None else []  # takes what is moved to a device
-        return [
-            _take(entry, buffers, storages) if len(entry) == 6 else _take_on_device(entry, there, landing)
-            for entry in table
-        ]
+        return [_take(entry, buffers, storages, there, landing) for entry in table]
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, IndexError, OverflowError, BufferError, RuntimeError) as error:
@@ -177,7 +199,7 @@ class _OnDevice:
 _Where = _Host | _OnDevice
 
 
-def _describe_all(tensors: Sequence[torch.Tensor], where: _Where, buffers: list[Any]) -> list[Any]:
+def _describe_all(tensors: Sequence[torch.Tensor], where: _Where, buffers: list[Any]) -> list[TensorEntry]:
     """Entries for tensors that lie there."""
     if len(tensors) == 1:
         return [_describe_alone(tensors[0], tensors[0].untyped_storage(), where, buffers)]
@@ -187,8 +209,8 @@ def _describe_all(tensors: Sequence[torch.Tensor], where: _Where, buffers: list[
     return _describe_groups(tensors, storages, where, buffers)
 
 
-def _describe_routed(tensors: Sequence[torch.Tensor], route: Route, buffers: list[Any]) -> list[Any]:
-    """Entries for tensors in the host's memory and on devices; those that are for a device end with its name."""
+def _describe_routed(tensors: Sequence[torch.Tensor], route: Route, buffers: list[Any]) -> list[TensorEntry]:
+    """Entries for tensors in the host's memory and on devices."""
     places: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(index)
@@ -201,13 +223,13 @@ def _describe_routed(tensors: Sequence[torch.Tensor], route: Route, buffers: lis
             target = route.target(there[0])
             entries = _describe_on_device(there, route, _OnDevice(device.index, target), buffers)
         for index, entry in zip(indices, entries, strict=True):
-            table[index] = [*entry, target] if target not in ("", "cpu") else entry
+            table[index] = entry._replace(target=target) if target not in ("", "cpu") else entry
     return table
 
 
 def _describe_on_device(
     tensors: Sequence[torch.Tensor], route: Route, where: _OnDevice, buffers: list[Any]
-) -> list[Any]:
+) -> list[TensorEntry]:
     accelerator = route.accelerator
     assert accelerator is not None, "nothing else takes tensors on devices"
     carriers = [accelerator.carrier(tensor) for tensor in tensors]
@@ -217,9 +239,10 @@ def _describe_on_device(
         if holders[carriers[index].untyped_storage()._cdata] == 1 and _is_scattered(tensor):
             carriers[index] = accelerator.carrier(tensor.detach().contiguous())
     entries = _describe_all(carriers, where, buffers)
-    for tensor, entry in zip(tensors, entries, strict=True):
-        entry[5] |= _gradient_flags(tensor)
-    return entries
+    return [
+        entry._replace(flags=entry.flags | _gradient_flags(tensor))
+        for tensor, entry in zip(tensors, entries, strict=True)
+    ]
 
 
 def _gradient_flags(tensor: torch.Tensor) -> int:
@@ -246,12 +269,12 @@ def _is_scattered(tensor: torch.Tensor) -> bool:
 
 def _describe_alone(
     tensor: torch.Tensor, storage: torch.UntypedStorage, where: _Where, buffers: list[Any]
-) -> list[Any]:
+) -> TensorEntry:
     code = _CODES[tensor.dtype]
     flags = _flags(tensor, code)
     size = tensor.nbytes
     if size == 0:
-        return [NO_BYTES, 0, code, tensor.shape, tensor.stride(), flags]
+        return TensorEntry(NO_BYTES, 0, code, tensor.shape, tensor.stride(), flags, None)
     if not storage.nbytes():
         raise _freed(tensor)
     if not tensor.is_contiguous():
@@ -261,14 +284,17 @@ def _describe_alone(
         storage = tensor.untyped_storage()
         flags &= OF_A_LEAF
     if size <= where.embedded:
-        return [EMBEDDED, ctypes.string_at(tensor.data_ptr(), size), code, tensor.shape, None, flags]
+        data = ctypes.string_at(tensor.data_ptr(), size)
+        entry: TensorEntry = _new(TensorEntry, (EMBEDDED, data, code, tensor.shape, None, flags, None))
+        return entry
     buffers.append(where.bytes_at(storage, tensor.data_ptr(), size))
-    return [len(buffers) - 1, 0, code, tensor.shape, None, flags]
+    entry = _new(TensorEntry, (len(buffers) - 1, 0, code, tensor.shape, None, flags, None))
+    return entry
 
 
 def _describe_groups(
     tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], where: _Where, buffers: list[Any]
-) -> list[Any]:
+) -> list[TensorEntry]:
     """The table for tensors of which some share a storage."""
     table: list[Any] = [None] * len(tensors)
     groups: dict[int, list[int]] = {}
@@ -290,7 +316,7 @@ def _describe_groups(
 
 def _describe_together(
     tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage, where: _Where, buffers: list[Any]
-) -> list[list[Any]]:
+) -> list[TensorEntry]:
     """Entries for tensors with bytes in one storage: one buffer, the span that they cover."""
     if not storage.nbytes():
         raise _freed(tensors[0])
@@ -302,7 +328,8 @@ def _describe_together(
     entries = []
     for tensor, span in zip(tensors, spans, strict=True):
         code = _CODES[tensor.dtype]
-        entries.append([number, span[0] - first, code, tensor.shape, tensor.stride(), _flags(tensor, code)])
+        flags = _flags(tensor, code)
+        entries.append(TensorEntry(number, span[0] - first, code, tensor.shape, tensor.stride(), flags, None))
     return entries
 
 
@@ -329,8 +356,17 @@ def _bytes_at(storage: torch.UntypedStorage, address: int, size: int) -> Buffer:
     return memoryview(array).cast("B")
 
 
-def _take(entry: list[Any], buffers: Sequence[Buffer], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    buffer, offset, code, shape, strides, flags = entry
+def _take(
+    entry: Sequence[Any],
+    buffers: Sequence[Buffer],
+    storages: dict[int, torch.UntypedStorage],
+    there: list[Any],
+    landing: Landing | None,
+) -> torch.Tensor:
+    """The tensor of an entry. storages, there: what earlier entries have made of the buffers."""
+    buffer, offset, code, shape, strides, flags, target = entry
+    if target is not None:
+        return _take_on_device(entry, there, landing)
     dtype = DTYPES[code]
     if dtype is None:
         raise ValueError(f"a type that this version of torch does not have (code {code})")
@@ -355,7 +391,7 @@ def _take(entry: list[Any], buffers: Sequence[Buffer], storages: dict[int, torch
     return _flagged(tensor, flags) if flags else tensor
 
 
-def _take_on_device(entry: list[Any], buffers: list[Any], landing: Landing | None) -> torch.Tensor:
+def _take_on_device(entry: Sequence[Any], buffers: list[Any], landing: Landing | None) -> torch.Tensor:
     """A tensor for a device. What comes from the host is moved there once, and stands in `buffers` then."""
     buffer, offset, code, shape, strides, flags, target = entry
     index = device_index(target)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..protocol.families import Family
+from .arena import Block
 
 
 class Offer(NamedTuple):
@@ -47,8 +48,8 @@ class Warm(NamedTuple):
 class Release(NamedTuple):
     """These blocks are yours again."""
 
-    #: Each as the first four fields of the Lent that has brought it; the lender compares them with what it has lent.
-    blocks: list[Any]
+    #: As they were lent; the lender compares them with what it has lent.
+    blocks: list[Block]
 
 
 Message = Offer | Mapped | Refused | Warm | Release

@@ -37,6 +37,9 @@ def packed_size(buffers: Sequence[Buffer]) -> int:
     return sum(-(-len(buffer) // ALIGN) * ALIGN for buffer in buffers[:-1]) + len(last)
 
 
+_new: Any = tuple.__new__  # what Block(...) does, without its call into Python
+
+
 class Lender:
     """The sending half, for one peer process. Any thread.
 
@@ -137,15 +140,14 @@ class Lender:
             self._forget(block)
         self.arena.free(block)
 
-    def released(self, wires: list[list[int]]) -> None:
+    def released(self, blocks: Sequence[Block]) -> None:
         """The peer is done with these blocks. Raises ProtocolError for one that it does not hold."""
-        if type(wires) is not list:
-            raise ProtocolError("a release of blocks that is no list")
-        for wire in wires:
+        for block in blocks:
             with self._lock:
                 if self._reclaimed:
                     return
-                block = self._find(wire)
+                if self._leases.get(block.generation) != block:
+                    raise ProtocolError(f"a release of a block that is not lent: {block}")
                 self._forget(block)
             self.arena.free(block)
 
@@ -168,15 +170,6 @@ class Lender:
         self.refused[reason] += 1
         self.last_refusal = reason
 
-    def _find(self, wire: list[int]) -> Block:
-        try:
-            block = self._leases.get(wire[3])
-            if block is not None and tuple(wire) == block:
-                return block
-        except (TypeError, IndexError, KeyError):
-            pass
-        raise ProtocolError(f"a release of a block that is not lent: {wire!r:.100}")
-
     def _forget(self, block: Block) -> None:
         del self._leases[block.generation]
         self._lent -= block.size
@@ -185,8 +178,8 @@ class Lender:
 class _Loan(weakref.ref[Bytes]):
     """Knows when the last view of an adopted block has died: all of them keep the array itself alive."""
 
-    __slots__ = ("wire",)
-    wire: list[int]
+    __slots__ = ("block",)
+    block: Block
 
 
 class Borrower:
@@ -201,7 +194,7 @@ class Borrower:
         self._mappings: dict[int, tuple[Mapping, bytes]] = {}
         self._loans: dict[tuple[int, int], _Loan] = {}  # by segment and offset
         #: For `drain`; public so that one can look cheaply whether there is anything.
-        self.released: deque[list[int]] = deque()
+        self.released: deque[Block] = deque()
         self._pid = os.getpid()
         self._closed = False
 
@@ -213,7 +206,7 @@ class Borrower:
     @property
     def held(self) -> int:
         """Bytes of the peer's memory that adopted blocks take."""
-        return sum(loan.wire[2] for loan in self._loans.copy().values())
+        return sum(loan.block.size for loan in self._loans.copy().values())
 
     @property
     def blocks(self) -> int:
@@ -248,27 +241,27 @@ class Borrower:
         if known is not None and 0 <= start <= start + size <= known[0].size:
             known[0].touch(start, start + size, MADV_POPULATE_READ, stop=lambda: self._closed)
 
-    def adopt(self, wire: list[int], copy: bool = False) -> Bytes:
-        """The block as an array of bytes that belongs to the caller, for as long as any view of it lives.
+    def adopt(self, numbers: Any, copy: bool = False) -> Bytes:
+        """The block of these numbers, as an array of bytes that is the caller's as long as any view of it lives.
 
         copy: as memory of its own; the block is released at once. Raises ProtocolError for numbers that name no block.
         """
-        mapping = self._check(wire)
-        segment, offset, size, _ = wire
+        mapping = self._check(numbers)
+        block: Block = _new(Block, numbers)
         # Over the mmap, not over an array: a view of a view would refer to that one and let the block die.
-        block: Bytes = numpy.frombuffer(mapping.memory, numpy.uint8, size, offset)
+        array: Bytes = numpy.frombuffer(mapping.memory, numpy.uint8, block.size, block.offset)
         if copy:
-            taken = block.copy()
-            self._give_back(wire)
+            taken = array.copy()
+            self._give_back(block)
             return taken
-        loan = _Loan(block, self._last_view_died)
-        loan.wire = wire
-        self._loans[segment, offset] = loan
-        return block
+        loan = _Loan(array, self._last_view_died)
+        loan.block = block
+        self._loans[block.segment, block.offset] = loan
+        return array
 
-    def drain(self) -> list[list[int]]:
-        """The numbers of the blocks released since the last call, for the lender."""
-        released: list[list[int]] = []
+    def drain(self) -> list[Block]:
+        """The blocks released since the last call, for the lender."""
+        released: list[Block] = []
         try:
             while True:
                 released.append(self.released.popleft())
@@ -286,20 +279,20 @@ class Borrower:
         """In a forked child: the same; what was adopted is the parent's, and may change here at any time."""
         self.close()
 
-    def _check(self, wire: list[int]) -> Mapping:
+    def _check(self, numbers: Any) -> Mapping:
         try:
-            segment, offset, size, generation = wire
-            if type(wire) is not list or not type(segment) is type(offset) is type(size) is type(generation) is int:
+            segment, offset, size, generation = numbers
+            if type(numbers) is not list or not type(segment) is type(offset) is type(size) is type(generation) is int:
                 raise TypeError
         except (TypeError, ValueError):
-            raise ProtocolError(f"not a block: {wire!r:.100}") from None
+            raise ProtocolError(f"not a block: {numbers!r:.100}") from None
         known = self._mappings.get(segment)
         if known is None:
             raise ProtocolError(f"a block of segment {segment}, which is not mapped")
         if offset < HEADER or offset % ALIGN or size <= 0 or offset + size > known[0].size:
-            raise ProtocolError(f"a block outside of its segment: {wire}")
+            raise ProtocolError(f"a block outside of its segment: {numbers}")
         if (segment, offset) in self._loans:
-            raise ProtocolError(f"a block that is in use here: {wire}")
+            raise ProtocolError(f"a block that is in use here: {numbers}")
         return known[0]
 
     def _last_view_died(self, loan: weakref.ref[Bytes]) -> None:
@@ -307,12 +300,12 @@ class Borrower:
         if os.getpid() != self._pid or self._closed:
             return
         assert isinstance(loan, _Loan)
-        wire = loan.wire
-        self._loans.pop((wire[0], wire[1]), None)
-        self._give_back(wire)
+        block = loan.block
+        self._loans.pop((block.segment, block.offset), None)
+        self._give_back(block)
 
-    def _give_back(self, wire: list[int]) -> None:
-        self.released.append(wire)
+    def _give_back(self, block: Block) -> None:
+        self.released.append(block)
         self._on_release()
 
 

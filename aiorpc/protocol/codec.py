@@ -26,6 +26,7 @@ from ..foreign import text_of
 from . import reductions
 from .frames import Buffer
 from .messages import Values
+from .reference_messages import PassedReference
 
 # Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
@@ -74,7 +75,7 @@ class Outgoing:
         self.tensors: list[Tensor] = []
         self.places: dict[int, int] = {}
         self.buffers: list[Buffer] = []
-        self.references: list[Any] = []
+        self.references: list[PassedReference] = []
         self.on_unsent: list[Callable[[], None]] = []
 
     def unsend(self) -> None:
@@ -184,9 +185,9 @@ def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) 
         for position, tensor in zip(message.tensors_at, inside.tensors, strict=False):
             values[position] = tensor
         if inside.references:
-            for wire, reference in zip(message.references, inside.references, strict=True):
-                if len(wire) > 5:
-                    values[wire[5]] = reference
+            for passed, reference in zip(message.references, inside.references, strict=True):
+                if passed.position is not None:
+                    values[passed.position] = reference
     except (TypeError, IndexError, ValueError) as error:
         raise ProtocolError(f"a message whose tensors or references have no place: {error}") from None
     if message.pickled:

@@ -19,6 +19,8 @@ M = TypeVar("M")
 T = TypeVar("T", bound=tuple[Any, ...])
 # Gives a value as its annotation has it, or raises TypeError.
 _Reader = Callable[[Any], Any]
+# Annotations that are compared with the type of a value itself.
+_EXACT = frozenset((bool, int, float, str, bytes, type(None)))
 
 
 class Family(Generic[M]):
@@ -29,6 +31,10 @@ class Family(Generic[M]):
         self.classes = dict(classes)
         self._words = {declared: word for word, declared in classes.items()}
         self._readers = {word: _of_named(declared) for word, declared in classes.items()}
+
+    def word(self, message: M) -> str:
+        """What that message is called on the wire."""
+        return self._words[type(message)]
 
     def write(self, message: M) -> list[Any]:
         """The fields of an envelope."""
@@ -53,7 +59,16 @@ def reader_of(declared: type[T]) -> Callable[[Any], T]:
 
 def _of_named(declared: Any) -> _Reader:
     hints = get_type_hints(declared)
-    readers = [_of(hints[field]) for field in declared._fields]
+    kinds = [hints[field] for field in declared._fields]
+    if _EXACT.issuperset(kinds):  # as below, without a function for each field
+
+        def read_exact(value: Any) -> Any:
+            if type(value) is not list or [*map(type, value)] != kinds:
+                raise TypeError(f"{value!r:.60} for {declared.__name__}")
+            return declared(*value)
+
+        return read_exact
+    readers = [_of(kind) for kind in kinds]
 
     def read(value: Any) -> Any:
         if type(value) is not list or len(value) != len(readers):
@@ -68,7 +83,8 @@ def _of(annotation: Any) -> _Reader:
     if annotation is Any:
         return lambda value: value
     if origin in (Union, types.UnionType):
-        return _of_any_of([_of(option) for option in get_args(annotation)])
+        options = get_args(annotation)
+        return _of_exactly(*options) if _EXACT.issuperset(options) else _of_any_of([_of(each) for each in options])
     if origin is list:
         return _of_list(*get_args(annotation))
     if hasattr(annotation, "_fields"):
@@ -76,10 +92,10 @@ def _of(annotation: Any) -> _Reader:
     return _of_exactly(origin or annotation)
 
 
-def _of_exactly(kind: type[Any]) -> _Reader:
+def _of_exactly(*kinds: type[Any]) -> _Reader:
     def read(value: Any) -> Any:
-        if type(value) is not kind:
-            raise TypeError(f"{value!r:.60} for {kind.__name__}")
+        if type(value) not in kinds:
+            raise TypeError(f"{value!r:.60} for {' or '.join(kind.__name__ for kind in kinds)}")
         return value
 
     return read

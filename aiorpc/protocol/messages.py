@@ -26,8 +26,22 @@ from msgpack import unpackb
 from ..errors import ProtocolError
 from .frames import Buffer, Kind
 from .packing import pack, unpack
+from .reference_messages import PassedReference, read_passed
 
 M = TypeVar("M", bound="Message")
+
+
+class Recorded(NamedTuple):
+    """What an autograd context has recorded of the tensors in a message."""
+
+    #: The id of the context.
+    context: int
+    #: The number of the message in that context, at its sender.
+    number: int
+    #: Which tensors require gradients, by their numbers in the table; those that were taken apart count on from there.
+    places: list[int]
+    #: What is behind each of them (`autograd/reach.py`); nil if all may be.
+    behind: list[Any]
 
 
 class Values(NamedTuple):
@@ -45,12 +59,10 @@ class Values(NamedTuple):
     buffers: int = 0
     #: What the receiver has to know of each tensor (`channels/layout.py`); nil if there are none.
     table: Sequence[Any] | None = None
-    #: The remote references inside; also a message that cannot be unpickled has to take them. One that is a value by
-    #: itself ends with its position, and needs no pickle.
-    references: Sequence[Any] = ()
-    #: Inside of an autograd context: its id, the number of the message, the tensors that require gradients and what is
-    #: behind each of them; tensors that were taken apart count on from the last one in the table. Else nil.
-    gradients: Any = None
+    #: The remote references inside; also a message that cannot be unpickled has to take them.
+    references: Sequence[PassedReference] = ()
+    #: What the autograd context has to say of the tensors; nil outside of any.
+    gradients: Recorded | None = None
 
 
 class ByName(NamedTuple):
@@ -219,7 +231,7 @@ def write_with(kind: type[Call | Reply | Item], head: tuple[Any, ...], values: V
 def read_call(body: Buffer) -> Call:
     """The Call of a body. Raises ProtocolError."""
     try:
-        fields = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
+        fields: Any = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
     except Exception as error:
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
     try:
@@ -236,7 +248,7 @@ def read_call(body: Buffer) -> Call:
         or not (pickled is None or type(pickled) is bytes)
         or type(buffers) is not int
         or not (table is None or type(table) is list)
-        or not (gradients is None or type(gradients) is list)
+        or not (gradients is None or (type(gradients) is list and len(gradients) == 4))
         or not (names is None or type(names) is list)
         or not (remaining is None or type(remaining) is float)
         or not (trace is None or type(trace) is int)
@@ -245,9 +257,11 @@ def read_call(body: Buffer) -> Call:
         or not (creates is None or (type(creates) is list and len(creates) == 4 and _are_ints(creates)))
     ):
         raise ProtocolError(f"a call with a field of a wrong type: {_shown(fields)}")
-    fields[0] = function
-    fields[7] = _new(Values, arguments)
-    call: Call = _new(Call, fields)
+    if references:
+        references = [*map(read_passed, references)]
+    recorded = None if gradients is None else _new(Recorded, gradients)
+    arguments = _new(Values, (values, tensors_at, opaque_at, pickled, buffers, table, references, recorded))
+    call: Call = _new(Call, (function, names, remaining, trace, autograd, credit, creates, arguments))
     return call
 
 
@@ -265,22 +279,27 @@ def _read_function(wire: list[Any]) -> Function:
 def read_values(body: Buffer) -> Values:
     """The Values of a Reply or an Item. Raises ProtocolError."""
     try:
-        fields = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
+        fields: Any = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
     except Exception as error:
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
-    if type(fields) is not list or len(fields) != 1 or type(fields[0]) is not list or len(fields[0]) != 8:
-        raise ProtocolError(f"a message of values that is none: {_shown([fields])}")
-    result: Values = _new(Values, fields[0])
-    values, tensors_at, opaque_at, pickled, buffers, table, references, gradients = result
+    try:
+        (result,) = fields
+        values, tensors_at, opaque_at, pickled, buffers, table, references, gradients = result
+    except (TypeError, ValueError):
+        raise ProtocolError(f"a message of values that is none: {_shown([fields])}") from None
     if (
         not (type(values) is type(tensors_at) is type(opaque_at) is type(references) is list)
         or not (pickled is None or type(pickled) is bytes)
         or type(buffers) is not int
         or not (table is None or type(table) is list)
-        or not (gradients is None or type(gradients) is list)
+        or not (gradients is None or (type(gradients) is list and len(gradients) == 4))
     ):
         raise ProtocolError(f"a message of values with a field of a wrong type: {_shown(result)}")
-    return result
+    if references:
+        references = [*map(read_passed, references)]
+    recorded = None if gradients is None else _new(Recorded, gradients)
+    read: Values = _new(Values, (values, tensors_at, opaque_at, pickled, buffers, table, references, recorded))
+    return read
 
 
 def read_error(body: Buffer) -> Error:

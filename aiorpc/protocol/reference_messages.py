@@ -6,46 +6,112 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
+from .families import Family
 
-Message = tuple[object, ...]
-Wire = tuple[int, int, int, int, int]
+_LARGEST = (1 << 63) - 1  # of the numbers in an id
+_FIVE_INTS = [int] * 5
+_new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
 
 
 class ReferenceId(NamedTuple):
-    """A reference or a fork of one: the worker that named it, and that worker's running number."""
+    """A reference or a fork of one."""
 
+    #: The worker that named it.
     worker: int
+    #: That worker's running number.
     number: int
 
 
-class Tag(enum.IntEnum):
-    """First item of every message between tables. What follows is in `FIELDS`."""
+class PassedReference(NamedTuple):
+    """A remote reference inside of a call, a result or an item of a stream."""
 
-    ADD = 1
-    ADDED = 2
-    GONE = 3
-    CHILD_OK = 4
-    DEL = 5
-    ASK = 6
-    NEVER = 7
-    ABANDON = 8
+    rref: ReferenceId
+    #: The worker that has the value.
+    owner: int
+    #: The receiver's fork, which the sender has named.
+    fork: ReferenceId
+    #: Which of the values it is; nil if it is inside of one that was pickled.
+    position: int | None = None
 
 
-FIELDS: dict[Tag, tuple[type, ...]] = {
-    Tag.ADD: (ReferenceId, ReferenceId),  # rref, fork
-    Tag.ADDED: (ReferenceId, ReferenceId),  # rref, fork
-    Tag.GONE: (ReferenceId, ReferenceId, str),  # rref, fork, reason
-    Tag.CHILD_OK: (ReferenceId,),  # child
-    Tag.DEL: (ReferenceId, ReferenceId),  # rref, fork
-    Tag.ASK: (ReferenceId,),  # rref
-    Tag.NEVER: (ReferenceId,),  # rref
-    Tag.ABANDON: (ReferenceId, ReferenceId, bool, str),  # rref, fork, CREATE may still arrive, reason
-}
+class Add(NamedTuple):
+    """Count this fork, which somebody else than you has passed to me."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+
+
+class Added(NamedTuple):
+    """That fork is counted."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+
+
+class Gone(NamedTuple):
+    """That fork cannot be counted, or does not count any more: there is no value for it."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+    #: For whoever uses the reference.
+    reason: str
+
+
+class ChildOk(NamedTuple):
+    """The fork that you have passed to me is counted, or will never be: you need not keep yours for it."""
+
+    child: ReferenceId
+
+
+class Del(NamedTuple):
+    """The last handle of that fork has died here."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+
+
+class Ask(NamedTuple):
+    """Have you created that reference, which somebody wants to have counted?"""
+
+    rref: ReferenceId
+
+
+class Never(NamedTuple):
+    """No call of mine will create that reference any more."""
+
+    rref: ReferenceId
+
+
+class Abandon(NamedTuple):
+    """I have given up the creation of that reference."""
+
+    rref: ReferenceId
+    fork: ReferenceId
+    #: Whether the call that creates it may still arrive.
+    coming: bool
+    #: For whoever else uses the reference.
+    reason: str
+
+
+Message = Add | Added | Gone | ChildOk | Del | Ask | Never | Abandon
+
+MESSAGES: Family[Message] = Family(
+    "references",
+    {
+        "ADD": Add,
+        "ADDED": Added,
+        "GONE": Gone,
+        "CHILD_OK": ChildOk,
+        "DEL": Del,
+        "ASK": Ask,
+        "NEVER": Never,
+        "ABANDON": Abandon,
+    },
+)
 
 FREED = "the owner has freed the value: a worker that passed the reference on was lost before the receiver was counted"
 REFUSED = "the value will not be created"
@@ -54,7 +120,7 @@ UNSENT = "the call that was to create the value was never sent"
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `message`, a flat tuple of ints, bools and strings, to worker `to`, behind what it was sent before."""
+    """Send `message` to worker `to`, behind what it was sent before."""
 
     to: int
     message: Message
@@ -142,43 +208,33 @@ def shortened(item: object) -> str:
     return f"{item!r:.100}"
 
 
-def is_number(item: object) -> bool:
-    """Whether it can be an id on the wire."""
-    return type(item) is int and 0 <= item < 1 << 63
+def read(fields: Any) -> Message:
+    """The message that these fields of a body are. Raises ProtocolError."""
+    message = MESSAGES.read(fields)
+    for part in message:
+        if type(part) is ReferenceId and not (0 <= part.worker <= _LARGEST and 0 <= part.number <= _LARGEST):
+            raise ProtocolError(f"{part} is no id of a reference")
+    return message
 
 
-def compose(tag: Tag, fields: Sequence[object]) -> Message:
-    """A message of that tag; `parse` gives tag and fields back."""
-    message: list[object] = [int(tag)]
-    for field in fields:
-        if type(field) is ReferenceId:
-            message += field
-        else:
-            message.append(field)
-    return tuple(message)
+def read_passed(fields: Any) -> PassedReference:
+    """The reference that these fields of a message with values are. Raises ProtocolError.
 
-
-def parse(message: object) -> tuple[Tag, list[object]]:
-    """The tag and the fields of a message, or ProtocolError."""
-    if not isinstance(message, (tuple, list)) or not message or isinstance(message[0], bool):
-        raise ProtocolError(f"not a reference message: {shortened(message)}")
+    It does what a reader that is made from the class would do, as one function, since many calls bring a reference.
+    """
     try:
-        tag = Tag(message[0])
-    except ValueError:
-        raise ProtocolError(f"unknown reference message {shortened(message[0])}") from None
-    fields, items = [], list(message[1:])
-    for kind in FIELDS[tag]:
-        width = 2 if kind is ReferenceId else 1
-        taken, items = items[:width], items[width:]
-        fields.append(_field(kind, taken, tag))
-    if items:
-        raise ProtocolError(f"{tag.name} message is too long")
-    return tag, fields
-
-
-def _field(kind: type, taken: list[object], tag: Tag) -> object:
-    if kind is ReferenceId and len(taken) == 2 and all(map(is_number, taken)):
-        return ReferenceId(*taken)  # type: ignore[arg-type]  # checked on the line above
-    if kind is not ReferenceId and taken and type(taken[0]) is kind:
-        return taken[0]
-    raise ProtocolError(f"{tag.name} message is malformed")
+        rref, owner, fork, position = fields
+        worker, number = rref
+        fork_worker, fork_number = fork
+    except (TypeError, ValueError):
+        raise ProtocolError(f"not a reference: {shortened(fields)}") from None
+    numbers = (worker, number, owner, fork_worker, fork_number)
+    if (
+        [*map(type, numbers)] != _FIVE_INTS
+        or min(numbers) < 0
+        or max(numbers) > _LARGEST
+        or not (position is None or type(position) is int)
+    ):
+        raise ProtocolError(f"not a reference: {shortened(fields)}")
+    passed: PassedReference = _new(PassedReference, (_new(ReferenceId, rref), owner, _new(ReferenceId, fork), position))
+    return passed

@@ -15,28 +15,35 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import ProtocolError, RpcUsageError
 from .reference_messages import (
     FREED,
     REFUSED,
     UNSENT,
+    Abandon,
+    Add,
+    Added,
+    Ask,
     Broken,
+    ChildOk,
     Confirmed,
     Counts,
+    Del,
     Free,
+    Gone,
+    Message,
+    Never,
     Outputs,
+    PassedReference,
     Record,
     ReferenceId,
     Role,
     Send,
-    Tag,
-    Wire,
-    compose,
-    is_number,
-    parse,
-    shortened,
 )
+
+_new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
 
 
 class _State(enum.Enum):
@@ -98,16 +105,17 @@ class ReferenceTable:
         self._granted: dict[ReferenceId, ReferenceId] = {}  # child counted when we, the owner, encoded it -> rref
         self._departed: set[int] = set()
         self._outputs: Outputs = []
-        self._loopback: deque[tuple[Tag, tuple[object, ...]]] = deque()
-        self._handlers: dict[Tag, Callable[..., None]] = {
-            Tag.ADD: self._on_add,
-            Tag.ADDED: self._on_added,
-            Tag.GONE: self._on_gone,
-            Tag.CHILD_OK: self._on_child_ok,
-            Tag.DEL: self._on_del,
-            Tag.ASK: self._on_ask,
-            Tag.NEVER: self._on_never,
-            Tag.ABANDON: self._on_abandon,
+        self._loopback: deque[Message] = deque()
+        # Each takes the sender, and then the fields of the message.
+        self._handlers: dict[type[Message], Callable[..., None]] = {
+            Add: self._on_add,
+            Added: self._on_added,
+            Gone: self._on_gone,
+            ChildOk: self._on_child_ok,
+            Del: self._on_del,
+            Ask: self._on_ask,
+            Never: self._on_never,
+            Abandon: self._on_abandon,
         }
 
     # -- user side --------------------------------------------------------------------------------------------------
@@ -141,11 +149,13 @@ class ReferenceTable:
         """
         return self._abandon(rref, fork, reason, coming=not answered)
 
-    def encode(self, rref: ReferenceId, fork: ReferenceId, to: int) -> tuple[Wire, Outputs]:
+    def encode(
+        self, rref: ReferenceId, fork: ReferenceId, to: int, position: int | None = None
+    ) -> tuple[PassedReference, Outputs]:
         """What to put into a frame for worker `to` so that it gets a fork of its own; `fork` stays counted meanwhile.
 
-        A frame that is not sent needs `unsend` for each of its children. Raises RpcUsageError, and changes nothing,
-        when this fork is not held here or is broken.
+        position: which of the values it is, if it is one by itself. A frame that is not sent needs `unsend` for each of
+        its children. Raises RpcUsageError, and changes nothing, when this fork is not held here or is broken.
         """
         held = self._forks.get(fork)
         if held is None or held.rref != rref or held.dropped:
@@ -155,7 +165,8 @@ class ReferenceTable:
         child = self._new_id()
         if to not in self._departed:  # lost(to) has been and gone: nothing would ever release the child
             self._keep_for(held, child, to)
-        return (rref.worker, rref.number, held.owner, child.worker, child.number), self._finish()
+        passed: PassedReference = _new(PassedReference, (rref, held.owner, child, position))
+        return passed, self._finish()
 
     def unsend(self, child: ReferenceId) -> Outputs:
         """The frame that carried `child` was never sent. Idempotent."""
@@ -164,14 +175,15 @@ class ReferenceTable:
         self._unpin(child)
         return self._finish()
 
-    def decode(self, wire: object, sender: int) -> tuple[ReferenceId, int, ReferenceId, Outputs]:
-        """The reference in a frame from `sender`: rref, owner's worker id, our fork, and what to do.
+    def decode(self, passed: PassedReference, sender: int) -> Outputs:
+        """A reference came in a frame from `sender`: its fork is ours now.
 
-        Every wire tuple of a frame that arrived must be decoded once, even if its handle is dropped at once (a body
+        Every reference of a frame that arrived must be decoded once, even if its handle is dropped at once (a body
         that cannot be unpickled, a cancelled call): the sender waits for it. Raises ProtocolError, and changes nothing,
         on what no worker can send.
         """
-        rref, owner, fork = self._check_wire(wire, sender)
+        self._check_passed(passed, sender)
+        rref, owner, fork, _ = passed
         direct = sender == owner  # the owner counted us when it encoded
         state = _State.CONFIRMED if direct else _State.PENDING
         held = _Fork(rref, fork, owner, state, counted=direct, parent=None if direct else sender)
@@ -183,8 +195,8 @@ class ReferenceTable:
         elif direct:
             self._outputs.append(Confirmed(rref, fork))
         else:
-            self._send(owner, Tag.ADD, rref, fork)
-        return rref, owner, fork, self._finish()
+            self._send(owner, Add(rref, fork))
+        return self._finish()
 
     def drop(self, rref: ReferenceId, fork: ReferenceId) -> Outputs:
         """The last handle of this fork died here. The owner is told as soon as that is safe. Idempotent."""
@@ -238,13 +250,12 @@ class ReferenceTable:
 
     # -- both -------------------------------------------------------------------------------------------------------
 
-    def on_message(self, sender: int, message: object) -> Outputs:
+    def on_message(self, sender: int, message: Message) -> Outputs:
         """A message of another worker's table. Raises ProtocolError, and changes nothing, when it cannot be right."""
-        tag, fields = parse(message)
         if sender == self.worker_id:
             raise ProtocolError("a worker does not send reference messages to itself")
         if sender not in self._departed:
-            self._handlers[tag](sender, *fields)
+            self._handlers[type(message)](sender, *message)
         return self._finish()
 
     def lost(self, worker_id: int) -> Outputs:
@@ -298,20 +309,17 @@ class ReferenceTable:
         held = self._creation(rref, fork)
         if held is not None:
             # Third workers may have registered already: the owner has to refuse them until our DEL ends it.
-            self._send(held.owner, Tag.ABANDON, rref, fork, coming, reason)
+            self._send(held.owner, Abandon(rref, fork, coming, reason))
             self._break(held, reason, counted=True)
         return self._finish()
 
-    def _check_wire(self, wire: object, sender: int) -> tuple[ReferenceId, int, ReferenceId]:
-        if not isinstance(wire, (tuple, list)) or len(wire) != 5 or not all(map(is_number, wire)):
-            raise ProtocolError(f"not a reference: {shortened(wire)}")
-        rref, owner, fork = ReferenceId(wire[0], wire[1]), wire[2], ReferenceId(wire[3], wire[4])
+    def _check_passed(self, passed: PassedReference, sender: int) -> None:
+        rref, _, fork, _ = passed
         if fork.worker != sender:
             raise ProtocolError(f"worker {sender} passed fork {fork}, which it cannot have named")
         if fork in self._forks:
             raise ProtocolError(f"fork {fork} was passed twice")
         self._check_known(rref)
-        return rref, owner, fork
 
     def _check_known(self, rref: ReferenceId) -> None:
         if rref.worker == self.worker_id and rref.number >= self._next:
@@ -359,14 +367,14 @@ class ReferenceTable:
     def _release_parent(self, held: _Fork) -> None:
         parent, held.parent = held.parent, None
         if parent is not None:
-            self._send(parent, Tag.CHILD_OK, held.fork)
+            self._send(parent, ChildOk(held.fork))
 
     def _settle(self, held: _Fork) -> None:
         """Forget a dropped fork once nothing depends on it: no child to be counted, no answer to come."""
         if not held.dropped or held.pins or held.state is _State.PENDING:
             return
         if self._forks.pop(held.fork, None) is not None and held.counted:
-            self._send(held.owner, Tag.DEL, held.rref, held.fork)
+            self._send(held.owner, Del(held.rref, held.fork))
 
     def _on_added(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
         held = self._forks.get(fork)
@@ -397,7 +405,7 @@ class ReferenceTable:
             raise ProtocolError(f"asked about {rref}, which this worker did not create")
         held = self._forks.get(ReferenceId(self.worker_id, rref.number + 1))
         if held is None or not held.creator or held.rref != rref or held.owner != sender:
-            self._send(sender, Tag.NEVER, rref)
+            self._send(sender, Never(rref))
         # Else silence: CREATE or ABANDON is on its way, or the answer to it is.
 
     # -- the owner's half -------------------------------------------------------------------------------------------
@@ -406,18 +414,18 @@ class ReferenceTable:
         self._check_add(sender, rref, fork)
         owned = self._owned.get(rref)
         if owned is None and (rref.worker == self.worker_id or rref.worker in self._departed):
-            self._send(sender, Tag.GONE, rref, fork, FREED)
+            self._send(sender, Gone(rref, fork, FREED))
         elif owned is None:
             # Not created yet, or freed long ago? Only the creator can tell; remembering all that was freed cannot end.
             self._owned[rref] = _Owned(rref, _Value.AWAITED, waiting={fork: sender})
-            self._send(rref.worker, Tag.ASK, rref)
+            self._send(rref.worker, Ask(rref))
         elif owned.value is _Value.CREATED:
             owned.forks[fork] = sender
-            self._send(sender, Tag.ADDED, rref, fork)
+            self._send(sender, Added(rref, fork))
         elif owned.value is _Value.AWAITED:
             owned.waiting[fork] = sender
         else:
-            self._send(sender, Tag.GONE, rref, fork, owned.reason)
+            self._send(sender, Gone(rref, fork, owned.reason))
 
     def _check_add(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
         self._check_known(rref)
@@ -436,7 +444,7 @@ class ReferenceTable:
         waiting, owned.waiting = owned.waiting, {}
         owned.forks.update(waiting)
         for early, holder in waiting.items():
-            self._send(holder, Tag.ADDED, owned.rref, early)
+            self._send(holder, Added(owned.rref, early))
         self._reap(owned)
 
     def _on_del(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
@@ -474,7 +482,7 @@ class ReferenceTable:
         everyone = {**owned.forks, **owned.waiting}
         for fork, holder in everyone.items():
             self._granted.pop(fork, None)
-            self._send(holder, Tag.GONE, owned.rref, fork, reason)
+            self._send(holder, Gone(owned.rref, fork, reason))
         owned.forks, owned.waiting = {}, {}
         self._outputs.append(Free(owned.rref))
 
@@ -524,17 +532,17 @@ class ReferenceTable:
         owned.coming = owned.coming and not creator
         self._reap(owned)
 
-    def _send(self, to: int, tag: Tag, *fields: object) -> None:
+    def _send(self, to: int, message: Message) -> None:
         if to == self.worker_id:
-            self._loopback.append((tag, fields))
+            self._loopback.append(message)
         elif to not in self._departed:
-            self._outputs.append(Send(to, compose(tag, fields)))
+            self._outputs.append(Send(to, message))
 
     def _finish(self) -> Outputs:
         """Handle what this worker said to itself, then hand out what is to be done."""
         while self._loopback:
-            tag, fields = self._loopback.popleft()
-            self._handlers[tag](self.worker_id, *fields)
+            message = self._loopback.popleft()
+            self._handlers[type(message)](self.worker_id, *message)
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from ..protocol import reference_messages
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Kind
 from ..protocol.messages import Call, Fetch, Method
 from ..protocol.packing import unpack
-from ..protocol.reference_messages import parse
 from ..runtime.caller.future import CallFuture, FunctionEntry
 from ..runtime.calls.current import ServedCall
 from ..runtime.calls.functions import find_name, resolve
@@ -72,8 +72,8 @@ def describe(passage: Passage) -> SentMessage | None:
     if kind == Kind.CANCEL:
         return SentMessage(MessageKind.CANCEL, worker)
     if kind == Kind.REFERENCE:
-        tag, _ = parse(tuple(unpack(passage.body)))
-        return SentMessage(MessageKind.REFERENCE, worker, tag.name)
+        message = reference_messages.read(unpack(passage.body))
+        return SentMessage(MessageKind.REFERENCE, worker, reference_messages.MESSAGES.word(message))
     if kind == CALL and isinstance(call, CallFuture) and not call.system:
         return _describe_call(passage.message(), call.entry, worker)
     if kind in _OF_CALLEES and isinstance(call, ServedCall) and not (call.system or call.cancelled):

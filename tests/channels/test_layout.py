@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from aiorpc.channels.accelerator import DeviceBuffer, device_index
 from aiorpc.channels.inline import allocate
 from aiorpc.channels.landing import Landing
-from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, describe_plain, rebuild
+from aiorpc.channels.layout import DTYPES, EMBEDDED_SIZE, TensorEntry, describe_plain, rebuild
 from aiorpc.channels.layout import describe as describe_routed
 from aiorpc.channels.routes import Route, going
 from aiorpc.devices import to_device_map
@@ -374,7 +374,7 @@ def test_any_views_arrive(tensors: list[Tensor]) -> None:
         assert same_bits(arrived, sent)
 
 
-GOOD = [0, 0, 0, [2, 2], None, 0]
+GOOD = [0, 0, 0, [2, 2], None, 0, None]
 
 
 @pytest.mark.parametrize(
@@ -383,35 +383,36 @@ GOOD = [0, 0, 0, [2, 2], None, 0]
         None,
         [],
         GOOD[:-1],
-        [1, 0, 0, [2, 2], None, 0],
-        ["0", 0, 0, [2, 2], None, 0],
-        [0, 0, 999, [2, 2], None, 0],
-        [0, 0, 0, [2, 3], None, 0],
-        [0, 0, 0, [-2, -2], None, 0],
-        [0, 0, 0, [1 << 62, 1 << 62], None, 0],
-        [0, 0, 0, "shape", None, 0],
-        [0, 0, 0, [1 << 70], None, 0],
-        [0, 0, 0, [2, 3], [3, 1], 0],
-        [0, 4, 0, [2, 2], [2, 1], 0],
-        [0, -16, 0, [1], [1], 0],
-        [0, 1 << 62, 0, [1], [1], 0],
-        [0, 1 << 70, 0, [1], [1], 0],
-        [0, 0, 0, [2], [-1], 0],
-        [0, 0, 0, [2], [1 << 62], 0],
-        [0, 0, 0, [2, 2], [1], 0],
-        [0, 0, 0, [2, 2], 5, 0],
-        [0, 0, 4, [2], None, 1],
-        [-1, 0, 0, [1 << 40], [1], 0],
-        [-1, 0, 0, [], [], 0],
-        [-1, 0, 0, [0], None, 0],
-        [-2, 1 << 40, 0, [1], None, 0],
-        [-2, "1234", 0, [1], None, 0],
-        [-2, b"123", 0, [1], None, 0],
-        [-2, b"123", 3, [2], None, 0],
-        [-3, 0, 0, [1], None, 0],
-        [0, 0, 4, [2], None, 1 | 4 | 8],
-        [0, 0, 9, [16], None, 8],
-        [0, 0, 0, [2, 2], None, "1"],
+        [*GOOD, None],
+        [1, 0, 0, [2, 2], None, 0, None],
+        ["0", 0, 0, [2, 2], None, 0, None],
+        [0, 0, 999, [2, 2], None, 0, None],
+        [0, 0, 0, [2, 3], None, 0, None],
+        [0, 0, 0, [-2, -2], None, 0, None],
+        [0, 0, 0, [1 << 62, 1 << 62], None, 0, None],
+        [0, 0, 0, "shape", None, 0, None],
+        [0, 0, 0, [1 << 70], None, 0, None],
+        [0, 0, 0, [2, 3], [3, 1], 0, None],
+        [0, 4, 0, [2, 2], [2, 1], 0, None],
+        [0, -16, 0, [1], [1], 0, None],
+        [0, 1 << 62, 0, [1], [1], 0, None],
+        [0, 1 << 70, 0, [1], [1], 0, None],
+        [0, 0, 0, [2], [-1], 0, None],
+        [0, 0, 0, [2], [1 << 62], 0, None],
+        [0, 0, 0, [2, 2], [1], 0, None],
+        [0, 0, 0, [2, 2], 5, 0, None],
+        [0, 0, 4, [2], None, 1, None],
+        [-1, 0, 0, [1 << 40], [1], 0, None],
+        [-1, 0, 0, [], [], 0, None],
+        [-1, 0, 0, [0], None, 0, None],
+        [-2, 1 << 40, 0, [1], None, 0, None],
+        [-2, "1234", 0, [1], None, 0, None],
+        [-2, b"123", 0, [1], None, 0, None],
+        [-2, b"123", 3, [2], None, 0, None],
+        [-3, 0, 0, [1], None, 0, None],
+        [0, 0, 4, [2], None, 1 | 4 | 8, None],
+        [0, 0, 9, [16], None, 8, None],
+        [0, 0, 0, [2, 2], None, "1", None],
     ],
 )
 def test_table_that_does_not_fit_is_a_protocol_error(entry: Any) -> None:
@@ -680,7 +681,7 @@ def test_table_keeps_the_order_of_host_and_devices(fake: FakeCuda, devices: dict
 def test_what_lies_on_a_device_is_never_written_into_the_table(fake: FakeCuda) -> None:
     """Small ones too have a buffer: their bytes may not be there yet."""
     table, buffers = describe_routed([on_device(fake, torch.ones(1))], route(fake, {0: 1}))
-    assert table == [[0, 0, 0, (1,), None, 0, "cuda:1"]]
+    assert table == [TensorEntry(0, 0, 0, (1,), None, 0, "cuda:1")]
     (buffer,) = buffers
     assert isinstance(buffer, DeviceBuffer)
     assert (len(buffer), buffer.index, buffer.target, buffer.ready) == (4, 0, "cuda:1", None)

@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aiorpc.channels import layout
-from aiorpc.channels.arena import ALIGN, POISON, Arena
+from aiorpc.channels.arena import ALIGN, POISON, Arena, Block
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.protocol.frames import Buffer
 from tests.processes.zygote import Zygote, zygote
@@ -87,13 +87,13 @@ class Wire:
             self.sent += 1
         return list(lent[0])
 
-    def settle(self) -> list[list[int]]:
-        """What was released goes to the lender, which refuses what was released before; the numbers."""
-        wires = self.borrower.drain()
-        self.lender.released(wires)
+    def settle(self) -> list[Block]:
+        """What was released goes to the lender, which refuses what was released before."""
+        blocks = self.borrower.drain()
+        self.lender.released(blocks)
         with self._counting:
-            self.back += len(wires)
-        return wires
+            self.back += len(blocks)
+        return blocks
 
     def check_empty(self) -> None:
         """Everything came back, and once."""

@@ -19,10 +19,16 @@ from aiorpc.channels.shared_messages import MESSAGES, Offer, Release, Warm
 from aiorpc.channels.shm import Borrower
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
+from aiorpc.protocol.packing import pack, unpack
 from tests.channels.ends import MIB, Message, SharedEnds, borrowed, pattern
 
 LIMIT = 8 * MIB
 SHARE = LIMIT // 4  # what one peer may hold before it copies out
+
+
+def on_the_wire(message: Release) -> list[Any]:
+    """The fields of a message as they arrive."""
+    return unpack(pack(MESSAGES.write(message)))
 
 
 @pytest.fixture
@@ -467,15 +473,15 @@ def test_messages_that_cannot_be_are_refused(ends: SharedEnds, fields: list[Any]
 def test_a_block_is_released_once(ends: SharedEnds) -> None:
     """Saying so again is refused, and harms no later block in its place."""
     message = delivered(ends, SHARE_SIZE)
-    wire = message.taken[0][:4]
+    block = Block(*message.taken[0][:4])
     message.outcomes.clear()
     ends.settle()
     with pytest.raises(ProtocolError, match="not lent"):
-        ends.ends[0].on_message(MESSAGES.write(Release([wire])))
+        ends.ends[0].on_message(on_the_wire(Release([block])))
     again = delivered(ends, SHARE_SIZE)
-    assert again.taken[0][:3] == wire[:3]  # the same place
+    assert tuple(again.taken[0][:3]) == block[:3]  # the same place
     with pytest.raises(ProtocolError, match="not lent"):
-        ends.ends[0].on_message(MESSAGES.write(Release([wire])))
+        ends.ends[0].on_message(on_the_wire(Release([block])))
     again.check()
 
 
@@ -505,7 +511,9 @@ def test_release_is_signalled_and_sent_by_flush(ends: SharedEnds) -> None:
     end.flush(more=True)
     end.flush()
     ((fields, more),) = said
-    assert more and fields[0] == "release" and sorted(fields[1]) == sorted(wire[:4] for wire in message.taken)
+    released = MESSAGES.read(unpack(pack(fields)))
+    assert more and isinstance(released, Release)
+    assert sorted(released.blocks) == sorted(Block(*wire[:4]) for wire in message.taken)
     ends.say(1, fields)
     assert idle(ends)
 
@@ -556,7 +564,7 @@ def test_what_was_lent_stays_so_after_close(ends: SharedEnds) -> None:
     assert ends.ends[0].lender.lent == SHARE_SIZE
     message.check()
     message.outcomes.clear()
-    ends.ends[0].on_message(MESSAGES.write(Release([message.taken[0][:4]])))
+    ends.ends[0].on_message(on_the_wire(Release([Block(*message.taken[0][:4])])))
     assert ends.ends[0].lender.lent == 0
 
 

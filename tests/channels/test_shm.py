@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from aiorpc.channels import layout
 from aiorpc.channels.arena import ALIGN, POISON, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
+from aiorpc.channels.shared_messages import MESSAGES, Release
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
@@ -60,9 +61,9 @@ class Pair:
 
     def settle(self) -> int:
         """The release of what has died reaches the lender; how many blocks."""
-        wires = self.borrower.drain()
-        self.lender.released(wires)
-        return len(wires)
+        blocks = self.borrower.drain()
+        self.lender.released(blocks)
+        return len(blocks)
 
     def close(self) -> None:
         self.borrower.close()
@@ -236,8 +237,8 @@ def test_the_last_view_of_any_kind_releases(consumer: str) -> None:
         del view
         gc.collect()
         assert pair.signals == [1] and (pair.borrower.blocks, pair.borrower.held) == (0, 0)
-        assert pair.borrower.drain() == [wire] and pair.borrower.drain() == []
-        pair.lender.released([wire])
+        assert pair.borrower.drain() == [Block(*wire)] and pair.borrower.drain() == []
+        pair.lender.released([Block(*wire)])
         assert pair.lender.leases == pair.lender.lent == pair.arena.used == 0
 
 
@@ -432,7 +433,7 @@ def test_past_its_share_a_peer_is_asked_to_copy() -> None:
         assert first is not None and first[1] is False
         second = pair.lender.lend(bytes(64 * KIB))
         assert second is not None and second[1] is True
-        pair.lender.released([list(first[0])])
+        pair.lender.released([first[0]])
         third = pair.lender.lend(bytes(64 * KIB))
         assert third is not None and third[1] is False
 
@@ -494,7 +495,7 @@ def test_a_lease_that_never_left_is_taken_back() -> None:
         with pytest.raises(ValueError, match="not lent"):
             pair.lender.taken_back(block)
         with pytest.raises(ProtocolError, match="not lent"):
-            pair.lender.released([list(block)])
+            pair.lender.released([block])
 
 
 GARBAGE: list[Any] = [
@@ -517,24 +518,27 @@ def test_a_release_of_what_is_not_lent_breaks_the_protocol(wire: Any) -> None:
     with paired() as pair:
         pair.lend(b"x" * 100)
         malformed: list[Any] = [[wire], wire or "none"]
-        for wires in malformed:
+        for blocks in malformed:
             with pytest.raises(ProtocolError):
-                pair.lender.released(wires)
+                released = MESSAGES.read(["release", blocks])
+                assert isinstance(released, Release)
+                pair.lender.released(released.blocks)
         assert pair.lender.leases == 1 and pair.arena.blocks == 1
 
 
 def test_a_block_is_released_to_its_own_lender_once() -> None:
     """A second release, one with changed numbers, and one by another peer are refused."""
     with paired() as pair:
-        wire = pair.lend(b"x" * 100)
-        for wrong in ([*wire[:3], wire[3] + 1], [wire[0], wire[1], 99, wire[3]], [1, *wire[1:]]):
+        block = Block(*pair.lend(b"x" * 100))
+        changes = [{"generation": block.generation + 1}, {"size": 99}, {"segment": 1}]
+        for wrong in [block._replace(**change) for change in changes]:
             with pytest.raises(ProtocolError, match="not lent"):
                 pair.lender.released([wrong])
         with pytest.raises(ProtocolError, match="not lent"):
-            Lender(pair.arena).released([wire])
-        pair.lender.released([wire])
+            Lender(pair.arena).released([block])
+        pair.lender.released([block])
         with pytest.raises(ProtocolError, match="not lent"):
-            pair.lender.released([wire])
+            pair.lender.released([block])
 
 
 def test_a_retired_lender_keeps_its_leases() -> None:
@@ -553,10 +557,10 @@ def test_a_retired_lender_keeps_its_leases() -> None:
 def test_after_reclaiming_late_messages_are_nothing() -> None:
     """Releases and returns that come after the end of the peer are dropped, not errors."""
     with paired() as pair:
-        wire = pair.lend(b"x" * 1000)
+        block = Block(*pair.lend(b"x" * 1000))
         pair.lender.reclaim()
-        pair.lender.released([wire])
-        pair.lender.taken_back(Block(*wire))
+        pair.lender.released([block])
+        pair.lender.taken_back(block)
         pair.lender.reclaim()
         assert pair.lender.lend(b"x") is None and pair.arena.used == 0
 
@@ -785,9 +789,9 @@ def test_bytes_cross_between_two_processes() -> None:
             child.send("look")
             assert child.receive() == [7 * 200_000]
             child.send("drop")
-            wires = child.receive()
-            assert wires == [wire]
-            pair.lender.released(wires)
+            (released,) = child.receive()
+            assert list(released) == wire
+            pair.lender.released([Block(*released)])
             assert pair.arena.used == 0
             child.send("end")
             assert child.wait() == 0
@@ -867,7 +871,7 @@ def test_peers_killed_at_any_moment_leave_the_arena_whole() -> None:
                     assert lent is not None
                     child.send(list(lent[0]))
                     if chance.random() < 0.8:
-                        lender.released(child.receive())
+                        lender.released([Block(*each) for each in child.receive()])
                 child.kill()
             lender.retire()
             lender.reclaim()

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.protocol import reference_messages
 from aiorpc.protocol.frames import FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import (
     PIPE,
@@ -45,6 +46,7 @@ from aiorpc.protocol.messages import (
     Item,
     Method,
     Parcel,
+    Recorded,
     Reply,
     Values,
     Welcome,
@@ -54,7 +56,18 @@ from aiorpc.protocol.messages import (
     write_with,
 )
 from aiorpc.protocol.packing import pack, unpack
-from aiorpc.protocol.reference_messages import FIELDS, ReferenceId, Tag, compose, parse
+from aiorpc.protocol.reference_messages import (
+    Abandon,
+    Add,
+    Added,
+    Ask,
+    ChildOk,
+    Del,
+    Gone,
+    Never,
+    PassedReference,
+    ReferenceId,
+)
 from tests import wire
 from tests.documents import WIRE, wire_differences
 
@@ -67,8 +80,8 @@ VALUES = Values(
     pickled=b"P",
     buffers=2,
     table=[[9]],
-    references=[[1, 5]],
-    gradients=[7, 8, [0], []],
+    references=[PassedReference(rref=ReferenceId(1, 2), owner=3, fork=ReferenceId(4, 5), position=None)],
+    gradients=Recorded(context=7, number=8, places=[0], behind=[]),
 )
 PLAIN_CALL = Call(
     function=1, names=None, remaining=None, trace=None, autograd=None, credit=None, creates=None, arguments=NOTHING
@@ -95,14 +108,14 @@ GOLDEN: list[tuple[Any, str]] = [
     (PLAIN_CALL._replace(remaining=2.5), "9801c0cb4004000000000000c0c0c0c098909090c000c090c0"),
     (PLAIN_CALL._replace(trace=70000), "9801c0c0ce00011170c0c0c098909090c000c090c0"),
     (
-        PLAIN_CALL._replace(autograd=1 << 48, arguments=Values([None], [0], gradients=[1, 2, [0], [[]]])),
+        PLAIN_CALL._replace(autograd=1 << 48, arguments=Values([None], [0], gradients=Recorded(1, 2, [0], [[]]))),
         "9801c0c0c0cf0001000000000000c0c09891c0910090c000c09094010291009190",
     ),
     (PLAIN_CALL._replace(credit=16), "9801c0c0c0c010c098909090c000c090c0"),
     (PLAIN_CALL._replace(creates=[0, 1, 2, 3]), "9801c0c0c0c0c0940001020398909090c000c090c0"),
     (
         FULL_CALL,
-        "980191a16ecb3fe000000000000002030494050607089894c001a174c4016291009103c401500291910991920105940708910090",
+        "980191a16ecb3fe000000000000002030494050607089894c001a174c4016291009103c4015002919109919492010203920405c0940708910090",
     ),
     (Reply(NOTHING), "9198909090c000c090c0"),
     (
@@ -110,14 +123,17 @@ GOLDEN: list[tuple[Any, str]] = [
         "919898c0c3c2ffcf0000010000000000cb3ff8000000000000a2c3a9c401009090c000c090c0",
     ),
     (
-        Reply(Values([None], [0], table=[[-1, bytes(8), 6, [2], None, 0]])),
-        "919891c0910090c0009196ffc4080000000000000000069102c00090c0",
+        Reply(Values([None], [0], table=[[-2, bytes(8), 6, [2], None, 0, None]])),
+        "919891c0910090c0009197fec4080000000000000000069102c000c090c0",
     ),
     (Reply(Values([None], opaque_at=[0], pickled=b"\x80\x05N.", buffers=1)), "919891c0909100c40480054e2e01c090c0"),
-    (Reply(Values([None], references=[[1, 2, 1, 3, 1, 0]])), "919891c09090c000c09196010201030100c0"),
-    (Reply(VALUES), "919894c001a174c4016291009103c401500291910991920105940708910090"),
+    (
+        Reply(Values([None], references=[PassedReference(ReferenceId(1, 2), 1, ReferenceId(1, 3), 0)])),
+        "919891c09090c000c091949201020192010300c0",
+    ),
+    (Reply(VALUES), "919894c001a174c4016291009103c4015002919109919492010203920405c0940708910090"),
     (Item(Values(["item"])), "919891a46974656d9090c000c090c0"),
-    (Item(VALUES), "919894c001a174c4016291009103c401500291910991920105940708910090"),
+    (Item(VALUES), "919894c001a174c4016291009103c4015002919109919492010203920405c0940708910090"),
     (FULL_ERROR._replace(message="wrong", pickled=None), "95a36d2e45a577726f6e67a175a177c0"),
     (FULL_ERROR, "95a36d2e45a174a175a177c40150"),
     (Cancel(), ""),
@@ -135,15 +151,16 @@ GOLDEN: list[tuple[Any, str]] = [
 
 HELLO = Hello(introduction=b"\x92\x01\x02", proof=b"proof")
 INTRODUCTION = Introduction(version=VERSION, record=("name", 3), nonce=bytes(range(32)), link=7, flags=PIPE)
-REFERENCES: list[tuple[Tag, list[object], str]] = [
-    (Tag.ADD, [ReferenceId(1, 2), ReferenceId(3, 4)], "950101020304"),
-    (Tag.ADDED, [ReferenceId(1, 2), ReferenceId(3, 4)], "950201020304"),
-    (Tag.GONE, [ReferenceId(1, 2), ReferenceId(3, 4), "why"], "960301020304a3776879"),
-    (Tag.CHILD_OK, [ReferenceId(1, 2)], "93040102"),
-    (Tag.DEL, [ReferenceId(1, 2), ReferenceId(3, 4)], "950501020304"),
-    (Tag.ASK, [ReferenceId(1, 2)], "93060102"),
-    (Tag.NEVER, [ReferenceId(1, 2)], "93070102"),
-    (Tag.ABANDON, [ReferenceId(1, 2), ReferenceId(3, 4), True, "why"], "970801020304c3a3776879"),
+RREF, FORK = ReferenceId(worker=1, number=2), ReferenceId(worker=3, number=4)
+REFERENCES: list[tuple[reference_messages.Message, str]] = [
+    (Add(rref=RREF, fork=FORK), "93a3414444920102920304"),
+    (Added(rref=RREF, fork=FORK), "93a54144444544920102920304"),
+    (Gone(rref=RREF, fork=FORK, reason="why"), "94a4474f4e45920102920304a3776879"),
+    (ChildOk(child=RREF), "92a84348494c445f4f4b920102"),
+    (Del(rref=RREF, fork=FORK), "93a344454c920102920304"),
+    (Ask(rref=RREF), "92a341534b920102"),
+    (Never(rref=RREF), "92a54e45564552920102"),
+    (Abandon(rref=RREF, fork=FORK, coming=True, reason="why"), "95a74142414e444f4e920102920304c3a3776879"),
 ]
 
 SAMPLES = [message for message, _ in GOLDEN]
@@ -192,7 +209,7 @@ def test_each_kind_has_golden_bytes() -> None:
     assert {kind_of(message) for message in SAMPLES} | handshake | {Kind.REFERENCE} == set(Kind)
     functions = {type(message.function) for message in SAMPLES if type(message) is Call}
     assert functions == {int, ByName, Method, Fetch, type(None)}
-    assert {tag for tag, _, _ in REFERENCES} == set(Tag) == set(FIELDS)
+    assert {type(message) for message, _ in REFERENCES} == set(reference_messages.MESSAGES.classes.values())
 
 
 def test_a_call_has_one_form() -> None:
@@ -217,11 +234,11 @@ def test_fields_that_change_places_change_the_bytes(declared: type[Any]) -> None
         assert any(pack(mutant(**sample._asdict())) != pack(sample) for sample in samples), (one, other)
 
 
-@pytest.mark.parametrize(("tag", "fields", "digits"), REFERENCES, ids=lambda part: getattr(part, "name", ""))
-def test_a_reference_message_has_these_bytes(tag: Tag, fields: list[object], digits: str) -> None:
-    """As those of the runtime, with the ids flat."""
-    assert pack(compose(tag, fields)).hex() == digits
-    assert parse(unpack(bytes.fromhex(digits))) == (tag, fields)
+@pytest.mark.parametrize(("message", "digits"), REFERENCES, ids=lambda part: type(part).__name__)
+def test_a_reference_message_has_these_bytes(message: reference_messages.Message, digits: str) -> None:
+    """As those of the runtime."""
+    assert pack(reference_messages.MESSAGES.write(message)).hex() == digits
+    assert reference_messages.read(unpack(bytes.fromhex(digits))) == message
 
 
 def test_a_handshake_has_these_bytes() -> None:
@@ -285,6 +302,7 @@ plain = st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | texts
 fields = st.recursive(plain, lambda inner: st.lists(inner, max_size=3), max_leaves=6)
 lists = st.lists(fields, max_size=3)
 some = st.none() | numbers
+ids = st.builds(ReferenceId, st.integers(0, (1 << 63) - 1), st.integers(0, (1 << 63) - 1))
 values = st.builds(
     Values,
     st.lists(plain, max_size=4),
@@ -293,8 +311,10 @@ values = st.builds(
     st.none() | st.binary(max_size=6),
     numbers,
     st.none() | lists,
-    lists,
-    st.none() | lists,
+    st.lists(
+        st.builds(PassedReference, ids, st.integers(0, (1 << 63) - 1), ids, st.none() | st.integers(0, 9)), max_size=2
+    ),
+    st.none() | st.builds(Recorded, fields, fields, lists, lists),
 )
 functions: Any = numbers | st.none() | st.builds(ByName, numbers, texts) | st.builds(Fetch, numbers, numbers)
 functions |= st.builds(Method, numbers, numbers, texts)

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import pytest
@@ -15,16 +16,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiorpc.errors import ProtocolError, RpcUsageError
 from aiorpc.protocol.reference_messages import (
+    MESSAGES,
+    Abandon,
+    Add,
+    Added,
+    Ask,
     Broken,
+    ChildOk,
     Confirmed,
     Counts,
+    Del,
     Free,
+    Gone,
+    Message,
+    Never,
     Outputs,
+    PassedReference,
     ReferenceId,
     Role,
     Send,
-    Tag,
-    Wire,
+    read,
+    read_passed,
 )
 from aiorpc.protocol.references import ReferenceTable
 from tests.tiers import examples
@@ -70,6 +82,11 @@ class Frame:
     ok: bool = True
 
 
+def again(fields: object) -> Any:
+    """What msgpack brings back."""
+    return msgpack.unpackb(msgpack.packb(fields))
+
+
 class World:
     """Tables joined by one FIFO queue per ordered pair of workers.
 
@@ -102,12 +119,12 @@ class World:
         return self._know(Fork(rref, name, worker, worker, "own", state="confirmed"))
 
     def encode(self, fork: Fork, to: int, *, send: bool = True) -> Fork:
-        wire, outputs = self.tables[fork.holder].encode(fork.rref, fork.fork, to)
+        passed, outputs = self.tables[fork.holder].encode(fork.rref, fork.fork, to)
         kind = "granted" if fork.holder == fork.owner else "passed"
-        child = Fork(fork.rref, ReferenceId(*wire[3:]), fork.owner, to, kind, parent=fork, decoded=False)
+        child = Fork(fork.rref, passed.fork, fork.owner, to, kind, parent=fork, decoded=False)
         self._know(child)
         self._apply(fork.holder, outputs)
-        self._put(fork.holder, to, Frame("wire", wire, child), send)
+        self._put(fork.holder, to, Frame("wire", passed, child), send)
         return child
 
     def send(self, index: int = 0) -> None:
@@ -183,7 +200,8 @@ class World:
     # frames arriving
 
     def _take_message(self, source: int, to: int, frame: Frame) -> None:
-        self._apply(to, self.tables[to].on_message(source, msgpack.unpackb(msgpack.packb(frame.body))))
+        message: Any = frame.body
+        self._apply(to, self.tables[to].on_message(source, read(again(MESSAGES.write(message)))))
 
     def _take_create(self, source: int, to: int, frame: Frame) -> None:
         fork = frame.fork
@@ -206,8 +224,10 @@ class World:
 
     def _take_wire(self, source: int, to: int, frame: Frame) -> None:
         assert frame.fork is not None
-        rref, owner, fork, outputs = self.tables[to].decode(msgpack.unpackb(msgpack.packb(frame.body)), source)
-        require((rref, owner, fork) == (frame.fork.rref, frame.fork.owner, frame.fork.fork), "another reference")
+        passed = read_passed(again(frame.body))
+        outputs = self.tables[to].decode(passed, source)
+        sent = PassedReference(frame.fork.rref, frame.fork.owner, frame.fork.fork)
+        require(passed == sent, "another reference")
         frame.fork.decoded = True
         self._apply(to, outputs)
 
@@ -319,10 +339,9 @@ class World:
         return next(fork.owner for fork in self.forks.values() if fork.rref == rref)
 
 
-def messages(world: World, source: int, to: int) -> list[Tag]:
-    """Tags of the reference messages on their way."""
-    queue = world.queues.get((source, to), ())
-    return [Tag(frame.body[0]) for frame in queue if frame.kind == "message"]  # type: ignore[index]  # messages have a body
+def messages(world: World, source: int, to: int) -> list[type[object]]:
+    """What the reference messages are that are on their way."""
+    return [type(frame.body) for frame in world.queues.get((source, to), ()) if frame.kind == "message"]
 
 
 OWNER, A, B, C = 0, 1, 2, 3
@@ -378,9 +397,9 @@ def test_g2_a_parent_dropped_before_the_childs_add_stays_counted(world: World) -
     world.deliver(B, OWNER)
     world.deliver(OWNER, B)
     assert child.state == "confirmed"
-    assert messages(world, B, A) == [Tag.CHILD_OK]
+    assert messages(world, B, A) == [ChildOk]
     world.deliver(B, A)
-    assert messages(world, A, OWNER) == [Tag.DEL]
+    assert messages(world, A, OWNER) == [Del]
     world.drain()
     assert world.freed == set()
 
@@ -416,7 +435,7 @@ def test_g3_a_fork_dropped_before_its_confirmation_is_deleted_after_it(world: Wo
     child = world.encode(parent, B)
     world.deliver(A, B)
     world.drop(child)
-    assert messages(world, B, OWNER) == [Tag.ADD]
+    assert messages(world, B, OWNER) == [Add]
     world.drain()
     assert world.tables[B].counts() == EMPTY
     assert world.tables[A].counts().pins == 0
@@ -445,13 +464,13 @@ def test_g4_an_add_that_comes_before_create_is_answered_when_create_comes(world:
     world.deliver(A, B)
     world.deliver(B, OWNER)
     assert messages(world, OWNER, B) == []
-    assert messages(world, OWNER, A) == [Tag.ASK]
+    assert messages(world, OWNER, A) == [Ask]
     assert world.tables[OWNER].counts().placeholders == 1
     assert [record.role for record in world.tables[OWNER].live()] == [Role.WAITING]
     world.deliver(OWNER, A)  # the creator knows that CREATE is under way, and says nothing
     assert messages(world, A, OWNER) == []
     world.deliver(A, OWNER)
-    assert messages(world, OWNER, B) == [Tag.ADDED]
+    assert messages(world, OWNER, B) == [Added]
     world.drain()
     assert child.state == "confirmed"
 
@@ -469,11 +488,11 @@ def test_g5_an_add_after_the_value_was_freed_is_refused_once_the_creator_was_ask
     assert world.freed == {first.rref}
     world.deliver(B, C)
     world.deliver(C, OWNER)
-    assert messages(world, OWNER, A) == [Tag.ASK]
+    assert messages(world, OWNER, A) == [Ask]
     world.deliver(OWNER, A)
-    assert messages(world, A, OWNER) == [Tag.NEVER]
+    assert messages(world, A, OWNER) == [Never]
     world.deliver(A, OWNER)
-    assert messages(world, OWNER, C) == [Tag.GONE]
+    assert messages(world, OWNER, C) == [Gone]
     world.drain()
     assert child.state == "broken"
 
@@ -505,7 +524,7 @@ def test_g5_the_owner_refuses_its_own_freed_values_without_asking(world: World) 
     world.deliver(A, OWNER)
     world.deliver(A, B)
     world.deliver(B, OWNER)
-    assert messages(world, OWNER, B) == [Tag.GONE]
+    assert messages(world, OWNER, B) == [Gone]
     world.drain()
     assert child.state == "broken"
 
@@ -654,8 +673,8 @@ def test_g7_the_reason_of_a_failed_creation_reaches_third_workers() -> None:
     """G7: what the creator knows of the failure is what the others are told."""
     owner, creator, third = ReferenceTable(OWNER), ReferenceTable(A), ReferenceTable(B)
     rref, fork = creator.create(OWNER)
-    wire, _ = creator.encode(rref, fork, B)
-    *_, child, added = third.decode(wire, A)
+    passed, _ = creator.encode(rref, fork, B)
+    child, added = passed.fork, third.decode(passed, A)
     assert isinstance(added[0], Send)
     (abandon, _broken) = creator.creation_failed(rref, fork, "ValueError: 4")
     assert isinstance(abandon, Send)
@@ -690,10 +709,10 @@ def test_g8_nothing_is_kept_for_a_worker_that_is_lost_already() -> None:
         rref, fork = table.own() if owner == A else table.create(OWNER)
         table.lost(B)
         before = table.counts()
-        wire, outputs = table.encode(rref, fork, B)
+        passed, outputs = table.encode(rref, fork, B)
         assert outputs == [] and table.counts() == before
-        assert table.unsend(ReferenceId(*wire[3:])) == []
-        assert table.on_message(B, (Tag.ADD, *rref, B, 5)) == []
+        assert table.unsend(passed.fork) == []
+        assert table.on_message(B, Add(rref, ReferenceId(B, 5))) == []
         assert table.on_create(ReferenceId(B, 0), ReferenceId(B, 1), B) == [Free(ReferenceId(B, 0))]
         assert table.counts() == before
 
@@ -717,15 +736,15 @@ def test_g10_saying_a_thing_twice_changes_nothing(world: World) -> None:
     child = world.encode(parent, B)
     world.drain()
     owner, holder = world.tables[OWNER], world.tables[A]
-    assert holder.on_message(B, (Tag.CHILD_OK, *child.fork)) == []
+    assert holder.on_message(B, ChildOk(child.fork)) == []
     world.drop(parent)
     world.drain()
     assert holder.drop(parent.rref, parent.fork) == []
-    assert owner.on_message(A, (Tag.DEL, *parent.rref, *parent.fork)) == []
+    assert owner.on_message(A, Del(parent.rref, parent.fork)) == []
     world.drop(child)
     world.drain()
-    assert owner.on_message(B, (Tag.DEL, *child.rref, *child.fork)) == []
-    assert world.tables[B].on_message(OWNER, (Tag.GONE, *child.rref, *child.fork, "late")) == []
+    assert owner.on_message(B, Del(child.rref, child.fork)) == []
+    assert world.tables[B].on_message(OWNER, Gone(child.rref, child.fork, "late")) == []
     assert owner.lost(C) == owner.lost(C) == owner.left(C) == []
 
 
@@ -761,7 +780,7 @@ def test_g12_passing_back_to_the_owner_gives_a_local_handle_and_releases_the_par
     world.drop(parent)
     world.deliver(A, OWNER)
     assert back.state == "confirmed"
-    assert messages(world, OWNER, A) == [Tag.CHILD_OK]
+    assert messages(world, OWNER, A) == [ChildOk]
     world.drain()
     assert world.freed == set()
     assert [(r.role, r.confirmed) for r in world.tables[OWNER].live()] == [(Role.OWNER, True)]
@@ -857,19 +876,23 @@ def test_g14_own_gives_one_more_handle_to_a_value_that_is_here(world: World) -> 
 
 MALFORMED: list[object] = [
     None,
-    (),
+    [],
     b"\x01",
-    (0,),
-    (99, 1, 2),
-    (True, 1, 0, 1, 1),
-    ("ADD", 1, 0, 1, 1),
-    (Tag.ADD, A, 0, A),
-    (Tag.ADD, A, 0, A, 1, 1),
-    (Tag.ADD, A, 0, A, -1),
-    (Tag.ADD, A, 0, A, 1 << 63),
-    (Tag.ADD, A, 0, A, True),
-    (Tag.GONE, A, 0, A, 1, 5),
-    (Tag.ABANDON, A, 0, A, 1, 1, "text"),
+    [0],
+    ["NOTHING", [1, 2]],
+    [True, [1, 0], [1, 1]],
+    [1, [1, 0], [1, 1]],
+    ["ADD", A, 0, A, 1],
+    ["ADD", [A, 0]],
+    ["ADD", [A, 0], [A]],
+    ["ADD", [A, 0], [A, 1], 1],
+    ["ADD", [A, 0], [A, 1, 1]],
+    ["ADD", [A, 0], [A, -1]],
+    ["ADD", [A, 0], [-1, 1]],
+    ["ADD", [A, 0], [A, 1 << 63]],
+    ["ADD", [A, 0], [A, True]],
+    ["GONE", [A, 0], [A, 1], 5],
+    ["ABANDON", [A, 0], [A, 1], 1, "text"],
 ]
 
 
@@ -882,26 +905,24 @@ def settled_pair() -> tuple[ReferenceTable, ReferenceTable, ReferenceId, Referen
     return owner, user, rref, fork
 
 
-@pytest.mark.parametrize("message", MALFORMED, ids=repr)
-def test_g15_a_malformed_message_is_refused_and_changes_nothing(message: object) -> None:
-    """G15: wrong length, type or range is a ProtocolError."""
-    owner, *_ = settled_pair()
-    before = owner.live(), owner.counts()
+@pytest.mark.parametrize("fields", MALFORMED, ids=repr)
+def test_g15_a_malformed_message_is_refused(fields: object) -> None:
+    """G15: wrong length, type or range is a ProtocolError; no table sees it."""
     with pytest.raises(ProtocolError):
-        owner.on_message(A, message)
-    assert (owner.live(), owner.counts()) == before
+        read(fields)
 
 
-IMPOSSIBLE: dict[str, tuple[int, tuple[int, ...]]] = {
-    "counted fork added again": (A, (Tag.ADD, A, 0, A, 1)),
-    "fork the owner named": (B, (Tag.ADD, A, 0, OWNER, 0)),
-    "value the owner never named": (B, (Tag.ADD, OWNER, 7, A, 9)),
-    "fork of another worker deleted": (B, (Tag.DEL, A, 0, A, 1)),
-    "answer nobody asked for": (A, (Tag.ADDED, A, 0, A, 1)),
-    "never from a stranger": (B, (Tag.NEVER, A, 0)),
-    "question about another's value": (B, (Tag.ASK, A, 0)),
-    "abandoned by a stranger": (B, (Tag.ABANDON, A, 0, A, 1, False, "no")),  # type: ignore[dict-item]  # any Tag
-    "message from itself": (OWNER, (Tag.DEL, A, 0, A, 1)),
+RREF, FORK = ReferenceId(A, 0), ReferenceId(A, 1)
+IMPOSSIBLE: dict[str, tuple[int, Message]] = {
+    "counted fork added again": (A, Add(RREF, FORK)),
+    "fork the owner named": (B, Add(RREF, ReferenceId(OWNER, 0))),
+    "value the owner never named": (B, Add(ReferenceId(OWNER, 7), ReferenceId(A, 9))),
+    "fork of another worker deleted": (B, Del(RREF, FORK)),
+    "answer nobody asked for": (A, Added(RREF, FORK)),
+    "never from a stranger": (B, Never(RREF)),
+    "question about another's value": (B, Ask(RREF)),
+    "abandoned by a stranger": (B, Abandon(RREF, FORK, False, "no")),
+    "message from itself": (OWNER, Del(RREF, FORK)),
 }
 
 
@@ -919,19 +940,19 @@ def test_g15_an_impossible_message_is_refused_and_changes_nothing(case: str) -> 
 def test_g15_answers_from_the_wrong_worker_are_refused() -> None:
     """G15: GONE and CHILD_OK count only from the owner, and from the worker the child was passed to."""
     _owner, user, rref, fork = settled_pair()
-    wire, _ = user.encode(rref, fork, B)
+    passed, _ = user.encode(rref, fork, B)
     before = user.live()
     with pytest.raises(ProtocolError):
-        user.on_message(B, (Tag.GONE, *rref, *fork, "no"))
+        user.on_message(B, Gone(rref, fork, "no"))
     with pytest.raises(ProtocolError):
-        user.on_message(C, (Tag.CHILD_OK, *wire[3:]))
+        user.on_message(C, ChildOk(passed.fork))
     assert user.live() == before
 
 
 def test_g15_a_second_abandon_is_refused() -> None:
     """G15: a creator gives up once."""
     owner = ReferenceTable(OWNER)
-    abandon = (Tag.ABANDON, A, 0, A, 1, False, "no")
+    abandon = Abandon(RREF, FORK, False, "no")
     assert owner.on_message(A, abandon) == [Free(ReferenceId(A, 0))]
     with pytest.raises(ProtocolError):
         owner.on_message(A, abandon)
@@ -947,23 +968,42 @@ def test_g15_an_impossible_creation_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wire", [(A, 0, OWNER, A), (A, 0, OWNER, A, -1), (A, 0, OWNER, C, 2), (B, 3, OWNER, A, 2), "x"]
+    "fields",
+    [
+        "x",
+        [A, 0, OWNER, A, 2, None],
+        [[A, 0], OWNER, [A]],
+        [[A, 0], OWNER, [A, 2]],
+        [[A, 0], OWNER, [A, -1], None],
+        [[A, 0], -1, [A, 2], None],
+        [[A, 0], OWNER, [A, 2], "0"],
+    ],
 )
-def test_g15_an_impossible_reference_in_a_frame_is_refused(wire: object) -> None:
-    """G15: wrong shape, a fork the sender cannot have named, a value we never named."""
+def test_g15_a_malformed_reference_in_a_frame_is_refused(fields: object) -> None:
+    """G15: wrong shape, type or range."""
+    with pytest.raises(ProtocolError):
+        read_passed(fields)
+
+
+@pytest.mark.parametrize(
+    "passed",
+    [PassedReference(RREF, OWNER, ReferenceId(C, 2)), PassedReference(ReferenceId(B, 3), OWNER, ReferenceId(A, 2))],
+)
+def test_g15_an_impossible_reference_in_a_frame_is_refused(passed: PassedReference) -> None:
+    """G15: a fork the sender cannot have named, a value we never named."""
     table = ReferenceTable(B)
     with pytest.raises(ProtocolError):
-        table.decode(wire, A)
+        table.decode(passed, A)
     assert table.counts() == EMPTY
 
 
 def test_g15_the_same_fork_cannot_arrive_twice() -> None:
-    """G15: a wire tuple is decoded once."""
+    """G15: a reference in a frame is decoded once."""
     table = ReferenceTable(B)
-    wire: Wire = (A, 0, OWNER, A, 2)
-    table.decode(wire, A)
+    passed = PassedReference(RREF, OWNER, ReferenceId(A, 2))
+    table.decode(passed, A)
     with pytest.raises(ProtocolError, match="twice"):
-        table.decode(wire, A)
+        table.decode(passed, A)
     assert table.counts().users == 1
 
 
@@ -986,7 +1026,7 @@ def test_a_late_created_after_giving_up_changes_nothing() -> None:
     table.creation_failed(rref, fork, "timeout", answered=False)
     assert table.created(rref, fork) == []
     assert table.creation_failed(rref, fork, "again") == []
-    assert table.drop(rref, fork) == [Send(OWNER, (Tag.DEL, *rref, *fork))]
+    assert table.drop(rref, fork) == [Send(OWNER, Del(rref, fork))]
 
 
 def test_live_shows_pins_and_dropped_handles() -> None:
@@ -1218,15 +1258,15 @@ class GuessesGone(ReferenceTable):
         if rref in self._owned:
             super()._on_add(sender, rref, fork)
         else:
-            self._send(sender, Tag.GONE, rref, fork, "guessed")
+            self._send(sender, Gone(rref, fork, "guessed"))
 
 
 class NeverAsks(ReferenceTable):
     """Takes an ADD for a freed value for an early one."""
 
-    def _send(self, to, tag, *fields):  # type: ignore[no-untyped-def]  # as what it replaces
-        if tag is not Tag.ASK:
-            super()._send(to, tag, *fields)
+    def _send(self, to, message):  # type: ignore[no-untyped-def]  # as what it replaces
+        if not isinstance(message, Ask):
+            super()._send(to, message)
 
 
 class KeepsForksOfTheDead(ReferenceTable):
@@ -1257,7 +1297,7 @@ class DeletesBeforeConfirmation(ReferenceTable):
         held = self._forks.get(fork)
         if held is not None and not held.pins:
             del self._forks[fork]
-            self._send(held.owner, Tag.DEL, rref, fork)
+            self._send(held.owner, Del(rref, fork))
         return self._finish()
 
 
@@ -1271,9 +1311,9 @@ class KeepsNoTombstone(ReferenceTable):
 class ForgetsAbandoned(ReferenceTable):
     """Does not tell the owner that a creation was given up."""
 
-    def _send(self, to, tag, *fields):  # type: ignore[no-untyped-def]  # as what it replaces
-        if tag is not Tag.ABANDON:
-            super()._send(to, tag, *fields)
+    def _send(self, to, message):  # type: ignore[no-untyped-def]  # as what it replaces
+        if not isinstance(message, Abandon):
+            super()._send(to, message)
 
 
 MUTANTS = {

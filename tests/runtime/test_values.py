@@ -13,8 +13,9 @@ from aiorpc.channels.inline import allocate
 from aiorpc.channels.layout import EMBEDDED_SIZE
 from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol.frames import DIRECT_SIZE, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.messages import Reply, Values, read_values
+from aiorpc.protocol.messages import Recorded, Reply, Values, read_values
 from aiorpc.protocol.packing import pack
+from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 from aiorpc.runtime.calls import values as calls_values
 from aiorpc.runtime.calls.values import Results, decode, encode
 
@@ -168,10 +169,10 @@ def test_what_is_recorded_is_no_leaf_there(others: list[Any]) -> None:
     values = [torch.ones(2, requires_grad=True), *others]
 
     class Recorder:
-        def record(self, tensors: Any, on_unsent: list[Any]) -> list[Any]:
+        def record(self, tensors: Any, on_unsent: list[Any]) -> Recorded:
             recorded.append(len(tensors))
             on_unsent.append(lambda: undone.append(len(tensors)))
-            return [5, 1, [0], [[]]]
+            return Recorded(5, 1, [0], [[]])
 
     recorded: list[int] = []
     undone: list[int] = []
@@ -183,7 +184,7 @@ def test_what_is_recorded_is_no_leaf_there(others: list[Any]) -> None:
 
     body, _, out = encode(Reply, (), values, To(), None, Recorder())
     assert not decode(read_values(body), [], lambda wires: [], track)[0].requires_grad
-    assert arrived == [[5, 1, [0], [[]]]]
+    assert arrived == [Recorded(5, 1, [0], [[]])]
     assert out is not None
     out.unsend()
     assert recorded == undone
@@ -192,16 +193,17 @@ def test_what_is_recorded_is_no_leaf_there(others: list[Any]) -> None:
 
 def test_references_are_taken_even_when_the_values_cannot_be_read() -> None:
     """The senders of references wait for an answer that only taking them gives: they come before anything can fail."""
-    taken: list[Any] = []
+    taken: list[PassedReference] = []
+    reference = PassedReference(ReferenceId(0, 1), 0, ReferenceId(1, 1))
 
-    def load(wires: Sequence[Any]) -> list[Any]:
-        taken.extend(wires)
+    def load(passed: Sequence[PassedReference]) -> list[Any]:
+        taken.extend(passed)
         return []
 
-    broken = Values([None], opaque_at=[0], pickled=b"no pickle", references=[[1, 2]])
+    broken = Values([None], opaque_at=[0], pickled=b"no pickle", references=[reference])
     with pytest.raises(Exception, match=r"pickle|load key|invalid"):
         decode(broken, [], load)
-    assert taken == [[1, 2]]
+    assert taken == [reference]
 
 
 def test_failed_encoding_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ...channels.landing import Steps, current_landing
 from ...errors import RpcCancelled, RpcUsageError
@@ -20,19 +20,13 @@ from ...futures import is_future, when_done
 from ..calls.batching import Batch, get_batcher
 from ..calls.current import NO_VALUES, Node, ServedCall, current_call
 from ..calls.functions import Handler, Mode
-from ..calls.values import LARGE_PICKLE, GradientLoader, decode
+from ..calls.values import LARGE_PICKLE, GradientLoader, ReferenceLoader, decode
 from ..engine.engine import Engine
 from ..gradients.contexts import current_autograd
 from ..links.accelerators import Accelerators
 from .answers import Answers, pass_on
 from .batches import run_batch
 from .producing import serve_async_generator, serve_generator
-
-
-class LoadReferences(Protocol):
-    """Makes handles of the references in a call."""
-
-    def __call__(self, wires: Sequence[Any]) -> Sequence[Any]: ...
 
 
 class Runner:
@@ -43,7 +37,7 @@ class Runner:
         node: Node,
         answers: Answers,
         accelerators: Accelerators,
-        load_references: LoadReferences,
+        load_references: ReferenceLoader,
         track: GradientLoader,
     ) -> None:
         self._node = node
@@ -105,10 +99,10 @@ class Runner:
 
     def discard_arguments(self, call: ServedCall) -> None:
         """Drop the arguments of a call that is not run. References among them still have to be taken."""
-        wires = call.arguments.references
+        passed = call.arguments.references
         call.drop_arguments()
-        if wires:
-            self._load_references(wires)
+        if passed:
+            self._load_references(passed)
 
     def refuse(self, call: ServedCall, error: BaseException) -> None:
         """Answer a call with that error, and do not run it. Any thread."""

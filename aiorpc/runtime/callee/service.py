@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ...errors import Overloaded, RpcCancelled, RpcError
+from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import read_call, read_credit
 from ...protocol.packing import unpack
+from ...protocol.reference_messages import PassedReference
 from ...transport.connection import Connection
 from ..calls.current import Node, ServedCall
 from ..calls.pending import PendingCall
@@ -33,10 +35,10 @@ from .running import Runner
 class References(answers.CreatedValues, ValuesOfReferences, Protocol):
     """The references of the worker, as far as serving calls needs them."""
 
-    def load(self, wires: Sequence[Any], sender: int) -> Sequence[Any]:
+    def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[Any]:
         """Handles of the references in a message from `sender`."""
 
-    def on_message(self, sender: int, message: tuple[Any, ...]) -> None:
+    def on_message(self, sender: int, message: reference_messages.Message) -> None:
         """A message of reference counting arrived. Raises ProtocolError."""
 
     def on_create(self, creates: Sequence[int], sender: int, call: ServedCall) -> None:
@@ -99,8 +101,8 @@ class Service:
         self._runner = Runner(home, self._answers, accelerators, self._load_references, self._caller.track)
         self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, peer.id)
 
-    def _load_references(self, wires: Sequence[Any]) -> Sequence[Any]:
-        return self._home.references.load(wires, self.peer.id)
+    def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
+        return self._home.references.load(passed, self.peer.id)
 
     # --- messages from the caller -------------------------------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class Service:
             call.credits.add(read_credit(frame.body))
 
     def _on_reference(self, frame: Frame) -> None:
-        self._home.references.on_message(self.peer.id, tuple(unpack(frame.body)))
+        self._home.references.on_message(self.peer.id, reference_messages.read(unpack(frame.body)))
 
     def _on_goodbye(self, _: Frame) -> None:
         self._home.on_goodbye(self.peer)

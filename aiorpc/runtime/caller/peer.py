@@ -37,6 +37,7 @@ from ...protocol.codec import Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ByName, Call, Fetch, Function, Method, Values, read_error, read_values
+from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...transport.connection import Connection
 from ..calls.current import Node, current_call
@@ -60,7 +61,7 @@ logger = logging.getLogger("aiorpc")
 class References(Protocol):
     """The references of the worker, as far as peers need them: for references in answers."""
 
-    def load(self, wires: Sequence[Any], sender: int) -> Sequence[Any]:
+    def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[Any]:
         """Handles of the references in a message from `sender`."""
 
 
@@ -568,10 +569,10 @@ class Peer:
         except Exception:
             logger.debug("a late answer of %s cannot be read", self.name, exc_info=True)
 
-    def load_references(self, wires: Sequence[Any]) -> Sequence[Any]:
+    def load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
         """Handles of the references in a message from this peer."""
         assert self.record is not None, "an answer came over a connection, so the peer is known"
-        return self._home.references.load(wires, self.record.id)
+        return self._home.references.load(passed, self.record.id)
 
     def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
         """The tensors of a message from this peer, placed in the autograd graph. said: what the message says of them.

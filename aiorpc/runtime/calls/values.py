@@ -17,7 +17,8 @@ from ...channels.routes import Route
 from ...errors import ProtocolError, SerializationError
 from ...protocol.codec import PLAIN, Incoming, Outgoing, Past, decode_values, encode_values
 from ...protocol.frames import MAX_SEGMENTS, Buffer
-from ...protocol.messages import Call, Item, Reply, Values, write_with
+from ...protocol.messages import Call, Item, Recorded, Reply, Values, write_with
+from ...protocol.reference_messages import PassedReference
 
 # A message whose pickle is longer than this is unpickled in a thread, off the loop.
 LARGE_PICKLE = 64 * 1024
@@ -33,13 +34,13 @@ class Results(tuple[Any, ...]):
 class ReferenceLoader(Protocol):
     """Makes handles of the remote references in a message."""
 
-    def __call__(self, wires: Sequence[Any]) -> Sequence[Any]: ...
+    def __call__(self, passed: Sequence[PassedReference]) -> Sequence[Any]: ...
 
 
 class Recorder(Protocol):
     """Remembers the tensors of a message that require gradients (`gradients.contexts.Tape`)."""
 
-    def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Any]) -> list[Any] | None:
+    def record(self, tensors: Sequence[torch.Tensor], on_unsent: list[Any]) -> Recorded | None:
         """What the message says about them, None for nothing. on_unsent: a list that gets the function to undo it."""
 
 
@@ -122,12 +123,11 @@ def encode(
         raise
 
 
-def _forget_leaves(table: Sequence[Any], gradients: Sequence[Any]) -> None:
+def _forget_leaves(table: list[layout.TensorEntry], recorded: Recorded) -> None:
     """What an autograd context says of tensors in the table gives them a past: they are no leaves at the receiver."""
-    _, _, places, _ = gradients
-    for place in places:
+    for place in recorded.places:
         if place < len(table):
-            layout.forget_leaf(table[place])
+            table[place] = layout.without_leaf(table[place])
 
 
 def _too_long(size: int, said: Values, limit: int) -> SerializationError:
@@ -168,11 +168,11 @@ def decode(
     must be the current ones. None if there can be no such tensors. track: for what the message says about gradients.
     Raises whatever unpickling raises, and ProtocolError for a message that is none.
     """
-    values, tensors_at, _, pickled, count, table, wires, said = message
-    if not (table or pickled or wires):
+    values, tensors_at, _, pickled, count, table, passed, said = message
+    if not (table or pickled or passed):
         return values
     # The references come first: their senders wait until they are taken, so that must happen whatever fails below.
-    references = load(wires) if wires else ()
+    references = load(passed) if passed else ()
     buffers: Sequence[Buffer] = ()
     if count:
         if type(count) is not int or not 0 < count <= len(segments):

@@ -29,10 +29,12 @@ from ...errors import ProtocolError, RpcError, RpcUsageError
 from ...futures import current_autograd as current_autograd
 from ...protocol.codec import Past
 from ...protocol.identity import WorkerRecord
+from ...protocol.messages import Recorded
 from ..engine.engine import Engine
 from .reach import Reach, ReceivedTensor, SentName
 
 Tensor = torch.Tensor
+_new: Any = tuple.__new__  # what Recorded(...) does, without its call into Python
 # Contexts that were left are remembered, so that a call that comes late does not open them again.
 _REMEMBERED = 4096
 # A message says of a tensor where its gradient goes on to, up to so many tensors.
@@ -214,7 +216,7 @@ class Tape:
     def __init__(self, context: AutogradContext) -> None:
         self._context = context
 
-    def record(self, tensors: Sequence[Tensor], on_unsent: list[Any]) -> list[Any] | None:
+    def record(self, tensors: Sequence[Tensor], on_unsent: list[Any]) -> Recorded | None:
         """What the message has to say about its tensors, None for nothing.
 
         on_unsent: a list that gets the function to undo it.
@@ -223,7 +225,8 @@ class Tape:
         if sent is None:
             return None
         on_unsent.append(partial(self._context.unsend, *sent[:2]))
-        return [self._context.id, *sent]
+        recorded: Recorded = _new(Recorded, (self._context.id, *sent))
+        return recorded
 
 
 class LeafSink(Protocol):

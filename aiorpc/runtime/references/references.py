@@ -28,12 +28,15 @@ from ...protocol import codec
 from ...protocol.frames import Kind
 from ...protocol.packing import pack
 from ...protocol.reference_messages import (
+    MESSAGES,
     Broken,
     Confirmed,
     Counts,
     Free,
+    Message,
     Output,
     Outputs,
+    PassedReference,
     ReferenceId,
     Role,
     Send,
@@ -160,21 +163,21 @@ class References:
             reason = foreign.text_of(error)
             self._run(lambda: self._table.creation_failed(rref, fork, reason, answered=False))
 
-    def load(self, wires: Sequence[Any], sender: int) -> list[RRef[Any]]:
+    def load(self, passed: Sequence[PassedReference], sender: int) -> list[RRef[Any]]:
         """Handles of the references in a message from `sender`."""
         handles = []
-        for wire in wires:
+        for each in passed:
             with self._lock:
-                rref, owner, fork, outputs = self._table.decode(wire[:5], sender)
+                outputs = self._table.decode(each, sender)
                 handle = self.handle_class.__new__(self.handle_class)
-                handle._bind(self, rref, fork, owner)
-                self._handles[fork] = handle
+                handle._bind(self, each.rref, each.fork, each.owner)
+                self._handles[each.fork] = handle
                 freed = self._carry_out(outputs)
             self._release(freed)
             handles.append(handle)
         return handles
 
-    def encode(self, handle: RRef[Any], out: codec.Outgoing, *position: int) -> int:
+    def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int:
         """Put a handle into a message to the worker `out.target`; returns its number among those of the message.
 
         position: where the handle is among the values, if it is a value by itself and not inside of another one.
@@ -182,15 +185,14 @@ class References:
         to = self.home.peers.id_of(out.target)
         with self._lock:
             try:
-                wire, outputs = self._table.encode(handle._rref, handle._fork, to)
+                passed, outputs = self._table.encode(handle._rref, handle._fork, to, position)
             except RpcUsageError:
                 handle._check()
                 raise
             freed = self._carry_out(outputs)
         self._release(freed)
-        child = ReferenceId(wire[3], wire[4])
-        out.on_unsent.append(lambda: self._run(self._table.unsend, child))
-        out.references.append((*wire, *position))
+        out.on_unsent.append(lambda: self._run(self._table.unsend, passed.fork))
+        out.references.append(passed)
         return len(out.references) - 1
 
     # --- values, on the owner -----------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ class References:
 
     # --- the table's outputs ------------------------------------------------------------------------------------------
 
-    def on_message(self, sender: int, message: tuple[Any, ...]) -> None:
+    def on_message(self, sender: int, message: Message) -> None:
         """A message of reference counting arrived; on the loop. Raises ProtocolError."""
         self._run(self._table.on_message, sender, message)
 
@@ -293,7 +295,7 @@ class References:
         for output in outputs:
             if isinstance(output, Send):
                 peer = self.home.peers.by_id(output.to)
-                peer.send(Kind.REFERENCE, 0, pack(output.message), later=self._flushing)
+                peer.send(Kind.REFERENCE, 0, pack(MESSAGES.write(output.message)), later=self._flushing)
                 if self._flushing:
                     self._unsaid.add(peer)
             elif isinstance(output, Free):
