@@ -24,6 +24,7 @@ from ..errors import ProtocolError, RpcCancelled
 from ..options import BULK_SIZE
 from ..protocol.frames import CHUNK, Buffer, Frame, encode_frame
 from ..protocol.messages import Chunk, read_chunk, write_chunk
+from ..protocol.states import TRANSFER, TransferEvent, TransferState
 from . import Arrived, Traffic, Wire
 from .inline import allocate
 
@@ -55,9 +56,10 @@ class _Outgoing:
 
 
 class _Incoming:
-    __slots__ = ("arrived", "buffer", "failure", "filled", "placed", "size")
+    __slots__ = ("arrived", "buffer", "failure", "filled", "placed", "size", "state")
 
     def __init__(self, size: int) -> None:
+        self.state = TRANSFER.initial
         self.size = size
         self.filled = 0
         self.placed = 0  # several chunks may be read before any is handed on
@@ -65,9 +67,11 @@ class _Incoming:
         self.failure: Exception | None = None
         self.arrived: Callable[[Buffer | Exception], None] | None = None
 
-    @property
-    def whole(self) -> bool:
-        return self.filled == self.size
+    def enter(self, event: TransferEvent) -> None:
+        """That has happened to it, as its sender says. Raises ProtocolError if it cannot happen now."""
+        if not TRANSFER.takes(self.state, event):
+            raise ProtocolError(f"a transfer that is {self.state.value}, of which the sender says: {event.value}")
+        self.state = TRANSFER.next(self.state, event)
 
 
 class Bulk:
@@ -179,9 +183,10 @@ class Bulk:
             incoming = self._incoming.get(number) or self._begin(number, size)
         except (TypeError, ValueError):
             raise ProtocolError(f"a message that names the transfer {wire!r:.100}") from None
-        if incoming.arrived is not None or (incoming.size != size and incoming.failure is None):
-            raise ProtocolError(f"two messages for transfer {number}, or of two sizes")
-        if not incoming.whole:
+        if incoming.size != size and incoming.state is not TransferState.GONE:
+            raise ProtocolError(f"transfer {number} is of {incoming.size} bytes, and its message says {size}")
+        incoming.enter(TransferEvent.MESSAGE)
+        if incoming.state is TransferState.NAMED:
             incoming.arrived = arrived
             return None
         del self._incoming[number]
@@ -208,6 +213,7 @@ class Bulk:
         incoming = self._incoming.get(number) or self._begin(number, size)
         if size != incoming.size or offset != incoming.placed or not 0 < length <= size - offset:
             raise ProtocolError(f"bytes {offset} to {offset + length} of transfer {number}, which is at another place")
+        incoming.enter(TransferEvent.CHUNK)
         incoming.placed += length
         if incoming.buffer is None:
             return allocate(length)
@@ -226,27 +232,28 @@ class Bulk:
         if incoming is None:
             raise ProtocolError(f"{frame} of a transfer that was given up")
         incoming.filled += len(frame.segments[0])
-        if incoming.whole:
+        if incoming.filled == incoming.size:
+            incoming.enter(TransferEvent.LAST_CHUNK)
             if incoming.buffer is not None:
                 self.traffic.count_received(incoming.size)
-            if incoming.arrived is not None:
-                self._end(number, incoming)
-
-    def _given_up(self, number: int, named: bool) -> None:
-        incoming = self._incoming.get(number)
-        if incoming is None or incoming.arrived is None:
-            self._incoming.pop(number, None)
-            if not named:
-                return
-            incoming = self._incoming[number] = _Incoming(0)
-        incoming.buffer = None
-        incoming.failure = RpcCancelled("its sender has given up sending it")
-        if incoming.arrived is not None:
             self._end(number, incoming)
 
+    def _given_up(self, number: int, named: bool) -> None:
+        incoming = self._incoming.get(number) or _Incoming(0)
+        incoming.enter(TransferEvent.GIVEN_UP_POSTED if named else TransferEvent.GIVEN_UP_UNPOSTED)
+        incoming.buffer = None
+        incoming.failure = RpcCancelled("its sender has given up sending it")
+        self._incoming[number] = incoming
+        self._end(number, incoming)
+
     def _end(self, number: int, incoming: _Incoming) -> None:
+        """Let go of a transfer whose life has ended; its message gets what has become of it."""
+        if incoming.state not in TRANSFER.final:
+            return
         del self._incoming[number]
-        assert incoming.arrived is not None
+        if incoming.state is TransferState.FORGOTTEN:
+            return
+        assert incoming.arrived is not None, "a transfer is handed over to its message"
         outcome = incoming.buffer if incoming.buffer is not None else incoming.failure
         assert outcome is not None
         incoming.arrived(outcome)
@@ -261,4 +268,6 @@ class Bulk:
             self._closed = True
             self._outgoing.clear()
             self._turns.clear()
+        for incoming in self._incoming.values():
+            incoming.enter(TransferEvent.CLOSED)
         self._incoming.clear()

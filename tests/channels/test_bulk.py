@@ -15,6 +15,7 @@ from aiorpc.channels.inline import allocate
 from aiorpc.errors import ProtocolError, RpcCancelled
 from aiorpc.options import BULK_SIZE
 from aiorpc.protocol.frames import HEAD, Buffer, Frame, Kind
+from aiorpc.protocol.states import TRANSFER, TransferEvent, TransferState
 from tests.channels.ends import borrowed, pattern
 
 CHUNK = 1000
@@ -265,13 +266,13 @@ def test_two_messages_for_one_transfer_are_refused() -> None:
     sender, receiver, sink = make(), make(), Sink()
     (wire,) = send(sender, 2 * CHUNK)
     assert receiver.receive([wire], [], sink) == [None]
-    with pytest.raises(ProtocolError, match="two messages"):
+    with pytest.raises(ProtocolError, match="that is named"):
         receiver.receive([wire], [], sink)
     for piece in pieces(sender):
         piece.give(receiver)
     assert bytes(sink.outcomes[0][1]) == pattern(0, 2 * CHUNK) and receiver.receiving == 0
     chunk(receiver, 7, 0, 100, 10)
-    with pytest.raises(ProtocolError, match="two sizes"):
+    with pytest.raises(ProtocolError, match="100 bytes, and its message says 101"):
         receiver.receive([[7, 101]], [], sink)
 
 
@@ -408,6 +409,80 @@ def test_giving_up_twice_is_giving_up_once() -> None:
         piece.give(receiver)
     assert [index for index, _ in sink.outcomes] == [1, 0] and isinstance(sink.outcomes[1][1], RpcCancelled)
     assert sender.sending == receiver.receiving == 0
+
+
+# --- its states -------------------------------------------------------------------------------------------------------
+
+# How each state is reached. Transfer 1 has three chunks.
+WAYS: dict[TransferState, list[TransferEvent]] = {
+    TransferState.UNKNOWN: [],
+    TransferState.ARRIVING: [TransferEvent.CHUNK],
+    TransferState.NAMED: [TransferEvent.CHUNK, TransferEvent.MESSAGE],
+    TransferState.WHOLE: [TransferEvent.CHUNK, TransferEvent.CHUNK, TransferEvent.LAST_CHUNK],
+    TransferState.GONE: [TransferEvent.CHUNK, TransferEvent.GIVEN_UP_POSTED],
+}
+
+
+class Incoming:
+    """The end to which a transfer comes, and what its sender does."""
+
+    def __init__(self) -> None:
+        self.receiver, self.sink, self.found = make(), Sink(), list[Any]()
+        self._at = 0
+
+    def tell(self, event: TransferEvent) -> None:
+        """That happens."""
+        match event:
+            case TransferEvent.CHUNK:
+                self._chunk(1)
+            case TransferEvent.LAST_CHUNK if not self._at:  # the last one, and no chunk has begun to come
+                self.receiver.on_frame(Frame(Kind.CHUNK, 1, b"", [memoryview(bytearray(CHUNK))]))
+            case TransferEvent.LAST_CHUNK:
+                self._chunk(3 - self._at)
+            case TransferEvent.MESSAGE:
+                self.found += self.receiver.receive([[1, 3 * CHUNK]], [], self.sink)
+            case TransferEvent.CLOSED:
+                self.receiver.close()
+            case _:
+                body = PLACE.pack((1 << 64) - 1, event is TransferEvent.GIVEN_UP_POSTED)
+                self.receiver.on_frame(Frame(Kind.CHUNK, 1, body, []))
+
+    def _chunk(self, count: int) -> None:
+        place = chunk(self.receiver, 1, self._at * CHUNK, 3 * CHUNK, count * CHUNK)
+        self._at += count
+        self.receiver.on_frame(Frame(Kind.CHUNK, 1, b"", [place]))
+
+    @property
+    def outcomes(self) -> int:
+        """How often the message got the buffer, or the reason why there is none."""
+        return sum(value is not None for value in self.found) + len(self.sink.outcomes)
+
+
+@pytest.mark.parametrize("event", TransferEvent)
+@pytest.mark.parametrize("state", WAYS)
+def test_each_state_takes_what_its_table_says(state: TransferState, event: TransferEvent) -> None:
+    """And refuses all else: what is kept, and what the message gets, is as the table has it."""
+    incoming = Incoming()
+    for step in WAYS[state]:
+        incoming.tell(step)
+    assert incoming.receiver.receiving == (state is not TransferState.UNKNOWN) and incoming.outcomes == 0
+    if event is TransferEvent.CLOSED:
+        incoming.tell(event)
+        assert incoming.receiver.receiving == incoming.outcomes == 0
+        return
+    if not TRANSFER.takes(state, event):
+        with pytest.raises(ProtocolError):
+            incoming.tell(event)
+        return
+    incoming.tell(event)
+    after = TRANSFER.next(state, event)
+    assert incoming.receiver.receiving == (after not in TRANSFER.final)
+    assert incoming.outcomes == (after is TransferState.HANDED_OVER)
+
+
+def test_there_is_a_way_to_each_state() -> None:
+    """But to those in which a life has ended."""
+    assert set(WAYS) == set(TRANSFER.states) - TRANSFER.final
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

@@ -90,6 +90,10 @@ class Table(Generic[S, E]):
                 f"{self.name}: nothing leads on from {state.name} when {event.name} comes ({event.value})"
             ) from None
 
+    def takes(self, state: S, event: E) -> bool:
+        """Whether the event may come in that state. To be asked first where another worker says what happens."""
+        return (state, event) in self._targets
+
     def allows(self, state: S, target: S) -> bool:
         """Whether one event may lead from the one state to the other."""
         return (state, target) in self._pairs

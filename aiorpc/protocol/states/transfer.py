@@ -61,7 +61,7 @@ TRANSFER: Table[TransferState, TransferEvent] = Table(
         Transition(_S.NAMED, _E.GIVEN_UP_POSTED, _S.HANDED_OVER, "The message fails with RpcCancelled."),
         Transition(_S.WHOLE, _E.MESSAGE, _S.HANDED_OVER),
         Transition(_S.GONE, _E.MESSAGE, _S.HANDED_OVER, "The message fails with RpcCancelled."),
-        *from_each((_S.ARRIVING, _S.WHOLE), _E.GIVEN_UP_UNPOSTED, _S.FORGOTTEN),
+        *from_each((_S.UNKNOWN, _S.ARRIVING, _S.WHOLE), _E.GIVEN_UP_UNPOSTED, _S.FORGOTTEN),
         *from_each((_S.ARRIVING, _S.NAMED, _S.WHOLE, _S.GONE), _E.CLOSED, _S.FORGOTTEN),
     ),
     final=(_S.HANDED_OVER, _S.FORGOTTEN),
