@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from aiorpc import PeerClosed, PeerLost, RpcCancelled, Worker
+from aiorpc.protocol.frames import Kind
+from aiorpc.protocol.messages import ByName, Call, Values, write
 from aiorpc.protocol.states import SERVED, ServedEvent, ServedState
 from aiorpc.runtime.calls.current import ServedCall, current_call
 from tests.observed import Observed
@@ -82,3 +84,15 @@ async def test_an_end_of_whoever_waits_cancels(
     observed.moved(state, state_of(pair[1], context))
     observed.check()
     assert state_of(pair[1], context) is SERVED.next(state, event)
+
+
+async def test_a_call_that_comes_twice_breaks_the_connection(pair: list[Worker], served: list[ServedCall]) -> None:
+    """The second would take the place of the first one, which would run on unseen: both end, and nothing more runs."""
+    call = pair[0].call("worker1", handler, "wait")
+    await until(lambda: served)
+    (context,) = served
+    again = Call(ByName(0, "time:sleep"), None, None, None, None, None, None, Values([0]))
+    pair[0].node.peers.find("worker1").send(Kind.CALL, context.call_id, write(again))
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(call, 30)
+    await until(lambda: state_of(pair[1], context) is ServedState.CANCELLED)

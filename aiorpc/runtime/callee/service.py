@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ...errors import Overloaded, RpcCancelled, RpcError
+from ...errors import Overloaded, ProtocolError, RpcCancelled, RpcError
 from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
@@ -112,6 +112,8 @@ class Service:
 
     def _on_call(self, frame: Frame, failure: Exception | None = None) -> None:
         message = read_call(frame.body)
+        if frame.call_id in self.calls:  # it would take the place of the other one, which nobody could end any more
+            raise ProtocolError(f"{frame}, and the call of that number is being served")
         call = ServedCall(self._home, self._info, frame, message)
         if message.autograd is not None:
             call.autograd = self._home.gradients.called(message.autograd, self._caller)
