@@ -195,7 +195,7 @@ class Node:
     def is_idle(self) -> bool:
         """Whether no call of users is under way, in either direction."""
         return (
-            not any(peer.user_calls() for peer in self.peers.all())
+            not any(peer.owed.user_calls() for peer in self.peers.all())
             and not any(service.user_calls() for service in list(self.services))
             and not self.links.busy()
             and not any(observer.holds() for observer in self.engine.observers)
@@ -208,7 +208,7 @@ class Node:
 
     def pending_calls(self) -> list[PendingCall]:
         """The calls under way at this worker, those it made and those it serves, oldest first."""
-        calls = [call for peer in self.peers.all() for call in peer.pending_calls()]
+        calls = [call for peer in self.peers.all() for call in peer.owed.pending_calls()]
         calls += [call for service in list(self.services) for call in service.pending_calls()]
         return sorted(calls, key=lambda call: -call.seconds)
 

@@ -60,7 +60,7 @@ def collect(node: Node) -> Statistics:
     return Statistics(
         calls_made=counters.made,
         calls_answered=counters.answered(),
-        calls_pending=sum(peer.user_calls() for peer in peers),
+        calls_pending=sum(peer.owed.user_calls() for peer in peers),
         calls_timed_out=counters.timed_out,
         late_answers=counters.late_answers,
         latency_p50=counters.quantile(0.5),

@@ -18,7 +18,8 @@ from ..protocol import reference_messages
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Kind
 from ..protocol.messages import Call, Fetch, Method
 from ..protocol.packing import unpack
-from ..runtime.caller.future import CallFuture, FunctionEntry
+from ..runtime.caller.future import CallFuture
+from ..runtime.caller.known import FunctionEntry
 from ..runtime.calls.current import ServedCall
 from ..runtime.calls.functions import find_name, resolve
 from ..runtime.engine.engine import Engine

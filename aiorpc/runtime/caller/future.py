@@ -1,10 +1,8 @@
-"""A call at its caller: its Future, the function that it names, and the texts of its errors."""
+"""A call at its caller: its Future, and the texts of its errors."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,11 +15,25 @@ from ...protocol.frames import Frame
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..links.link import Link
+from .known import FunctionEntry
 
 _CFuture = torch._C.Future
 
 
-class Callee(Protocol):
+class OwedForFuture(Protocol):
+    """The calls that a peer owes us (`OwedCalls`), as far as the Future of one of them knows them."""
+
+    @property
+    def pending(self) -> dict[int, CallFuture]: ...
+
+    def cancel(self, call_id: int) -> None:
+        """The caller of that call has given up."""
+
+    def settle(self, call_id: int, error: RpcError) -> None:
+        """That call ends with that error."""
+
+
+class PeerForFuture(Protocol):
     """The worker that was called (`Peer`), as far as the Future of a call knows it."""
 
     engine: Engine
@@ -34,37 +46,7 @@ class Callee(Protocol):
     def marks(self) -> Marks: ...
 
     @property
-    def pending(self) -> dict[int, CallFuture]: ...
-
-    def cancel(self, call_id: int) -> None:
-        """The caller of that call has given up."""
-
-    def refuse(self, call_id: int, error: RpcError) -> None:
-        """That call cannot be sent."""
-
-
-class FunctionEntry:
-    """A function as a peer knows it.
-
-    number: the number that stands for it on the wire; -1 if it has none, because it travels by value or is a method of
-    a reference. confirmed: whether a reply has shown that the callee knows the number. function: the callable of an
-    entry without a number, held weakly, for observers of messages; None if it cannot be held so.
-    """
-
-    __slots__ = ("_function", "confirmed", "name", "number")
-
-    def __init__(self, name: str, number: int = -1, function: Callable[..., Any] | None = None) -> None:
-        self.number = number
-        self.name = name
-        self.confirmed = False
-        self._function: Callable[[], Any] | None = None
-        if function is not None:
-            with contextlib.suppress(TypeError):
-                self._function = weakref.ref(function)
-
-    @property
-    def function(self) -> Callable[..., Any] | None:
-        return None if self._function is None else self._function()
+    def owed(self) -> OwedForFuture: ...
 
 
 class CallFuture(Future[Any]):
@@ -94,7 +76,7 @@ class CallFuture(Future[Any]):
     _apart = True
 
     def __init__(
-        self, peer: Callee, entry: FunctionEntry, started: float, deadline: float | None, system: bool
+        self, peer: PeerForFuture, entry: FunctionEntry, started: float, deadline: float | None, system: bool
     ) -> None:
         _CFuture.__init__(self, [])
         self._unclaimed = [True]
@@ -137,7 +119,7 @@ class CallFuture(Future[Any]):
         # While messages are held, and for streams and devices, only the loop reads: the order of messages matters then.
         if connection is None or link is None or link.held or self.streamed or peer.devices:
             return
-        loop = peer.engine.call_on_loop
+        loop, pending = peer.engine.call_on_loop, peer.owed.pending
         current: CallFuture | None = None
         try:
             while self._state == PENDING:
@@ -145,7 +127,7 @@ class CallFuture(Future[Any]):
                 if not frames:
                     return
                 for frame in frames:
-                    current = peer.pending.get(frame.call_id)
+                    current = pending.get(frame.call_id)
                     if link.held or (current is not None and current.streamed):
                         loop(link.on_frames, [frame])
                         continue
@@ -157,20 +139,20 @@ class CallFuture(Future[Any]):
                             raise cause
         except BaseException:  # a signal handler has raised it: the loop handles what was read and not yet handed on
             for frame in connection.answers:
-                if frame.call_id in peer.pending:
+                if frame.call_id in pending:
                     loop(link.on_frames, [frame])
             connection.read_on_loop()
             # This thread had taken that call out of `pending` and was about to settle it: nobody else will.
-            if current is not None and current.call_id not in peer.pending:
+            if current is not None and current.call_id not in pending:
                 current._settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
             raise
 
     def _on_cancel(self) -> None:
-        self.peer.cancel(self.call_id)
+        self.peer.owed.cancel(self.call_id)
 
     def refuse(self, error: RpcError) -> None:
         """The call cannot be sent, and ends with that error. Any thread."""
-        self.peer.refuse(self.call_id, error)
+        self.peer.owed.settle(self.call_id, error)
 
 
 def copy_for(error: RpcError, future: CallFuture) -> RpcError:

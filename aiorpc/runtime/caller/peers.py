@@ -59,7 +59,7 @@ class Peers:
 
     def _scan_deadlines(self, now: float) -> float:
         """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
-        return min((peer.scan_deadlines(now) for peer in self.all()), default=float("inf"))
+        return min((peer.owed.scan_deadlines(now) for peer in self.all()), default=float("inf"))
 
     def close(self) -> None:
         """This worker leaves: say goodbye to all peers, and end the calls that are still pending. On the loop."""

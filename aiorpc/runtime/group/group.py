@@ -226,7 +226,7 @@ class Group:
     def _part(self, record: WorkerRecord) -> None:
         peer = self._home.peers.of(record)
         error = PeerClosed(f"{record.describe()} has shut down")
-        if peer.pending:
+        if peer.owed.pending:
             self._engine.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
         else:
             peer.fail(error)

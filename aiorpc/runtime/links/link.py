@@ -78,8 +78,9 @@ class Receiver(Protocol):
     @property
     def handlers(self) -> dict[int, Handler]: ...
 
-    def on_failed(self, frame: Frame, error: Exception) -> None:
-        """A message has arrived whose buffers cannot be had. frame: without buffers. error: the reason."""
+    @property
+    def on_failed(self) -> Callable[[Frame, Exception], None]:
+        """Takes a message whose buffers cannot be had: the message without them, and the reason."""
 
 
 class Home(Protocol):

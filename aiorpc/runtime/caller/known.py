@@ -1,0 +1,53 @@
+"""The functions of one peer's calls, and the numbers by which the peer knows them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..calls.functions import describe, find_name
+from ..calls.values import Destination
+
+
+class FunctionEntry:
+    """A function as a peer knows it.
+
+    number: the number that stands for it on the wire; -1 if it has none, because it travels by value or is a method of
+    a reference. confirmed: whether a reply has shown that the callee knows the number. function: the callable of an
+    entry without a number, held weakly, for observers of messages; None if it cannot be held so.
+    """
+
+    __slots__ = ("_function", "confirmed", "name", "number")
+
+    def __init__(self, name: str, number: int = -1, function: Callable[..., Any] | None = None) -> None:
+        self.number = number
+        self.name = name
+        self.confirmed = False
+        self._function: Callable[[], Any] | None = None
+        if function is not None:
+            with contextlib.suppress(TypeError):
+                self._function = weakref.ref(function)
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        return None if self._function is None else self._function()
+
+
+class KnownFunctions(dict[Any, FunctionEntry]):
+    """The entries of the functions that can go by name; such functions live as long as their module anyway.
+
+    To look a function up is to enter it: it gets a number, unless it has no name. Any thread.
+    """
+
+    def __init__(self, peer: Destination) -> None:
+        self._peer = peer
+        self._numbers = itertools.count()
+
+    def __missing__(self, function: Any) -> FunctionEntry:
+        name = find_name(function, self._peer.same_main)
+        if name is None:
+            return FunctionEntry(describe(function), function=function)
+        return self.setdefault(function, FunctionEntry(name, next(self._numbers)))

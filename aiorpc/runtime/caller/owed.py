@@ -1,0 +1,293 @@
+"""The calls that a peer owes us: those that it has not answered, and what may end each of them.
+
+A call ends with its answer, when its time is up, when its caller gives up, or when it cannot be sent or the peer is
+gone. A call is in `OwedCalls.pending` from before its frame is queued until somebody takes it out. `dict.pop` decides
+who that is, and whoever took it out settles its Future.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from ... import foreign
+from ...channels.landing import Landing
+from ...errors import RpcError, RpcTimeout
+from ...futures import describe_site
+from ...protocol.codec import Past
+from ...protocol.frames import ERROR, REPLY, Buffer, Frame
+from ...protocol.messages import Values, read_error, read_values
+from ...protocol.reference_messages import PassedReference
+from ...protocol.states import PeerState
+from ..calls.current import Node
+from ..calls.failures import decode_error, without_frames
+from ..calls.pending import PendingCall
+from ..calls.values import LARGE_PICKLE, Results, decode
+from ..engine.deadlines import Deadlines
+from ..links.links import Links
+from ..links.reassembly import Message
+from .future import CallFuture, copy_for
+
+logger = logging.getLogger("aiorpc")
+
+
+class ItemSink(Protocol):
+    """The consumer of a stream (`Stream`)."""
+
+    def on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
+        """An item arrived; on the worker's loop."""
+
+
+class PeerForOwed(Protocol):
+    """The worker that owes the calls (`Peer`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def state(self) -> PeerState: ...
+
+    def call_off(self, call_id: int) -> None:
+        """That call has ended here: take it back, or tell the callee."""
+
+    def load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
+        """Handles of the references in a message from the peer."""
+
+    def track(self, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Past | None]:
+        """The tensors of a message from the peer, placed in the autograd graph. said: what the message says of them."""
+
+
+class Home(Node, Protocol):
+    """What the calls need of the worker that has made them."""
+
+    links: Links
+
+    def read_error(self, function: str, error: BaseException) -> BaseException:
+        """The error that the caller of that function is to get for the one that has arrived."""
+
+
+class OwedCalls:
+    """See the module. Methods belong to the loop where they do not say otherwise.
+
+    pending: the Futures of the calls, by number. streams: who takes the items of those that are streams. system: how
+    many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave.
+    """
+
+    def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:
+        self.pending: dict[int, CallFuture] = {}
+        # Weak: a consumer that breaks out of its loop drops the stream, and that is what stops the producer.
+        self.streams: WeakValueDictionary[int, ItemSink] = WeakValueDictionary()
+        self.system = 0
+        self._home = home
+        self._engine = home.engine
+        self._counters = home.engine.counters
+        self._accelerators = home.links.accelerators
+        self._devices = home.links.accelerators.accelerator is not None
+        self._deadlines = deadlines
+        self._peer = peer
+        self._ids = itertools.count(1)
+
+    def enter(self, future: CallFuture, stream: ItemSink | None) -> int:
+        """A call is about to be sent; the number that it gets. stream: who takes its items. Any thread."""
+        future.call_id = call_id = next(self._ids)
+        self.pending[call_id] = future
+        if future.system:
+            self.system += 1
+        else:
+            self._counters.made += 1
+        if stream is not None:
+            self.streams[call_id] = stream
+            future.streamed = True
+        if future.deadline is not None:
+            self._deadlines.add(future.deadline)
+        return call_id
+
+    # --- ends without an answer ---------------------------------------------------------------------------------------
+
+    def take(self, call_id: int) -> CallFuture | None:
+        """Take a call out of `pending`, which ends it; None if somebody else has ended it before. Any thread."""
+        future = self.pending.pop(call_id, None)
+        if future is not None and future.system:
+            self.system -= 1
+        return future
+
+    def scan_deadlines(self, now: float) -> float:
+        """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
+        following = float("inf")
+        due = []
+        # Not items(): making its pairs can start the garbage collector, and with it other threads, in mid-iteration.
+        for future in list(self.pending.values()):
+            deadline = future.deadline
+            if deadline is None:
+                continue
+            if deadline <= now:
+                due.append(future.call_id)
+            elif deadline < following:
+                following = deadline
+        for call_id in due:
+            self._expire(call_id)
+        return following
+
+    def _expire(self, call_id: int) -> None:
+        future = self.take(call_id)
+        if future is None:
+            return
+        self.streams.pop(call_id, None)
+        self._time_out(future)
+        self._peer.call_off(call_id)
+
+    def _time_out(self, future: CallFuture) -> None:
+        assert future.deadline is not None
+        self._counters.timed_out += 1
+        seconds = round(future.deadline - future.started, 6)  # what was asked for, not 0.09999999999854481
+        state = self._peer.state
+        unconnected = "" if state is PeerState.READY else f"; there is no connection to it yet ({state.value})"
+        future._settle(
+            None,
+            RpcTimeout(
+                f"RPC ran for more than set timeout ({seconds:g} s): {future.describe()} got no answer{unconnected}. "
+                "It was told to stop, and may or may not have run.",
+                worker=self._peer.name,
+                function=future.function,
+                seconds=seconds,
+            ),
+        )
+
+    def cancel(self, call_id: int) -> None:
+        """The caller of that call has given up: forget it and tell the callee. Any thread."""
+        self.streams.pop(call_id, None)
+        if self.take(call_id) is not None:
+            self._peer.call_off(call_id)
+
+    def settle(self, call_id: int, error: RpcError) -> None:
+        """A call ends with that error: it cannot be sent, or the peer is gone. Any thread."""
+        future = self.take(call_id)
+        self.streams.pop(call_id, None)
+        if future is not None:
+            future._settle(None, copy_for(error, future))
+
+    def fail(self, error: RpcError) -> None:
+        """The peer is gone: all calls end with that error."""
+        for call_id in list(self.pending):
+            self.settle(call_id, error)
+
+    # --- messages from the callee, on the loop; on_answer also in a thread that waits for it --------------------------
+
+    def on_failed(self, frame: Frame, error: Exception) -> None:
+        """The buffers of an answer or of an item of a stream cannot be had: the call ends with an error."""
+        future = self.take(frame.call_id)
+        self._discard(frame)
+        if self.streams.pop(frame.call_id, None) is not None:  # an item is missing, so those behind it are not wanted
+            self._peer.call_off(frame.call_id)
+        if future is not None:
+            failure = RpcError(f"the result of {future.describe()} did not arrive: {error}")
+            future._settle(None, failure)
+
+    def on_item(self, frame: Frame) -> None:
+        """An item of a stream has arrived."""
+        stream = self.streams.get(frame.call_id)
+        if stream is None:
+            self._discard(frame)
+        else:
+            stream.on_item(read_values(frame.body), frame.segments, frame.landing if type(frame) is Message else None)
+
+    def on_answer(self, frame: Frame) -> None:
+        """An answer has arrived. Called by whoever reads the connection: the loop, or a thread that waits."""
+        future = self.take(frame.call_id)
+        if future is None:
+            self._counters.late_answers += 1
+            self._discard(frame)
+            return
+        now = time.monotonic()
+        if future.deadline is not None and now > future.deadline:
+            self._time_out(future)
+            self._counters.late_answers += 1
+            self._discard(frame)
+            return
+        self._counters.record_latency(now - future.started)
+        entry = future.entry
+        # An error may have come before the callee looked at the function (Overloaded, no such module).
+        if not entry.confirmed and entry.number >= 0 and frame.kind == REPLY:
+            entry.confirmed = True  # from now on the number goes alone
+        if future.streamed:
+            self.streams.pop(frame.call_id, None)
+        if frame.kind == ERROR:
+            self._settle_error(future, frame)
+            return
+        landing = frame.landing if type(frame) is Message else None
+        try:
+            result = read_values(frame.body)
+            if result.pickled and len(result.pickled) > LARGE_PICKLE:
+                self._engine.background.submit(self._settle_value, future, result, frame.segments, landing)
+                return
+        except Exception as error:
+            future._settle(None, without_frames(error))
+            return
+        self._settle_value(future, result, frame.segments, landing)
+
+    def _settle_value(
+        self, future: CallFuture, result: Values, segments: Sequence[Buffer], landing: Landing | None
+    ) -> None:
+        try:
+            landing = landing or (self._devices and self._accelerators.landing()) or None
+            if landing is None:
+                values = decode(result, segments, self._peer.load_references, self._peer.track)
+            else:
+                with landing.entered():
+                    values = decode(result, segments, self._peer.load_references, self._peer.track, landing)
+                    future._arrival = landing.arrival()
+            value = values[0] if len(values) < 2 else Results(values)
+        except BaseException as error:  # even SystemExit is that call's alone
+            failure = RpcError(f"the result of {future.describe()} cannot be read here: {foreign.said(error)}")
+            failure.__cause__ = without_frames(error)
+            future._settle(None, failure)
+        else:
+            future._settle(value)
+
+    def _settle_error(self, future: CallFuture, frame: Frame) -> None:
+        try:
+            error = self._home.read_error(future.function, decode_error(read_error(frame.body), future.function))
+            if not foreign.is_a(error, BaseException):
+                raise TypeError("read_error gave something that is no exception")
+        except BaseException as broken:
+            error = RpcError(f"{future.describe()} failed, and its error cannot be read: {foreign.said(broken)}")
+        future._settle(None, error)
+
+    def _discard(self, frame: Frame) -> None:
+        """Drop an answer or item that nobody waits for. References inside of it still have to be taken."""
+        if frame.kind == ERROR:
+            return
+        try:
+            references = read_values(frame.body).references
+            if references:
+                self._peer.load_references(references)
+        except Exception:
+            logger.debug("a late answer of %s cannot be read", self._peer.name, exc_info=True)
+
+    # --- looking, from any thread -------------------------------------------------------------------------------------
+
+    def pending_calls(self) -> list[PendingCall]:
+        """The calls of users that this peer has not answered."""
+        now = time.monotonic()
+        return [
+            PendingCall(
+                "made",
+                self._peer.name,
+                future.function,
+                now - future.started,
+                None if future.deadline is None else future.deadline - now,
+                describe_site(future._site),
+            )
+            for future in list(self.pending.values())
+            if not future.system
+        ]
+
+    def user_calls(self) -> int:
+        """How many pending calls are users' and not the runtime's."""
+        return sum(not future.system for future in list(self.pending.values()))
