@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import aiorpc as rpc
-from aiorpc.runtime.links.on_devices import DEVICE
+from aiorpc.runtime.links.messages import DEVICE
 
 from ..fakes.cuda import FakeCuda
 from . import device_bodies as bodies

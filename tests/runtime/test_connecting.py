@@ -40,7 +40,8 @@ from aiorpc.runtime.caller.peer import Peer
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.failures import encode_error
 from aiorpc.runtime.group import connecting
-from aiorpc.runtime.links.link import SHARED, Link
+from aiorpc.runtime.links.distribution import Distribution
+from aiorpc.runtime.links.messages import SHARED
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from tests.runtime.waiting import until, until_no_references, wait_until
@@ -210,14 +211,14 @@ async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
 ) -> None:
     """The creation of a value that fails is news for the references; calls behind it go out."""
     caller = trio[1]
-    peer, prepare = caller.node.peers.find("worker2"), Link.prepare
+    peer, prepare = caller.node.peers.find("worker2"), Distribution.prepare
 
-    def refuse(link: Link, *args: Any, **options: Any) -> Any:
-        if link is peer.link:
+    def refuse(distribution: Distribution, *args: Any, **options: Any) -> Any:
+        if peer.link is not None and distribution is peer.link.distribution:
             raise MemoryError("for the test")
-        return prepare(link, *args, **options)
+        return prepare(distribution, *args, **options)
 
-    monkeypatch.setattr(Link, "prepare", refuse)
+    monkeypatch.setattr(Distribution, "prepare", refuse)
     reference = caller.remote("worker2", count, torch.ones(APART))
     behind = caller.call("worker2", abs, -3)
     await become_ready_beside_references(caller, peer, held_back)

@@ -746,7 +746,7 @@ async def test_large_messages_while_the_other_side_leaves_are_no_error(caplog: p
 
 async def test_an_offer_that_meets_a_closed_worker_is_nothing(warmed: list[Worker]) -> None:
     """Threads for mapping are gone by then: no error, no broken connection."""
-    channel = next(iter(warmed[1].node.services)).link.shared
+    channel = next(iter(warmed[1].node.services)).link.distribution.shared
     assert channel is not None
     channel.close()
     channel.on_message(MESSAGES.write(Offer(7, 3, 4096, bytes(16))))

@@ -19,7 +19,8 @@ from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
 from ..gradients.contexts import Gradients, Member, Tape
 from ..links.accelerators import Accelerators
-from ..links.link import FEW, Link, Prepared
+from ..links.distribution import Prepared
+from ..links.link import FEW, Link
 
 logger = logging.getLogger("aiorpc")
 
@@ -110,14 +111,14 @@ class Answers:
             self.answer_error(call, not_pickled(f"the result of {call.function}", error))
             pass_on(error)
             return
-        if not buffers or (not copy and link.rides(buffers)):
+        if not buffers or (not copy and link.distribution.rides(buffers)):
             if self._may_answer(call):
                 # With few other calls under way there is little to join it with, and no reason to wait for the loop.
                 urgent = len(self.calls) < FEW + self.system
                 link.send(
                     REPLY, call.call_id, encode_frame(REPLY, call.call_id, body, buffers), urgent=urgent, call=call
                 )
-        elif not copy and link.too_long_for_loop(buffers):
+        elif not copy and link.distribution.too_long_for_loop(buffers):
             settled = self._accelerators.settled(buffers)
             self._engine.in_background(self._answer_buffers, call, body, settled)
         else:
@@ -141,7 +142,7 @@ class Answers:
 
     def _prepare(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer], copy: bool) -> Prepared | None:
         try:
-            return self._link.prepare(REPLY, call.call_id, body, buffers, copy=copy)
+            return self._link.distribution.prepare(REPLY, call.call_id, body, buffers, copy=copy)
         except Exception as error:
             self.answer_error(call, error)
             return None
@@ -152,7 +153,7 @@ class Answers:
         if self._may_answer(call):
             self._link.post(prepared, urgent=len(self.calls) < FEW + self.system, call=call)
         else:
-            self._link.withdraw(prepared)
+            self._link.distribution.withdraw(prepared)
 
     def _send(
         self, kind: int, call: ServedCall, body: bytes, buffers: Sequence[Buffer] = (), *, more: bool = False
@@ -194,7 +195,7 @@ class Answers:
             pass_on(error)
             raise not_pickled(f"an item of {call.function}", error) from error
         if buffers:
-            link.post(link.prepare(ITEM, call.call_id, body, buffers, copy=True), call=call)
+            link.post(link.distribution.prepare(ITEM, call.call_id, body, buffers, copy=True), call=call)
         else:
             link.send(ITEM, call.call_id, encode_frame(ITEM, call.call_id, body), call=call)
 

@@ -161,7 +161,7 @@ class Service:
     def cancel(self, call_id: int) -> None:
         """The caller has given up on that call."""
         call = self._answers.take(call_id)
-        self.link.give_up(call_id)  # large buffers of its answer or its items may be on their way
+        self.link.distribution.give_up(call_id)  # large buffers of its answer or its items may be on their way
         if call is None:
             return
         call.cancelled = True

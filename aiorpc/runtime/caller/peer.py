@@ -220,7 +220,7 @@ class Peer:
             # Entered before the frame is queued: the answer may come before this function has returned.
             call_id = owed.enter(future, stream)
             link = self.link  # read once: the loop takes it away when the connection ends
-            if buffers and not (link is not None and link.rides(buffers)):
+            if buffers and not (link is not None and link.distribution.rides(buffers)):
                 self._send_buffers(WaitingCall(future, body, buffers, out))
             else:
                 whole = encode_frame(CALL, call_id, body, buffers)
@@ -297,7 +297,7 @@ class Peer:
             link = self.link
             if link is None:  # gone again, and the call with it
                 return
-        if link.too_long_for_loop(message.buffers):
+        if link.distribution.too_long_for_loop(message.buffers):
             self.engine.in_background(self._post, link, self._settled(message))
         else:
             self._post(link, message)
@@ -313,13 +313,13 @@ class Peer:
         parcel = None
         try:
             if call_id in owed.pending:
-                parcel = link.prepare(CALL, call_id, message.body, message.buffers)
+                parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers)
         except Exception as error:
             failure = RpcError(f"a call to {self.describe()} could not be sent: {error}")
             self.engine.call_on_loop(owed.settle, call_id, failure)  # not here: as below
         if parcel is None or call_id not in owed.pending:  # given up meanwhile
             if parcel is not None:
-                link.withdraw(parcel)
+                link.distribution.withdraw(parcel)
             if message.out is not None:
                 # Not here: `ready` holds our lock, and who holds that of the references may wait for it.
                 self.engine.call_on_loop(message.out.unsend)
@@ -362,7 +362,7 @@ class Peer:
         if not taken_back:
             link = self.link
             if link is not None:
-                link.give_up(call_id)
+                link.distribution.give_up(call_id)
             self.send(Kind.CANCEL, call_id, b"")
 
     def rest(self) -> bool:
@@ -415,7 +415,7 @@ class Peer:
                 for each in waiting.values():
                     if isinstance(each, WaitingFrame):
                         self._send_waiting(link, each)
-                    elif link.too_long_for_loop(each.buffers):
+                    elif link.distribution.too_long_for_loop(each.buffers):
                         self.engine.in_background(self._post, link, each)
                     else:
                         self._post(link, each)

@@ -1,9 +1,8 @@
 """A link: one end of the traffic with one other worker. Frames go over its connection, large buffers by channels.
 
-A message whose buffers all fit into its frame is that frame. Any other travels as a PARCEL, which names for each buffer
-its channel and what that needs to receive it, and is unwrapped here: who serves or answers calls sees the message with
-all its buffers, as if they had come with it. What the two ends of a link say to each other, on channel 0 of CHANNEL, is
-in `messages`.
+Which channel takes which buffer of a message that leaves is decided in `distribution`. A message that arrives as a
+PARCEL is opened here: who serves or answers calls sees the message with all its buffers, as if they had come with it.
+What the two ends of a link say to each other, on channel 0 of CHANNEL, is in `messages`.
 
 Every message of a worker leaves through `Link.send` and arrives through `Link.on_frames`, with the exception of those
 of the handshake, which comes before there is a link. Observers are asked there, and messages are counted there.
@@ -13,23 +12,18 @@ Invariants
    frames of the same call behind it; other calls do not wait.
 2. A message of which a buffer cannot be had is handed over as failed; its call fails, and no other.
 3. A second connection that breaks takes the first along: what was on it is lost.
-4. Nothing is copied on the loop that takes longer than a millisecond (`too_long_for_loop`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from ...channels import AnyBuffer, Channel, Traffic, Wire, shared
-from ...channels.accelerator import DeviceBuffer
+from ...channels import shared
 from ...channels.bulk import Bulk
 from ...channels.device import Devices
-from ...channels.inline import Inline
-from ...channels.landing import Landing
 from ...channels.routes import Route
 from ...channels.shared import SharedMemory
 from ...errors import ProtocolError
@@ -43,19 +37,16 @@ from ..engine.engine import Engine
 from ..engine.observing import Passage
 from . import observed
 from .accelerators import Accelerators
+from .distribution import Distribution, Prepared
 from .memory import Memory
-from .messages import MESSAGES, Attach, Introduce, Pipe
-from .on_devices import DEVICE, PIECES, LinkDevices
+from .messages import DEVICE, LINK, MESSAGES, SHARED, Attach, Introduce, Pipe
+from .on_devices import LinkDevices
 from .reassembly import Assembly, Message, Reassembly
 from .second import SecondConnection
 
-# Who a CHANNEL frame is for, and what takes a buffer of a PARCEL; and DEVICE.
-LINK, SHARED, BULK, INLINE = range(4)
 # The kinds of frames that are for the link itself: `Link.admit` has to see them.
 OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK))
 Handler = Callable[[Frame], None]
-# A loop copies at most so many bytes for one message; more is copied by a thread.
-LOOP_COPY = 1024 * 1024
 # With at most so many calls under way, each message is written at once by the thread that made it. With more, the loop
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
 # away from that thread.
@@ -102,25 +93,8 @@ class Home(Protocol):
         """The link is closed."""
 
 
-class Prepared(NamedTuple):
-    """A message whose buffers were given to their channels: it has to be posted or withdrawn, exactly once.
-
-    kind, body: of the message itself, even if its frame is a PARCEL. wires: (channel, wire) of the buffers that do not
-    go with the frame. size: bytes of all buffers.
-    """
-
-    kind: int
-    call_id: int
-    body: bytes
-    frame: list[Buffer]
-    wires: Sequence[tuple[int, Wire]] = ()
-    size: int = 0
-
-
 class Link:
-    """See the module. `prepare`, `post`, `withdraw` and `flush` from any thread, the rest on the loop."""
-
-    device_code = DEVICE
+    """See the module. `send`, `post`, `say` and `flush` from any thread, the rest on the loop."""
 
     def __init__(
         self,
@@ -139,26 +113,19 @@ class Link:
         self.connection = connection
         self.record = record
         self.number = number
-        self._reassembly = Reassembly(self)
-        self.held = self._reassembly.held  # the messages that wait for buffers, by call
         self.released: Sequence[Any] = ()  # what `flush` would send
-        self.shared: SharedMemory | None = None
         self.opener = opener
         options = home.engine.options
         self.second = SecondConnection(self)
         self.bulk = Bulk(limit=options.max_tensor_bytes, wake=self.second.wake, least=options.min_bulk_bytes)
-        self.inline = Inline()
         self.route_back: Route | None = None  # for tensors on devices, from the acceptor to the opener
         self.on_devices = LinkDevices(self)
         self.devices = self.on_devices.channel
         self.slots = self.devices.released  # the same of the device channel: slots of outboxes
-        # Below so many bytes the buffers of a message go with its frame: a lone buffer, and several together.
-        self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes)
-        self._least = min(shared.PACK_LEAST, self._least_alone)
+        self.distribution = Distribution(self.engine, self.bulk, self.devices)
+        self._reassembly = Reassembly(self)
+        self.held = self._reassembly.held  # the messages that wait for buffers, by call
         self._receiver = receiver
-        # In order of priority; `devices` beside them takes what lies on a device, and nothing else.
-        self._channels: dict[int, Channel] = {BULK: self.bulk, INLINE: self.inline}
-        self._underway: dict[int, Sequence[tuple[int, Wire]]] = {}  # of calls that may still be given up
         self._timed = False
         self._handlers = receiver.handlers
         # Counted without a lock, like `Counters`.
@@ -206,19 +173,10 @@ class Link:
         if prepared is None or not prepared.wires:
             self.connection.send(frame, urgent=urgent, more=more)
         else:
-            self._send_apart(prepared, urgent)
-
-    def _send_apart(self, prepared: Prepared, urgent: bool) -> None:
-        away: list[Wire] = []
-        for code, wire in prepared.wires:
-            if code == DEVICE:
-                away.append(wire)
-            elif code == BULK and prepared.call_id < PIECES:
-                # Added to those that are there: each item of a stream is a message of the same call.
-                self._underway[prepared.call_id] = [*self._underway.get(prepared.call_id, ()), (code, wire)]
-        self.connection.send(prepared.frame, urgent=urgent)
-        if away:
-            self.devices.posted(away, prepared.call_id)
+            away = self.distribution.remember(prepared)
+            self.connection.send(frame, urgent=urgent)
+            if away:
+                self.devices.posted(away, call_id)
 
     def _ask_observers(
         self,
@@ -233,20 +191,17 @@ class Link:
         if prepared is None:
             passage = observed.frame_passage(kind, call_id, frame, call, self.record)
         else:
-            apart = [self._name_of(code) for code, _ in prepared.wires]
             size = len(prepared.body) + prepared.size
-            passage = Passage(prepared.kind, call_id, prepared.body, size, call, self.record, apart)
+            names = self.distribution.names(prepared)
+            passage = Passage(prepared.kind, call_id, prepared.body, size, call, self.record, names)
 
         def drop() -> None:
             if prepared is not None:
-                self.withdraw(prepared)
+                self.distribution.withdraw(prepared)
             if undo is not None:
                 undo.unsend()
 
         observed.ask(self.engine.observers, passage, send, drop)
-
-    def _name_of(self, code: int) -> str:
-        return Devices.name if code == DEVICE else self._channels[code].name
 
     # --- the entrance -------------------------------------------------------------------------------------------------
 
@@ -278,94 +233,6 @@ class Link:
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
 
-    def too_long_for_loop(self, buffers: Sequence[AnyBuffer]) -> bool:
-        """Whether `prepare` would block the loop that runs in this thread, and another thread should call it."""
-        return (
-            threading.get_ident() == self.engine.thread
-            and self.shared is not None
-            and sum(len(buffer) for buffer in buffers if type(buffer) is not DeviceBuffer) > LOOP_COPY
-        )
-
-    def rides(self, buffers: Sequence[Any]) -> bool:
-        """Whether the buffers just go with the frame of their message, as a lone short one does.
-
-        They are counted then, and `prepare` need not be called.
-        """
-        if len(buffers) > 1 or len(buffers[0]) >= self._least_alone or type(buffers[0]) is DeviceBuffer:
-            return False
-        self.inline.count(buffers)
-        return True
-
-    def prepare(
-        self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], *, copy: bool = False
-    ) -> Prepared:
-        """Give the buffers of a message to their channels. What it returns has to be posted or withdrawn.
-
-        copy: whether the buffers may change as soon as this returns. Otherwise they are borrowed until they are
-        written. Buffers on devices are never borrowed.
-        """
-        if any(type(buffer) is DeviceBuffer for buffer in buffers):
-            return self._prepare_with_devices(kind, call_id, body, buffers, copy)
-        host: Sequence[Any] = buffers
-        sharing = self.shared
-        if sharing is not None and len(host) == 1:
-            wire = sharing.send_one(host[0])
-            if wire is not None:  # a short cut through what follows: most large messages have one buffer
-                whole = write(messages.Parcel(kind, ((SHARED, *wire),), body))
-                frame = encode_frame(PARCEL, call_id, whole)
-                return Prepared(kind, call_id, body, frame, ((SHARED, wire),), len(host[0]))
-            sharing = None  # it has refused the buffer, and need not be asked again
-        if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):
-            if copy:
-                host = [bytes(buffer) for buffer in host]
-            self.inline.count(host)
-            return Prepared(kind, call_id, body, encode_frame(kind, call_id, body, host), (), sum(map(len, host)))
-        wires, riders = self._distribute(host, copy, sharing is not None)
-        return self._prepared(kind, call_id, body, wires, riders, buffers)
-
-    def _prepare_with_devices(
-        self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], copy: bool
-    ) -> Prepared:
-        away = [buffer for buffer in buffers if isinstance(buffer, DeviceBuffer)]
-        host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
-        sent = [[DEVICE, *wire] for wire in self.devices.send(away, []) if wire is not None]
-        try:
-            wires, riders = self._distribute(host, copy, self.shared is not None)
-        except BaseException:
-            self._withdraw(_apart(sent), named=False)
-            raise
-        here, there = iter(wires), iter(sent)
-        wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
-        return self._prepared(kind, call_id, body, wires, riders, buffers)
-
-    def _prepared(
-        self, kind: int, call_id: int, body: bytes, wires: list[Any], riders: list[Buffer], buffers: Sequence[AnyBuffer]
-    ) -> Prepared:
-        apart = _apart(wires)
-        if apart:
-            frame = encode_frame(PARCEL, call_id, write(messages.Parcel(kind, wires, body)), riders)
-        else:
-            frame = encode_frame(kind, call_id, body, riders)
-        return Prepared(kind, call_id, body, frame, apart, sum(map(len, buffers)))
-
-    def _distribute(self, buffers: Sequence[Buffer], copy: bool, share: bool) -> tuple[list[Any], list[Buffer]]:
-        """Give each buffer to the first channel that takes it: ``[channel, *wire]`` for each, and the riders."""
-        wires: list[Any] = [None] * len(buffers)
-        riders: list[Buffer] = []
-        try:
-            for code, channel in self._channels.items():
-                left = [index for index, wire in enumerate(wires) if wire is None]
-                if code == SHARED and not share:
-                    continue
-                given = [bytes(buffers[index]) if copy and code != SHARED else buffers[index] for index in left]
-                for index, wire in zip(left, channel.send(given, riders), strict=True):
-                    if wire is not None:
-                        wires[index] = [code, *wire]
-        except BaseException:
-            self._withdraw(_apart(wires), named=False)
-            raise
-        return wires, riders
-
     def post(
         self,
         prepared: Prepared,
@@ -379,33 +246,11 @@ class Link:
         kind, call_id, frame = prepared.kind, prepared.call_id, prepared.frame
         self.send(kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, undo=undo, passed=passed)
 
-    def withdraw(self, prepared: Prepared) -> None:
-        """That message will not be posted."""
-        self._withdraw(prepared.wires, named=False)
-
-    def give_up(self, call_id: int) -> None:
-        """Take back what was posted for that call, as far as it has not been written: nobody wants it any more."""
-        self._withdraw(self._underway.pop(call_id, ()), named=True)
-        if self.devices.busy:
-            self.devices.give_up(call_id)
-
-    def _withdraw(self, wires: Sequence[tuple[int, Wire]], *, named: bool) -> None:
-        for code, channel in self._channels.items():
-            given_up = [wire for wire_code, wire in wires if wire_code == code]
-            if given_up:
-                channel.withdraw(given_up, named=named)
-        away = [wire for code, wire in wires if code == DEVICE]
-        if away:
-            self.devices.withdraw(away, named=named)
-
-    def all_sent(self) -> None:
-        """All chunks are written, so nothing that was posted can be taken back any more."""
-        self._underway.clear()
-
     def flush(self, *, more: bool = False) -> None:
         """Give back the blocks and slots that were released here. more: another frame follows at once. Any thread."""
-        if self.released and self.shared is not None:
-            self.shared.flush(more=more)
+        sharing = self.distribution.shared
+        if self.released and sharing is not None:
+            sharing.flush(more=more)
         if self.slots:
             self.devices.flush(more=more)
 
@@ -436,26 +281,15 @@ class Link:
     def _open(self, frame: Frame) -> Frame | None:
         """The message in a PARCEL, or None if it has to wait: it is handed over later. Raises ProtocolError."""
         parcel = read_parcel(frame.body)
-        wires = parcel.wires
-        if (
-            len(wires) == 1 and wires[0][0] == SHARED and self.shared is not None
-        ):  # most large messages are of this kind
+        wires, sharing = parcel.wires, self.distribution.shared
+        if len(wires) == 1 and wires[0][0] == SHARED and sharing is not None:  # most large messages are of this kind
             try:
-                buffer = self.shared.receive_one(wires[0][1:])
+                buffer = sharing.receive_one(wires[0][1:])
             except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
                 raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
             if buffer is not None:
                 return Frame(parcel.kind, frame.call_id, parcel.body, [buffer])
         return self._reassembly.open(frame, parcel)
-
-    @property
-    def channels(self) -> Mapping[int, Channel]:
-        """The channels by their number, but for that of devices."""
-        return self._channels
-
-    def land(self) -> Landing | None:
-        """Fresh streams for a message that brings tensors to devices. RuntimeError if the device has an error."""
-        return self.accelerators.land()
 
     def deliver(self, message: Message, assembly: Assembly) -> None:
         """A message that was held is whole, or has failed; what came behind it follows."""
@@ -482,10 +316,10 @@ class Link:
             self._on_message(fields)
         elif code == DEVICE:
             self.on_devices.on_frame(frame, fields, failure)
-        elif code == SHARED and self.shared is None:
+        elif code == SHARED and self.distribution.shared is None:
             return  # the other end sent it before it knew that this end cannot share memory
-        elif code in self._channels:
-            self._channels[code].on_message(fields)
+        elif code in self.distribution.channels:
+            self.distribution.channels[code].on_message(fields)
         else:
             raise ProtocolError(f"a message for channel {code}, which does not exist")
 
@@ -512,18 +346,17 @@ class Link:
         Whether memory really is shared is proved by the first segment (`channels/shared.py`).
         """
         self.on_devices.choose(theirs.get(Devices.name))
-        if not self.connection.local or not self.engine.options.shared_memory or self.shared is not None:
+        if not self.connection.local or not self.engine.options.shared_memory or self.distribution.shared is not None:
             return
         reason = shared.obstacle(theirs.get(SharedMemory.name))
         if reason is not None:
             self._memory.cannot_share(self.record, reason)
             return
-        channel = self.shared = SharedMemory(
+        channel = SharedMemory(
             self._memory.arena, self.record.pid, _Surroundings(self), least=self.engine.options.min_shared_bytes
         )
+        self.distribution.share(channel)
         self.released = channel.released
-        # A new dictionary, and not a changed one: other threads may be looking through the old one just now.
-        self._channels = {SHARED: channel, **self._channels}
         self._memory.add(channel, self.record)
 
     def open_pipe(self) -> None:
@@ -536,26 +369,7 @@ class Link:
 
     def post_piece(self, number: int, body: bytes, buffer: Buffer) -> None:
         """Send a message of the link itself that has a buffer. Any thread."""
-        self.post(self.prepare(CHANNEL, number, body, [buffer]))
-
-    def say_pipe(self, reason: str) -> None:
-        """Tell the other end about the second connection, over the first one."""
-        self.say(LINK, MESSAGES.write(Pipe(reason)))
-
-    def greet(self, pipe: Connection) -> None:
-        """Tell the other end, over a second connection, that this is it."""
-        greeting = encode_frame(CHANNEL, 0, write(messages.Channel(LINK, MESSAGES.write(Attach()))))
-        self.send(CHANNEL, 0, greeting, pipe=pipe)
-
-    def check_greeting(self, frame: Frame) -> None:
-        """It comes first over a second connection. Raises ProtocolError if it is not what `greet` sends."""
-        code, fields = read_channel(frame.body)
-        if code != LINK or not isinstance(MESSAGES.read(fields), Attach):
-            raise ProtocolError(f"{frame} does not begin a connection for chunks")
-
-    def send_chunk(self, pipe: Connection, frame: Sequence[Buffer]) -> None:
-        """Send a piece of a large buffer over that connection."""
-        self.send(CHUNK, 0, frame, pipe=pipe)
+        self.post(self.distribution.prepare(CHANNEL, number, body, [buffer]))
 
     def say(self, channel: int, fields: list[Any], *, more: bool = False) -> None:
         """Send what a channel says. more: another frame follows at once."""
@@ -600,30 +414,19 @@ class Link:
         """Whether buffers are under way that a peer waits for."""
         return self.bulk.sending > 0 or self.devices.busy
 
-    def traffic(self) -> dict[str, Traffic]:
-        """What has gone by which channel, by its name."""
-        return {channel.name: channel.traffic for channel in list(self._channels.values())} | self.devices.ways
-
     def close(self) -> None:
         """The connection has ended, or we leave. Idempotent."""
         if self.closed:
             return
         self.closed = True
         self._reassembly.close()
-        self._underway.clear()
-        for channel in list(self._channels.values()):
-            channel.close()
+        self.distribution.close()
         self.on_devices.close()
         if self.pipe is not None and self.pipe is not self.connection:
             self.pipe.close()
-        if self.shared is not None:
-            self._memory.ended(self.shared)
+        if self.distribution.shared is not None:
+            self._memory.ended(self.distribution.shared)
         self._home.ended(self)
-
-
-def _apart(wires: list[Any]) -> list[tuple[int, Wire]]:
-    """The wires of the buffers that do not go with the frame, each with its channel."""
-    return [(wire[0], wire[1:]) for wire in wires if wire is not None and wire[0] != INLINE]
 
 
 class _Surroundings:

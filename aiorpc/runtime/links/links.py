@@ -53,7 +53,7 @@ class Links:
             return
         self._links.discard(link)
         counters = self.engine.counters
-        counters.add_traffic(link.traffic())
+        counters.add_traffic(link.distribution.traffic())
         counters.messages_sent += link.messages_sent
         counters.messages_received += link.messages_received
         if link.pipe is not None and link.pipe is not link.connection:
@@ -79,7 +79,7 @@ class Links:
     def traffic(self) -> dict[str, Traffic]:
         """What went by which channel since the worker started, by the channel's name."""
         total = {name: Traffic() for name in (SharedMemory.name, Bulk.name, Inline.name, DIRECT, IPC, STAGING)}
-        for moved in (self.engine.counters.traffic, *(link.traffic() for link in self.all())):
+        for moved in (self.engine.counters.traffic, *(link.distribution.traffic() for link in self.all())):
             for name, part in list(moved.items()):
                 total[name].add(part)
         return total

@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 
 from ...protocol.families import Family
 
+# Who a message on CHANNEL is for, the link itself or one of its channels; the channels have these numbers in PARCELs,
+# too.
+LINK, SHARED, BULK, INLINE, DEVICE = range(5)
+
 
 class Introduce(NamedTuple):
     """What channels I can use. It comes first."""

@@ -21,9 +21,8 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Channel, write
 from ..engine.engine import Engine
 from .accelerators import Accelerators, Handover
+from .messages import DEVICE
 
-# The number of the device channel in CHANNEL and PARCEL frames; the numbers of the others are in link.py.
-DEVICE = 4
 # Messages that bring pieces of tensors on devices have numbers from here on, so that they are never those of calls.
 PIECES = 1 << 63
 

@@ -7,18 +7,18 @@ happens on the loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from ...channels import Channel
-from ...channels.device import Devices
 from ...channels.landing import Landing
 from ...errors import ProtocolError
 from ...protocol.frames import Buffer, Frame
 from ...protocol.messages import Parcel
 from ...protocol.states import MESSAGE, MessageEvent, MessageState
+from .accelerators import Accelerators
+from .distribution import Distribution
+from .messages import DEVICE
 
 
 class Message(Frame):
@@ -55,18 +55,10 @@ class Carrier(Protocol):
     """The link whose messages these are."""
 
     @property
-    def devices(self) -> Devices: ...
+    def accelerators(self) -> Accelerators: ...
 
     @property
-    def channels(self) -> Mapping[int, Channel]:
-        """The channels by their number, but for that of devices."""
-
-    @property
-    def device_code(self) -> int:
-        """The number of the channel of devices."""
-
-    def land(self) -> Landing | None:
-        """Fresh streams for a message that brings tensors to devices. RuntimeError if the device has an error."""
+    def distribution(self) -> Distribution: ...
 
     def deliver(self, message: Message, assembly: Assembly) -> None:
         """A message that was held is whole, or has failed; what came behind it follows."""
@@ -83,7 +75,7 @@ class Reassembly:
         """The message in a parcel; None if it has to wait, and is delivered later. Raises ProtocolError."""
         held = Assembly(parcel)
         try:
-            if any(wire[0] == self._link.device_code for wire in parcel.wires):
+            if any(wire[0] == DEVICE for wire in parcel.wires):
                 self._receive_on_devices(frame, held)
             else:
                 self._receive(frame, held)
@@ -100,7 +92,7 @@ class Reassembly:
     def _receive_on_devices(self, frame: Frame, held: Assembly) -> None:
         landing: Landing | None = None
         try:
-            landing = held.landing = self._link.land()
+            landing = held.landing = self._link.accelerators.land()
         except RuntimeError as error:  # received all the same: its sender waits for that, and others lent memory for it
             held.failure = error
         try:
@@ -115,11 +107,12 @@ class Reassembly:
     def _receive(self, frame: Frame, held: Assembly) -> None:
         """Ask each channel for its buffers; what a channel has at once is there when this returns."""
         wires = held.parcel.wires
+        by = self._link.distribution
         for code in sorted({wire[0] for wire in wires}):
             places = [place for place, wire in enumerate(wires) if wire[0] == code]
             arrived = partial(self._arrived, frame.call_id, held, places)
             held.missing += len(places)
-            channel: Any = self._link.devices if code == self._link.device_code else self._link.channels[code]
+            channel: Any = by.devices if code == DEVICE else by.channels[code]
             buffers = channel.receive([wires[place][1:] for place in places], frame.segments, arrived)
             for place, buffer in zip(places, buffers, strict=True):
                 if buffer is not None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...channels.bulk import Bulk
 from ...errors import ProtocolError
-from ...protocol.frames import CHANNEL, CHUNK, Buffer, Frame
+from ...protocol import messages
+from ...protocol.frames import CHANNEL, CHUNK, Buffer, Frame, encode_frame
 from ...protocol.identity import WorkerRecord
+from ...protocol.messages import read_channel, write
 from ...transport.connection import Connection
 from ..engine.engine import Engine
+from .distribution import Distribution
+from .messages import LINK, MESSAGES, Attach, Pipe
 
 logger = logging.getLogger("aiorpc")
 
@@ -50,29 +54,23 @@ class Carrier(Protocol):
     @property
     def bulk(self) -> Bulk: ...
 
+    @property
+    def distribution(self) -> Distribution: ...
+
     def open_pipe(self) -> None:
         """Begin to open a second connection; `SecondConnection.attach` or `refused` follows."""
 
-    def say_pipe(self, reason: str) -> None:
-        """Tell the other end about the second connection, over the first one."""
+    def say(self, channel: int, fields: list[Any]) -> None:
+        """Send what the link or a channel says, over the first connection."""
 
-    def greet(self, pipe: Connection) -> None:
-        """Tell the other end, over a second connection, that this is it."""
-
-    def check_greeting(self, frame: Frame) -> None:
-        """It comes first over a second connection. Raises ProtocolError if it is not what `greet` sends."""
-
-    def send_chunk(self, pipe: Connection, frame: Sequence[Buffer]) -> None:
-        """Send a CHUNK over that connection."""
+    def send(self, kind: int, call_id: int, frame: Sequence[Buffer], *, pipe: Connection) -> None:
+        """Send a message over that connection."""
 
     def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None) -> None:
         """Frames have arrived over that connection. Raises ProtocolError."""
 
     def on_chunk(self, frame: Frame) -> None:
         """A CHUNK has arrived. Raises ProtocolError."""
-
-    def all_sent(self) -> None:
-        """All chunks are written."""
 
 
 class SecondConnection:
@@ -103,9 +101,9 @@ class SecondConnection:
         while pipe.unsent < _AHEAD and not link.closed:
             frame = link.bulk.next_frame()
             if frame is None:
-                link.all_sent()
+                link.distribution.all_sent()
                 return
-            link.send_chunk(pipe, frame)
+            link.send(CHUNK, 0, frame, pipe=pipe)
 
     def _need(self) -> None:
         link = self._link
@@ -115,7 +113,10 @@ class SecondConnection:
         if link.opener:
             link.open_pipe()
         else:
-            link.say_pipe("")
+            self._say("")
+
+    def _say(self, reason: str) -> None:
+        self._link.say(LINK, MESSAGES.write(Pipe(reason)))
 
     def on_message(self, reason: str) -> None:
         """The other end has said something about the second connection: it needs one, or there will be none."""
@@ -131,7 +132,7 @@ class SecondConnection:
             return
         logger.info("no second connection to %s: %s; large tensors go over the first", link.record.describe(), reason)
         if link.opener:
-            link.say_pipe(reason)
+            self._say(reason)
         self._use(link.connection)
 
     def attach(self, pipe: Connection) -> None:
@@ -148,7 +149,8 @@ class SecondConnection:
         pipe.decoder.place = link.bulk.place
         pipe.on_frames = partial(link.on_frames, pipe=pipe)
         if link.opener:
-            link.greet(pipe)
+            greeting = write(messages.Channel(LINK, MESSAGES.write(Attach())))
+            link.send(CHANNEL, 0, encode_frame(CHANNEL, 0, greeting), pipe=pipe)
             self._use(pipe)
 
     def _use(self, pipe: Connection) -> None:
@@ -163,7 +165,7 @@ class SecondConnection:
         if frame.kind == CHUNK:
             link.on_chunk(frame)
         elif frame.kind == CHANNEL and not link.opener and self.connection is None:
-            link.check_greeting(frame)
+            _check_greeting(frame)
             self._use(pipe)
         else:
             raise ProtocolError(f"{frame} does not belong on a connection for chunks")
@@ -173,3 +175,10 @@ class SecondConnection:
         link = self._link
         if not link.closed and cause is not None:
             link.engine.loop.call_later(PIPE_GRACE, link.connection.abort, cause)
+
+
+def _check_greeting(frame: Frame) -> None:
+    """It comes first over a second connection. Raises ProtocolError if it is not the word of the opener."""
+    code, fields = read_channel(frame.body)
+    if code != LINK or not isinstance(MESSAGES.read(fields), Attach):
+        raise ProtocolError(f"{frame} does not begin a connection for chunks")

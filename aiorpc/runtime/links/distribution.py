@@ -1,0 +1,224 @@
+"""Giving the buffers of messages to the channels of one link, and taking back what nobody wants any more.
+
+A message whose buffers all go with its frame is that frame. Any other becomes a PARCEL, which names for each buffer its
+channel and what that needs to receive it. The opposite is `reassembly`.
+
+Invariants
+1. A message whose buffers were given to channels is posted or withdrawn, exactly once.
+2. Nothing is copied on the loop that takes longer than a millisecond (`Distribution.too_long_for_loop`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ...channels import AnyBuffer, Channel, Traffic, Wire, shared
+from ...channels.accelerator import DeviceBuffer
+from ...channels.bulk import Bulk
+from ...channels.device import Devices
+from ...channels.inline import Inline
+from ...channels.shared import SharedMemory
+from ...protocol import messages
+from ...protocol.frames import PARCEL, Buffer, encode_frame
+from ...protocol.messages import write
+from ..engine.engine import Engine
+from .messages import BULK, DEVICE, INLINE, SHARED
+from .on_devices import PIECES
+
+# A loop copies at most so many bytes for one message; more is copied by a thread.
+LOOP_COPY = 1024 * 1024
+
+
+class Prepared(NamedTuple):
+    """A message whose buffers were given to their channels: it has to be posted or withdrawn, exactly once.
+
+    kind, body: of the message itself, even if its frame is a PARCEL. wires: (channel, wire) of the buffers that do not
+    go with the frame. size: bytes of all buffers.
+    """
+
+    kind: int
+    call_id: int
+    body: bytes
+    frame: list[Buffer]
+    wires: Sequence[tuple[int, Wire]] = ()
+    size: int = 0
+
+
+class Distribution:
+    """See the module. Any thread, where a method does not say otherwise.
+
+    channels: by their number, in order of priority. devices: the channel beside these, which takes what lies on a
+    device, and nothing else. shared: shared memory, once both ends have agreed on it.
+    """
+
+    def __init__(self, engine: Engine, bulk: Bulk, devices: Devices) -> None:
+        options = engine.options
+        self.devices = devices
+        self.shared: SharedMemory | None = None
+        self._inline = Inline()
+        self.channels: dict[int, Channel] = {BULK: bulk, INLINE: self._inline}
+        self._engine = engine
+        # Below so many bytes the buffers of a message go with its frame: a lone buffer, and several together.
+        self._least_alone = min(options.min_shared_bytes, options.min_bulk_bytes)
+        self._least = min(shared.PACK_LEAST, self._least_alone)
+        self._underway: dict[int, Sequence[tuple[int, Wire]]] = {}  # of calls that may still be given up
+
+    def share(self, channel: SharedMemory) -> None:
+        """Both ends can share memory: from now on that channel is asked first. On the loop."""
+        self.shared = channel
+        # A new dictionary, and not a changed one: other threads may be looking through the old one just now.
+        self.channels = {SHARED: channel, **self.channels}
+
+    # --- giving -------------------------------------------------------------------------------------------------------
+
+    def too_long_for_loop(self, buffers: Sequence[AnyBuffer]) -> bool:
+        """Whether `prepare` would block the loop that runs in this thread, and another thread should call it."""
+        return (
+            threading.get_ident() == self._engine.thread
+            and self.shared is not None
+            and sum(len(buffer) for buffer in buffers if type(buffer) is not DeviceBuffer) > LOOP_COPY
+        )
+
+    def rides(self, buffers: Sequence[Any]) -> bool:
+        """Whether the buffers just go with the frame of their message, as a lone short one does.
+
+        They are counted then, and `prepare` need not be called.
+        """
+        if len(buffers) > 1 or len(buffers[0]) >= self._least_alone or type(buffers[0]) is DeviceBuffer:
+            return False
+        self._inline.count(buffers)
+        return True
+
+    def prepare(
+        self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], *, copy: bool = False
+    ) -> Prepared:
+        """Give the buffers of a message to their channels. What it returns has to be posted or withdrawn.
+
+        copy: whether the buffers may change as soon as this returns. Otherwise they are borrowed until they are
+        written. Buffers on devices are never borrowed.
+        """
+        if any(type(buffer) is DeviceBuffer for buffer in buffers):
+            return self._prepare_with_devices(kind, call_id, body, buffers, copy)
+        host: Sequence[Any] = buffers
+        sharing = self.shared
+        if sharing is not None and len(host) == 1:
+            wire = sharing.send_one(host[0])
+            if wire is not None:  # a short cut through what follows: most large messages have one buffer
+                whole = write(messages.Parcel(kind, ((SHARED, *wire),), body))
+                frame = encode_frame(PARCEL, call_id, whole)
+                return Prepared(kind, call_id, body, frame, ((SHARED, wire),), len(host[0]))
+            sharing = None  # it has refused the buffer, and need not be asked again
+        if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):
+            if copy:
+                host = [bytes(buffer) for buffer in host]
+            self._inline.count(host)
+            return Prepared(kind, call_id, body, encode_frame(kind, call_id, body, host), (), sum(map(len, host)))
+        wires, riders = self._distribute(host, copy, sharing is not None)
+        return self._prepared(kind, call_id, body, wires, riders, buffers)
+
+    def _prepare_with_devices(
+        self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], copy: bool
+    ) -> Prepared:
+        away = [buffer for buffer in buffers if isinstance(buffer, DeviceBuffer)]
+        host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
+        sent = [[DEVICE, *wire] for wire in self.devices.send(away, []) if wire is not None]
+        try:
+            wires, riders = self._distribute(host, copy, self.shared is not None)
+        except BaseException:
+            self._withdraw(_apart(sent), named=False)
+            raise
+        here, there = iter(wires), iter(sent)
+        wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
+        return self._prepared(kind, call_id, body, wires, riders, buffers)
+
+    def _prepared(
+        self, kind: int, call_id: int, body: bytes, wires: list[Any], riders: list[Buffer], buffers: Sequence[AnyBuffer]
+    ) -> Prepared:
+        apart = _apart(wires)
+        if apart:
+            frame = encode_frame(PARCEL, call_id, write(messages.Parcel(kind, wires, body)), riders)
+        else:
+            frame = encode_frame(kind, call_id, body, riders)
+        return Prepared(kind, call_id, body, frame, apart, sum(map(len, buffers)))
+
+    def _distribute(self, buffers: Sequence[Buffer], copy: bool, share: bool) -> tuple[list[Any], list[Buffer]]:
+        """Give each buffer to the first channel that takes it: ``[channel, *wire]`` for each, and the riders."""
+        wires: list[Any] = [None] * len(buffers)
+        riders: list[Buffer] = []
+        try:
+            for code, channel in self.channels.items():
+                left = [index for index, wire in enumerate(wires) if wire is None]
+                if code == SHARED and not share:
+                    continue
+                given = [bytes(buffers[index]) if copy and code != SHARED else buffers[index] for index in left]
+                for index, wire in zip(left, channel.send(given, riders), strict=True):
+                    if wire is not None:
+                        wires[index] = [code, *wire]
+        except BaseException:
+            self._withdraw(_apart(wires), named=False)
+            raise
+        return wires, riders
+
+    def remember(self, prepared: Prepared) -> list[Wire]:
+        """A message is about to be sent: remember what of it may still be taken back.
+
+        Returns the wires of its buffers on devices, of which the device channel is told once it is sent.
+        """
+        away: list[Wire] = []
+        for code, wire in prepared.wires:
+            if code == DEVICE:
+                away.append(wire)
+            elif code == BULK and prepared.call_id < PIECES:
+                # Added to those that are there: each item of a stream is a message of the same call.
+                self._underway[prepared.call_id] = [*self._underway.get(prepared.call_id, ()), (code, wire)]
+        return away
+
+    def names(self, prepared: Prepared) -> list[str]:
+        """The names of the channels of those buffers that do not go with the frame."""
+        return [Devices.name if code == DEVICE else self.channels[code].name for code, _ in prepared.wires]
+
+    # --- taking back --------------------------------------------------------------------------------------------------
+
+    def withdraw(self, prepared: Prepared) -> None:
+        """That message will not be posted."""
+        self._withdraw(prepared.wires, named=False)
+
+    def give_up(self, call_id: int) -> None:
+        """Take back what was posted for that call, as far as it has not been written: nobody wants it any more."""
+        self._withdraw(self._underway.pop(call_id, ()), named=True)
+        if self.devices.busy:
+            self.devices.give_up(call_id)
+
+    def _withdraw(self, wires: Sequence[tuple[int, Wire]], *, named: bool) -> None:
+        for code, channel in self.channels.items():
+            given_up = [wire for wire_code, wire in wires if wire_code == code]
+            if given_up:
+                channel.withdraw(given_up, named=named)
+        away = [wire for code, wire in wires if code == DEVICE]
+        if away:
+            self.devices.withdraw(away, named=named)
+
+    def all_sent(self) -> None:
+        """All chunks are written, so nothing that was posted can be taken back any more."""
+        self._underway.clear()
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What has gone by which channel, by its name."""
+        return {channel.name: channel.traffic for channel in list(self.channels.values())} | self.devices.ways
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The link has ended. On the loop."""
+        self._underway.clear()
+        for channel in list(self.channels.values()):
+            channel.close()
+
+
+def _apart(wires: list[Any]) -> list[tuple[int, Wire]]:
+    """The wires of the buffers that do not go with the frame, each with its channel."""
+    return [(wire[0], wire[1:]) for wire in wires if wire is not None and wire[0] != INLINE]
