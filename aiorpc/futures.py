@@ -79,14 +79,14 @@ class Executor(Protocol):
         ...
 
 
-class Arrival(Protocol):
+class ArrivalForFuture(Protocol):
     """The tensors of a value that are still being made on streams of devices."""
 
     def join(self) -> None:
         """Make the current streams of this thread wait for them."""
 
 
-Marks = Callable[[Any], Arrival | None]
+Marks = Callable[[Any], ArrivalForFuture | None]
 
 
 # Set in the threads of a handler pool; a wait there does not use up the pool.
@@ -156,7 +156,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     _executor: Executor | None = None
     _what: str = "a Future"
     _site: CallSite | None = None
-    _arrival: Arrival | None = None  # where the tensors of the value come from; set before it settles
+    _arrival: ArrivalForFuture | None = None  # where the tensors of the value come from; set before it settles
     _marks: Marks | None = None  # makes the arrival of what a callback returns
     _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
     _sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
@@ -518,7 +518,7 @@ def _raise(failure: _Failure) -> None:
     raise foreign.with_traceback(failure.twin, None) if error is None else error
 
 
-def _joined(arrival: Arrival, value: Any) -> Any:
+def _joined(arrival: ArrivalForFuture, value: Any) -> Any:
     arrival.join()
     return value
 

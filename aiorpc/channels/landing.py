@@ -78,7 +78,7 @@ class Landing:
         return Arrival(driver, events, self.carriers)
 
 
-class Steps:
+class LandedCoroutine:
     """A coroutine whose every step runs with the streams of a landing current; awaited once.
 
     Current streams belong to the thread: left set across an ``await`` they would be those of all tasks of the loop.

@@ -256,7 +256,7 @@ class Node:
             service.goodbye()
 
 
-class _Registry(Protocol):
+class _RegistryForNodes(Protocol):
     def add(self, node: Node) -> None: ...
 
     def remove(self, node: Node) -> None: ...
@@ -267,7 +267,7 @@ class _Registry(Protocol):
 
 
 #: The nodes of this process; the registry of `calls.current`, which all of them are entered in.
-registry = cast(_Registry, current.registry)
+registry = cast(_RegistryForNodes, current.registry)
 
 
 def serving() -> tuple[Node, ServedCall]:

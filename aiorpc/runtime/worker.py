@@ -25,8 +25,7 @@ from ..protocol.states import WorkerState
 from .caller.handle import PeerHandle
 from .caller.peers import To
 from .caller.stream import Stream, open_stream
-from .calls.current import Node as AnyNode
-from .calls.current import current_node
+from .calls.current import CommonHome, current_node
 from .calls.pending import PendingCall
 from .engine.loops import LoopThread
 from .group.events import Events, Listener
@@ -82,7 +81,7 @@ class Worker:
             )
         )
         self._own_loop: LoopThread | None = None
-        self._token: contextvars.Token[AnyNode | None] | None = None
+        self._token: contextvars.Token[CommonHome | None] | None = None
 
     # --- identity -----------------------------------------------------------------------------------------------------
 

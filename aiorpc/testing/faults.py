@@ -190,7 +190,7 @@ class Faults:
         else:
             drop()
             if fault.action == "fail" and isinstance(passage.call, CallFuture):
-                name = passage.peer.name
+                name = passage.record.name
                 error = fault.error or RpcError(f"a message to {name!r} could not be sent (on purpose)")
                 passage.call.refuse(error)
 

@@ -69,7 +69,7 @@ class SentMessage:
 
 def describe(passage: Passage) -> SentMessage | None:
     """The message as rules know it; None for what the runtime says for itself, and for what nobody waits for."""
-    kind, call, worker = passage.kind, passage.call, passage.peer.name
+    kind, call, worker = passage.kind, passage.call, passage.record.name
     if kind == Kind.CANCEL:
         return SentMessage(MessageKind.CANCEL, worker)
     if kind == Kind.REFERENCE:
@@ -101,7 +101,7 @@ def _describe_call(message: Call, entry: FunctionEntry, worker: str) -> SentMess
 
 def lane_of(passage: Passage) -> Hashable | None:
     """Messages of one lane keep their order; None: of a message that belongs to no call and counts no reference."""
-    peer, kind = passage.peer.incarnation, passage.kind
+    peer, kind = passage.record.incarnation, passage.kind
     if kind in _OF_CALLERS:
         return peer, "caller", passage.call_id
     if kind in _OF_CALLEES:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiorpc.channels.accelerator import Accelerator, Stream
-from aiorpc.channels.landing import Arrival, Landing, Steps
+from aiorpc.channels.landing import Arrival, LandedCoroutine, Landing
 from tests.fakes.cuda import FakeCuda, FakeTensor
 
 LAG = (0, 0.001)
@@ -169,7 +169,7 @@ def streams(fake: FakeCuda) -> list[Stream]:
 
 async def serve(coroutine: Any, landing: Landing) -> None:
     """As the runtime does."""
-    await Steps(coroutine, landing)
+    await LandedCoroutine(coroutine, landing)
 
 
 async def test_each_step_runs_on_the_streams_of_its_landing(fake: FakeCuda) -> None:
@@ -314,7 +314,7 @@ class Once:
 
 
 def driven(coroutine: Any, landing: Landing) -> Generator[Any, Any, None]:
-    return Steps(coroutine, landing).__await__()
+    return LandedCoroutine(coroutine, landing).__await__()
 
 
 def test_closing_runs_the_rest_on_its_streams(fake: FakeCuda) -> None:

@@ -165,7 +165,7 @@ async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
     """Before the first call between two workers there is nothing between them, and after it one connection."""
 
     def between() -> list[str]:
-        return [service.peer.name for service in trio[2].node.services]
+        return [service.record.name for service in trio[2].node.services]
 
     await until(lambda: trio[1].node.peers.find("worker0").state.value == "ready")
     assert between() == [] and trio[1].node.peers.find("worker2").state.value == "idle"

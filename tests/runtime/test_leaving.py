@@ -76,7 +76,7 @@ async def leave() -> ShutdownReport:
 
 def stop_reading(reader: Worker, sender: str) -> None:
     """From now on what that worker sends stays in the socket, as with a stopped process."""
-    (service,) = (each for each in reader.node.services if each.peer.name == sender)
+    (service,) = (each for each in reader.node.services if each.record.name == sender)
     reader.loop.remove_reader(service.connection._fd)
 
 
@@ -146,7 +146,7 @@ async def test_a_member_that_hears_no_poll_keeps_the_group_together(
     await until(lambda: gate.entered)
     leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
     await until(lambda: len(pair[0].node.group._entered) == 2)
-    (service,) = (each for each in pair[1].node.services if each.peer.name == "worker0")
+    (service,) = (each for each in pair[1].node.services if each.record.name == "worker0")
     stop_reading(pair[1], "worker0")
     before = pair[0].statistics().calls_timed_out
     await until(lambda: pair[0].statistics().calls_timed_out >= before + 4 or any(each.done() for each in leaving))

@@ -98,7 +98,7 @@ def calling(worker: Worker, name: str = "worker1") -> Link:
 
 def serving(worker: Worker) -> Link:
     """The link that others have opened to it."""
-    (service,) = [service for service in worker.node.services if service.peer.name != worker.name]
+    (service,) = [service for service in worker.node.services if service.record.name != worker.name]
     return service.link
 
 
@@ -299,7 +299,9 @@ async def test_a_call_given_up_in_mid_transfer_leaves_nothing(
         await call
     await until_nothing_under_way(*tcp)
     assert await tcp[0].call("worker1", echo, 5) == 5
-    assert served == [] and not any(service.calls for service in tcp[1].node.services if service.peer.name == "worker0")
+    assert served == [] and not any(
+        service.calls for service in tcp[1].node.services if service.record.name == "worker0"
+    )
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3])

@@ -137,7 +137,7 @@ async def test_calls_given_up_count_as_long_as_they_wait_to_be_sent(pair: list[W
     limit = 3
     pair[0].options.max_pending_calls = limit
     assert await pair[0].call("worker1", abs, -1) == 1
-    (service,) = (each for each in pair[1].node.services if each.peer.name == "worker0")
+    (service,) = (each for each in pair[1].node.services if each.record.name == "worker0")
     pair[1].loop.remove_reader(service.connection._fd)
     peer = pair[0].node.peers.find("worker1")
     connection, link = peer.connection, peer.link

@@ -17,7 +17,7 @@ from ..calls.current import ServedCall
 from ..calls.failures import encode_error
 from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
-from ..gradients.contexts import Gradients, Member, Tape
+from ..gradients.contexts import Gradients, PeerForContexts, Tape
 from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
 from ..links.link import FEW, Link
@@ -27,11 +27,11 @@ logger = logging.getLogger("aiorpc")
 _NOTHING = write(Reply(Values([None])))  # the body of an answer without a result
 
 
-class Caller(Destination, Member, Protocol):
+class PeerForAnswers(Destination, PeerForContexts, Protocol):
     """The worker that is answered (`Peer`)."""
 
 
-class CreatedValues(Protocol):
+class ReferencesForAnswers(Protocol):
     """The values of references of this worker (`References`)."""
 
     def settle_created(self, call: ServedCall, result: object, error: BaseException | None = None) -> None:
@@ -49,9 +49,9 @@ class Answers:
         engine: Engine,
         link: Link,
         connection: Connection,
-        caller: Caller,
+        caller: PeerForAnswers,
         gradients: Gradients,
-        references: CreatedValues,
+        references: ReferencesForAnswers,
         accelerators: Accelerators,
     ) -> None:
         self.calls: dict[int, ServedCall] = {}

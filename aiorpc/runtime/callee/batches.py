@@ -7,11 +7,11 @@ import contextvars
 from ... import foreign
 from ...errors import WorkerClosed
 from ..calls.batching import Batch
-from ..calls.current import Node, current_call, current_node
+from ..calls.current import CommonHome, current_call, current_node
 from ..gradients.contexts import current_autograd
 
 
-def run_batch(node: Node, batch: Batch | None) -> None:
+def run_batch(node: CommonHome, batch: Batch | None) -> None:
     """Run a batch that is due; do nothing for None. Called in the pool, or by a timer on the loop."""
     if batch is None:
         return
@@ -23,7 +23,7 @@ def run_batch(node: Node, batch: Batch | None) -> None:
         node.engine.pool.submit(_context_of(node, batch).run, batch.run)
 
 
-def _start(node: Node, batch: Batch) -> None:
+def _start(node: CommonHome, batch: Batch) -> None:
     task = node.engine.tasks.spawn(_run(batch), context=_context_of(node, batch))
     # A task that is cancelled before its first step never gets to tell its callers.
     error = WorkerClosed(f"worker {node.engine.name!r} shut down before the batch was run")
@@ -38,7 +38,7 @@ async def _run(batch: Batch) -> None:
             raise
 
 
-def _context_of(node: Node, batch: Batch) -> contextvars.Context:
+def _context_of(node: CommonHome, batch: Batch) -> contextvars.Context:
     """The context in which a batch runs.
 
     It serves many calls, so none of them is the current one. The worker is current, and so is the autograd context of

@@ -19,7 +19,7 @@ from .answers import Answers
 from .running import Runner
 
 
-class ValuesOfReferences(Protocol):
+class ReferencesForResolver(Protocol):
     """The values that this worker owns (`References`)."""
 
     def value(self, worker: int, number: int, asker: int = -1) -> Future[Any]:
@@ -34,7 +34,7 @@ class Resolver:
         engine: Engine,
         answers: Answers,
         runner: Runner,
-        references: ValuesOfReferences,
+        references: ReferencesForResolver,
         caller: int,
     ) -> None:
         self._engine = engine

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...channels.landing import Steps, current_landing
+from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import RpcCancelled, RpcUsageError
 from ...futures import is_future, when_done
 from ..calls.batching import Batch, get_batcher
-from ..calls.current import NO_VALUES, Node, ServedCall, current_call
+from ..calls.current import NO_VALUES, CommonHome, ServedCall, current_call
 from ..calls.functions import Handler, Mode
 from ..calls.values import LARGE_PICKLE, GradientLoader, ReferenceLoader, decode
 from ..engine.engine import Engine
@@ -34,7 +34,7 @@ class Runner:
 
     def __init__(
         self,
-        node: Node,
+        node: CommonHome,
         answers: Answers,
         accelerators: Accelerators,
         load_references: ReferenceLoader,
@@ -311,7 +311,7 @@ class Runner:
             coroutine.close()
             self._answers.answer_error(call, error)
             return
-        await Steps(coroutine, landing)
+        await LandedCoroutine(coroutine, landing)
 
     async def _run_coroutine(self, call: ServedCall, coroutine: Any) -> None:
         try:

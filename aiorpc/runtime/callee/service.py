@@ -20,19 +20,19 @@ from ...protocol.messages import read_call, read_credit
 from ...protocol.packing import unpack
 from ...protocol.reference_messages import PassedReference
 from ...transport.connection import Connection
-from ..calls.current import Node, ServedCall
+from ..calls.current import CommonHome, ServedCall
 from ..calls.pending import PendingCall
 from ..gradients.contexts import Gradients
-from ..links.link import Handler
+from ..links.link import KindMethod
 from ..links.links import Links
 from ..links.reassembly import Message
 from . import answers
 from .answers import Answers
-from .resolver import Resolver, ValuesOfReferences
+from .resolver import ReferencesForResolver, Resolver
 from .running import Runner
 
 
-class References(answers.CreatedValues, ValuesOfReferences, Protocol):
+class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, Protocol):
     """The references of the worker, as far as serving calls needs them."""
 
     def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[Any]:
@@ -48,23 +48,23 @@ class References(answers.CreatedValues, ValuesOfReferences, Protocol):
         """A call with references among its arguments has arrived."""
 
 
-class Caller(answers.Caller, Protocol):
+class PeerForService(answers.PeerForAnswers, Protocol):
     """The worker whose calls are served (`Peer`)."""
 
     def track(self, said: Any, tensors: Sequence[Any]) -> tuple[Sequence[Any], Past | None]:
         """The tensors of a message from that worker, placed in the autograd graph as the message says."""
 
 
-class Home(Node, Protocol):
+class Home(CommonHome, Protocol):
     """What serving calls needs of the worker."""
 
     links: Links
     gradients: Gradients
 
     @property
-    def references(self) -> References: ...
+    def references(self) -> ReferencesForService: ...
 
-    def peer_of(self, record: WorkerRecord) -> Caller:
+    def peer_of(self, record: WorkerRecord) -> PeerForService:
         """The peer of the worker that calls."""
 
     def on_goodbye(self, record: WorkerRecord) -> None:
@@ -74,14 +74,15 @@ class Home(Node, Protocol):
 class Service:
     """Serves the calls that arrive on one connection. Methods belong to the loop where they do not say otherwise.
 
-    peer: the record of the worker that calls. link: our end of the traffic with it. calls: those that are under way, by
-    number; whoever takes one out ends it.
+    record: of the worker that calls. link: our end of the traffic with it. calls: those that are under way, by number;
+    whoever takes one out ends it.
     """
 
-    def __init__(self, home: Home, peer: WorkerRecord, connection: Connection, link: int) -> None:
-        self.peer = peer
+    def __init__(self, home: Home, record: WorkerRecord, connection: Connection, link_number: int) -> None:
+        """link_number: the number of the link."""
+        self.record = record
         self.connection = connection
-        self.handlers: dict[int, Handler] = {
+        self.methods: dict[int, KindMethod] = {
             CALL: self._on_call,
             Kind.CANCEL: self._on_cancel,
             Kind.CREDIT: self._on_credit,
@@ -90,19 +91,19 @@ class Service:
         }
         self._home = home
         self._engine = home.engine
-        self._info = peer.info
-        self._caller = home.peer_of(peer)
-        self.link = home.links.make(connection, peer, self, number=link, opener=False)
+        self._info = record.info
+        self._caller = home.peer_of(record)
+        self.link = home.links.make(connection, record, self, number=link_number, opener=False)
         accelerators = home.links.accelerators
         self._answers = Answers(
             home.engine, self.link, connection, self._caller, home.gradients, home.references, accelerators
         )
         self.calls = self._answers.calls
         self._runner = Runner(home, self._answers, accelerators, self._load_references, self._caller.track)
-        self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, peer.id)
+        self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, record.id)
 
     def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
-        return self._home.references.load(passed, self.peer.id)
+        return self._home.references.load(passed, self.record.id)
 
     # --- messages from the caller -------------------------------------------------------------------------------------
 
@@ -120,13 +121,13 @@ class Service:
         if type(frame) is Message:
             call.landing = frame.landing
         if message.creates is not None:
-            self._home.references.on_create(message.creates, self.peer.id, call)
+            self._home.references.on_create(message.creates, self.record.id, call)
         # From here on the call is RUNNING: whatever happens to it, somebody takes it out and answers or cancels it.
         self.calls[frame.call_id] = call
         users = len(self.calls) - 1 - self._answers.system
         if users >= self._engine.options.max_queued_calls and not self._resolver.is_system(message.function):
             failure = Overloaded(
-                f"worker {self._engine.name!r} has {users} calls of {self.peer.name!r} waiting or "
+                f"worker {self._engine.name!r} has {users} calls of {self.record.name!r} waiting or "
                 "running (max_queued_calls); this one was not run"
             )
         elif message.arguments.references:
@@ -151,10 +152,10 @@ class Service:
             call.credits.add(read_credit(frame.body))
 
     def _on_reference(self, frame: Frame) -> None:
-        self._home.references.on_message(self.peer.id, reference_messages.read(unpack(frame.body)))
+        self._home.references.on_message(self.record.id, reference_messages.read(unpack(frame.body)))
 
     def _on_goodbye(self, _: Frame) -> None:
-        self._home.on_goodbye(self.peer)
+        self._home.on_goodbye(self.record)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Service:
         return [
             PendingCall(
                 "served",
-                self.peer.name,
+                self.record.name,
                 call.function,
                 now - call.started,
                 None if call.deadline is None else call.deadline - now,

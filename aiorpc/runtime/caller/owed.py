@@ -25,7 +25,7 @@ from ...protocol.frames import ERROR, REPLY, Buffer, Frame
 from ...protocol.messages import Values, read_error, read_values
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PeerState
-from ..calls.current import Node
+from ..calls.current import CommonHome
 from ..calls.failures import decode_error, without_frames
 from ..calls.pending import PendingCall
 from ..calls.values import LARGE_PICKLE, Results, decode
@@ -63,7 +63,7 @@ class PeerForOwed(Protocol):
         """The tensors of a message from the peer, placed in the autograd graph. said: what the message says of them."""
 
 
-class Home(Node, Protocol):
+class Home(CommonHome, Protocol):
     """What the calls need of the worker that has made them."""
 
     links: Links

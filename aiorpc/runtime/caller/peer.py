@@ -43,7 +43,7 @@ from ..calls.values import encode
 from ..engine.deadlines import Deadlines
 from ..engine.observing import Passage
 from ..gradients.contexts import Gradients, Tape
-from ..links.link import FEW, Handler, Link
+from ..links.link import FEW, KindMethod, Link
 from ..links.observed import ask, frame_passage
 from .future import CallFuture, name_argument
 from .known import FunctionEntry, KnownFunctions
@@ -52,7 +52,7 @@ from .owed import ItemSink, OwedCalls
 from .waiting import WaitingCall, WaitingFrame, is_call, nothing
 
 
-class References(Protocol):
+class ReferencesForPeer(Protocol):
     """The references of the worker, as far as peers need them: for references in answers."""
 
     def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[Any]:
@@ -65,7 +65,7 @@ class Home(OwedHome, Protocol):
     gradients: Gradients
 
     @property
-    def references(self) -> References: ...
+    def references(self) -> ReferencesForPeer: ...
 
     def connect(self, peer: Peer) -> None:
         """Begin to connect to that peer, on the loop. `Peer.attach` and then `ready` follow, or `Peer.fail`."""
@@ -101,7 +101,7 @@ class Peer:
         self.gone: RpcError | None = None
         self.connection: Connection | None = None
         self.link: Link | None = None
-        self.handlers: dict[int, Handler] = {
+        self.methods: dict[int, KindMethod] = {
             REPLY: self.owed.on_answer,
             ERROR: self.owed.on_answer,
             ITEM: self.owed.on_item,
@@ -396,10 +396,10 @@ class Peer:
 
     # --- connection, on the loop --------------------------------------------------------------------------------------
 
-    def attach(self, number: int, connection: Connection) -> None:
-        """The handshake is done, and frames may come from now on. number: the number of the link."""
+    def attach(self, link_number: int, connection: Connection) -> None:
+        """The handshake is done, and frames may come from now on. link_number: the number of the link."""
         assert self.record is not None, "the handshake was with the worker of that record"
-        self.link = self._home.links.make(connection, self.record, self, number=number, opener=True)
+        self.link = self._home.links.make(connection, self.record, self, number=link_number, opener=True)
 
     def ready(self, connection: Connection) -> None:
         """Send what has waited, in its order; from now on messages go out at once.

@@ -16,7 +16,7 @@ from .peer import Peer
 To = str | int | WorkerInfo
 
 
-class Membership(Protocol):
+class GroupForPeers(Protocol):
     """The group, as far as finding a worker needs it (`Group`)."""
 
     members: dict[int, WorkerRecord]
@@ -32,7 +32,7 @@ class Home(PeerHome, Protocol):
     rendezvous: Rendezvous
 
     @property
-    def group(self) -> Membership: ...
+    def group(self) -> GroupForPeers: ...
 
 
 class Peers:

@@ -27,7 +27,7 @@ from .functions import Handler
 NO_VALUES = Values([])
 
 
-class Node(Protocol):
+class CommonHome(Protocol):
     """A running worker (`aiorpc.runtime.node.Node`), as far as every room may know it."""
 
     @property
@@ -89,7 +89,7 @@ class ServedCall:
         "trace",
     )
 
-    def __init__(self, node: Node, caller: WorkerInfo, frame: Frame, message: Call) -> None:
+    def __init__(self, node: CommonHome, caller: WorkerInfo, frame: Frame, message: Call) -> None:
         _, self.names, remaining, trace, self.autograd, self.credit, _, self.arguments = message
         self.node = node
         self.caller = caller
@@ -123,19 +123,19 @@ class ServedCall:
 
 
 current_call: ContextVar[ServedCall | None] = ContextVar("aiorpc_call", default=None)
-current_node: ContextVar[Node | None] = ContextVar("aiorpc_node", default=None)
+current_node: ContextVar[CommonHome | None] = ContextVar("aiorpc_node", default=None)
 
 
 class Registry:
     """The workers that live in this process."""
 
     def __init__(self) -> None:
-        self._nodes: weakref.WeakSet[Node] = weakref.WeakSet()
+        self._nodes: weakref.WeakSet[CommonHome] = weakref.WeakSet()
         self._hooked = False
         self._lock = threading.Lock()
-        self._only: Node | None = None
+        self._only: CommonHome | None = None
 
-    def add(self, node: Node) -> None:
+    def add(self, node: CommonHome) -> None:
         """From now on the worker can be the current one."""
         with self._lock:
             if not self._hooked:
@@ -145,17 +145,17 @@ class Registry:
             self._nodes.add(node)
             self._update()
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: CommonHome) -> None:
         """The worker has shut down."""
         with self._lock:
             self._nodes.discard(node)
             self._update()
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[CommonHome]:
         """All live workers of the process."""
         return list(self._nodes)
 
-    def get(self) -> Node:
+    def get(self) -> CommonHome:
         """The worker that module-level verbs act on. NotInitialized if there is none, or several and no context."""
         if self._only is not None:
             return self._only

@@ -18,8 +18,8 @@ class Passage:
     message itself, not of the PARCEL. size: about how many bytes it has, its buffers included; for a message that
     arrives, only the bytes in its frame. To count bytes exactly, use the counts of connections and channels.
     call: on the way out, what the runtime keeps of the call that the message belongs to: a `CallFuture` at the caller,
-    a `ServedCall` at the callee, None if there is none or it has ended. On the way in it is always None. peer: the
-    worker at the other end. channels: on the way out, the names of the channels by which its buffers travel.
+    a `ServedCall` at the callee, None if there is none or it has ended. On the way in it is always None. record: of
+    the worker at the other end. channels: on the way out, the names of the channels by which its buffers travel.
     """
 
     kind: int
@@ -27,7 +27,7 @@ class Passage:
     body: bytes
     size: int
     call: Any
-    peer: WorkerRecord
+    record: WorkerRecord
     channels: Sequence[str] = ()
 
     def message(self) -> Any:

@@ -42,7 +42,7 @@ _MOST_BEHIND = 512
 WORKER_BITS = 48  # of a context's id are the number; the worker's id is above them
 
 
-class Member(Protocol):
+class PeerForContexts(Protocol):
     """Another worker, as the contexts that its messages belong to know it."""
 
     @property
@@ -79,7 +79,7 @@ class AutogradContext:
         self.id = id
         self.sent: dict[SentName, GradientEdge] = {}
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
-        self.known: set[Member] = set()  # workers that calls of this context went to or came from
+        self.known: set[PeerForContexts] = set()  # workers that calls of this context went to or came from
         self.lock = threading.Lock()
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
@@ -293,11 +293,11 @@ class Gradients:
         """A context that is open here; None if there is none of that id."""
         return self._contexts.get(id)
 
-    def calls(self, id: int | None, peer: Member) -> Tape | None:
+    def calls(self, id: int | None, peer: PeerForContexts) -> Tape | None:
         """The tape of a call to that peer in context `id`; None outside of any context, or if it was left."""
         return None if self.as_torch and not torch.is_grad_enabled() else self.answers(id, peer)
 
-    def answers(self, id: int | None, peer: Member) -> Tape | None:
+    def answers(self, id: int | None, peer: PeerForContexts) -> Tape | None:
         """The tape of an answer to that peer in context `id`, as `calls`, whatever autograd mode this thread is in."""
         context = self._contexts.get(id) if id else None
         if context is None:
@@ -305,7 +305,7 @@ class Gradients:
         context.known.add(peer)
         return Tape(context)
 
-    def called(self, id: Any, peer: Member) -> int | None:
+    def called(self, id: Any, peer: PeerForContexts) -> int | None:
         """A call from that peer has come in context `id`: returns the id, or None if the context was left by now."""
         if type(id) is not int:
             raise ProtocolError(f"{id!r:.40} is no autograd context")
@@ -314,7 +314,9 @@ class Gradients:
         self._enter(id).known.add(peer)
         return id
 
-    def receive(self, peer: Member, said: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Past | None]:
+    def receive(
+        self, peer: PeerForContexts, said: Any, tensors: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Past | None]:
         """The tensors of a message from that peer, each as the output of a graph node that stands for its past.
 
         Also returns a function that does the same for tensors which are taken apart inside of the pickle, given their
@@ -340,7 +342,7 @@ class Gradients:
         except (TypeError, ValueError) as error:
             raise _impossible(error) from None
 
-    def leave(self, id: int) -> set[Member]:
+    def leave(self, id: int) -> set[PeerForContexts]:
         """A context has ended: drop what is kept for it. Returns the workers that may know it, too."""
         with self._lock:
             self._left[id] = None

@@ -324,9 +324,9 @@ class Acceptor:
         for accepting in list(self._handshakes):
             accepting.connection.abort()
 
-    def serve(self, record: WorkerRecord, connection: Connection, link: int) -> Service:
-        """A worker has connected to us and proved who it is; serve it. link: its number for this connection."""
-        service = Service(self.home, record, connection, link)
+    def serve(self, record: WorkerRecord, connection: Connection, link_number: int) -> Service:
+        """A worker has connected to us and proved who it is; serve it. link_number: the number of the link."""
+        service = Service(self.home, record, connection, link_number)
         self.home.services.add(service)
         self.home.peers.of(record)
         self.home.group.watch(record)
@@ -338,7 +338,7 @@ class Acceptor:
         self._engine.counters.add_connection(service.connection)
         service.close()
         if cause is not None:
-            self.home.group.on_lost(service.peer, f"its connection broke: {foreign.text_of(cause)}")
+            self.home.group.on_lost(service.record, f"its connection broke: {foreign.text_of(cause)}")
 
 
 class _Accepting:

@@ -237,7 +237,7 @@ class Group:
         self._watch.remove(record)
         self._entered.pop(record.id, None)
         for service in list(self._home.services):
-            if service.peer.incarnation == record.incarnation:
+            if service.record.incarnation == record.incarnation:
                 service.connection.abort()
         self._home.references.on_gone(record.id, record.id in self.lost)
         self._home.gradients.on_gone(record.id)
@@ -355,7 +355,7 @@ def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> Rp
     return failure
 
 
-class _Member(Protocol):
+class _NodeForHandlers(Protocol):
     """A running worker, whose group this is."""
 
     group: Group
@@ -364,7 +364,7 @@ class _Member(Protocol):
 def _current() -> tuple[Group, WorkerInfo]:
     call = current_call.get()
     assert call is not None, "these functions are handlers"
-    return cast(_Member, call.node).group, call.caller
+    return cast(_NodeForHandlers, call.node).group, call.caller
 
 
 @system

@@ -43,7 +43,7 @@ _DEATH_PATIENCE = 2.0
 _PAUSE = 0.005
 
 
-class DeviceLink(Protocol):
+class LinkForAccelerators(Protocol):
     """A link, as far as its devices are concerned."""
 
     @property
@@ -244,7 +244,7 @@ class Accelerators:
         except RuntimeError as error:
             logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
 
-    async def let_go(self, all_links: Sequence[DeviceLink], limit: float) -> None:
+    async def let_go(self, all_links: Sequence[LinkForAccelerators], limit: float) -> None:
         """The worker leaves: close what it has opened, and wait until the others have closed what belongs to it.
 
         It waits for at most `limit` seconds. What the others still have open then is freed when this process ends.

@@ -46,7 +46,7 @@ from .second import SecondConnection
 
 # The kinds of frames that are for the link itself: `Link.admit` has to see them.
 OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK))
-Handler = Callable[[Frame], None]
+KindMethod = Callable[[Frame], None]  # the method for one kind of messages
 # With at most so many calls under way, each message is written at once by the thread that made it. With more, the loop
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
 # away from that thread.
@@ -59,15 +59,15 @@ DRAIN_GRACE = 1.0
 DRAIN_PAUSE = 0.01
 
 
-class Receiver(Protocol):
+class MessageSink(Protocol):
     """Who gets the messages of a link: the caller's side (`Peer`) or the callee's side (`Service`).
 
-    Its methods are called on the loop; answers of calls also in a thread that waits for them. handlers: the method that
-    takes a message, by the kind of message; a message of any other kind ends the connection.
+    It is called on the loop; with answers of calls also in a thread that waits for them. methods: by the kind of a
+    message, the method for that kind; a message of any other kind ends the connection.
     """
 
     @property
-    def handlers(self) -> dict[int, Handler]: ...
+    def methods(self) -> dict[int, KindMethod]: ...
 
     @property
     def on_failed(self) -> Callable[[Frame, Exception], None]:
@@ -101,7 +101,7 @@ class Link:
         home: Home,
         connection: Connection,
         record: WorkerRecord,
-        receiver: Receiver,
+        receiver: MessageSink,
         *,
         number: int,
         opener: bool,
@@ -127,7 +127,7 @@ class Link:
         self.held = self._reassembly.held  # the messages that wait for buffers, by call
         self._receiver = receiver
         self._timed = False
-        self._handlers = receiver.handlers
+        self._methods = receiver.methods
         # Counted without a lock, like `Counters`.
         self.messages_sent = 0
         self.messages_received = 0
@@ -215,7 +215,7 @@ class Link:
             self.messages_received += len(frames)
             if self.engine.observers:
                 observed.tell(self.engine.observers, frames, self.record)
-        handlers = self._handlers
+        methods = self._methods
         for frame in frames:
             if pipe is not None:
                 self.second.on_frame(pipe, frame)
@@ -226,10 +226,10 @@ class Link:
                 if message is None:
                     continue
                 frame, kind = message, message.kind
-            handle = handlers.get(kind)
-            if handle is None:
+            method = methods.get(kind)
+            if method is None:
                 raise ProtocolError(f"{frame} does not belong on this side of a connection")
-            handle(frame)
+            method(frame)
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from ...protocol.identity import WorkerRecord
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from .accelerators import Accelerators
-from .link import Link, Receiver
+from .link import Link, MessageSink
 from .memory import Memory
 
 
@@ -40,7 +40,7 @@ class Links:
         self._links: set[Link] = set()
 
     def make(
-        self, connection: Connection, record: WorkerRecord, receiver: Receiver, *, number: int, opener: bool
+        self, connection: Connection, record: WorkerRecord, receiver: MessageSink, *, number: int, opener: bool
     ) -> Link:
         """A link over a connection that has just proved who is at its other end; `Link.close` ends it."""
         link = Link(self, connection, record, receiver, number=number, opener=opener)

@@ -27,7 +27,7 @@ from .messages import DEVICE
 PIECES = 1 << 63
 
 
-class Carrier(Protocol):
+class LinkForDevices(Protocol):
     """A link, as its part for devices sees it."""
 
     route_back: Route | None
@@ -44,7 +44,7 @@ class Carrier(Protocol):
     @property
     def opener(self) -> bool: ...
 
-    def other_end(self) -> Carrier | None:
+    def other_end(self) -> LinkForDevices | None:
         """The other end of the link, if that is in this process."""
 
     @property
@@ -63,7 +63,7 @@ class Carrier(Protocol):
 class LinkDevices:
     """See the module. It is what the device channel knows of the link, too."""
 
-    def __init__(self, link: Carrier) -> None:
+    def __init__(self, link: LinkForDevices) -> None:
         options, accelerators = link.engine.options, link.accelerators
         self._link = link
         self._accelerators = accelerators

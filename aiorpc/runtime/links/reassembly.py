@@ -51,7 +51,7 @@ class Assembly:
         self.state = MESSAGE.next(self.state, event)
 
 
-class Carrier(Protocol):
+class LinkForReassembly(Protocol):
     """The link whose messages these are."""
 
     @property
@@ -67,7 +67,7 @@ class Carrier(Protocol):
 class Reassembly:
     """Of one link. held: the messages that wait, by call."""
 
-    def __init__(self, link: Carrier) -> None:
+    def __init__(self, link: LinkForReassembly) -> None:
         self.held: dict[int, Assembly] = {}
         self._link = link
 

@@ -33,7 +33,7 @@ PIPE_GRACE = 1.0
 _AHEAD = 2
 
 
-class Carrier(Protocol):
+class LinkForSecond(Protocol):
     """A link, as its second connection sees it."""
 
     @property
@@ -76,7 +76,7 @@ class Carrier(Protocol):
 class SecondConnection:
     """See the module. `wake` from any thread, the rest on the loop. connection: None until there is one."""
 
-    def __init__(self, link: Carrier) -> None:
+    def __init__(self, link: LinkForSecond) -> None:
         self.connection: Connection | None = None
         self._link = link
         self._asked = False

@@ -31,8 +31,8 @@ from .membership import FixedWorld, FreeWorld, Member, load_json
 from .stores import (
     LAST_PAUSE,
     Board,
+    MeetingPlace,
     Patience,
-    Place,
     StoreGone,
     bounded,
     check_ranks,
@@ -71,7 +71,7 @@ class Rendezvous:
     claims: what the members said of their devices, by name, as found at `join`.
     """
 
-    def __init__(self, place: Place, store: Store, hosts_store: bool, patience: Patience) -> None:
+    def __init__(self, place: MeetingPlace, store: Store, hosts_store: bool, patience: Patience) -> None:
         self.rank = place.rank
         self.world_size = place.world_size
         self.hosts_store = hosts_store
@@ -104,7 +104,7 @@ class Rendezvous:
         patience = Patience(timeout, stop)
         if store is not None:
             check_ranks(rank, world_size)
-            return cls(Place(rank, world_size), store, False, patience)
+            return cls(MeetingPlace(rank, world_size), store, False, patience)
         place = parse(init_method, rank, world_size, os.environ)
         if place.path:
             return cls(place, open_file(place), False, patience)

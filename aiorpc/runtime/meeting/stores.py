@@ -66,7 +66,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeetingPlace:
     """Where the workers meet. path is for files; host, port and agent (torchrun owns the store) for TCP."""
 
     rank: int | None
@@ -82,7 +82,7 @@ class Place:
         return f"tcp://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}" if self.host else "(given)"
 
 
-def parse(init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Place:
+def parse(init_method: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> MeetingPlace:
     """The meeting place a URL describes; a rank and world size given as arguments win over URL and environment.
 
     Raises RpcUsageError for a URL or number that makes no sense, RendezvousError for a missing environment variable.
@@ -95,9 +95,9 @@ def parse(init_method: str, rank: int | None, world_size: int | None, environ: M
     if url.scheme == "env":
         place = _from_environment(rank, world_size, environ)
     elif url.scheme == "tcp":
-        place = Place(rank, world_size, host=url.hostname or "", port=_port(url.netloc, init_method))
+        place = MeetingPlace(rank, world_size, host=url.hostname or "", port=_port(url.netloc, init_method))
     elif url.scheme == "file":
-        place = Place(rank, world_size, path=unquote(url.netloc + url.path))
+        place = MeetingPlace(rank, world_size, path=unquote(url.netloc + url.path))
     else:
         raise RpcUsageError(f"init_method must start with env://, tcp:// or file://, not {init_method!r}")
     if url.scheme != "env" and not (place.path or place.host):
@@ -116,13 +116,13 @@ def check_ranks(rank: int | None, world_size: int | None) -> None:
         raise RpcUsageError(f"rank is needed when world_size ({world_size}) is given")
 
 
-def _from_environment(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Place:
+def _from_environment(rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> MeetingPlace:
     def variable(name: str) -> str:
         if not environ.get(name):
             raise RendezvousError(f"init_method env:// needs the environment variable {name}, which is not set")
         return environ[name]
 
-    return Place(
+    return MeetingPlace(
         rank=_number(variable("RANK"), "RANK") if rank is None else rank,
         world_size=_number(variable("WORLD_SIZE"), "WORLD_SIZE") if world_size is None else world_size,
         host=variable("MASTER_ADDR"),
@@ -215,7 +215,7 @@ class Board:
         self._store = None
 
 
-def open_file(place: Place) -> Store:
+def open_file(place: MeetingPlace) -> Store:
     """The file store at the place's path; its folder must exist."""
     folder = os.path.dirname(os.path.abspath(place.path))
     # torch retries for minutes on a path it cannot open.
@@ -226,7 +226,7 @@ def open_file(place: Place) -> Store:
     return FileStore(place.path, -1)
 
 
-def open_tcp(place: Place, patience: Patience) -> tuple[Store, bool]:
+def open_tcp(place: MeetingPlace, patience: Patience) -> tuple[Store, bool]:
     """The TCP store at the place, and whether this process hosts it.
 
     Rank 0 hosts. Where ranks are free, so does whoever finds its own address and nobody there. If another process
@@ -248,7 +248,7 @@ def open_tcp(place: Place, patience: Patience) -> tuple[Store, bool]:
     raise RendezvousError(f"cannot host the store at {place} within {patience.seconds:g} s: {reason}")
 
 
-def _host_tcp(place: Place, patience: Patience) -> Store:
+def _host_tcp(place: MeetingPlace, patience: Patience) -> Store:
     addresses, local = _addresses(place), is_local(place)
     host = addresses[0] if addresses else place.host
     limit = timedelta(seconds=max(1.0, patience.attempt()))
@@ -261,7 +261,7 @@ def _host_tcp(place: Place, patience: Patience) -> Store:
     return bounded(make, patience.attempt())
 
 
-def _listener(place: Place, addresses: list[str], local: bool) -> socket.socket | None:
+def _listener(place: MeetingPlace, addresses: list[str], local: bool) -> socket.socket | None:
     """A socket for torch to serve the store on; None where its own will do, or where the port is taken."""
     with contextlib.suppress(OSError):
         if not local:
@@ -276,7 +276,7 @@ def _listener(place: Place, addresses: list[str], local: bool) -> socket.socket 
     return None
 
 
-def _check_leads_here(place: Place, patience: Patience) -> None:
+def _check_leads_here(place: MeetingPlace, patience: Patience) -> None:
     """RuntimeError if nobody answers at the place, where this host listens under an address not its own.
 
     Behind a translated address (a container's, a service's) that may still be right. torch connects to its own store
@@ -288,7 +288,7 @@ def _check_leads_here(place: Place, patience: Patience) -> None:
         raise RuntimeError(f"{place.host} is no address of this host and does not lead to it ({error})") from error
 
 
-def reach_tcp(place: Place, patience: Patience) -> Store:
+def reach_tcp(place: MeetingPlace, patience: Patience) -> Store:
     """A client of the store at the place, tried until it answers or the time is up (RendezvousError)."""
     reason = "nothing was tried"
     for _ in patience.tries():
@@ -331,14 +331,14 @@ def _append_outcome(results: list[T | BaseException], make: Callable[[], T]) -> 
         del results  # the error has this frame: a store in a circle would live until there is garbage collection
 
 
-def listens(place: Place) -> bool:
+def listens(place: MeetingPlace) -> bool:
     """Whether something accepts connections at the place just now."""
     with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), 1.0):
         return True
     return False
 
 
-def is_local(place: Place) -> bool:
+def is_local(place: MeetingPlace) -> bool:
     """Whether the place's address belongs to this host."""
     for address in _addresses(place):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -348,7 +348,7 @@ def is_local(place: Place) -> bool:
     return False
 
 
-def is_loopback(place: Place) -> bool:
+def is_loopback(place: MeetingPlace) -> bool:
     """Whether the place has a name or an address that can be reached from this host alone."""
     # Not by what a name stands for: to its own host that of a host may stand for 127.0.1.1.
     try:
@@ -357,7 +357,7 @@ def is_loopback(place: Place) -> bool:
         return place.host == "localhost"
 
 
-def local_address(place: Place) -> str:
+def local_address(place: MeetingPlace) -> str:
     """Address of the interface that reaches the place; 127.0.0.1 where there is no network in between."""
     for address in _addresses(place) if place.host else ():
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -369,7 +369,7 @@ def local_address(place: Place) -> str:
     return "127.0.0.1"
 
 
-def _addresses(place: Place) -> list[str]:
+def _addresses(place: MeetingPlace) -> list[str]:
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))

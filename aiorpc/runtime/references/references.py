@@ -46,7 +46,7 @@ from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from ..links.accelerators import Accelerators
-from .rref import Callee, Directory, RRef
+from .rref import PeerForRRef, PeersForReferences, RRef
 
 # When a call with references arrives, the messages of the table wait for so many seconds and then leave together. Each
 # by itself would wake up the loops of both workers in the midst of that call.
@@ -59,7 +59,7 @@ class Home(Protocol):
     engine: Engine
 
     @property
-    def peers(self) -> Directory: ...
+    def peers(self) -> PeersForReferences: ...
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class References:
         self._handles: WeakValueDictionary[ReferenceId, RRef[Any]] = WeakValueDictionary()
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
         self._flushing = False  # whether `flush` will be called
-        self._unsaid: set[Callee] = set()  # peers to whom messages were queued that leave with that `flush`
+        self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
         self._closed = False
 
     # --- making handles -----------------------------------------------------------------------------------------------
 
     @property
-    def peers(self) -> Directory:
+    def peers(self) -> PeersForReferences:
         """The workers that this one knows."""
         return self.home.peers
 

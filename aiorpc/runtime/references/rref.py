@@ -18,7 +18,7 @@ from ..engine.engine import Engine
 T = TypeVar("T")
 
 
-class Callee(Protocol):
+class PeerForRRef(Protocol):
     """The owner of a value (`Peer`), as far as handles of the value know it."""
 
     @property
@@ -40,10 +40,10 @@ class Callee(Protocol):
     def flush(self) -> None: ...
 
 
-class Directory(Protocol):
+class PeersForReferences(Protocol):
     """The workers that this one knows (`Peers`)."""
 
-    def by_id(self, worker_id: int) -> Callee: ...
+    def by_id(self, worker_id: int) -> PeerForRRef: ...
 
     def id_of(self, peer: Any) -> int: ...
 
@@ -52,14 +52,14 @@ class Directory(Protocol):
     def describe(self, worker_id: int) -> str: ...
 
 
-class Table(Protocol):
+class ReferencesForRRef(Protocol):
     """What a handle needs of the references of its worker (`References`)."""
 
     @property
     def engine(self) -> Engine: ...
 
     @property
-    def peers(self) -> Directory: ...
+    def peers(self) -> PeersForReferences: ...
 
     @property
     def home(self) -> object: ...
@@ -86,11 +86,11 @@ class Table(Protocol):
     def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None: ...
 
 
-class _Owner(Protocol):
+class _NodeForRRef(Protocol):
     """A running worker, whose references these are."""
 
     @property
-    def references(self) -> Table: ...
+    def references(self) -> ReferencesForRRef: ...
 
 
 class RRef(Generic[T]):
@@ -104,12 +104,14 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """type_hint: as torch's, without effect. NotInitialized if there is no worker, or nothing says which."""
-        references = cast(_Owner, registry.get()).references
+        references = cast(_NodeForRRef, registry.get()).references
         rref, fork = references.own(value)
         self._bind(references, rref, fork, references.engine.id, sys._getframe(1))
         references.register(fork, self)
 
-    def _bind(self, references: Table, rref: ReferenceId, fork: ReferenceId, owner: int, frame: Any = None) -> None:
+    def _bind(
+        self, references: ReferencesForRRef, rref: ReferenceId, fork: ReferenceId, owner: int, frame: Any = None
+    ) -> None:
         self._references = references
         self._rref = rref
         self._fork = fork
