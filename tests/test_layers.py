@@ -200,6 +200,52 @@ def test_no_modules_import_each_other() -> None:
     assert circles(project_sources()) == []
 
 
+# Names of classes that may stand in several files, each with the reason.
+SHARED_NAMES = {
+    "Home": "what a room needs of the worker around it; each room says so for itself",
+    "Surroundings": "what a channel needs around it; each channel says so for itself",
+}
+# Where a class may have the name of another one: the drop-in has torch's names, and an example stands by itself.
+APART = ("compat", "examples")
+# The classes of a module of messages have the names that messages have on the wire; each such module is a language.
+MESSAGES = "messages.py"
+
+
+def defined_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The classes of the same name that stand in several files, by that name."""
+    found: dict[str, list[str]] = {}
+    for path, text in sorted(sources.items()):
+        if part_of(module_name(path)) not in APART and not path.endswith(MESSAGES):
+            for node in ast.walk(ast.parse(text, path)):
+                if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
+                    found.setdefault(node.name, []).append(path)
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def test_a_name_is_that_of_one_class() -> None:
+    """No two classes of aiorpc have the same name, so that a name in a document or a traceback says which is meant."""
+    assert defined_twice(project_sources()) == {}
+
+
+def test_a_name_of_two_classes_is_found() -> None:
+    """Also one that stands inside of a function; not those that are excepted."""
+    sources = {
+        "aiorpc/errors.py": "class Home: pass\nclass Link: pass\n",
+        "aiorpc/nn.py": "class Home: pass\ndef f():\n    class Link: pass\n",
+        "aiorpc/compat/torch/nn.py": "class Alone: pass\n",
+        "aiorpc/optim.py": "class Alone: pass\n",
+        "aiorpc/channels/shared_messages.py": "class Alone: pass\n",
+    }
+    assert defined_twice(sources) == {"Link": ["aiorpc/errors.py", "aiorpc/nn.py"]}
+
+
+def test_the_exceptions_are_needed() -> None:
+    """Each name that may stand in several files does."""
+    sources = project_sources()
+    for name in SHARED_NAMES:
+        assert sum(f"class {name}(" in text for text in sources.values()) > 1, name
+
+
 def test_each_room_says_what_it_owns() -> None:
     """Each package of runtime/ begins with what it owns, what it shows and what it must not touch."""
     for room in ROOMS:
