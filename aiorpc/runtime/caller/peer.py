@@ -18,7 +18,6 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -49,7 +48,7 @@ from .future import CallFuture, name_argument
 from .known import FunctionEntry, KnownFunctions
 from .owed import Home as OwedHome
 from .owed import ItemSink, OwedCalls
-from .waiting import WaitingCall, WaitingFrame, is_call, nothing
+from .waiting import WaitingCall, WaitingFrame, WaitingMessages, nothing
 
 
 class ReferencesForPeer(Protocol):
@@ -110,9 +109,7 @@ class Peer:
         self.on_failed = self.owed.on_failed
         self._home = home
         self._lifetime = home.engine.lifetime
-        # By the number of the call; numbers below 0 are for messages that are no calls.
-        self._waiting: dict[int, WaitingCall | WaitingFrame] = {}
-        self._others = itertools.count(-1, -1)
+        self._waiting = WaitingMessages()
         # It may be taken twice by one thread: a message that cannot be sent is called off while the lock is held.
         self._lock = threading.RLock()
         self._known = KnownFunctions(self)
@@ -273,7 +270,7 @@ class Peer:
         with self._lock:
             link = self.link
             if self.connection is None or link is None:
-                self._wait(message.call_id, message)
+                self._wait(message)
                 return
         self._send_waiting(link, message)
 
@@ -292,9 +289,11 @@ class Peer:
                 again = partial(self._send_buffers, message._replace(passed=True))
                 ask(self.engine.observers, passage, again, message.out.unsend if message.out is not None else nothing)
                 return
-            if self._hold_back(message.call_id, message):
-                return
-            link = self.link
+            with self._lock:
+                link = self.link
+                if self.connection is None:
+                    self._wait(message)
+                    return
             if link is None:  # gone again, and the call with it
                 return
         if link.distribution.too_long_for_loop(message.buffers):
@@ -334,19 +333,9 @@ class Peer:
         if call_id not in owed.pending:
             self.call_off(call_id)  # the word that it was given up may have come before it
 
-    def _hold_back(self, call_id: int, message: WaitingCall) -> bool:
-        """Keep a call until there is a connection; False if there is one by now. Any thread."""
-        with self._lock:
-            if self.connection is not None:
-                return False
-            self._wait(call_id, message)
-            return True
-
-    def _wait(self, call_id: int, waiting: WaitingCall | WaitingFrame) -> None:
+    def _wait(self, message: WaitingCall | WaitingFrame) -> None:
         if self.gone is None:
-            # Another message about a call (CANCEL) must not take the place of the call itself.
-            key = call_id if is_call(waiting) else next(self._others)
-            self._waiting[key] = waiting
+            self._waiting.add(message)
             if self.state is PeerState.IDLE:
                 self.state = PEER.next(self.state, PeerEvent.FIRST_MESSAGE)
                 self.engine.call_on_loop(self._home.connect, self)
@@ -358,7 +347,7 @@ class Peer:
         # A call to a worker that has not joined yet is just taken back. No reference can be inside of it, because
         # encoding one needs the worker's id (`Peers.id_of`).
         with self._lock:
-            taken_back = self.record is None and self._waiting.pop(call_id, None) is not None
+            taken_back = self.record is None and self._waiting.take_back(call_id)
         if not taken_back:
             link = self.link
             if link is not None:
@@ -373,7 +362,7 @@ class Peer:
             self.state = PEER.next(self.state, PeerEvent.NOBODY_WAITS)
             return True
 
-    # --- messages from the callee, on the loop; on_answer also in a thread that waits for it --------------------------
+    # --- what comes from the peer -------------------------------------------------------------------------------------
 
     def _on_goodbye(self, _: Frame) -> None:
         link = self.link
@@ -411,8 +400,7 @@ class Peer:
             link = self.link
             assert link is not None, "it was made when the connection was"
             while self._waiting:  # in order; whoever calls meanwhile waits for the lock
-                waiting, self._waiting = self._waiting, {}
-                for each in waiting.values():
+                for each in self._waiting.take_all():
                     if isinstance(each, WaitingFrame):
                         self._send_waiting(link, each)
                     elif link.distribution.too_long_for_loop(each.buffers):
@@ -438,7 +426,7 @@ class Peer:
                 return
             self.gone = error
             self.state = PEER.next(self.state, _event_of(error, self.state))
-            self._waiting.clear()
+            self._waiting.take_all()  # their calls end with that error
         self.owed.fail(error)
         # Let go of the connection: it has a long buffer, and a peer that is gone is kept for its name.
         connection, self.connection = self.connection, None

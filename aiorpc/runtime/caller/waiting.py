@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,9 +39,34 @@ class WaitingFrame(NamedTuple):
     passed: bool = False
 
 
-def is_call(waiting: WaitingCall | WaitingFrame) -> bool:
-    """Whether a message that waits for a link is a call, which can be taken back under its number."""
-    return type(waiting) is WaitingCall or waiting.kind == CALL  # type: ignore[union-attr]  # a WaitingFrame otherwise
+class WaitingMessages:
+    """The messages that wait for the link of one peer, in their order. The lock of the peer guards it.
+
+    How many they are may be asked without the lock.
+    """
+
+    def __init__(self) -> None:
+        # By the number of the call; numbers below 0 are for messages that are no calls: another message about a call
+        # (CANCEL) must not take the place of the call itself.
+        self._messages: dict[int, WaitingCall | WaitingFrame] = {}
+        self._others = itertools.count(-1, -1)
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def add(self, message: WaitingCall | WaitingFrame) -> None:
+        """That message has to wait, behind those that are there."""
+        is_call = isinstance(message, WaitingCall) or message.kind == CALL
+        self._messages[message.call_id if is_call else next(self._others)] = message
+
+    def take_back(self, call_id: int) -> bool:
+        """Forget that call; whether it was waiting."""
+        return self._messages.pop(call_id, None) is not None
+
+    def take_all(self) -> list[WaitingCall | WaitingFrame]:
+        """The messages, which wait no longer."""
+        messages, self._messages = self._messages, {}
+        return list(messages.values())
 
 
 def nothing() -> None:
