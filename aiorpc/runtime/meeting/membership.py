@@ -41,11 +41,10 @@ _VOID = "void"
 
 @dataclass(frozen=True)
 class Member:
-    """A record as it stands in the store.
+    """A member as it stands in the store: its record, and what the others need only to join.
 
     own_secret: the worker brought AIORPC_SECRET. trusted: it holds the group's secret. claims: what it says of its
-    devices: only needed to join, so not in the record, which goes over each connection. seal: made of all that with
-    AIORPC_SECRET; "" without.
+    devices; not in the record, which goes over each connection. seal: made of all that with AIORPC_SECRET; "" without.
     """
 
     record: WorkerRecord
