@@ -207,15 +207,13 @@ SHARED_NAMES = {
 }
 # Where a class may have the name of another one: the drop-in has torch's names, and an example stands by itself.
 APART = ("compat", "examples")
-# The classes of a module of messages have the names that messages have on the wire; each such module is a language.
-MESSAGES = "messages.py"
 
 
 def defined_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """The classes of the same name that stand in several files, by that name."""
     found: dict[str, list[str]] = {}
     for path, text in sorted(sources.items()):
-        if part_of(module_name(path)) not in APART and not path.endswith(MESSAGES):
+        if part_of(module_name(path)) not in APART:
             for node in ast.walk(ast.parse(text, path)):
                 if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
                     found.setdefault(node.name, []).append(path)
@@ -234,7 +232,6 @@ def test_a_name_of_two_classes_is_found() -> None:
         "aiorpc/nn.py": "class Home: pass\ndef f():\n    class Link: pass\n",
         "aiorpc/compat/torch/nn.py": "class Alone: pass\n",
         "aiorpc/optim.py": "class Alone: pass\n",
-        "aiorpc/channels/shared_messages.py": "class Alone: pass\n",
     }
     assert defined_twice(sources) == {"Link": ["aiorpc/errors.py", "aiorpc/nn.py"]}
 

@@ -69,12 +69,15 @@ def whole() -> str:
         *map(section, (arena.Block, shared_messages.Lent, shared_messages.LentPart)),
         "### Channel 2: bulk",
         "All that it says goes with its chunks.",
-        section(bulk.Transfer),
+        section(bulk.BulkTransfer),
         "### Channel 3: inline",
         "It says nothing, and its wire is empty: the buffer is the next segment of the frame.",
         "### Channel 4: devices",
         *family(device_messages.MESSAGES),
-        *map(section, (device_messages.Transfer, device_messages.Chunk, device_messages.Slot, device_messages.Span)),
+        *map(
+            section,
+            (device_messages.DeviceTransfer, device_messages.FilledSlot, device_messages.Slot, device_messages.Span),
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 

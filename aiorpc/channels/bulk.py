@@ -35,7 +35,7 @@ HASTY_SIZE = 4 * 1024 * 1024
 _GIVEN_UP = (1 << 64) - 1  # stands in place of the offset of a chunk, and says that no more will come
 
 
-class Transfer(NamedTuple):
+class BulkTransfer(NamedTuple):
     """In a PARCEL: a buffer that comes in chunks."""
 
     #: The number of the transfer, which its CHUNKs have as their call id.
@@ -132,7 +132,7 @@ class Bulk:
             self._outgoing[transfer.number] = transfer
             self._turns.append(transfer)
         self.traffic.count_sent(len(data))
-        return [*Transfer(transfer.number, len(data))]
+        return [*BulkTransfer(transfer.number, len(data))]
 
     def withdraw(self, wires: Sequence[Wire], *, named: bool) -> None:
         """Send no more of these transfers. The other end is told so, behind what was sent of them."""
@@ -179,7 +179,7 @@ class Bulk:
 
     def _receive(self, wire: Wire, arrived: Callable[[Buffer | Exception], None]) -> Buffer | None:
         try:
-            number, size = Transfer(*wire)
+            number, size = BulkTransfer(*wire)
             incoming = self._incoming.get(number) or self._begin(number, size)
         except (TypeError, ValueError):
             raise ProtocolError(f"a message that names the transfer {wire!r:.100}") from None

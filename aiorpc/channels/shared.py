@@ -21,7 +21,7 @@ from ..protocol.frames import Buffer
 from . import Arrived, Traffic, Wire
 from .arena import ALIGN, TOGETHER_SIZE, Arena, Block
 from .segments import Bytes
-from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, Offer, Refused, Release, Warm
+from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, Release, SegmentOffer, SegmentRefused, Warm
 from .shm import Borrower, Lender
 
 # Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
@@ -185,7 +185,7 @@ class SharedMemory:
             return
         self._offered.add(index)
         segment = segments[index]
-        self._say(Offer(index, segment.fd, segment.size, segment.nonce))
+        self._say(SegmentOffer(index, segment.fd, segment.size, segment.nonce))
 
     def grown(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         """These ranges (segment, start, bytes) of the arena are warm now; tell the other end if it may need them."""
@@ -277,7 +277,7 @@ class SharedMemory:
     def on_message(self, fields: list[Any]) -> None:
         """From the other end. Raises ProtocolError."""
         match MESSAGES.read(fields):
-            case Offer(index, fd, size, nonce):
+            case SegmentOffer(index, fd, size, nonce):
                 if not self._closed:
                     self._around.in_background(self._map, index, fd, size, nonce)
             case Mapped(index):
@@ -287,7 +287,7 @@ class SharedMemory:
             case Warm(index, start, size):
                 if not self._closed:
                     self._around.in_background(self.borrower.touch, index, start, size)
-            case Refused(_, reason):
+            case SegmentRefused(_, reason):
                 self.traffic.refused["refused"] += 1
                 self._around.on_refused(f"it cannot map our memory: {reason}")
             case Release(blocks):
@@ -298,7 +298,7 @@ class SharedMemory:
         try:
             self.borrower.map(index, f"/proc/{self._pid}/fd/{fd}", size, nonce)
         except Exception as error:
-            self._say(Refused(index, f"{type(error).__name__}: {error}"))
+            self._say(SegmentRefused(index, f"{type(error).__name__}: {error}"))
         else:
             self._say(Mapped(index))
 

@@ -8,7 +8,7 @@ from ..protocol.families import Family
 from .arena import Block
 
 
-class Offer(NamedTuple):
+class SegmentOffer(NamedTuple):
     """Map this segment of my arena; I should like to send through it."""
 
     #: The number of the segment.
@@ -27,7 +27,7 @@ class Mapped(NamedTuple):
     segment: int
 
 
-class Refused(NamedTuple):
+class SegmentRefused(NamedTuple):
     """It cannot be done: send the bytes another way."""
 
     segment: int
@@ -52,10 +52,10 @@ class Release(NamedTuple):
     blocks: list[Block]
 
 
-Message = Offer | Mapped | Refused | Warm | Release
+Message = SegmentOffer | Mapped | SegmentRefused | Warm | Release
 MESSAGES: Family[Message] = Family(
     "shared memory",
-    {"offer": Offer, "mapped": Mapped, "refused": Refused, "warm": Warm, "release": Release},
+    {"offer": SegmentOffer, "mapped": Mapped, "refused": SegmentRefused, "warm": Warm, "release": Release},
 )
 
 

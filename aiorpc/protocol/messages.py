@@ -162,7 +162,7 @@ class Welcome(NamedTuple):
     """The opener's proof was good; calls may come."""
 
 
-class Channel(NamedTuple):
+class ChannelMessage(NamedTuple):
     """A message from one end of a channel to the other. Channel 0 is the link itself."""
 
     #: Its number.
@@ -176,8 +176,8 @@ class Parcel(NamedTuple):
 
     #: The kind of the message.
     kind: int
-    #: For each buffer the number of its channel and what that needs to receive it.
-    wires: Sequence[Any]
+    #: For each buffer the number of its channel, and what that needs to receive it: the fields that it declares.
+    wires: Sequence[tuple[int, list[Any]]]
     #: The body of the message.
     body: bytes
 
@@ -192,7 +192,7 @@ class Chunk(NamedTuple):
     size: int
 
 
-Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Welcome | Channel | Parcel
+Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Welcome | ChannelMessage | Parcel
 
 #: The class of each kind of message whose body is written and read here. Those of the handshake are in `handshake`, and
 #: those of reference counting in `reference_messages`.
@@ -205,7 +205,7 @@ CLASSES: dict[Kind, type[Any]] = {
     Kind.CREDIT: Credit,
     Kind.GOODBYE: Goodbye,
     Kind.WELCOME: Welcome,
-    Kind.CHANNEL: Channel,
+    Kind.CHANNEL: ChannelMessage,
     Kind.PARCEL: Parcel,
     Kind.CHUNK: Chunk,
 }
@@ -318,9 +318,9 @@ def read_credit(body: Buffer) -> int:
     return count
 
 
-def read_channel(body: Buffer) -> Channel:
-    """The Channel message of a body. Raises ProtocolError."""
-    message = _read(Channel, body)
+def read_channel(body: Buffer) -> ChannelMessage:
+    """The ChannelMessage of a body. Raises ProtocolError."""
+    message = _read(ChannelMessage, body)
     if type(message.channel) is not int or type(message.fields) is not list:
         raise ProtocolError("a message of a channel with a field of a wrong type")
     return message
@@ -329,13 +329,14 @@ def read_channel(body: Buffer) -> Channel:
 def read_parcel(body: Buffer) -> Parcel:
     """The Parcel of a body. Raises ProtocolError."""
     parcel = _read(Parcel, body)
-    if (
-        type(parcel.kind) is not int
-        or type(parcel.body) is not bytes
-        or type(parcel.wires) is not list
-        or not all(type(wire) is list and wire and type(wire[0]) is int for wire in parcel.wires)
-    ):
+    if type(parcel.kind) is not int or type(parcel.body) is not bytes or type(parcel.wires) is not list:
         raise ProtocolError("a parcel with a field of a wrong type")
+    try:
+        for channel, wire in parcel.wires:
+            if type(channel) is not int or type(wire) is not list:
+                raise TypeError("one that does not say how it comes")
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"a parcel whose buffers are none: {error}") from None
     return parcel
 
 

@@ -15,7 +15,7 @@ from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Arena, Block
 from aiorpc.channels.segments import HEADER, Bytes
 from aiorpc.channels.shared import COPY_SIZE, PACK_LEAST, PACK_MOST, SharedMemory
-from aiorpc.channels.shared_messages import MESSAGES, Offer, Release, Warm
+from aiorpc.channels.shared_messages import MESSAGES, Release, SegmentOffer, Warm
 from aiorpc.channels.shm import Borrower
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
@@ -279,7 +279,7 @@ def test_the_first_growth_offers_its_segment_once(cold: SharedEnds) -> None:
     end.grown(cold.arenas[0].grow(MIB))
     assert end.send([bytes(SHARE_SIZE)], []) == [None]
     (segment,) = cold.arenas[0].segments
-    assert [fields for fields, _ in said] == [MESSAGES.write(Offer(0, segment.fd, segment.size, segment.nonce))]
+    assert [fields for fields, _ in said] == [MESSAGES.write(SegmentOffer(0, segment.fd, segment.size, segment.nonce))]
 
 
 def test_warm_pages_are_touched_in_the_other_process(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +428,7 @@ def test_a_segment_that_is_another_one_is_refused(cold: SharedEnds, wrong: str) 
     read, write = os.pipe()
     offer: dict[str, Any] = {"fd": segment.fd, "size": segment.size, "nonce": segment.nonce}
     offer[wrong] = {"nonce": bytes(16), "size": segment.size // 2, "fd": read}[wrong]
-    cold.ends[1].on_message(MESSAGES.write(Offer(0, **offer)))
+    cold.ends[1].on_message(MESSAGES.write(SegmentOffer(0, **offer)))
     cold.settle()
     os.close(read)
     os.close(write)
@@ -542,7 +542,7 @@ def test_closed_it_takes_and_says_nothing(cold: SharedEnds) -> None:
     assert end.send([bytes(SHARE_SIZE)], []) == [None] and end.send_one(bytes(SHARE_SIZE)) is None
     end.grown(ranges)
     (segment,) = cold.arenas[0].segments
-    end.on_message(MESSAGES.write(Offer(0, segment.fd, segment.size, segment.nonce)))
+    end.on_message(MESSAGES.write(SegmentOffer(0, segment.fd, segment.size, segment.nonce)))
     end.on_message(MESSAGES.write(Warm(0, 0, 5)))
     assert cold.lanes() == []
 

@@ -37,7 +37,7 @@ from aiorpc.protocol.messages import (
     ByName,
     Call,
     Cancel,
-    Channel,
+    ChannelMessage,
     Chunk,
     Credit,
     Error,
@@ -141,10 +141,10 @@ GOLDEN: list[tuple[Any, str]] = [
     (Welcome(), ""),
     (Credit(0), "9100"),
     (Credit(1000), "91cd03e8"),
-    (Channel(channel=1, fields=["tag", 7]), "920192a374616707"),
+    (ChannelMessage(channel=1, fields=["tag", 7]), "920192a374616707"),
     (
-        Parcel(kind=int(Kind.REPLY), wires=[[1, 0, 4096, 65536, 2, 0], [3]], body=b"body"),
-        "930592960100cd1000ce0001000002009103c404626f6479",
+        Parcel(kind=int(Kind.REPLY), wires=[(1, [0, 4096, 65536, 2, 0]), (3, [0])], body=b"body"),
+        "93059292019500cd1000ce00010000020092039100c404626f6479",
     ),
     (Chunk(offset=1 << 20, size=(1 << 40) + 5), "00001000000000000500000000010000"),
 ]
@@ -220,7 +220,7 @@ def test_a_call_has_one_form() -> None:
             assert write_with(Call, tuple(head), arguments) == write(message)
 
 
-@pytest.mark.parametrize("declared", [Call, Values, Error, Parcel, Channel])
+@pytest.mark.parametrize("declared", [Call, Values, Error, Parcel, ChannelMessage])
 def test_fields_that_change_places_change_the_bytes(declared: type[Any]) -> None:
     """Declare two fields of a class the other way round: the golden bytes of some message do not fit any more."""
     samples = [
@@ -329,14 +329,14 @@ calls = st.builds(
     st.none() | st.lists(numbers, min_size=4, max_size=4),
     values,
 )
-wires = st.lists(st.builds(lambda code, rest: [code, *rest], numbers, lists), max_size=3)
+wires = st.lists(st.builds(lambda code, wire: [code, wire], numbers, lists), max_size=3)
 anything = (
     calls
     | st.builds(Reply, values)
     | st.builds(Item, values)
     | st.builds(Error, texts, texts, texts, texts, st.none() | st.binary(max_size=6))
     | st.builds(Credit, st.integers(0, (1 << 64) - 1))
-    | st.builds(Channel, numbers, lists)
+    | st.builds(ChannelMessage, numbers, lists)
     | st.builds(Parcel, numbers, wires, st.binary(max_size=6))
     | st.builds(Chunk, st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
     | st.sampled_from([Cancel(), Goodbye(), Welcome()])
@@ -359,8 +359,8 @@ WHOLE = [
     Item(VALUES),
     FULL_ERROR,
     Credit(1000),
-    Channel(1, ["tag", 7]),
-    Parcel(int(Kind.REPLY), [[1, 0]], b"body"),
+    ChannelMessage(1, ["tag", 7]),
+    Parcel(int(Kind.REPLY), [(1, [0])], b"body"),
 ]
 by_message = pytest.mark.parametrize("message", WHOLE, ids=shown)
 
@@ -393,7 +393,7 @@ ALLOWED: dict[type[Any], list[tuple[type[Any], ...]]] = {
     Item: [(list,)],
     Error: [(str,), (str,), (str,), (str,), (bytes, type(None))],
     Credit: [(int,)],
-    Channel: [(int,), (list,)],
+    ChannelMessage: [(int,), (list,)],
     Parcel: [(int,), (list,), (bytes,)],
 }
 OTHERS: list[Any] = [None, True, 7, 1.5, "text", b"bytes", {"a": 1}, ["x"]]

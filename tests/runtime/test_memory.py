@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 from aiorpc import Overloaded, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, SerializationError, Worker
 from aiorpc.channels import arena
 from aiorpc.channels.shared import SharedMemory
-from aiorpc.channels.shared_messages import MESSAGES, Offer
+from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
 from aiorpc.channels.shm import Borrower
 from aiorpc.options import SHARE_SIZE
 from aiorpc.runtime.links import link
@@ -749,7 +749,7 @@ async def test_an_offer_that_meets_a_closed_worker_is_nothing(warmed: list[Worke
     channel = next(iter(warmed[1].node.services)).link.distribution.shared
     assert channel is not None
     channel.close()
-    channel.on_message(MESSAGES.write(Offer(7, 3, 4096, bytes(16))))
+    channel.on_message(MESSAGES.write(SegmentOffer(7, 3, 4096, bytes(16))))
     channel.close()
 
 

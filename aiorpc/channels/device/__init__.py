@@ -30,7 +30,7 @@ from ...errors import ProtocolError
 from ...protocol.frames import Buffer
 from .. import Arrived, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer
-from .messages import MESSAGES, Chunks, Closed, Got, Offer, Opened, Piece, Refused, Slots, Stop
+from .messages import MESSAGES, BoxOffer, BoxRefused, Closed, FilledSlots, Got, Opened, Piece, Slots, Stop
 from .receiver import Receiver
 from .sender import Sender
 from .surroundings import DIRECT, IPC, STAGING, Surroundings
@@ -111,7 +111,7 @@ class Devices:
         sender, receiver = self._sender, self._receiver
         try:
             match message:
-                case Chunks(number, chunks):
+                case FilledSlots(number, chunks):
                     receiver.on_chunks(number, chunks)
                 case Slots(slots):
                     sender.on_slots(slots)
@@ -119,7 +119,7 @@ class Devices:
                     sender.on_got(number)
                 case Opened(box):
                     sender.on_opened(box)
-                case Refused(box, reason):
+                case BoxRefused(box, reason):
                     sender.on_refused(box, reason)
                 case Closed(boxes):
                     sender.on_closed(boxes)
@@ -128,7 +128,7 @@ class Devices:
                     sender.on_unwanted(number)
                 case Stop(number, reason):
                     receiver.on_stop(number, reason)
-                case Offer():
+                case BoxOffer():
                     self._around.in_background(receiver.open, message)
                 case Piece():
                     raise ValueError("it has no buffer")

@@ -24,7 +24,7 @@ class Slot(NamedTuple):
     slot: int
 
 
-class Chunk(NamedTuple):
+class FilledSlot(NamedTuple):
     """A part of a transfer that lies in a slot."""
 
     box: int
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
     size: int
 
 
-class Transfer(NamedTuple):
+class DeviceTransfer(NamedTuple):
     """In a PARCEL: a buffer that goes to a device, or comes from one."""
 
     #: The number of the transfer.
@@ -45,10 +45,10 @@ class Transfer(NamedTuple):
     #: Its size in bytes.
     size: int
     #: What has been sent of it so far; or, in one process, the number by which it is handed over.
-    chunks: list[Chunk] | int
+    chunks: list[FilledSlot] | int
 
 
-class Offer(NamedTuple):
+class BoxOffer(NamedTuple):
     """Open this box. Its first slot begins with the nonce."""
 
     box: int
@@ -70,18 +70,18 @@ class Opened(NamedTuple):
     box: int
 
 
-class Refused(NamedTuple):
+class BoxRefused(NamedTuple):
     """It cannot be opened."""
 
     box: int
     reason: str
 
 
-class Chunks(NamedTuple):
+class FilledSlots(NamedTuple):
     """More of a transfer lies in these slots."""
 
     transfer: int
-    chunks: list[Chunk]
+    chunks: list[FilledSlot]
 
 
 class Piece(NamedTuple):
@@ -118,14 +118,14 @@ class Closed(NamedTuple):
     boxes: list[int]
 
 
-Message = Offer | Opened | Refused | Chunks | Piece | Got | Slots | Stop | Closed
+Message = BoxOffer | Opened | BoxRefused | FilledSlots | Piece | Got | Slots | Stop | Closed
 MESSAGES: Family[Message] = Family(
     "device memory",
     {
-        "offer": Offer,
+        "offer": BoxOffer,
         "opened": Opened,
-        "refused": Refused,
-        "chunks": Chunks,
+        "refused": BoxRefused,
+        "chunks": FilledSlots,
         "piece": Piece,
         "got": Got,
         "slots": Slots,
@@ -133,5 +133,5 @@ MESSAGES: Family[Message] = Family(
         "closed": Closed,
     },
 )
-#: Makes a Transfer of what a message says; raises TypeError.
-read_transfer = reader_of(Transfer)
+#: Makes a DeviceTransfer of what a message says; raises TypeError.
+read_transfer = reader_of(DeviceTransfer)

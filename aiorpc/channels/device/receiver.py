@@ -15,7 +15,7 @@ from ...protocol.frames import Buffer
 from .. import Arrived, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Stream, Tensor, device_index
 from ..inline import allocate
-from .messages import Chunk, Got, Offer, Opened, Refused, Slot, Slots, Stop, read_transfer
+from .messages import BoxOffer, BoxRefused, FilledSlot, Got, Opened, Slot, Slots, Stop, read_transfer
 from .outbox import Inbox
 from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings, failed
 
@@ -44,7 +44,7 @@ class _Receiving:
 class _Early:
     """What came for a transfer before the message that names it."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[FilledSlot] = field(default_factory=list)
     pieces: list[tuple[int, Buffer]] = field(default_factory=list)
     reason: str = ""
 
@@ -112,7 +112,7 @@ class Receiver:
         target: str,
         index: int,
         total: int,
-        chunks: list[Chunk] | int,
+        chunks: list[FilledSlot] | int,
         arrived: Callable[[Any], None],
     ) -> Any:
         if isinstance(chunks, int):
@@ -132,7 +132,7 @@ class Receiver:
             self.on_piece(number, start, buffer)
         return None
 
-    def _prepare(self, number: int, target: str, index: int, total: int, chunks: Sequence[Chunk]) -> _Receiving:
+    def _prepare(self, number: int, target: str, index: int, total: int, chunks: Sequence[FilledSlot]) -> _Receiving:
         try:
             if index < 0:
                 return _Receiving(number, allocate(total), target, index, None, total, total)
@@ -158,7 +158,7 @@ class Receiver:
         self.ways[DIRECT].count_received(total)
         return DeviceBuffer(carrier, index, target)
 
-    def _use_chunks(self, receiving: _Receiving, chunks: Sequence[Chunk]) -> None:
+    def _use_chunks(self, receiving: _Receiving, chunks: Sequence[FilledSlot]) -> None:
         """Enqueue the copies out of these slots, and give the slots back. Raises ProtocolError for chunks that cannot
         be, and what the driver raises."""
         left = deque(chunks)
@@ -183,7 +183,7 @@ class Receiver:
             self._release_all(left)
             raise
 
-    def _release_all(self, chunks: Iterable[Chunk]) -> None:
+    def _release_all(self, chunks: Iterable[FilledSlot]) -> None:
         for chunk in chunks:
             self._release(chunk.box, chunk.slot)
 
@@ -209,7 +209,7 @@ class Receiver:
         self._unwanted.add(number)
         self._around.post(Stop(number, ""))
 
-    def on_chunks(self, number: int, chunks: list[Chunk]) -> None:
+    def on_chunks(self, number: int, chunks: list[FilledSlot]) -> None:
         """More of a transfer is in these slots. Raises ProtocolError for what cannot be."""
         _check_chunks(chunks)
         receiving = self._receiving.get(number)
@@ -299,7 +299,7 @@ class Receiver:
 
     # --- boxes --------------------------------------------------------------------------------------------------------
 
-    def open(self, offer: Offer) -> None:
+    def open(self, offer: BoxOffer) -> None:
         """In a thread: open an outbox of the other end and look whether it is what it says."""
         driver = self._accelerator
         number, uuid, target, handle, event_handles, slots, nonce = offer
@@ -316,7 +316,7 @@ class Receiver:
                 inbox.close()
                 raise
         except Exception as error:
-            self._around.post(Refused(number, f"{type(error).__name__}: {error}"))
+            self._around.post(BoxRefused(number, f"{type(error).__name__}: {error}"))
             return
         self._around.on_loop(self._use, number, inbox)
 
@@ -363,7 +363,7 @@ class Receiver:
         return list(self.take_inboxes().values())
 
 
-def _check_chunks(chunks: Sequence[Chunk]) -> None:
+def _check_chunks(chunks: Sequence[FilledSlot]) -> None:
     """ValueError for what are no chunks."""
     if any(part < 0 for chunk in chunks for part in chunk):
         raise ValueError(f"no chunks: {chunks!r:.80}")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ...errors import RpcError
 from .. import Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer, Event, Stream, Tensor, device_index
-from .messages import Chunk, Chunks, Offer, Piece, Slot, Span, Stop, Transfer
+from .messages import BoxOffer, DeviceTransfer, FilledSlot, FilledSlots, Piece, Slot, Span, Stop
 from .outbox import Outbox
 from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings
 
@@ -121,11 +121,11 @@ class Sender:
         if buffer.ready is not None:
             driver.wait(buffer.ready, driver.current(buffer.index))
         if index >= 0 and self.way == DIRECT:
-            return [*Transfer(number, buffer.target, len(buffer), self._hand_over(buffer, index))]
+            return [*DeviceTransfer(number, buffer.target, len(buffer), self._hand_over(buffer, index))]
         box = self._box(buffer.index, index) if index >= 0 and self.way == IPC else None
         stream = driver.current(buffer.index)
         driver.keep(buffer.carrier, stream)  # it may be another stream's, and be dropped right after this
-        chunks: list[Chunk] = []
+        chunks: list[FilledSlot] = []
         sent = 0
         if box is not None and box.open and not box.waiting:
             sent = self._fill(box, buffer.carrier, 0, len(buffer), stream, chunks)
@@ -135,7 +135,7 @@ class Sender:
             except BaseException:
                 self._give_back(chunks)
                 raise
-        return [*Transfer(number, buffer.target, len(buffer), chunks)]
+        return [*DeviceTransfer(number, buffer.target, len(buffer), chunks)]
 
     def _hand_over(self, buffer: DeviceBuffer, index: int) -> int:
         driver = self._accelerator
@@ -149,7 +149,7 @@ class Sender:
         return self._around.hand_over(copy, driver.mark(stream))
 
     def _fill(
-        self, box: _Box, source: Tensor, start: int, size: int, stream: Stream, chunks: list[Chunk], first: int = 0
+        self, box: _Box, source: Tensor, start: int, size: int, stream: Stream, chunks: list[FilledSlot], first: int = 0
     ) -> int:
         """Copy what fits into free slots; how far it came. start, size: of the transfer; `source` begins at `first`."""
         outbox = box.outbox
@@ -164,7 +164,7 @@ class Sender:
                 for chunk in chunks:
                     outbox.give(chunk.slot)
                 raise
-            chunks.append(Chunk(box.number, slot, start, copied))
+            chunks.append(FilledSlot(box.number, slot, start, copied))
             self.ways[IPC].count_sent(copied)
             start += copied
         return start
@@ -212,11 +212,11 @@ class Sender:
                 self._give_back(chunks)
                 self._around.on_loop(self._pump_all, chunks)
 
-    def _pump_all(self, slots: Sequence[Slot | Chunk]) -> None:
+    def _pump_all(self, slots: Sequence[Slot | FilledSlot]) -> None:
         for number in {slot.box for slot in slots}:
             self._pump(self._find_box(number))
 
-    def _give_back(self, slots: Sequence[Slot | Chunk]) -> None:
+    def _give_back(self, slots: Sequence[Slot | FilledSlot]) -> None:
         boxes = {box.number: box.outbox for box in list(self._boxes.values())}
         for each in slots:
             outbox = boxes[each.box]
@@ -261,7 +261,7 @@ class Sender:
             self._free(box)
             return
         slots = [Span(*slot) for slot in outbox.slots]
-        offer = Offer(box.number, uuid, box.target, outbox.handle, outbox.event_handles, slots, nonce)
+        offer = BoxOffer(box.number, uuid, box.target, outbox.handle, outbox.event_handles, slots, nonce)
         box.offered = True
         self._around.post(offer)
         self._around.later(OFFER_PATIENCE, self._refuse, box, f"no answer to an offer in {OFFER_PATIENCE:g} s")
@@ -355,12 +355,12 @@ class Sender:
 
     def _send_chunks(self, box: _Box, sending: _Sending) -> None:
         self._begin(sending)
-        chunks: list[Chunk] = []
+        chunks: list[FilledSlot] = []
         sending.sent = self._fill(
             box, sending.source, sending.sent, sending.total, sending.stream, chunks, sending.first
         )
         if chunks:
-            self._around.post(Chunks(sending.number, chunks))
+            self._around.post(FilledSlots(sending.number, chunks))
 
     def _begin(self, sending: _Sending) -> None:
         """A stream of its own, so that the sender's goes on meanwhile."""

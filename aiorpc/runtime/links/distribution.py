@@ -30,6 +30,8 @@ from .on_devices import PIECES
 # A loop copies at most so many bytes for one message; more is copied by a thread.
 LOOP_COPY = 1024 * 1024
 
+_Given = tuple[int, Wire]  # the number of a channel, and what that needs at the other end
+
 
 class Prepared(NamedTuple):
     """A message whose buffers were given to their channels: it has to be posted or withdrawn, exactly once.
@@ -106,7 +108,7 @@ class Distribution:
         if sharing is not None and len(host) == 1:
             wire = sharing.send_one(host[0])
             if wire is not None:  # a short cut through what follows: most large messages have one buffer
-                whole = write(messages.Parcel(kind, ((SHARED, *wire),), body))
+                whole = write(messages.Parcel(kind, ((SHARED, wire),), body))
                 frame = encode_frame(PARCEL, call_id, whole)
                 return Prepared(kind, call_id, body, frame, ((SHARED, wire),), len(host[0]))
             sharing = None  # it has refused the buffer, and need not be asked again
@@ -123,18 +125,24 @@ class Distribution:
     ) -> Prepared:
         away = [buffer for buffer in buffers if isinstance(buffer, DeviceBuffer)]
         host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
-        sent = [[DEVICE, *wire] for wire in self.devices.send(away, []) if wire is not None]
+        sent: list[_Given] = [(DEVICE, wire) for wire in self.devices.send(away, []) if wire is not None]
         try:
             wires, riders = self._distribute(host, copy, self.shared is not None)
         except BaseException:
-            self._withdraw(_apart(sent), named=False)
+            self._withdraw(sent, named=False)
             raise
         here, there = iter(wires), iter(sent)
         wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
         return self._prepared(kind, call_id, body, wires, riders, buffers)
 
     def _prepared(
-        self, kind: int, call_id: int, body: bytes, wires: list[Any], riders: list[Buffer], buffers: Sequence[AnyBuffer]
+        self,
+        kind: int,
+        call_id: int,
+        body: bytes,
+        wires: list[_Given],
+        riders: list[Buffer],
+        buffers: Sequence[AnyBuffer],
     ) -> Prepared:
         apart = _apart(wires)
         if apart:
@@ -143,8 +151,8 @@ class Distribution:
             frame = encode_frame(kind, call_id, body, riders)
         return Prepared(kind, call_id, body, frame, apart, sum(map(len, buffers)))
 
-    def _distribute(self, buffers: Sequence[Buffer], copy: bool, share: bool) -> tuple[list[Any], list[Buffer]]:
-        """Give each buffer to the first channel that takes it: ``[channel, *wire]`` for each, and the riders."""
+    def _distribute(self, buffers: Sequence[Buffer], copy: bool, share: bool) -> tuple[list[_Given], list[Buffer]]:
+        """Give each buffer to the first channel that takes it: channel and wire of each, and the riders."""
         wires: list[Any] = [None] * len(buffers)
         riders: list[Buffer] = []
         try:
@@ -155,9 +163,9 @@ class Distribution:
                 given = [bytes(buffers[index]) if copy and code != SHARED else buffers[index] for index in left]
                 for index, wire in zip(left, channel.send(given, riders), strict=True):
                     if wire is not None:
-                        wires[index] = [code, *wire]
+                        wires[index] = code, wire
         except BaseException:
-            self._withdraw(_apart(wires), named=False)
+            self._withdraw(_apart([each for each in wires if each is not None]), named=False)
             raise
         return wires, riders
 
@@ -219,6 +227,6 @@ class Distribution:
             channel.close()
 
 
-def _apart(wires: list[Any]) -> list[tuple[int, Wire]]:
-    """The wires of the buffers that do not go with the frame, each with its channel."""
-    return [(wire[0], wire[1:]) for wire in wires if wire is not None and wire[0] != INLINE]
+def _apart(wires: Sequence[_Given]) -> list[_Given]:
+    """Those of the buffers that do not go with the frame."""
+    return [(code, wire) for code, wire in wires if code != INLINE]

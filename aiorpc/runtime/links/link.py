@@ -281,10 +281,11 @@ class Link:
     def _open(self, frame: Frame) -> Frame | None:
         """The message in a PARCEL, or None if it has to wait: it is handed over later. Raises ProtocolError."""
         parcel = read_parcel(frame.body)
-        wires, sharing = parcel.wires, self.distribution.shared
-        if len(wires) == 1 and wires[0][0] == SHARED and sharing is not None:  # most large messages are of this kind
+        sharing = self.distribution.shared
+        if len(parcel.wires) == 1 and sharing is not None:  # most large messages are of this kind
+            ((channel, wire),) = parcel.wires
             try:
-                buffer = sharing.receive_one(wires[0][1:])
+                buffer = sharing.receive_one(wire) if channel == SHARED else None
             except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
                 raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
             if buffer is not None:
@@ -373,7 +374,7 @@ class Link:
 
     def say(self, channel: int, fields: list[Any], *, more: bool = False) -> None:
         """Send what a channel says. more: another frame follows at once."""
-        self.send(CHANNEL, 0, encode_frame(CHANNEL, 0, write(messages.Channel(channel, fields))), more=more)
+        self.send(CHANNEL, 0, encode_frame(CHANNEL, 0, write(messages.ChannelMessage(channel, fields))), more=more)
 
     def flush_later(self) -> None:
         """Something was released here: `flush` follows soon. From any thread, and from inside the garbage collector.

@@ -18,7 +18,7 @@ from ...channels.routes import Route, returning
 from ...errors import ProtocolError
 from ...protocol.frames import Buffer, Frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Channel, write
+from ...protocol.messages import ChannelMessage, write
 from ..engine.engine import Engine
 from .accelerators import Accelerators, Handover
 from .messages import DEVICE
@@ -119,7 +119,7 @@ class LinkDevices:
         self._link.say(DEVICE, MESSAGES.write(message), more=more)
 
     def post_buffer(self, message: Message, buffer: Buffer) -> None:
-        self._link.post_piece(next(self._pieces), write(Channel(DEVICE, MESSAGES.write(message))), buffer)
+        self._link.post_piece(next(self._pieces), write(ChannelMessage(DEVICE, MESSAGES.write(message))), buffer)
 
     def later(self, seconds: float, function: Callable[..., object], *args: Any) -> None:
         self.on_loop(self._link.engine.loop.call_later, seconds, function, *args)

@@ -75,7 +75,7 @@ class Reassembly:
         """The message in a parcel; None if it has to wait, and is delivered later. Raises ProtocolError."""
         held = Assembly(parcel)
         try:
-            if any(wire[0] == DEVICE for wire in parcel.wires):
+            if any(code == DEVICE for code, _ in parcel.wires):
                 self._receive_on_devices(frame, held)
             else:
                 self._receive(frame, held)
@@ -106,14 +106,16 @@ class Reassembly:
 
     def _receive(self, frame: Frame, held: Assembly) -> None:
         """Ask each channel for its buffers; what a channel has at once is there when this returns."""
-        wires = held.parcel.wires
         by = self._link.distribution
-        for code in sorted({wire[0] for wire in wires}):
-            places = [place for place, wire in enumerate(wires) if wire[0] == code]
+        places_by: dict[int, list[int]] = {}
+        for place, (code, _) in enumerate(held.parcel.wires):
+            places_by.setdefault(code, []).append(place)
+        for code, places in sorted(places_by.items()):
             arrived = partial(self._arrived, frame.call_id, held, places)
             held.missing += len(places)
             channel: Any = by.devices if code == DEVICE else by.channels[code]
-            buffers = channel.receive([wires[place][1:] for place in places], frame.segments, arrived)
+            wires = [wire for each, wire in held.parcel.wires if each == code]
+            buffers = channel.receive(wires, frame.segments, arrived)
             for place, buffer in zip(places, buffers, strict=True):
                 if buffer is not None:
                     held.buffers[place] = buffer

@@ -149,7 +149,7 @@ class SecondConnection:
         pipe.decoder.place = link.bulk.place
         pipe.on_frames = partial(link.on_frames, pipe=pipe)
         if link.opener:
-            greeting = write(messages.Channel(LINK, MESSAGES.write(Attach())))
+            greeting = write(messages.ChannelMessage(LINK, MESSAGES.write(Attach())))
             link.send(CHANNEL, 0, encode_frame(CHANNEL, 0, greeting), pipe=pipe)
             self._use(pipe)
 
