@@ -100,6 +100,10 @@ class Channel(Protocol):
         Raises ProtocolError for a wire that no `send` gave.
         """
 
+    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
+        """How many bytes the buffer of that wire has, as the wire says. Any thread. TypeError, ValueError or IndexError
+        for a wire that no `send` gave."""
+
     def on_message(self, fields: list[Any]) -> None:
         """A message from the other end of the channel. Raises ProtocolError for one that it cannot have sent."""
 

@@ -258,6 +258,10 @@ class Bulk:
         assert outcome is not None
         incoming.arrived(outcome)
 
+    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
+        """That of its transfer."""
+        return int(BulkTransfer(*wire).size)
+
     def on_message(self, fields: list[object]) -> None:
         """This channel has no messages of its own: what it has to say goes with its chunks."""
         raise ProtocolError("a message for the bulk channel, which takes none")

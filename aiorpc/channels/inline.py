@@ -48,6 +48,11 @@ class Inline:
             self.traffic.count_received(len(buffer))
         return list(taken)
 
+    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
+        """That of a segment of the frame."""
+        (number,) = wire
+        return len(riders[number])
+
     def on_message(self, fields: list[Any]) -> None:
         """The two ends of this channel say nothing to each other, so this is always a ProtocolError."""
         raise ProtocolError("a message for the inline channel, which takes none")

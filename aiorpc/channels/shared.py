@@ -227,6 +227,10 @@ class SharedMemory:
             del block
         return buffers
 
+    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
+        """That of the block, or of its part in the block."""
+        return int(LentPart(*wire).length if len(wire) == len(LentPart._fields) else Lent(*wire).size)
+
     def receive_one(self, wire: Wire) -> memoryview | None:
         """What `receive` does with a block that is used where it is, in fewer steps; None for any other."""
         if len(wire) != len(Lent._fields):

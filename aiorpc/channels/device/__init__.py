@@ -30,7 +30,19 @@ from ...errors import ProtocolError
 from ...protocol.frames import Buffer
 from .. import Arrived, Traffic, Wire
 from ..accelerator import Accelerator, DeviceBuffer
-from .messages import MESSAGES, BoxOffer, BoxRefused, Closed, FilledSlots, Got, Opened, Piece, Slots, Stop
+from .messages import (
+    MESSAGES,
+    BoxOffer,
+    BoxRefused,
+    Closed,
+    DeviceTransfer,
+    FilledSlots,
+    Got,
+    Opened,
+    Piece,
+    Slots,
+    Stop,
+)
 from .receiver import Receiver
 from .sender import Sender
 from .surroundings import DIRECT, IPC, STAGING, Surroundings
@@ -98,6 +110,10 @@ class Devices:
         for _, _, size, _ in wires:
             self.traffic.count_received(size)
         return received
+
+    def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
+        """As of other channels."""
+        return int(DeviceTransfer(*wire).size)
 
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""

@@ -107,6 +107,7 @@ class Peer:
             Kind.GOODBYE: self._on_goodbye,
         }
         self.on_failed = self.owed.on_failed
+        self.call_of = self.owed.pending.get
         self._home = home
         self._lifetime = home.engine.lifetime
         self._waiting = WaitingMessages()

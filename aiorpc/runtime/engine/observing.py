@@ -15,11 +15,13 @@ class Passage:
     """A message that passes a link, on its way out or in.
 
     kind, call_id, body: of the message, as on the wire. If its buffers travel by channels, they are those of the
-    message itself, not of the PARCEL. size: about how many bytes it has, its buffers included; for a message that
-    arrives, only the bytes in its frame. To count bytes exactly, use the counts of connections and channels.
-    call: on the way out, what the runtime keeps of the call that the message belongs to: a `CallFuture` at the caller,
-    a `ServedCall` at the callee, None if there is none or it has ended. On the way in it is always None. record: of
-    the worker at the other end. channels: on the way out, the names of the channels by which its buffers travel.
+    message itself, not of the PARCEL. size: the bytes of the body and of all buffers, wherever they travel; the same
+    at both ends. What goes over a connection besides, heads and seals, is in the counts of connections.
+    call: what the runtime keeps of the call that the message belongs to: a `CallFuture` at the caller, a `ServedCall`
+    at the callee. None if there is none, if it has ended, or where the message itself begins it, as a CALL does at its
+    callee. record: of the worker at the other end. channels: for each buffer that does not go with the frame, the name
+    of the channel by which it travels; on the way out none as long as there is no connection, since observers are asked
+    when the message is made.
     """
 
     kind: int

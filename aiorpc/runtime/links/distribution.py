@@ -183,9 +183,16 @@ class Distribution:
                 self._underway[prepared.call_id] = [*self._underway.get(prepared.call_id, ()), (code, wire)]
         return away
 
-    def names(self, prepared: Prepared) -> list[str]:
-        """The names of the channels of those buffers that do not go with the frame."""
-        return [Devices.name if code == DEVICE else self.channels[code].name for code, _ in prepared.wires]
+    def names(self, wires: Sequence[tuple[int, Wire]]) -> list[str]:
+        """The names of the channels of those buffers that do not go with the frame. KeyError for what is no channel."""
+        return [self._channel(code).name for code, _ in wires if code != INLINE]
+
+    def size(self, wires: Sequence[tuple[int, Wire]], riders: Sequence[Buffer]) -> int:
+        """How many bytes those buffers have, as their wires say. See `Channel.size_of`; KeyError as of `names`."""
+        return sum(self._channel(code).size_of(wire, riders) for code, wire in wires)
+
+    def _channel(self, code: int) -> Channel | Devices:
+        return self.devices if code == DEVICE else self.channels[code]
 
     # --- taking back --------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,10 @@ class MessageSink(Protocol):
     def methods(self) -> dict[int, KindMethod]: ...
 
     @property
+    def call_of(self) -> Callable[[int], object]:
+        """Gives what is kept of the call of a number; None if there is none, or if it has ended. Any thread."""
+
+    @property
     def on_failed(self) -> Callable[[Frame, Exception], None]:
         """Takes a message whose buffers cannot be had: the message without them, and the reason."""
 
@@ -192,7 +196,7 @@ class Link:
             passage = observed.frame_passage(kind, call_id, frame, call, self.record)
         else:
             size = len(prepared.body) + prepared.size
-            names = self.distribution.names(prepared)
+            names = self.distribution.names(prepared.wires)
             passage = Passage(prepared.kind, call_id, prepared.body, size, call, self.record, names)
 
         def drop() -> None:
@@ -214,7 +218,8 @@ class Link:
         if not again:
             self.messages_received += len(frames)
             if self.engine.observers:
-                observed.tell(self.engine.observers, frames, self.record)
+                for frame in frames:
+                    observed.tell(self.engine.observers, self._passage_of(frame))
         methods = self._methods
         for frame in frames:
             if pipe is not None:
@@ -230,6 +235,19 @@ class Link:
             if method is None:
                 raise ProtocolError(f"{frame} does not belong on this side of a connection")
             method(frame)
+
+    def _passage_of(self, frame: Frame) -> Passage:
+        """A frame that has arrived, as observers are shown it. Raises ProtocolError."""
+        kind, call_id, body = frame.kind, frame.call_id, bytes(frame.body)
+        size, names = sum(map(len, frame.segments)), list[str]()
+        if kind == PARCEL:
+            kind, wires, body = read_parcel(frame.body)
+            try:
+                size, names = self.distribution.size(wires, frame.segments), self.distribution.names(wires)
+            except (TypeError, ValueError, IndexError, KeyError) as error:
+                raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
+        call = self._receiver.call_of(call_id) if kind in self._methods else None
+        return Passage(kind, call_id, body, len(body) + size, call, self.record, names)
 
     # --- sending, from any thread -------------------------------------------------------------------------------------
 

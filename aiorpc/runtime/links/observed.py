@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ...protocol.frames import HEAD, PARCEL, Buffer, Frame
+from ...protocol.frames import HEAD, Buffer
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import read_parcel
 from ..engine.observing import Observer, Passage
 
 
@@ -20,20 +19,14 @@ def ask(observers: Sequence[Observer], passage: Passage, send: Callable[[], None
         send()
 
 
-def tell(observers: Sequence[Observer], frames: Sequence[Frame], record: WorkerRecord) -> None:
-    """These frames have arrived."""
-    for frame in frames:
-        size = len(frame.body) + sum(map(len, frame.segments))
-        kind, body = frame.kind, frame.body
-        if kind == PARCEL:
-            kind, _, body = read_parcel(body)
-        passage = Passage(kind, frame.call_id, body, size, None, record)
-        for observer in observers:
-            observer.arriving(passage)
+def tell(observers: Sequence[Observer], passage: Passage) -> None:
+    """That message has arrived."""
+    for observer in observers:
+        observer.arriving(passage)
 
 
 def frame_passage(kind: int, call_id: int, frame: Sequence[Buffer], call: object, record: WorkerRecord) -> Passage:
     """A message that leaves whole in its frame."""
     _, length, count, _, _ = HEAD.unpack_from(frame[0])
     start = HEAD.size + 8 * count
-    return Passage(kind, call_id, bytes(frame[0][start : start + length]), sum(map(len, frame)), call, record)
+    return Passage(kind, call_id, bytes(frame[0][start : start + length]), sum(map(len, frame)) - start, call, record)
