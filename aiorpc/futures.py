@@ -7,7 +7,7 @@ learns that it was too late.
     PENDING   set_result / the answer arrived           VALUE    waiters woken, callbacks run
     PENDING   set_exception / error, deadline, lost peer ERROR   the same, the exception is raised
     PENDING   cancel                                    ERROR    RpcCancelled; the callee is told
-    VALUE, ERROR   any settler                          unchanged; `set_*` raise, internal settlers get False
+    VALUE, ERROR   any settler                          unchanged; `set_*` raise, `settle` returns False
 
 Invariants
 1. ``_unclaimed`` holds one item; whoever takes it out with the atomic ``list.pop`` settles. Nothing else decides.
@@ -146,20 +146,23 @@ class Future(torch.futures.Future[T], Generic[T]):
     """
 
     # Defaults on the class: an instance carries only what differs, which keeps making one cheap.
+
+    # For whoever settles it, to be set before anybody else has it.
+    subject: str = "a Future"  # what it stands for
+    site: CallSite | None = None  # where it was made; a failure that nobody looks at is logged if that is known
+    loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
+    executor: Executor | None = None
+    sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
+    arrival: ArrivalForFuture | None = None  # where the tensors of the value come from; set before it settles
+
     _state: int = PENDING
     _value: Any = None
     _error: BaseException | None = None
     _trace: TracebackType | None = None  # what the error's traceback was when it came
     _callbacks: list[Callable[[Future[Any]], None]] | None = None
     _unobserved: _Unobserved | None = None
-    _loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
-    _executor: Executor | None = None
-    _what: str = "a Future"
-    _site: CallSite | None = None
-    _arrival: ArrivalForFuture | None = None  # where the tensors of the value come from; set before it settles
     _marks: Marks | None = None  # makes the arrival of what a callback returns
     _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
-    _sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
@@ -170,8 +173,8 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
-    def _settle(self, value: Any, error: BaseException | None = None) -> bool:
-        """Settle with a value or an error; False if somebody else did so first. Any thread; never raises."""
+    def settle(self, value: Any, error: BaseException | None = None) -> bool:
+        """Complete with a value or any error; False if somebody else did so first. Any thread; never raises."""
         try:
             self._unclaimed.pop()
         except IndexError:
@@ -179,8 +182,8 @@ class Future(torch.futures.Future[T], Generic[T]):
         if error is None:
             self._value = value
             self._state = VALUE
-            if self._arrival is not None:  # torch's helpers take the value from its half
-                _CFuture._set_unwrap_func(self, partial(_joined, self._arrival))
+            if self.arrival is not None:  # torch's helpers take the value from its half
+                _CFuture._set_unwrap_func(self, partial(_joined, self.arrival))
             if self._devices:
                 self._complete_on_devices(value)
             else:
@@ -188,7 +191,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         else:
             self._error = error
             self._trace = foreign.field(error, "__traceback__")
-            if self._site is not None:  # before anybody can look at it
+            if self.site is not None:  # before anybody can look at it
                 self._unobserved = _Unobserved(self.describe(), error)
             self._state = ERROR
             _CFuture._set_unwrap_func(self, _raise)
@@ -209,7 +212,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def set_result(self, result: T) -> None:
         """Complete with `result`. RpcUsageError if it is already complete."""
-        if not self._settle(result):
+        if not self.settle(result):
             raise RpcUsageError(
                 f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
             )
@@ -221,7 +224,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
-        if not self._settle(None, result):
+        if not self.settle(None, result):
             raise RpcUsageError(
                 f"{self.describe()} is already complete. Note that a Future can only be marked completed once."
             )
@@ -232,7 +235,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         A running ``async def`` handler is cancelled; a thread can ask ``aiorpc.cancelled()``; its result is dropped.
         """
         reason = f": {msg}" if msg else ""
-        if not self._settle(None, RpcCancelled(f"{self.describe()} was cancelled{reason}")):
+        if not self.settle(None, RpcCancelled(f"{self.describe()} was cancelled{reason}")):
             return False
         self._on_cancel()
         return True
@@ -263,32 +266,35 @@ class Future(torch.futures.Future[T], Generic[T]):
         """The error of a completed Future, None if it has a value; RpcUsageError if it is not complete."""
         if self._state == PENDING:
             raise RpcUsageError(f"exception() of {self.describe()}: it is not complete yet")
-        self._look()
+        self.mark_seen()
         return self._error
+
+    @property
+    def waiters(self) -> int:
+        """How many wait for it now: threads in `wait`, tasks that await it, and callbacks."""
+        return len(self._callbacks or ())
 
     def describe(self) -> str:
         """What this Future stands for, with the place that made it where that is known."""
-        return self._subject() if self._site is None else f"{self._subject()} (made at {describe_site(self._site)})"
-
-    def _subject(self) -> str:
-        return self._what
+        return self.subject if self.site is None else f"{self.subject} (made at {describe_site(self.site)})"
 
     def __repr__(self) -> str:
         state = ("pending", "done", "failed")[self._state]
         return f"<aiorpc.Future {state}: {self.describe()}>"
 
-    def _look(self) -> None:
+    def mark_seen(self) -> None:
+        """Somebody has dealt with its error, so nothing is logged when it is collected."""
         if self._unobserved is not None:
             self._unobserved.seen = True
 
     def _outcome(self) -> T:
         if self._error is None:
-            if self._arrival is not None:
-                self._arrival.join()
+            if self.arrival is not None:
+                self.arrival.join()
             elif self._devices:
                 _CFuture.wait(self)  # torch's half knows on which streams it was completed
             return cast(T, self._value)
-        self._look()
+        self.mark_seen()
         try:
             # Each raise appends to the traceback, so it starts again from what came with the error.
             raise foreign.with_traceback(self._error, self._trace)
@@ -315,12 +321,12 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _block(self, timeout: float | None) -> None:
         loop = _running_loop()
-        if loop is not None and loop is self._loop:
+        if loop is not None and loop is self.loop:
             raise WouldBlockLoop(
                 f"wait() on {self.describe()} would block the event loop that has to answer it; "
                 "use `await future` here, or call it from a `def` handler or another thread"
             )
-        executor = self._executor
+        executor = self.executor
         if executor is None:
             self._sleep(timeout)
             return
@@ -332,7 +338,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _look_out(self, enough: Callable[[], bool]) -> None:
         """Do what this thread can do for it to settle, until `enough()`: read the answers that it waits for."""
-        for source in self._sources:
+        for source in self.sources:
             source._look_out(enough)
 
     def _sleep(self, timeout: float | None) -> None:
@@ -343,7 +349,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         def wake(_: Future[Any]) -> None:
             gate.release()
 
-        self._add_callback(wake)
+        self.when_settled(wake)
         observer = block_observer.get()
         if observer is not None:
             observer.enter_blocked()
@@ -372,12 +378,12 @@ class Future(torch.futures.Future[T], Generic[T]):
                     with contextlib.suppress(RuntimeError):
                         loop.call_soon_threadsafe(_wake, waiter)
 
-            self._add_callback(wake)
+            self.when_settled(wake)
             try:
                 yield from waiter
             except (asyncio.CancelledError, GeneratorExit):  # the latter: the coroutine was dropped
                 # The last one who cared is gone: tell the callee. Others' interest keeps the call alive.
-                if self._remove_callback(wake) and not self._callbacks:
+                if self._remove_callback(wake) and not self.waiters:
                     self.cancel()
                 raise
         try:
@@ -397,15 +403,15 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
-        self._add_callback(_UserCallback(callback, self._executor))
+        self.when_settled(_UserCallback(callback, self.executor))
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error."""
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
         child: Future[S] = Future(devices=self._devices)
-        child._what = f"then({getattr(callback, '__qualname__', callback)!s}) of {self._subject()}"
-        child._loop, child._executor = self._loop, self._executor
+        child.subject = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.subject}"
+        child.loop, child.executor = self.loop, self.executor
 
         marks = self._marks
         child._marks = marks
@@ -413,15 +419,15 @@ class Future(torch.futures.Future[T], Generic[T]):
         def run(parent: Future[T]) -> None:
             try:
                 value = callback(parent)
-                child._arrival = marks(value) if marks is not None else None
-                child._settle(value)
+                child.arrival = marks(value) if marks is not None else None
+                child.settle(value)
             except BaseException as error:
-                child._settle(None, error)
+                child.settle(None, error)
 
-        self._add_callback(_UserCallback(run, self._executor))
+        self.when_settled(_UserCallback(run, self.executor))
         return child
 
-    def _add_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+    def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
         """Register an internal callback: runs in the settling thread, must be quick and must not raise."""
         callbacks = self._callbacks
         if callbacks is None:
@@ -534,7 +540,7 @@ AnyFuture = torch.futures.Future[Any]
 def when_done(future: AnyFuture, callback: Callable[[AnyFuture], None]) -> None:
     """Run an internal callback once any kind of torch Future settles, in the settling thread."""
     if isinstance(future, Future):
-        future._add_callback(callback)
+        future.when_settled(callback)
     else:
         _CFuture.add_done_callback(future, callback)
 
@@ -563,20 +569,20 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
         if not is_future(future):
             raise TypeError(f"collect_all() takes torch Futures, not {type(future).__name__}")
     result: Future[list[AnyFuture]] = Future()
-    result._what = f"collect_all of {len(futures)} Futures"
+    result.subject = f"collect_all of {len(futures)} Futures"
     for future in futures:
         if isinstance(future, Future):
-            result._loop = result._loop or future._loop
-            result._executor = result._executor or future._executor
-    result._sources = [future for future in futures if isinstance(future, Future)]
+            result.loop = result.loop or future.loop
+            result.executor = result.executor or future.executor
+    result.sources = [future for future in futures if isinstance(future, Future)]
     left = iter(range(len(futures) - 1, -1, -1))  # `next` of an iterator is atomic: counts down without a lock
 
     def one_done(_: AnyFuture) -> None:
         if next(left) == 0:
-            result._settle(futures)
+            result.settle(futures)
 
     if not futures:
-        result._settle(futures)
+        result.settle(futures)
     for future in futures:
         when_done(future, one_done)
     return result
@@ -590,5 +596,5 @@ def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
     done = collect_all(list(futures)).wait()
     for future in done:
         if isinstance(future, Future):
-            future._look()
+            future.mark_seen()
     return [future.wait() for future in done]

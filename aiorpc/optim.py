@@ -244,9 +244,9 @@ def _step_here(node: Node, context_id: int, optimizer: LocalOptimizer) -> Future
     try:
         stepped = optimizer.step_on(node, context_id, limit)
     except Exception as error:
-        done._settle(None, error)
+        done.settle(None, error)
     else:
-        done._settle(stepped)
+        done.settle(stepped)
     return done
 
 
@@ -260,8 +260,8 @@ class _Gathered(Future[T]):
         """finish: from results, by worker and in the order of `add`, to the value; quick, called by whoever
         reads the last answer."""
         super().__init__()
-        self._loop, self._executor, self._what = node.engine.loop, node.engine.pool, what
-        self._site = call_site(_users_frame())
+        self.loop, self.executor, self.subject = node.engine.loop, node.engine.pool, what
+        self.site = call_site(_users_frame())
         self._finish = finish
         self._starts: dict[str, Callable[[], Future[Any]]] = {}
         self._calls: dict[str, Future[Any]] = {}
@@ -281,26 +281,26 @@ class _Gathered(Future[T]):
                 raise
         left = iter(range(len(self._calls) - 1, -1, -1))  # `next` of an iterator is atomic
         self._starts.clear()
-        self._sources = [*self._calls.values()]
+        self.sources = [*self._calls.values()]
         for name, call in self._calls.items():
-            call._add_callback(partial(self._answered, name, left))
+            call.when_settled(partial(self._answered, name, left))
         return self
 
     def _answered(self, name: str, left: Iterator[int], call: Future[Any]) -> None:
         error = call.exception()
         if error is not None:
             error.add_note(self._where(name))
-            self._settle(None, error)
+            self.settle(None, error)
         elif next(left) == 0:
             try:
                 value = self._finish({name: call._value for name, call in self._calls.items()})
             except RpcError as wrong:
-                self._settle(None, wrong)
+                self.settle(None, wrong)
             else:
-                self._settle(value)
+                self.settle(value)
 
     def _where(self, name: str) -> str:
-        return f"{self._what}, on worker {name!r}"
+        return f"{self.subject}, on worker {name!r}"
 
     def _on_cancel(self) -> None:
         for call in self._calls.values():

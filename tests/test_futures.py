@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from aiorpc.errors import RpcCancelled, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
-from aiorpc.futures import Future, block_observer, call_site, collect_all, is_future, outcome, wait_all, when_done
+from aiorpc.futures import Future, block_observer, collect_all, is_future, outcome, wait_all, when_done
 from tests.conftest import LoopFactory
 from tests.runtime import hostile
 
@@ -31,14 +31,14 @@ SETTLERS: dict[str, Callable[[Future[Any]], object]] = {
     "set_result": lambda future: future.set_result(1),
     "set_exception": lambda future: future.set_exception(ValueError("no")),
     "cancel": lambda future: future.cancel(),
-    "answer": lambda future: future._settle(2),
-    "failure": lambda future: future._settle(None, KeyError("lost")),
+    "answer": lambda future: future.settle(2),
+    "failure": lambda future: future.settle(None, KeyError("lost")),
 }
 
 
 def pending(loop: asyncio.AbstractEventLoop | None = None) -> Future[Any]:
     future: Future[Any] = Future()
-    future._loop = loop
+    future.loop = loop
     return future
 
 
@@ -55,10 +55,6 @@ def see(future: Future[Any]) -> tuple[str, object]:
     """How the Future ended: name of the error's type or "value", and its text or the value."""
     value, error = outcome(future)
     return ("value", value) if error is None else (type(error).__name__, str(error))
-
-
-def waiters(future: Future[Any]) -> int:
-    return len(future._callbacks or [])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -228,7 +224,7 @@ def test_many_settlers_many_waiters() -> None:
     """Sixteen settlers and eight waiters at once: one settler wins, and every waiter sees its value."""
     for _ in range(20):
         future = pending()
-        settlers = [partial(future._settle, number) for number in range(16)]
+        settlers = [partial(future.settle, number) for number in range(16)]
         results = all_at_once(*settlers, *[partial(future.wait, LONG)] * 8)
         assert results[:16].count(True) == 1
         assert set(results[16:]) == {results.index(True)}
@@ -259,28 +255,31 @@ def test_timeout_racing_with_an_answer() -> None:
         future = pending()
         _, result = all_at_once(lambda: future.set_result(7), lambda: future.wait(seconds))
         assert result == 7 or isinstance(result, RpcTimeout)
-        wait_until(lambda: waiters(future) == 0)
+        wait_until(lambda: future.waiters == 0)
         assert future.wait() == 7
 
     for number in range(100):
         race(number * 1e-6)
 
 
-def test_answer_at_the_very_end_of_a_wait_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_at_the_very_end_of_a_wait_is_returned() -> None:
     """If the answer comes after the lock timed out and before the waiter has gone, the waiter returns it."""
 
-    class LateLock:
-        def acquire(self, *, timeout: float = -1) -> bool:
-            if timeout < 0:
-                return True
-            future.set_result("late")
-            return False
+    class Late:
+        """Told that the wait is over, before the waiter looks whether anybody has settled the Future."""
 
-        def release(self) -> None: ...
+        def enter_blocked(self) -> None: ...
+
+        def exit_blocked(self) -> None:
+            assert future.waiters == 1
+            future.set_result("late")
 
     future = pending()
-    monkeypatch.setattr("aiorpc.futures.threading.Lock", LateLock)
-    assert future.wait(1.0) == "late"
+    token = block_observer.set(Late())
+    try:
+        assert future.wait(0.0) == "late"
+    finally:
+        block_observer.reset(token)
 
 
 # --- wait -------------------------------------------------------------------------------------------------------------
@@ -290,7 +289,7 @@ def test_wait_blocks_until_settled() -> None:
     """wait in one thread returns what another thread sets later."""
     future = pending()
     with running(future.wait) as result:
-        wait_until(lambda: waiters(future) == 1)
+        wait_until(lambda: future.waiters == 1)
         assert not result
         future.set_result("here")
     assert result == ["here"]
@@ -312,7 +311,7 @@ def test_wait_timeout_leaves_the_future_usable(timeout: float) -> None:
         future.wait(timeout)
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.seconds == timeout
-    assert waiters(future) == 0
+    assert future.waiters == 0
     future.set_result(3)
     assert future.wait(timeout) == 3
 
@@ -331,10 +330,10 @@ def test_wait_for_longer_than_the_system_can(timeout: float) -> None:
 @pytest.mark.parametrize("timeout", [-0.5, -1, float("nan")])
 def test_wait_for_less_than_nothing_is_refused(timeout: float, future: Future[Any]) -> None:
     """A negative timeout is a mistake, whether or not there is anything to wait for; the Future is untouched."""
-    before = waiters(future), future.done()
+    before = future.waiters, future.done()
     with pytest.raises(RpcUsageError, match="timeout"):
         future.wait(timeout)
-    assert (waiters(future), future.done()) == before
+    assert (future.waiters, future.done()) == before
 
 
 def test_wait_reports_to_the_pool() -> None:
@@ -366,12 +365,12 @@ def test_ctrl_c_interrupts_wait() -> None:
     assert main is not None
 
     def interrupt() -> None:
-        wait_until(lambda: waiters(future) == 1)
+        wait_until(lambda: future.waiters == 1)
         signal.pthread_kill(main, signal.SIGINT)
 
     with running(interrupt), pytest.raises(KeyboardInterrupt):
         future.wait(LONG)
-    assert waiters(future) == 0
+    assert future.waiters == 0
     future.set_result(1)
     assert future.wait() == 1
 
@@ -389,7 +388,7 @@ def test_wait_on_the_settling_loop_is_refused(loop_factory: LoopFactory) -> None
             future.then(lambda done: done.value()).wait(LONG)
         with pytest.raises(WouldBlockLoop):
             wait_all([future])
-        assert waiters(future) == 3
+        assert future.waiters == 3
         future.set_result(5)
         assert future.wait() == 5
 
@@ -406,7 +405,7 @@ def test_wait_on_another_loop_is_allowed(loop_factory: LoopFactory) -> None:
         return future.wait(LONG)
 
     def settle() -> None:
-        wait_until(lambda: waiters(future) == 1)
+        wait_until(lambda: future.waiters == 1)
         future.set_result("cell")
 
     try:
@@ -481,7 +480,7 @@ async def test_await_wakes_when_a_thread_settles() -> None:
     """A thread that settles wakes a loop that sleeps."""
     future = pending()
     task = asyncio.ensure_future(future)
-    await until(lambda: waiters(future) == 1)
+    await until(lambda: future.waiters == 1)
     await asyncio.to_thread(future.set_result, "there")
     async with asyncio.timeout(LONG):
         assert await task == "there"
@@ -499,7 +498,7 @@ def test_await_on_three_loops_and_wait_in_two_threads(loop_factory: LoopFactory)
             return runner.run(main())
 
     def settle() -> None:
-        wait_until(lambda: waiters(future) == 5)
+        wait_until(lambda: future.waiters == 5)
         future.set_result(11)
 
     assert all_at_once(loop, loop, loop, future.wait, future.wait, settle) == [11] * 5 + [None]
@@ -530,7 +529,7 @@ async def test_gather_shield_as_completed_and_task_group() -> None:
         both = asyncio.gather(futures[1], futures[2])
         shielded = asyncio.shield(futures[3])
         completed = asyncio.as_completed([futures[4], futures[5]])
-        await until(lambda: all(waiters(future) == 1 for future in futures[:4]))
+        await until(lambda: all(future.waiters == 1 for future in futures[:4]))
         for number, future in enumerate(futures):
             future.set_result(number)
         assert list(await both) == [1, 2]
@@ -543,13 +542,13 @@ async def test_shield_keeps_the_call() -> None:
     """Cancelling the outside of a shield leaves the Future pending and usable."""
     future = pending()
     outer = asyncio.shield(future)
-    await until(lambda: waiters(future) == 1)
+    await until(lambda: future.waiters == 1)
     outer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await outer
     assert not future.done()
     future.set_result(None)
-    await until(lambda: waiters(future) == 0)
+    await until(lambda: future.waiters == 0)
 
 
 async def test_gather_with_an_error() -> None:
@@ -567,7 +566,7 @@ async def test_cancelled_waiter_cancels_only_as_the_last_one() -> None:
     """Two tasks await: cancelling the first leaves the call alone, cancelling the second cancels it."""
     future = pending()
     tasks = [asyncio.ensure_future(future) for _ in range(2)]
-    await until(lambda: waiters(future) == 2)
+    await until(lambda: future.waiters == 2)
     for task, cancelled in zip(tasks, (False, True), strict=True):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -585,7 +584,7 @@ async def test_cancelled_waiter_leaves_a_call_with_callbacks() -> None:
         future = pending()
         interest(future)
         task = asyncio.ensure_future(future)
-        await until(lambda future=future: waiters(future) == 2)  # type: ignore[misc]  # bound now
+        await until(lambda future=future: future.waiters == 2)  # type: ignore[misc]  # bound now
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -596,7 +595,7 @@ async def test_awaiter_sees_cancelled_error_only_for_its_own_task() -> None:
     """A Future cancelled by somebody else raises RpcCancelled, which does not look like a cancelled task."""
     future = pending()
     task = asyncio.ensure_future(future)
-    await until(lambda: waiters(future) == 1)
+    await until(lambda: future.waiters == 1)
     future.cancel()
     with pytest.raises(RpcCancelled):
         await task
@@ -608,8 +607,8 @@ async def test_cancelling_racing_with_an_answer() -> None:
     for _ in range(50):
         future = pending()
         task = asyncio.ensure_future(future)
-        await until(lambda future=future: waiters(future) == 1)  # type: ignore[misc]  # bound now
-        settling = asyncio.ensure_future(asyncio.to_thread(future._settle, 1))
+        await until(lambda future=future: future.waiters == 1)  # type: ignore[misc]  # bound now
+        settling = asyncio.ensure_future(asyncio.to_thread(future.settle, 1))
         await asyncio.sleep(0)
         task.cancel()
         ended = (await asyncio.gather(task, return_exceptions=True))[0]
@@ -627,9 +626,9 @@ async def test_dropped_coroutine_is_no_waiter() -> None:
     future = pending()
     coroutine = use()
     coroutine.send(None)
-    assert waiters(future) == 1
+    assert future.waiters == 1
     coroutine.close()
-    assert waiters(future) == 0
+    assert future.waiters == 0
     assert future.cancelled()
 
 
@@ -645,13 +644,14 @@ def test_answer_for_a_loop_that_is_gone(loop_factory: LoopFactory) -> None:
     coroutine = leave()
     task = loop.create_task(coroutine)
     loop.run_forever()
-    assert waiters(future) == 1
+    assert future.waiters == 1
     loop.close()
     ran: list[Any] = []
     future.add_done_callback(lambda done: ran.append(done.value()))
     future.set_result(4)
     assert ran == [4]
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own
+    loop.set_exception_handler(lambda *_: None)  # asyncio tells of a task that is destroyed while it is pending
+    del task
     coroutine.close()
 
 
@@ -738,7 +738,7 @@ async def test_callbacks_go_to_the_executor() -> None:
 
     ran: list[Any] = []
     future = pending()
-    future._executor = Open()
+    future.executor = Open()
     future.add_done_callback(lambda done: ran.append(done.value()))
     future.set_result(1)
     assert ran == []
@@ -747,7 +747,7 @@ async def test_callbacks_go_to_the_executor() -> None:
     assert ran == [1]
 
     future = pending()
-    future._executor = Closed()
+    future.executor = Closed()
     future.add_done_callback(lambda done: ran.append(done.value()))
     future.set_result(2)
     await until(lambda: ran == [1, 2])
@@ -853,7 +853,7 @@ def test_wait_all_raises_the_first_error_after_all_are_done() -> None:
     first, second, third = pending(), pending(), torch_future(error=KeyError("third"))
     with running(wait_all, [first, second, third]) as result:
         second.set_exception(ValueError("second"))
-        wait_until(lambda: waiters(first) == 1)
+        wait_until(lambda: first.waiters == 1)
         assert not result
         first.set_result(0)
     assert repr(result[0]) == "ValueError('second')"
@@ -888,15 +888,15 @@ def test_collect_all_completes_once_when_many_threads_settle() -> None:
 
 def made_here() -> Future[Any]:
     future = pending()
-    future._what = "the call of f"
-    future._site = call_site(sys._getframe())
+    future.subject = "the call of f"
+    future.site = (made_here.__code__, 0)
     return future
 
 
 def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
     """A failed call that nobody looked at is logged when it is dropped: what, where made, which error."""
     future = made_here()
-    future._settle(None, ValueError("lost in space"))
+    future.settle(None, ValueError("lost in space"))
     with caplog.at_level(logging.ERROR, "aiorpc"):
         del future
         gc.collect()
@@ -911,15 +911,19 @@ def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFi
 def test_failure_seen_the_moment_it_is_there_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A thread that polls done() may look at the error before its settler is through; it has been looked at."""
 
+    seen: list[BaseException | None] = []
+
     class Watched(Future[int]):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
-            if name == "_state":  # what another thread may do from here on
-                assert self.done() and isinstance(self.exception(), ValueError)
+            if self.done() and not seen:  # as another thread may, from here on
+                seen.append(self.exception())
 
     future = Watched()
-    future._site = call_site(sys._getframe())
-    future._settle(None, ValueError("seen"))
+    future.site = (Watched.__setattr__.__code__, 0)
+    error = ValueError("seen")
+    future.settle(None, error)
+    assert seen == [error]
     del future
     gc.collect()
     assert not caplog.records
@@ -946,7 +950,7 @@ def test_observed_failure_is_not_logged(
 ) -> None:
     """Whoever looked at the error, in whatever way, has dealt with it."""
     future = made_here()
-    future._settle(None, ValueError("seen"))
+    future.settle(None, ValueError("seen"))
     look(future)
     del future
     gc.collect()
@@ -979,7 +983,7 @@ class Joined:
 def arriving(value: Any = 1) -> tuple[Future[Any], Joined]:
     """A pending Future of a value that is still being made on some streams."""
     future, joined = pending(), Joined()
-    future._arrival = joined
+    future.arrival = joined
     return future, joined
 
 
@@ -987,7 +991,7 @@ def arriving(value: Any = 1) -> tuple[Future[Any], Joined]:
 def test_who_takes_a_value_joins_its_streams(take: Callable[[Future[Any]], Any]) -> None:
     """In the thread that takes it, each time; a look at whether it is there joins nothing."""
     future, joined = arriving()
-    future._settle(1)
+    future.settle(1)
     assert future.done() and not future.cancelled() and future.exception() is None
     assert joined.threads == []
     take(future)
@@ -1006,8 +1010,8 @@ async def test_who_awaits_a_value_joins_its_streams() -> None:
         return int(await future)
 
     tasks = [asyncio.create_task(taker()) for _ in range(2)]
-    await until(lambda: waiters(future) == 2)
-    with running(future._settle, 1):
+    await until(lambda: future.waiters == 2)
+    with running(future.settle, 1):
         assert await asyncio.gather(*tasks) == [1, 1]
     assert await future == 1
     assert joined.threads == [threading.get_ident()] * 3
@@ -1019,7 +1023,7 @@ def test_callback_that_takes_a_value_joins_its_streams(method: str) -> None:
     future, joined = arriving()
     getattr(future, method)(lambda done: None)
     getattr(future, method)(lambda done: done.value())
-    with running(future._settle, 1):
+    with running(future.settle, 1):
         pass
     assert len(joined.threads) == 1
     assert joined.threads != [threading.get_ident()]
@@ -1029,8 +1033,8 @@ def test_collect_all_leaves_the_joining_to_its_members() -> None:
     """The collection is a list of Futures: whoever takes a value from one of them joins that one's streams."""
     (first, one), (second, two) = arriving(), arriving()
     both = collect_all([first, second])
-    first._settle(1)
-    second._settle(2)
+    first.settle(1)
+    second.settle(2)
     members = both.wait(LONG)
     assert one.threads + two.threads == []
     assert members[1].value() == 2
@@ -1050,7 +1054,7 @@ def test_failure_has_no_streams_to_join() -> None:
 def test_torch_s_helpers_join_streams_too(helper: str) -> None:
     """Programs written for torch need not know whose Futures they have."""
     future, joined = arriving()
-    future._settle(1)
+    future.settle(1)
     if helper == "wait_all":
         assert torch.futures.wait_all([future]) == [1]
     else:
@@ -1079,7 +1083,7 @@ def test_settling_with_an_error_that_raises_when_touched(place: str, raised: typ
     future: Future[int] = Future()
     seen: list[BaseException | None] = []
     child = future.then(lambda done: seen.append(outcome(done)[1]))
-    assert future._settle(None, error)
+    assert future.settle(None, error)
     child.wait(LONG)
     assert seen[0] is error and outcome(future)[1] is error
     for wait in (future.wait, partial(torch._C.Future.wait, future)):
@@ -1094,8 +1098,8 @@ def test_settling_with_an_error_that_raises_when_touched(place: str, raised: typ
 def test_an_unobserved_error_without_a_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The line that nobody looked says what it can."""
     future: Future[int] = Future()
-    future._site = (test_an_unobserved_error_without_a_text_is_logged.__code__, 0)
-    future._settle(None, hostile.make("__str__", SystemExit))
+    future.site = (test_an_unobserved_error_without_a_text_is_logged.__code__, 0)
+    future.settle(None, hostile.make("__str__", SystemExit))
     del future
     gc.collect()
     assert "nobody looked: Hostile_str_SystemExit: <its text cannot be made: SystemExit>" in caplog.text

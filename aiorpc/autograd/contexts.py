@@ -124,7 +124,7 @@ class _Farewell:
         # Without a deadline: nobody is to forget because of it that he had to forget.
         calls = [ask(self._node, worker_id, forget, self._id, until=None) for worker_id in new]
         for call in calls:
-            call._add_callback(self._answered)
+            call.when_settled(self._answered)
         return calls
 
     def go_on(self) -> None:

@@ -50,8 +50,8 @@ class Part:
 
     def __init__(self, node: Node, context: AutogradContext, number: int) -> None:
         self.done: Future[Wire] = Future()
-        self.done._what = f"the part of worker {node.engine.name!r} in a backward pass"
-        self.done._loop, self.done._executor = node.engine.loop, node.engine.pool
+        self.done.subject = f"the part of worker {node.engine.name!r} in a backward pass"
+        self.done.loop, self.done.executor = node.engine.loop, node.engine.pool
         self.held: dict[int, Gradients] | None = None  # gradients for others, while they are not to be sent
         self._node = node
         self._context = context
@@ -87,8 +87,8 @@ class Part:
 
     def fail(self, error: BaseException) -> None:
         """It cannot be done; the first reason counts."""
-        if self.done._settle(None, error):
-            self.done._look()  # whoever waits is told; if nobody does, that is no news
+        if self.done.settle(None, error):
+            self.done.mark_seen()  # whoever waits is told; if nobody does, that is no news
         self._kept(failed=True)
 
     def advance(self) -> None:
@@ -200,7 +200,7 @@ class Part:
         except BaseException as error:
             self.fail(error)
             return
-        call._add_callback(self._delivered)
+        call.when_settled(self._delivered)
 
     def _delivered(self, call: Future[Any]) -> None:
         error = call.exception()
@@ -223,7 +223,7 @@ class Part:
             self._ended = True
         if kept := self._kept(failed=False):
             self._context.accumulate(kept, arrival_of(self._node, [gradient for _, gradient in kept]))
-        self.done._settle(to_wire(self._home))
+        self.done.settle(to_wire(self._home))
 
 
 def to_wire(gradients: Gradients) -> Wire:
@@ -335,7 +335,7 @@ def part_of(node: Node, context: AutogradContext, number: int) -> Part:
         part: Part | None = context.parts.get(number)
         if part is None:
             part = context.parts[number] = Part(node, context, number)
-            part.done._add_callback(lambda _: _end_part(context, number))
+            part.done.when_settled(lambda _: _end_part(context, number))
         return part
 
 

@@ -75,8 +75,8 @@ class Pass:
     ) -> None:
         """Raises RpcUsageError for roots that cannot be."""
         self.done: Future[None] = Future()
-        self.done._what = f"the backward pass of autograd context {context.id}"
-        self.done._loop, self.done._executor = node.engine.loop, node.engine.pool
+        self.done.subject = f"the backward pass of autograd context {context.id}"
+        self.done.loop, self.done.executor = node.engine.loop, node.engine.pool
         self._node = node
         self._context = context
         self._until = until
@@ -115,13 +115,13 @@ class Pass:
         held, part.held = part.held, None
         self._answers = len(self._plans)
         seconds = 0.0 if self._until is None else max(1e-3, self._until - time.monotonic())
-        part.done._add_callback(self._part_done)
+        part.done.when_settled(self._part_done)
         for worker_id, wanted in self._plans.items():
             given = to_wire(held.pop(worker_id, {}))
             said = (context.id, self._number, pack_names(wanted), self._retain, seconds, *given)
             call = ask(self._node, worker_id, plan, *said, until=self._until)
             self._calls.append(call)
-            call._add_callback(self._answered)
+            call.when_settled(self._answered)
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""
@@ -185,11 +185,11 @@ class Pass:
             self._finish()
 
     def _finish(self) -> None:
-        if not self._answers and self._part.done.done() and self.done._settle(None):
+        if not self._answers and self._part.done.done() and self.done.settle(None):
             self._open_gate()
 
     def _fail(self, error: BaseException) -> None:
-        if not self.done._settle(None, error):
+        if not self.done.settle(None, error):
             return
         self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
         self._open_gate()
@@ -200,7 +200,7 @@ class Pass:
                 call = ask(self._node, worker_id, abort, *said, until=time.monotonic() + _ABORT_PATIENCE)
             except RpcError:  # we leave
                 continue
-            call._add_callback(lambda future: future._look())
+            call.when_settled(lambda future: future.mark_seen())
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Pass:
     def _open_gate(self) -> None:
         gate = self._gate
         if gate is not None:
-            gate._settle(None)
+            gate.settle(None)
 
     def drive(self) -> None:
         """Start it, and do in this thread what there is to do until it has ended. Raises what it ended with."""
@@ -230,8 +230,8 @@ class Pass:
             self.start()
             while not self.done.done() or self._jobs:
                 gate: Future[None] = Future()
-                gate._loop, gate._executor, gate._what = self._node.engine.loop, self._node.engine.pool, self.done._what
-                gate._sources = self._calls
+                gate.loop, gate.executor, gate.subject = self.done.loop, self.done.executor, self.done.subject
+                gate.sources = self._calls
                 self._gate = gate
                 if self._jobs:
                     self._guarded(self._jobs.popleft())

@@ -299,7 +299,7 @@ def plus_later(value: torch.Tensor, n: int = 1) -> rpc.Future[torch.Tensor]:
             fake.keep(fake.carrier(value), stream)
             result = value + n
             # What Future(devices=...) does; torch's half of it takes devices only where there are some.
-            future._arrival = worker.node.accelerators.arrival()
+            future.arrival = worker.node.accelerators.arrival()
             future.set_result(result)
 
     threading.Thread(target=work, name="plus-later").start()

@@ -44,7 +44,7 @@ async def fail_async_generator(make: Make, *args: Any) -> AsyncIterator[int]:
 @async_execution
 def fail_deferred(make: Make, *args: Any) -> Future[int]:
     future: Future[int] = Future()
-    future._settle(None, make(*args))  # as a Future of a call does: also with what is no Exception
+    future.settle(None, make(*args))  # as a Future of a call does: also with what is no Exception
     return future
 
 

@@ -22,20 +22,20 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
     futures = list(futures)
     gathered = all_done(futures)
     result: Future[list[AnyFuture]] = Future()
-    result._what, result._loop, result._executor = gathered._what, gathered._loop, gathered._executor
-    result._sources = [gathered]
+    result.subject, result.loop, result.executor = gathered.subject, gathered.loop, gathered.executor
+    result.sources = [gathered]
 
     def failed(future: AnyFuture) -> None:
         if isinstance(future, Future) and future._error is None:
             return
         error = outcome(future)[1]
         if error is not None:
-            result._settle(None, error)
+            result.settle(None, error)
 
     def complete(_: AnyFuture) -> None:
         for future in futures:  # `failed` of the last one may not have run
             failed(future)
-        result._settle(futures)
+        result.settle(futures)
 
     for future in futures:
         when_done(future, failed)

@@ -60,7 +60,6 @@ class CallFuture(Future[Any]):
     __slots__ = (
         "_callbacks",
         "_error",
-        "_site",
         "_state",
         "_unclaimed",
         "_value",
@@ -68,6 +67,7 @@ class CallFuture(Future[Any]):
         "deadline",
         "entry",
         "peer",
+        "site",
         "started",
         "streamed",
         "system",
@@ -84,7 +84,7 @@ class CallFuture(Future[Any]):
         self._callbacks = None
         self._error = None
         self._value = None
-        self._site = None
+        self.site = None
         self.peer = peer
         self.entry = entry
         self.started = started
@@ -94,11 +94,11 @@ class CallFuture(Future[Any]):
         self.call_id = -1
 
     @property
-    def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's
+    def loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self.peer.engine.loop
 
     @property
-    def _executor(self) -> Executor:  # type: ignore[override]  # an attribute there; here it is the peer's
+    def executor(self) -> Executor:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self.peer.engine.pool
 
     @property
@@ -110,7 +110,8 @@ class CallFuture(Future[Any]):
         """The name of the function."""
         return self.entry.name
 
-    def _subject(self) -> str:
+    @property
+    def subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
         return f"the call of {self.entry.name} on worker {self.peer.name!r}"
 
     def _look_out(self, enough: Callable[[], bool]) -> None:
@@ -144,7 +145,7 @@ class CallFuture(Future[Any]):
             connection.read_on_loop()
             # This thread had taken that call out of `pending` and was about to settle it: nobody else will.
             if current is not None and current.call_id not in pending:
-                current._settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
+                current.settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
             raise
 
     def _on_cancel(self) -> None:

@@ -148,7 +148,7 @@ class OwedCalls:
         seconds = round(future.deadline - future.started, 6)  # what was asked for, not 0.09999999999854481
         state = self._peer.state
         unconnected = "" if state is PeerState.READY else f"; there is no connection to it yet ({state.value})"
-        future._settle(
+        future.settle(
             None,
             RpcTimeout(
                 f"RPC ran for more than set timeout ({seconds:g} s): {future.describe()} got no answer{unconnected}. "
@@ -170,7 +170,7 @@ class OwedCalls:
         future = self.take(call_id)
         self.streams.pop(call_id, None)
         if future is not None:
-            future._settle(None, copy_for(error, future))
+            future.settle(None, copy_for(error, future))
 
     def fail(self, error: RpcError) -> None:
         """The peer is gone: all calls end with that error."""
@@ -187,7 +187,7 @@ class OwedCalls:
             self._peer.call_off(frame.call_id)
         if future is not None:
             failure = RpcError(f"the result of {future.describe()} did not arrive: {error}")
-            future._settle(None, failure)
+            future.settle(None, failure)
 
     def on_item(self, frame: Frame) -> None:
         """An item of a stream has arrived."""
@@ -227,7 +227,7 @@ class OwedCalls:
                 self._engine.background.submit(self._settle_value, future, result, frame.segments, landing)
                 return
         except Exception as error:
-            future._settle(None, without_frames(error))
+            future.settle(None, without_frames(error))
             return
         self._settle_value(future, result, frame.segments, landing)
 
@@ -241,14 +241,14 @@ class OwedCalls:
             else:
                 with landing.entered():
                     values = decode(result, segments, self._peer.load_references, self._peer.track, landing)
-                    future._arrival = landing.arrival()
+                    future.arrival = landing.arrival()
             value = values[0] if len(values) < 2 else Results(values)
         except BaseException as error:  # even SystemExit is that call's alone
             failure = RpcError(f"the result of {future.describe()} cannot be read here: {foreign.said(error)}")
             failure.__cause__ = without_frames(error)
-            future._settle(None, failure)
+            future.settle(None, failure)
         else:
-            future._settle(value)
+            future.settle(value)
 
     def _settle_error(self, future: CallFuture, frame: Frame) -> None:
         try:
@@ -257,7 +257,7 @@ class OwedCalls:
                 raise TypeError("read_error gave something that is no exception")
         except BaseException as broken:
             error = RpcError(f"{future.describe()} failed, and its error cannot be read: {foreign.said(broken)}")
-        future._settle(None, error)
+        future.settle(None, error)
 
     def _discard(self, frame: Frame) -> None:
         """Drop an answer or item that nobody waits for. References inside of it still have to be taken."""
@@ -282,7 +282,7 @@ class OwedCalls:
                 future.function,
                 now - future.started,
                 None if future.deadline is None else future.deadline - now,
-                describe_site(future._site),
+                describe_site(future.site),
             )
             for future in list(self.pending.values())
             if not future.system

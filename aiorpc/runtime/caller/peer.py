@@ -213,7 +213,7 @@ class Peer:
         future = CallFuture(self, entry, now, deadline, system)
         if not system:
             frame = sys._getframe(depth)
-            future._site = (frame.f_code, frame.f_lasti)
+            future.site = (frame.f_code, frame.f_lasti)
         try:
             # Entered before the frame is queued: the answer may come before this function has returned.
             call_id = owed.enter(future, stream)

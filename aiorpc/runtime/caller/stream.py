@@ -53,7 +53,7 @@ class Stream(AsyncIterator[Any]):
             if stream is not None:
                 stream._wake()
 
-        end._add_callback(wake)
+        end.when_settled(wake)
 
     def on_item(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> None:
         """An item arrived; on the worker's loop."""
@@ -163,7 +163,7 @@ class Stream(AsyncIterator[Any]):
         # Runs anywhere, inside a lock or the garbage collector: only wakes the loop.
         end = self._end
         if end is not None:
-            end._look()
+            end.mark_seen()
             if self._items or not end.done():
                 self._peer.engine.call_on_loop(_abandon, self._peer, self._items, end)
 
@@ -171,7 +171,7 @@ class Stream(AsyncIterator[Any]):
 def _abandon(peer: Peer, items: deque[_Item], end: CallFuture) -> None:
     """Stop the producer; references in items that nobody has taken have to be taken all the same."""
     end.cancel()
-    end._look()
+    end.mark_seen()
     while items:
         item, _, _ = items.popleft()
         if item.references:

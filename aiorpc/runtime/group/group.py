@@ -179,7 +179,7 @@ class Group:
             call = self._home.peers.of(record).call(function, args, None, self._engine.options.rpc_timeout, system=True)
         except RpcError:
             return
-        call._add_callback(lambda future: future._look())
+        call.when_settled(lambda future: future.mark_seen())
 
     # --- members come and go ------------------------------------------------------------------------------------------
 

@@ -112,8 +112,8 @@ class References:
     def own(self, value: Any) -> tuple[ReferenceId, ReferenceId]:
         """A new reference to a value of this worker."""
         future = self._new_value()
-        future._arrival = self._accelerators.arrival(value)
-        future._settle(value)
+        future.arrival = self._accelerators.arrival(value)
+        future.settle(value)
         with self._lock:
             rref, fork = self._table.own()
             self._values[rref] = future
@@ -147,12 +147,12 @@ class References:
             self._run(self._table.create_failed_to_send, rref, fork)
             raise
         handle._creation = call
-        call._add_callback(lambda future: self._on_created(rref, fork, future))
+        call.when_settled(lambda future: self._on_created(rref, fork, future))
         return handle
 
     def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[Any]) -> None:
         error = future._error
-        future._look()  # the error is raised by whoever uses the reference
+        future.mark_seen()  # the error is raised by whoever uses the reference
         if error is None:
             self._run(self._table.created, rref, fork)
             return
@@ -212,14 +212,14 @@ class References:
                     self._values[rref] = future
                 else:
                     gone = f"reference {tuple(rref)} names no value of this worker; it was freed"
-                    future._settle(None, RpcError(gone))
+                    future.settle(None, RpcError(gone))
         return future
 
     def _new_value(self) -> Future[Any]:
         future: Future[Any] = _ValueFuture()
-        future._loop = self.engine.loop
-        future._what = "the value of a reference"
-        future._executor = self.engine.pool
+        future.loop = self.engine.loop
+        future.subject = "the value of a reference"
+        future.executor = self.engine.pool
         return future
 
     def on_create(self, creates: Sequence[int], sender: int, call: ServedCall) -> None:
@@ -240,10 +240,10 @@ class References:
         if future is not None:
             if error is None:  # other handlers, on other streams, use what this one has put on a device
                 try:
-                    future._arrival = self._accelerators.arrival(result)
+                    future.arrival = self._accelerators.arrival(result)
                 except BaseException as broken:  # a container of the users' that cannot be looked into
                     result, error = None, broken
-            future._settle(result, error)
+            future.settle(result, error)
 
     # --- the table's outputs ------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class References:
     def _release(self, freed: list[Future[Any]]) -> None:
         """Let go of values, outside of the lock: settling and dropping them runs code of users."""
         for value in freed:
-            value._settle(None, RpcError("the value was never created: its creator is gone or gave up"))
+            value.settle(None, RpcError("the value was never created: its creator is gone or gave up"))
 
     def _tell(self, output: Confirmed | Broken) -> None:
         handle = self._handles.get(output.fork)
@@ -357,5 +357,5 @@ class References:
         values = list(self._values.values())
         self._values.clear()
         for value in values:
-            value._settle(None, RpcError(f"worker {self.engine.name!r}, which owns the value, shut down"))
+            value.settle(None, RpcError(f"worker {self.engine.name!r}, which owns the value, shut down"))
         self._dropped.clear()
