@@ -39,6 +39,7 @@ class SendQueue:
         self.begun: deque[Sequence[Buffer]] = deque()
         self._sent: deque[int] = deque()
         self._seal: Seal | None = None
+        self._piece_size = MAX_PAYLOAD
         # Number of the next piece, and how much of the first frame is in those before.
         self._next_piece = deque(((0, 0),), maxlen=1)
 
@@ -53,9 +54,12 @@ class SendQueue:
         else:  # in one call, so that nobody's gets between them
             self.frames.extend([frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)])
 
-    def seal(self, seal: Seal) -> None:
-        """From now on what is written bears seals. Nothing may be under way, and no other thread may append."""
-        self._seal = seal
+    def seal(self, seal: Seal, piece_size: int = MAX_PAYLOAD) -> None:
+        """From now on what is written bears seals. Nothing may be under way, and no other thread may append.
+
+        piece_size: bytes of the stream that one seal covers, at most; the other side takes no more than MAX_PAYLOAD.
+        """
+        self._seal, self._piece_size = seal, piece_size
 
     def clear(self) -> None:
         """Forget all of them. No writer may be at work."""
@@ -103,7 +107,7 @@ class SendQueue:
         frames, begun = self.frames, self.begun
         number, start = self._next_piece[0]
         # Copied by one call: other threads append meanwhile.
-        parts, size, taken, rest = _cut(list(islice(frames, MAX_BUFFERS)), start)
+        parts, size, taken, rest = _cut(list(islice(frames, MAX_BUFFERS)), start, self._piece_size)
         piece = seal.piece(number, parts, size)
         steps: list[Callable[[], object]] = [frames.popleft] * taken
         steps += (partial(begun.append, piece), partial(self._next_piece.append, (number + 1, rest)))
@@ -144,13 +148,13 @@ def _joined(frames: Iterable[Sequence[Buffer]]) -> tuple[list[Buffer], int]:
     return buffers, size
 
 
-def _cut(frames: Sequence[Sequence[Buffer]], start: int) -> tuple[list[Buffer], int, int, int]:
-    """A piece of frames, the first of them from `start` on, as parts.
+def _cut(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[list[Buffer], int, int, int]:
+    """A piece of frames of so many bytes at most, the first of them from `start` on, as parts.
 
     Also its size, how many frames end in it, and how much of the next one is in it.
     """
     parts: list[Buffer] = []
-    room = MAX_PAYLOAD
+    room = most
     for taken, frame in enumerate(frames):
         done = start
         for buffer in frame:
@@ -164,8 +168,8 @@ def _cut(frames: Sequence[Sequence[Buffer]], start: int) -> tuple[list[Buffer], 
             room -= len(part)
             if not room:
                 whole = done == sum(map(len, frame))
-                return parts, MAX_PAYLOAD, taken + whole, 0 if whole else done
-    return parts, MAX_PAYLOAD - room, len(frames), 0
+                return parts, most, taken + whole, 0 if whole else done
+    return parts, most - room, len(frames), 0
 
 
 def _rest(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:

@@ -70,8 +70,9 @@ def test_frames_arrive_byte_by_byte() -> None:
 def test_chunk_goes_to_its_place() -> None:
     """A part of a large tensor lands where it belongs, by way of pieces too."""
     target = bytearray(400_000)
-    unsealer = opener()
-    unsealer._decoder.place = lambda number, body, length: memoryview(target)
+    decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 24)
+    decoder.place = lambda number, body, length: memoryview(target)
+    unsealer = Unsealer(Seal(KEY), decoder)
     stream = b"".join(bytes(part) for part in encode_frame(CHUNK, 1, b"at", [b"c" * 400_000]))
     for piece in sealed(stream[:MAX_PAYLOAD], stream[MAX_PAYLOAD:]):
         frames = unsealer.feed(piece)

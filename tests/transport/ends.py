@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import struct
 import sys
+import termios
 from collections.abc import Callable
 from typing import Any
 
@@ -16,22 +19,23 @@ SOON = 2.0  # for what would otherwise never happen
 
 
 class End:
-    """A connection with what it has received."""
+    """A connection with what it has received, and the socket that it was given."""
 
     def __init__(self, sock: socket.socket, label: str) -> None:
+        self.sock = sock
         decoder = FrameDecoder(max_body=1 << 24, max_segment=1 << 28)
         self.connection = Connection(asyncio.get_running_loop(), sock, decoder, label=label)
         self.frames: list[Frame] = []
         self.causes: list[BaseException | None] = []
         self.changed = asyncio.Event()
-        self.connection.on_frames = self._on_frames
-        self.connection.on_closed = self._on_closed
+        self.connection.on_frames = self.on_frames
+        self.connection.on_closed = self.on_closed
 
-    def _on_frames(self, frames: list[Frame]) -> None:
+    def on_frames(self, frames: list[Frame]) -> None:
         self.frames += frames
         self.changed.set()
 
-    def _on_closed(self, cause: BaseException | None) -> None:
+    def on_closed(self, cause: BaseException | None) -> None:
         self.causes.append(cause)
         self.changed.set()
 
@@ -63,6 +67,12 @@ async def until(condition: Callable[[], bool], seconds: float = LONG) -> None:
 
 def encoded(call_id: int, body: bytes = b"", kind: Kind = Kind.REPLY) -> bytes:
     return b"".join(bytes(part) for part in encode_frame(kind, call_id, body))
+
+
+def unread(sock: socket.socket) -> int:
+    """How many bytes have arrived at that socket and were read by nobody yet."""
+    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))
+    return int(count)
 
 
 class Interruption(BaseException):

@@ -14,14 +14,14 @@ from aiorpc.protocol.frames import Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport.connection import READ_HERE
-from tests.transport.ends import LONG, SOON, End, encoded, interrupted, until
+from tests.transport.ends import LONG, SOON, End, encoded, interrupted, unread, until
 
 
 class Waiter:
     """A thread that reads on a connection until the answer of that call is there, or until it is told to stop."""
 
     def __init__(self, end: End) -> None:
-        self.connection = end.connection
+        self.connection, self.sock = end.connection, end.sock
         self.taken: list[Frame] = []
         self.errors: list[BaseException] = []
         self.stop = threading.Event()
@@ -43,9 +43,9 @@ class Waiter:
         assert await asyncio.to_thread(self.looking.wait, LONG)
         return self
 
-    async def has_read(self, count: int) -> None:
-        """Wait until it has read so many pieces that are not the answer, so far."""
-        await until(lambda: len(self.connection._unread) >= count)
+    async def has_read(self) -> None:
+        """Wait until it has read all that has arrived so far; the loop reads nothing meanwhile."""
+        await until(lambda: not unread(self.sock))
 
     async def ended(self) -> None:
         """Wait until it has gone by itself."""
@@ -63,8 +63,15 @@ class Waiter:
 
 async def share(end: End) -> None:
     """Have threads read for themselves from now on."""
-    await asyncio.to_thread(end.connection.read_here, lambda: True)
-    await until(lambda: end.connection._epoll is not None)
+    looked = threading.Event()
+
+    def enough() -> bool:
+        looked.set()
+        return True
+
+    async with asyncio.timeout(LONG):
+        while not looked.is_set():
+            await asyncio.to_thread(end.connection.read_here, enough)
 
 
 @pytest.fixture
@@ -87,7 +94,10 @@ async def test_first_waiter_only_asks_for_its_turn(half: tuple[End, socket.socke
     assert taken == [()]
     far.send(encoded(2))
     await end.received(2)
-    assert end.connection._epoll is not None
+    waiter = await Waiter(end).looks()
+    far.send(encoded(3))
+    await waiter.ended()
+    assert [frame.call_id for frame in waiter.taken] == [3]
 
 
 @pytest.mark.parametrize("kind", [Kind.REPLY, Kind.ERROR])
@@ -118,9 +128,9 @@ async def test_waiter_takes_an_answer_in_pieces(shared: tuple[End, socket.socket
     end, far = shared
     data = b"".join(bytes(part) for part in encode_frame(Kind.REPLY, 7, b"answer", [b"one", b"two"]))
     waiter = await Waiter(end).looks()
-    for number, start in enumerate(range(0, len(data) - 10, 10)):
+    for start in range(0, len(data) - 10, 10):
         far.send(data[start : start + 10])
-        await waiter.has_read(number + 1)
+        await waiter.has_read()
     far.send(data[(len(data) - 1) // 10 * 10 :])
     await waiter.ended()
     ((kind, call_id, body, segments),) = waiter.taken
@@ -180,9 +190,9 @@ async def test_loop_does_not_read_while_a_thread_does(shared: tuple[End, socket.
     data = encoded(8, b"something")
     waiter = await Waiter(end).looks()
     far.send(data[:9])
-    await waiter.has_read(1)
+    await waiter.has_read()
     far.send(data[9:-1])
-    await waiter.has_read(2)
+    await waiter.has_read()
     assert end.connection.decoder.empty
     await waiter.stopped()
     far.send(data[-1:] + encoded(9))
@@ -231,7 +241,7 @@ async def test_garbage_ends_the_connection_while_a_thread_reads(shared: tuple[En
     end, far = shared
     waiter = await Waiter(end).looks()
     far.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    await until(lambda: bool(end.connection._unread or end.causes))  # it may go at once, or read on
+    await until(lambda: bool(end.causes) or not unread(end.sock))  # it may go at once, or read on
     await waiter.stopped()
     assert isinstance(await end.closed(), ProtocolError)
     assert (waiter.taken, waiter.errors) == ([], [])
@@ -329,10 +339,10 @@ async def test_waiter_takes_sealed_answers_in_pieces(shared: tuple[End, socket.s
     wire = Wire(end, True)
     data = wire(encoded(7)[:11]) + wire(encoded(7)[11:] + encoded(8))
     waiter = await Waiter(end).looks()
-    for number, start in enumerate(range(0, len(data), 10)):
+    for start in range(0, len(data), 10):
         far.send(data[start : start + 10])
         if start + 10 < len(data):
-            await waiter.has_read(number + 1)
+            await waiter.has_read()
     await waiter.ended()
     assert [frame.call_id for frame in waiter.taken] == [7, 8]
     assert end.connection.bytes_received == len(data)
@@ -349,7 +359,7 @@ async def test_waiter_leaves_all_else_that_is_sealed_to_the_loop(
     wire = Wire(end, True)
     waiter = await Waiter(end).looks()
     far.send(wire(encoded(9)[:5]))
-    await waiter.has_read(1)
+    await waiter.has_read()
     rest = wire(encoded(9)[5:] + others)
     sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(far, rest))
     await waiter.ended()

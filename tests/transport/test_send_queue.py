@@ -243,19 +243,17 @@ def test_sealed_bytes_leave_in_order_however_little_is_taken(
     first: list[list[int]], second: list[list[int]], amounts: list[int | None], most: int
 ) -> None:
     """Whatever ends where, and whatever is appended meanwhile: the pieces hold each byte once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(send_queue, "MAX_PAYLOAD", most)
-        frames = make_frames([*first, *second])
-        sock = Taker(amounts)
-        queue = filled(frames[: len(first)])
-        queue.seal(Seal(KEY))
-        for frame in frames[len(first) :]:
-            queue.append(frame)
-            try:
-                write(queue, sock)
-            except BlockingIOError:
-                continue
-        drain(queue, sock)
+    frames = make_frames([*first, *second])
+    sock = Taker(amounts)
+    queue = filled(frames[: len(first)])
+    queue.seal(Seal(KEY), most)
+    for frame in frames[len(first) :]:
+        queue.append(frame)
+        try:
+            write(queue, sock)
+        except BlockingIOError:
+            continue
+    drain(queue, sock)
     assert opened(sock.data) == joined(frames)
 
 
@@ -297,17 +295,16 @@ LARGE = b"L" * (JOIN_SIZE + 1)
 )
 @pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
 def test_interruption_anywhere_loses_and_doubles_nothing(
-    frames: list[list[Buffer]], amounts: list[int | None], seals: bool, monkeypatch: pytest.MonkeyPatch
+    frames: list[list[Buffer]], amounts: list[int | None], seals: bool
 ) -> None:
     """An exception between any two instructions of the writer: who goes on writing sends each byte once, in order."""
-    monkeypatch.setattr(send_queue, "MAX_PAYLOAD", JOIN_SIZE - 7)
     expected = joined([*frames, [b"later"]])
     wrong: list[str] = []
     at = 0
     for at in range(10_000):
         queue, sock = filled(frames), Taker(amounts)
         if seals:
-            queue.seal(Seal(KEY))
+            queue.seal(Seal(KEY), JOIN_SIZE - 7)
         place = interrupted(lambda queue=queue, sock=sock: drain(queue, sock), at, send_queue.__file__)  # type: ignore[misc]  # defaults
         if place is None:
             break

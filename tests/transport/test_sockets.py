@@ -135,7 +135,8 @@ async def test_connect_and_see_who_it_is(folder: Path) -> None:
 async def test_listener_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket that another user listens on is closed at once, before a byte is sent."""
     listener, path = sockets.listen_unix(folder)
-    monkeypatch.setattr(sockets, "peer_uid", lambda _: os.getuid() + 1)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with listener:
         with pytest.raises(PermissionError, match="belongs to another user"):
             await sockets.connect_unix(path)
