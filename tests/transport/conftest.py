@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.transport.ends import End
+from tests.transport.ends import End, takes_little
 
 
 @pytest.fixture
 async def ends() -> AsyncIterator[tuple[End, End]]:
     """Two connections, tied together, that read; small socket buffers, so that writes are often partial."""
     left, right = socket.socketpair()
-    left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     pair = End(left, "left"), End(right, "right")
     for end in pair:
+        takes_little(end.sock)
         end.connection.start()
     yield pair
     for end in pair:
@@ -27,9 +27,9 @@ async def ends() -> AsyncIterator[tuple[End, End]]:
 async def half() -> AsyncIterator[tuple[End, socket.socket]]:
     """A connection and the bare socket at its other end."""
     left, right = socket.socketpair()
-    left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     right.setblocking(False)
     end = End(left, "half")
+    takes_little(end.sock)
     end.connection.start()
     with right:
         yield end, right

@@ -69,6 +69,11 @@ def encoded(call_id: int, body: bytes = b"", kind: Kind = Kind.REPLY) -> bytes:
     return b"".join(bytes(part) for part in encode_frame(kind, call_id, body))
 
 
+def takes_little(sock: socket.socket, size: int = 64 * 1024) -> None:
+    """Have the socket of a connection take about so many bytes at once; the connection has asked for far more."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+
+
 def unread(sock: socket.socket) -> int:
     """How many bytes have arrived at that socket and were read by nobody yet."""
     (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.FIONREAD, bytes(4)))

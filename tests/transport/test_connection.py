@@ -19,7 +19,7 @@ from aiorpc.protocol.frames import DIRECT_SIZE, Buffer, Frame, FrameDecoder, Kin
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import send_queue
 from aiorpc.transport.connection import BATCH_FRAMES
-from tests.transport.ends import LONG, SOON, End, encoded, interrupted, until
+from tests.transport.ends import LONG, SOON, End, encoded, interrupted, takes_little, until
 
 
 async def read_all(sock: socket.socket) -> bytes:
@@ -163,6 +163,7 @@ async def watched() -> AsyncIterator[tuple[End, Watched, socket.socket]]:
     right.setblocking(False)
     sock = Watched(left)
     end = End(cast(socket.socket, sock), "watched")
+    takes_little(left)
     end.connection.start()
     with right:
         yield end, sock, right
@@ -450,7 +451,7 @@ async def test_forked_child_lets_go_of_what_has_ended(ends: tuple[End, End]) -> 
 async def test_many_small_frames_behind_a_full_socket(half: tuple[End, socket.socket]) -> None:
     """A backlog of more small frames than one system call takes buffers is written as the peer reads."""
     end, far = half
-    end.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    takes_little(end.sock, 4096)
     for number in range(20_000):
         end.send(number, b"x" * 20)
     assert end.connection.unsent > 10_000, "the test needs a socket that takes less than everything"
@@ -481,7 +482,7 @@ async def test_interruption_of_a_sender_loses_and_doubles_nothing(
 ) -> None:
     """An exception between any two instructions of send in a thread: what was queued arrives once, in order."""
     end, far = half
-    end.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    takes_little(end.sock, 4096)
     at = 0
     begun: list[int] = []
 
