@@ -78,13 +78,20 @@ class Bulk:
     """One end of the channel. `next_frame` returns what it has to write; `place` and `on_frame` take what has come.
 
     limit: bytes of the longest buffer taken. wake: called from any thread when `next_frame` has something.
-    least, chunk: bytes of the shortest buffer sent this way, and of its pieces.
+    least, chunk: bytes of the shortest buffer sent this way, and of its pieces. allocate: makes the memory for a buffer
+    of so many bytes that arrives; MemoryError fails the message that the buffer belongs to, and no other.
     """
 
     name = "bulk"
 
     def __init__(
-        self, *, limit: int, wake: Callable[[], None], least: int = BULK_SIZE, chunk: int = CHUNK_SIZE
+        self,
+        *,
+        limit: int,
+        wake: Callable[[], None],
+        least: int = BULK_SIZE,
+        chunk: int = CHUNK_SIZE,
+        allocate: Callable[[int], memoryview] = allocate,
     ) -> None:
         self.traffic = Traffic()
         self.ready = False  # whether chunks can be written at once
@@ -92,6 +99,7 @@ class Bulk:
         self._wake = wake
         self._least = least
         self._chunk = chunk
+        self._allocate = allocate
         self._numbers = itertools.count(1)
         self._outgoing: dict[int, _Outgoing] = {}
         self._turns: deque[_Outgoing] = deque()
@@ -202,7 +210,7 @@ class Bulk:
             raise ProtocolError(f"a transfer announces {size} bytes; the limit is {self._limit} (max_tensor_bytes)")
         incoming = self._incoming[number] = _Incoming(size)
         try:
-            incoming.buffer = allocate(size)
+            incoming.buffer = self._allocate(size)
         except MemoryError as error:  # it fails its message, and no other
             incoming.failure = error
         return incoming
@@ -216,7 +224,7 @@ class Bulk:
         incoming.enter(TransferEvent.CHUNK)
         incoming.placed += length
         if incoming.buffer is None:
-            return allocate(length)
+            return self._allocate(length)
         return incoming.buffer[offset : offset + length]
 
     def on_frame(self, frame: Frame) -> None:

@@ -511,14 +511,28 @@ def test_an_address_outlives_an_attempt_to_close_the_mapping() -> None:
         os.close(segment.fd)
 
 
-def test_a_forked_child_lets_go_without_the_locks() -> None:
+class Interrupting(Block):
+    """A block that runs something when the arena compares it with its own, which it does under its lock."""
+
+    interrupt: Callable[[], None]
+
+    def __ne__(self, other: object) -> bool:
+        self.interrupt()
+        return super().__ne__(other)
+
+
+def test_a_forked_child_lets_go_without_the_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the child the arena is closed, even when a thread of the parent held its locks; the parent's works on."""
     with opened() as arena:
-        block = allocated(arena, 1000)
+        block, other = allocated(arena, 1000), Interrupting(*allocated(arena, 1000))
         fd = arena.segments[0].fd
-        with arena._growth, arena._lock:
-            pid = os.fork()
-            if pid == 0:
+        pids: list[int] = []
+        create = os.memfd_create
+
+        def fork() -> None:
+            """While a block is given back, and the arena grows."""
+            pids.append(os.fork())
+            if pids[-1] == 0:
                 status = 1
                 try:
                     arena.close_in_child()
@@ -526,6 +540,15 @@ def test_a_forked_child_lets_go_without_the_locks() -> None:
                     status = 2 if given or os.path.exists(f"/proc/self/fd/{fd}") else 0
                 finally:
                     os._exit(status)
+
+        def interrupted(name: str, flags: int) -> int:
+            arena.free(other)
+            return create(name, flags)
+
+        other.interrupt = fork
+        monkeypatch.setattr(os, "memfd_create", interrupted)
+        allocated(arena, 2 * arena.size)
+        (pid,) = pids
         assert exit_status(pid) == 0
         arena.write(block, b"x" * 1000)
         assert content(arena, block) == b"x" * 1000

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from aiorpc.channels import bulk as module
 from aiorpc.channels.bulk import CHUNK_SIZE, HASTY_SIZE, Bulk
 from aiorpc.channels.inline import allocate
 from aiorpc.errors import ProtocolError, RpcCancelled
@@ -203,11 +202,10 @@ def test_chunks_at_another_place_are_refused(offset: int, size: int, length: int
 
 
 @pytest.mark.parametrize("size", [0, LIMIT + 1, (1 << 64) - 1])
-def test_sizes_are_compared_with_the_limit_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_sizes_are_compared_with_the_limit_before_memory_is_taken(size: int) -> None:
     """Whether a chunk or the message says them."""
     taken: list[int] = []
-    monkeypatch.setattr(module, "allocate", taken.append)
-    receiver = make()
+    receiver = make(allocate=taken.append)
     with pytest.raises(ProtocolError):
         chunk(receiver, 1, 0, size, 1)
     with pytest.raises(ProtocolError):
@@ -277,7 +275,7 @@ def test_two_messages_for_one_transfer_are_refused() -> None:
 
 
 @pytest.mark.parametrize("named_at", range(4))
-def test_memory_that_is_not_to_be_had_fails_that_transfer_only(monkeypatch: pytest.MonkeyPatch, named_at: int) -> None:
+def test_memory_that_is_not_to_be_had_fails_that_transfer_only(named_at: int) -> None:
     """Its bytes are read and dropped, its message is told once all have come; the others arrive."""
 
     def short(size: int) -> memoryview:
@@ -285,8 +283,7 @@ def test_memory_that_is_not_to_be_had_fails_that_transfer_only(monkeypatch: pyte
             raise MemoryError("no room for that one")
         return allocate(size)
 
-    monkeypatch.setattr(module, "allocate", short)
-    sender, receiver, sink, well = make(), make(), Sink(), Sink()
+    sender, receiver, sink, well = make(), make(allocate=short), Sink(), Sink()
     bad, good = send(sender, 3 * CHUNK - 1, 2 * CHUNK)
     receiver.receive([good], [], well)
     for number, piece in enumerate([*pieces(sender), None]):
@@ -301,7 +298,7 @@ def test_memory_that_is_not_to_be_had_fails_that_transfer_only(monkeypatch: pyte
     assert (receiver.traffic.received, receiver.traffic.bytes_received) == (1, 2 * CHUNK)  # the one that is here
 
 
-def test_sizes_beyond_32_bits_are_counted_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_beyond_32_bits_are_counted_right() -> None:
     """Places, sizes and limits of more than 4 GiB, on both sides, without the memory."""
 
     class Huge:
@@ -317,8 +314,7 @@ def test_sizes_beyond_32_bits_are_counted_right(monkeypatch: pytest.MonkeyPatch)
             start, stop, _ = part.indices(self.size)
             return Huge(stop - start)
 
-    monkeypatch.setattr(module, "allocate", Huge)
-    receiver, sink = make(limit=9 * GIB), Sink()
+    receiver, sink = make(limit=9 * GIB, allocate=Huge), Sink()
     size, part = 9 * GIB, 3 * GIB
     receiver.receive([[1, size]], [], sink)
     for offset in (0, part, 2 * part):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import resource
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 
 from aiorpc.channels import Wire, shared
-from aiorpc.channels.arena import ALIGN, Arena, Block
-from aiorpc.channels.segments import HEADER, Bytes
+from aiorpc.channels.arena import ALIGN, Block
+from aiorpc.channels.segments import HEADER
 from aiorpc.channels.shared import COPY_SIZE, PACK_LEAST, PACK_MOST, SharedMemory
 from aiorpc.channels.shared_messages import MESSAGES, Release, SegmentOffer, Warm
-from aiorpc.channels.shm import Borrower
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.packing import pack, unpack
@@ -203,21 +205,12 @@ def test_packed_messages_are_given_up_whole(ends: SharedEnds, named: bool) -> No
     assert idle(ends)
 
 
-def test_a_copy_that_fails_leaves_nothing_lent(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_leaves_nothing_lent(ends: SharedEnds) -> None:
     """In the middle of a message: `send` that raises has borrowed nothing of it."""
-    write = Arena.write
-    copies: list[int] = []
-
-    def fail(self: Arena, block: Block, source: Any, at: int = 0) -> None:
-        copies.append(1)
-        if len(copies) == 2:
-            raise BufferError("not to be read")
-        write(self, block, source, at)
-
-    monkeypatch.setattr(Arena, "write", fail)
+    unreadable = memoryview(bytes(2 * SHARE_SIZE))[::2]  # its bytes do not lie one behind the other
     with pytest.raises(BufferError):
-        ends.send([bytes(SHARE_SIZE), bytes(SHARE_SIZE)])
-    assert len(copies) == 2 and idle(ends)
+        ends.send([bytes(SHARE_SIZE), unreadable])
+    assert ends.ends[0].traffic.sent == 1 and idle(ends)
     delivered(ends, SHARE_SIZE)
 
 
@@ -282,22 +275,35 @@ def test_the_first_growth_offers_its_segment_once(cold: SharedEnds) -> None:
     assert [fields for fields, _ in said] == [MESSAGES.write(SegmentOffer(0, segment.fd, segment.size, segment.nonce))]
 
 
-def test_warm_pages_are_touched_in_the_other_process(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_tables() -> int:
+    """Bytes of memory files that are in the tables of this process, by all of its mappings of them."""
+    found = 0
+    ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "/memfd:aiorpc" in line:
+            ours = True
+        elif ours and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+            ours = False
+    return found
+
+
+def test_warm_pages_are_touched_in_the_other_process() -> None:
     """In a thread; ranges that are none, or of a segment that is not mapped, are hints that come to nothing."""
-    touched: list[tuple[int, int, int]] = []
-    touch = Borrower.touch
-
-    def note(self: Borrower, index: int, start: int, size: int) -> None:
-        touched.append((index, start, size))
-        touch(self, index, start, size)
-
-    monkeypatch.setattr(Borrower, "touch", note)
-    for extent in ([0, HEADER, MIB], [7, 0, 5], [0, -5, 3], [0, 0, 1 << 50]):
-        ends.ends[1].on_message(MESSAGES.write(Warm(*extent)))
-    assert touched == []
-    ends.settle()
-    assert touched == [(0, HEADER, MIB), (7, 0, 5), (0, -5, 3), (0, 0, 1 << 50)]
-    delivered(ends, SHARE_SIZE)
+    ends = SharedEnds(limit=64 * MIB, warm=MIB)
+    try:
+        before = in_tables()
+        for extent in ([7, 0, 5], [0, -5, 3], [0, 0, 1 << 50], [0, 32 * MIB, MIB]):
+            ends.ends[1].on_message(MESSAGES.write(Warm(*extent)))
+        for _ in range(3):
+            ends.step("thread 1")
+        assert in_tables() == before
+        ends.step("thread 1")
+        assert in_tables() == before + MIB
+        assert ends.lanes() == []
+        delivered(ends, SHARE_SIZE)
+    finally:
+        ends.dispose()
 
 
 def test_a_peer_holds_its_part_at_most(ends: SharedEnds) -> None:
@@ -358,33 +364,37 @@ def test_packed_ones_are_copied_out_together(ends: SharedEnds) -> None:
     assert idle(ends)
 
 
-class Stubborn(numpy.ndarray[Any, Any]):
-    """An array of which no copy is to be had."""
+@contextmanager
+def limited(what: int, most: int) -> Iterator[None]:
+    """This process gets no more of something than that from the system."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
 
-    def copy(self, order: Any = "C") -> Any:
-        raise MemoryError("no room for a copy")
 
-
-def test_a_copy_that_cannot_be_made_is_told(ends: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_made_is_told() -> None:
     """Its message gets the error, once, and the block goes back; the next one arrives."""
-    adopt = Borrower.adopt
-
-    def stubborn(self: Borrower, wire: list[int], copy: bool = False) -> Bytes:
-        return adopt(self, wire, copy).view(Stubborn)
-
-    held = ends.send([bytes(SHARE)])
-    message = send(ends, COPY_SIZE)
-    with monkeypatch.context() as patch:
-        patch.setattr(Borrower, "adopt", stubborn)
+    size = 48 * MIB  # more than any memory that the allocator keeps, and than a peer may hold without a copy
+    ends = SharedEnds(limit=64 * MIB, warm=size + MIB)
+    try:
+        message = send(ends, size)
+        ends.step("messages 0")
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        with limited(resource.RLIMIT_AS, pages * resource.getpagesize() + size // 2):
+            ends.step("thread 1")
         ends.settle()
-    ((error,),) = message.outcomes
-    assert isinstance(error, MemoryError)
-    message.outcomes.clear()
-    del error
-    gc.collect()  # the error's traceback
-    delivered(ends, SHARE_SIZE)
-    ends.withdraw(held)
-    assert idle(ends)
+        ((error,),) = message.outcomes
+        assert isinstance(error, MemoryError)
+        message.outcomes.clear()
+        del error
+        gc.collect()  # the error's traceback
+        delivered(ends, SHARE_SIZE)
+        assert idle(ends)
+    finally:
+        ends.dispose()
 
 
 @pytest.mark.parametrize("steps", ["", "thread 1"])
@@ -403,21 +413,18 @@ def test_a_copy_under_way_at_the_end_comes_to_nothing(ends: SharedEnds, steps: s
 # --- offers and answers -----------------------------------------------------------------------------------------------
 
 
-def test_a_segment_that_cannot_be_mapped_is_refused(cold: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_that_cannot_be_mapped_is_refused(cold: SharedEnds) -> None:
     """The offering end is told why, once; nothing is taken, then or later."""
-
-    def fail(*args: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Borrower, "map", fail)
     end = cold.ends[0]
     cold.arenas[0].grow(MIB)
-    for _ in range(3):
-        assert end.send([bytes(SHARE_SIZE)], []) == [None]
-        cold.settle()
+    with limited(resource.RLIMIT_NOFILE, 0):
+        for _ in range(3):
+            assert end.send([bytes(SHARE_SIZE)], []) == [None]
+            cold.settle()
+    assert end.send([bytes(SHARE_SIZE)], []) == [None]
     (reason,) = cold.around[0].refusals
-    assert "Permission denied" in reason
-    assert end.traffic.refused == {"not mapped": 3, "refused": 1}
+    assert os.strerror(errno.EMFILE) in reason
+    assert end.traffic.refused == {"not mapped": 4, "refused": 1}
 
 
 @pytest.mark.parametrize("wrong", ["nonce", "size", "fd"])

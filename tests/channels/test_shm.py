@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.channels import layout
-from aiorpc.channels.arena import ALIGN, POISON, Arena, Block
+from aiorpc.channels.arena import ALIGN, POISON, TOGETHER_SIZE, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
 from aiorpc.channels.shared_messages import MESSAGES, Release
 from aiorpc.channels.shm import Borrower, Lender
@@ -43,8 +43,10 @@ WAIT = 20.0  # seconds: for what a process has to do
 class Pair:
     """Both halves in one process, over mappings of their own, and how often the borrower had something to say."""
 
-    def __init__(self, limit: int = LIMIT, **options: Any) -> None:
-        self.arena = Arena(limit, segment_size=4 * MIB, poison=True)
+    def __init__(
+        self, limit: int = LIMIT, *, assist: Callable[[Callable[[], None]], None] | None = None, **options: Any
+    ) -> None:
+        self.arena = Arena(limit, segment_size=4 * MIB, poison=True, assist=assist)
         self.lender = Lender(self.arena, **options)
         self.signals: list[int] = []
         self.borrower = Borrower(lambda: self.signals.append(1))
@@ -469,21 +471,22 @@ def test_refusals_are_counted_by_reason() -> None:
         assert pair.lender.lent == pair.lender.leases == 0
 
 
-def test_nothing_is_copied_into_a_segment_that_the_peer_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def unreadable(size: int) -> memoryview:
+    """A buffer of which no copy is to be had: its bytes do not lie one behind the other."""
+    return memoryview(bytes(2 * size))[::2]
+
+
+def test_nothing_is_copied_into_a_segment_that_the_peer_cannot_use() -> None:
     """The lender asks first: until the peer has mapped it the bytes go another way, and no time is lost on a copy."""
     with paired() as pair:
-        write, written = pair.arena.write, list[int]()
-
-        def watched(block: Block, source: bytes, at: int = 0) -> None:
-            written.append(block.segment)
-            write(block, source, at)
-
-        monkeypatch.setattr(pair.arena, "write", watched)
         assert pair.lender.lend(bytes(3 * MIB), usable=lambda index: index == 0)
-        assert pair.lender.lend(bytes(3 * MIB), usable=lambda index: index == 0) is None
-        assert written == [0] and pair.lender.refused == {"not mapped": 1}
+        assert pair.lender.lend(unreadable(3 * MIB), usable=lambda index: index == 0) is None
+        assert pair.lender.refused == {"not mapped": 1}
         assert pair.arena.blocks == pair.lender.leases == 1 and pair.lender.lent == 3 * MIB
-        assert pair.lender.lend(bytes(3 * MIB), usable=lambda index: True) and written == [0, 1]
+        with pytest.raises(BufferError):
+            pair.lender.lend(unreadable(3 * MIB), usable=lambda index: index == 1)
+        lent = pair.lender.lend(bytes(3 * MIB), usable=lambda index: index == 1)
+        assert lent is not None and lent[0].segment == 1
 
 
 def test_a_lease_that_never_left_is_taken_back() -> None:
@@ -565,37 +568,39 @@ def test_after_reclaiming_late_messages_are_nothing() -> None:
         assert pair.lender.lend(b"x") is None and pair.arena.used == 0
 
 
-def test_reclaiming_waits_for_a_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reclaiming_waits_for_a_copy_under_way() -> None:
     """A peer that ends while a buffer is copied for it: that block is freed only after the copy, and not lent."""
-    with paired() as pair:
-        write = pair.arena.write
+    blocks: list[int] = []
 
-        def interrupted(block: Block, source: bytes, at: int = 0) -> None:
-            pair.lender.reclaim()
-            assert pair.arena.blocks == 1  # nobody else gets it now
-            write(block, source, at)
+    def during(copy: Callable[[], None]) -> None:
+        pair.lender.reclaim()
+        blocks.append(pair.arena.blocks)
+        copy()
 
-        monkeypatch.setattr(pair.arena, "write", interrupted)
-        assert pair.lender.lend(b"x" * 1000) is None
+    with paired(2 * TOGETHER_SIZE, assist=during) as pair:
+        assert pair.lender.lend(bytes(TOGETHER_SIZE)) is None
+        assert blocks == [1]  # nobody else got it meanwhile
         assert pair.arena.blocks == pair.lender.lent == 0
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_a_copy_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
-    """An error of the copy is raised, unless the arena was closed meanwhile; nothing stays lent either way."""
+def test_a_copy_that_fails_keeps_nothing() -> None:
+    """Its error is raised, and nothing stays lent."""
     with paired() as pair:
+        with pytest.raises(BufferError):
+            pair.lender.lend(unreadable(1000))
+        assert pair.lender.lent == pair.lender.leases == pair.arena.blocks == 0
 
-        def failing(block: Block, source: bytes, at: int = 0) -> None:
-            if closed:
-                pair.arena.close()
-            raise ValueError("broken")
 
-        monkeypatch.setattr(pair.arena, "write", failing)
-        if closed:
-            assert pair.lender.lend(b"x") is None and pair.lender.refused == {"closed": 1}
-        else:
-            with pytest.raises(ValueError, match="broken"):
-                pair.lender.lend(b"x")
+def test_an_arena_that_is_closed_before_the_copy_lends_nothing() -> None:
+    """No error: the bytes go another way."""
+
+    def close(index: int) -> bool:
+        pair.arena.close()
+        return True
+
+    with paired() as pair:
+        assert pair.lender.lend(b"x", usable=close) is None
+        assert pair.lender.refused == {"closed": 1}
         assert pair.lender.lent == pair.lender.leases == pair.arena.blocks == 0
 
 

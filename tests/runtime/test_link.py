@@ -9,12 +9,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from aiorpc import PeerLost, RpcBackendOptions, RpcCancelled, RpcError, Worker
-from aiorpc.channels import bulk as bulk_module
-from aiorpc.channels import inline, shared
+from aiorpc.channels import shared
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
 from aiorpc.protocol.frames import Buffer, Kind
 from aiorpc.runtime.links import link as link_module
@@ -387,12 +387,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Sizes of which the bulk channel gets no memory."""
     sizes: set[int] = set()
 
-    def allocate(size: int) -> memoryview:
+    empty = numpy.empty
+
+    def refuse(size: Any, *arguments: Any, **options: Any) -> Any:
         if size in sizes:
             raise MemoryError(f"no room for {size} bytes")
-        return inline.allocate(size)
+        return empty(size, *arguments, **options)
 
-    monkeypatch.setattr(bulk_module, "allocate", allocate)
+    monkeypatch.setattr(numpy, "empty", refuse)
     return sizes
 
 
