@@ -121,8 +121,11 @@ def find_library() -> str | None:
 def find_runtime() -> CudaRuntime | None:
     """The runtime of this process, if it can be found and has all that is needed."""
     path = find_library()
-    if path is None:
-        return None
+    return None if path is None else open_runtime(path)
+
+
+def open_runtime(path: str) -> CudaRuntime | None:
+    """The runtime library of that path, if it can be loaded and has all that is needed."""
     try:
         return CudaRuntime(ctypes.CDLL(path))
     except (OSError, AttributeError):  # not to be loaded; without one of the functions

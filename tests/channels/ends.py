@@ -157,7 +157,7 @@ class Ends:
     def say(self, way: int, fields: list[Any]) -> None:
         """From one end of the channel to the other."""
         body = pack(fields)
-        self.put(f"messages {way}", lambda: self._hear(1 - way, body))
+        self.put(f"messages {way}", lambda: self.hear(1 - way, body))
 
     def close(self, end: int) -> None:
         self.closed[end] = True
@@ -228,7 +228,7 @@ class Ends:
         received: list[Any] = self.channels[end].receive(wires, riders, arrived)
         return received
 
-    def _hear(self, end: int, body: bytes) -> None:
+    def hear(self, end: int, body: bytes) -> None:
         if not self.closed[end]:
             self.channels[end].on_message(unpack(body))
 

@@ -10,14 +10,15 @@ import ctypes
 import glob
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from aiorpc.channels import cuda_runtime
 from aiorpc.channels.accelerator import Interprocess
 from aiorpc.channels.cuda_runtime import (
     HANDLE_SIZE,
@@ -27,7 +28,9 @@ from aiorpc.channels.cuda_runtime import (
     bundled_libraries,
     choose_library,
     find_library,
+    find_runtime,
     mapped_libraries,
+    open_runtime,
 )
 
 # Where NVIDIA's installers put it. A process whose torch has no CUDA may load any: there is no other to get in its way.
@@ -95,19 +98,26 @@ def test_an_error_names_call_device_and_reason(runtime: CudaRuntime, name: str, 
 
 
 class Recording:
-    """In place of the library: functions that make a note of how they are called and say what they are told to."""
+    """In place of the library: functions that make a note of how they are called and say what they are told to.
 
-    def __init__(self, **codes: list[int]) -> None:
+    By the name of a function: the codes that it returns, one for each call, or what it writes to its first argument, as
+    a function of the others.
+    """
+
+    def __init__(self, **told: list[int] | Callable[..., int]) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self._codes = codes
+        self._told = told
 
     def __getitem__(self, name: str) -> Any:
         def function(*arguments: Any) -> Any:
             if name.startswith("cudaGetError"):
                 return b"text" if name.endswith("String") else b"name"
             self.calls.append((name, arguments))
-            codes = self._codes.get(name)
-            return codes.pop(0) if codes else 0
+            told = self._told.get(name)
+            if callable(told):
+                arguments[0].value = told(*arguments[1:])
+                return 0
+            return told.pop(0) if told else 0
 
         return function
 
@@ -206,8 +216,7 @@ def test_what_stands_in_the_way_is_named(
 ) -> None:
     """The name of the device and its attributes are all that is asked."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
-    runtime, _ = recorded(Recording())
-    monkeypatch.setattr(runtime, "_attribute", lambda number, index: attributes[number])
+    runtime, _ = recorded(Recording(cudaDeviceGetAttribute=lambda number, index: attributes[number]))
     obstacle = runtime.obstacle(0)
     assert reason in obstacle
     assert bool(reason) == bool(obstacle)
@@ -215,10 +224,12 @@ def test_what_stands_in_the_way_is_named(
 
 def test_a_device_reaches_itself_and_peers_that_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By uuid; a device that this process does not see cannot be asked about."""
-    runtime, _ = recorded(Recording())
-    monkeypatch.setattr(runtime, "uuid", lambda index: "abc"[index])
-    monkeypatch.setattr(runtime, "count", lambda: 3)
-    monkeypatch.setattr(runtime, "_can_access", lambda index, other: (index, other) == (0, 1))
+    runtime, _ = recorded(
+        Recording(
+            cudaGetDeviceCount=lambda: 3, cudaDeviceCanAccessPeer=lambda index, other: int((index, other) == (0, 1))
+        )
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="abc"[index]))
     assert [runtime.reaches(0, uuid) for uuid in "abcd"] == [True, True, False, False]
     assert [runtime.reaches(1, uuid) for uuid in "abcd"] == [False, True, False, False]
 
@@ -274,27 +285,22 @@ def test_a_torch_without_cuda_has_no_runtime(monkeypatch: pytest.MonkeyPatch) ->
     """Whatever lies on the machine."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert find_library() is None
-    assert cuda_runtime.find_runtime() is None
+    assert find_runtime() is None
 
 
 @pytest.mark.parametrize("content", [b"no library", None])
-def test_a_library_that_is_none_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None
-) -> None:
+def test_a_library_that_is_none_is_left_alone(tmp_path: Path, content: bytes | None) -> None:
     """Not to be loaded, or without the functions: the channel then does without it."""
     path = tmp_path / "libcudart.so.13"
     if content is not None:
         path.write_bytes(content)
-    monkeypatch.setattr(cuda_runtime, "find_library", lambda: str(path))
-    assert cuda_runtime.find_runtime() is None
+    assert open_runtime(str(path)) is None
 
 
-def test_a_library_without_the_functions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_the_functions_is_left_alone() -> None:
     """Such as the C library, which is always there."""
-    libc = ctypes.CDLL("libc.so.6")
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: libc)
-    monkeypatch.setattr(cuda_runtime, "find_library", lambda: "libcudart.so.13")
-    assert cuda_runtime.find_runtime() is None
+    assert ctypes.CDLL("libc.so.6")
+    assert open_runtime("libc.so.6") is None
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HANDLE_SIZE = 64
 # magic, pid, descriptor, bytes of memory or number of the event, nonce, who the device is
-_HANDLE = struct.Struct("<4sIIQ16s16s")
+HANDLE = struct.Struct("<4sIIQ16s16s")
 _MEMORY, _EVENT = b"FMEM", b"FEVT"
 _PAGE = 4096
 # In front of memory: nonce, whether it was freed, who has it open.
@@ -186,7 +186,7 @@ class FakeInterprocess:
 
     def allocate(self, index: int, size: int) -> int:
         """In a memfd."""
-        self._begin("allocate", index)
+        self.begin("allocate", index)
         segment = Segment.create(size)
         ctypes.memset(segment.base, POISON, size)
         handle = self._handle(_MEMORY, segment, size, index)
@@ -196,7 +196,7 @@ class FakeInterprocess:
 
     def free(self, index: int, address: int) -> None:
         """Waits like `close`. Poisons it: who still reads sees that."""
-        self._begin("free", index)
+        self.begin("free", index)
         memory = self._take(index, address, opened=False)
         with memory.segment.locked():
             openers = memory.segment.openers()
@@ -208,7 +208,7 @@ class FakeInterprocess:
 
     def export(self, index: int, address: int) -> bytes:
         """64 bytes."""
-        self._begin("export", index)
+        self.begin("export", index)
         memory = self.mapped.get(address)
         if memory is None or memory.index != index or memory.opened:
             self._refuse(f"export: no memory of device {index} was allocated at {address:#x}")
@@ -216,7 +216,7 @@ class FakeInterprocess:
 
     def open(self, index: int, handle: bytes) -> int:
         """Maps it. Refused in the process that exported it, twice, and without access to the device."""
-        self._begin("open", index)
+        self.begin("open", index)
         pid, fd, size, nonce, who = self._read(_MEMORY, handle)
         if any(memory.handle == handle for memory in self.mapped.values()):
             self._refuse("open: this process has that memory open already, or allocated it")
@@ -232,14 +232,14 @@ class FakeInterprocess:
 
     def close(self, index: int, address: int) -> None:
         """Waits for all that the device was given, as CUDA's does."""
-        self._begin("close", index)
+        self.begin("close", index)
         memory = self._take(index, address, opened=True)
         memory.segment.enter(os.getpid(), 0)
         memory.segment.unmap()
 
     def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
         """Between ranges that were given out, each of them whole, and that the stream's device reaches."""
-        self._begin("copy", stream.index)
+        self.begin("copy", stream.index)
         with self._fake.machine.lock:
             for address in (target, source):
                 if obstacle := self._trouble(address, size, stream.index):
@@ -249,7 +249,7 @@ class FakeInterprocess:
 
     def event(self, index: int) -> InterprocessEvent:
         """In shared memory from the start."""
-        self._begin("event", index)
+        self.begin("event", index)
         with self._fake.machine.lock:
             if self._events == _EVENTS:
                 self._pages.append(Segment.create(_EVENT_BYTES - _PAGE))
@@ -261,14 +261,14 @@ class FakeInterprocess:
 
     def export_event(self, event: InterprocessEvent) -> bytes:
         """64 bytes. Only of an event of this process."""
-        self._begin("export_event", event.index)
+        self.begin("export_event", event.index)
         if not event.own:
             self._refuse(f"export_event: {event}")
         return event.handle
 
     def open_event(self, index: int, handle: bytes) -> InterprocessEvent:
         """Refused in the process that exported it."""
-        self._begin("open_event", index)
+        self.begin("open_event", index)
         pid, fd, number, nonce, who = self._read(_EVENT, handle)
         self._require_access("open_event", index, who)
         with self._fake.machine.lock:
@@ -282,7 +282,7 @@ class FakeInterprocess:
 
     def record(self, event: InterprocessEvent, stream: Stream) -> None:
         """Counts at the call; done when the stream comes to it."""
-        self._begin("record", stream.index)
+        self.begin("record", stream.index)
         if event.index != stream.index:
             self._refuse(f"record: {event} on {stream}: that is another device")
         self._require_alive("record", event)
@@ -299,7 +299,7 @@ class FakeInterprocess:
 
     def wait(self, event: InterprocessEvent, stream: Stream) -> None:
         """For what is recorded now."""
-        self._begin("interprocess.wait", stream.index)
+        self.begin("interprocess.wait", stream.index)
         self._require_alive("wait", event)
         words = event.words
         generation = words[_RECORDED]
@@ -318,7 +318,7 @@ class FakeInterprocess:
 
     def query(self, event: InterprocessEvent) -> bool:
         """Whether it has done what it recorded last."""
-        self._begin("query", event.index)
+        self.begin("query", event.index)
         self._require_alive("query", event)
         words = event.words
         return bool(words[_COMPLETED] >= words[_RECORDED])
@@ -333,7 +333,7 @@ class FakeInterprocess:
         for page in self._pages:  # mapped still: events that are left have words there
             page.close_descriptor()
 
-    def _begin(self, name: str, index: int) -> None:
+    def begin(self, name: str, index: int) -> None:
         self._fake.count_call(name)
         self._fake.require_device(index)
         if self._refused or self._fake.closed:
@@ -361,12 +361,12 @@ class FakeInterprocess:
 
     def _handle(self, magic: bytes, segment: Segment, number: int, index: int) -> bytes:
         who = _digest(self._fake.uuids[index])
-        return _HANDLE.pack(magic, os.getpid(), segment.fd, number, segment.nonce(), who).ljust(HANDLE_SIZE, b"\0")
+        return HANDLE.pack(magic, os.getpid(), segment.fd, number, segment.nonce(), who).ljust(HANDLE_SIZE, b"\0")
 
     def _read(self, magic: bytes, handle: bytes) -> tuple[int, int, int, bytes, bytes]:
         if len(handle) != HANDLE_SIZE or handle[:4] != magic:
             raise RuntimeError("invalid handle")
-        _, pid, fd, number, nonce, who = _HANDLE.unpack_from(handle)
+        _, pid, fd, number, nonce, who = HANDLE.unpack_from(handle)
         if pid == os.getpid():
             self._refuse("opened in the process that exported it")
         return pid, fd, number, nonce, who

@@ -44,7 +44,7 @@ from .messages import (
     Stop,
 )
 from .receiver import Receiver
-from .sender import Sender
+from .sender import PIECE_SIZE, Sender
 from .surroundings import DIRECT, IPC, STAGING, Surroundings
 
 __all__ = ["DIRECT", "IPC", "STAGING", "Devices", "Surroundings"]
@@ -55,7 +55,7 @@ class Devices:
 
     accelerator: None where there are no devices; then only what is for the host can be received. way: "direct", "ipc"
     or "staging"; empty: `choose` will say. forced: no other one will do. box_size: bytes of an outbox. limit: bytes of
-    the longest buffer that is received.
+    the longest buffer that is received. piece_size: bytes of a piece that goes by way of the host.
     """
 
     name = "device"
@@ -69,10 +69,13 @@ class Devices:
         forced: bool = False,
         box_size: int,
         limit: int,
+        piece_size: int = PIECE_SIZE,
     ) -> None:
         self.traffic = Traffic()
         self.ways = {DIRECT: Traffic(), IPC: Traffic(), STAGING: Traffic()}
-        self._sender = Sender(accelerator, surroundings, self.ways, way=way, forced=forced, box_size=box_size)
+        self._sender = Sender(
+            accelerator, surroundings, self.ways, way=way, forced=forced, box_size=box_size, piece_size=piece_size
+        )
         self._receiver = Receiver(accelerator, surroundings, self.ways, limit=limit)
         self._around = surroundings
         self._closed = False
@@ -200,8 +203,16 @@ class Devices:
 
     @property
     def under_way(self) -> dict[str, int]:
-        """How many transfers are not all sent, and not all here."""
-        return {"sending": self._sender.transfers, "receiving": self._receiver.transfers}
+        """What is held for transfers: how many are not all sent, not all here, here before their message, and not
+        wanted any more; and how many slots are lent for them."""
+        sender, receiver = self._sender, self._receiver
+        return {
+            "sending": sender.transfers,
+            "receiving": receiver.transfers,
+            "early": receiver.early,
+            "unwanted": receiver.unwanted,
+            "slots": sender.lent,
+        }
 
     def close(self) -> None:
         """The connection has ended. What was received stays valid; outboxes are freed when nobody can use them."""

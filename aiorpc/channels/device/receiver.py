@@ -355,6 +355,16 @@ class Receiver:
         """How many are not all here."""
         return len(self._receiving)
 
+    @property
+    def early(self) -> int:
+        """Of how many something is here before the message that names them."""
+        return len(self._early)
+
+    @property
+    def unwanted(self) -> int:
+        """How many are not wanted, while their sender has not said yet that nothing more of them comes."""
+        return len(self._unwanted)
+
     def close(self) -> list[Inbox]:
         """Nothing more arrives. The inboxes, which are to be closed off the loop."""
         self._closed = True

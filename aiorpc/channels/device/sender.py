@@ -77,7 +77,7 @@ class Sender:
     """`send`, `withdraw` and `posted` from any thread, the rest on the loop.
 
     ways: what went which way. way: "direct", "ipc" or "staging"; empty: `choose` will say, and transfers wait for that.
-    forced: no other one will do. box_size: bytes of an outbox.
+    forced: no other one will do. box_size, piece_size: bytes of an outbox, and of a piece that goes by way of the host.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Sender:
         way: str,
         forced: bool,
         box_size: int,
+        piece_size: int,
     ) -> None:
         self.way = way
         self.ways = ways
@@ -96,6 +97,7 @@ class Sender:
         self._around = surroundings
         self._forced = forced
         self._box_size = box_size
+        self._piece_size = piece_size
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._boxes: dict[tuple[int, int], _Box] = {}  # by both devices
@@ -406,7 +408,7 @@ class Sender:
 
     def _fetch(self, sending: _Sending) -> tuple[int, Tensor, Event]:
         driver, start = self._accelerator, sending.sent
-        size = min(PIECE_SIZE, sending.total - start)
+        size = min(self._piece_size, sending.total - start)
         host = driver.pinned(size)
         driver.move(host, sending.part(size), sending.stream)
         sending.sent += size
@@ -495,6 +497,11 @@ class Sender:
     def boxes(self) -> int:
         """How many outboxes the other end may have open."""
         return sum(box.outbox is not None for box in list(self._boxes.values()))
+
+    @property
+    def lent(self) -> int:
+        """How many slots of the outboxes are not free."""
+        return sum(box.outbox.lent for box in list(self._boxes.values()) if box.outbox is not None)
 
     @property
     def transfers(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +23,7 @@ import torch
 
 from aiorpc.channels.accelerator import DeviceBuffer
 from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices
-from aiorpc.channels.device.messages import MESSAGES
+from aiorpc.channels.device.messages import MESSAGES, Chunks
 from aiorpc.channels.device.messages import Message as Said
 from aiorpc.channels.device.outbox import Inbox, Outbox
 from aiorpc.errors import ProtocolError
@@ -31,11 +31,12 @@ from aiorpc.protocol.frames import PARCEL, Buffer, encode_frame
 from aiorpc.protocol.packing import pack, unpack
 from tests.channels.ends import KIB, MIB, Ends, Message, feed
 from tests.fakes.cuda import FakeCuda, FakeInterprocess
-from tests.fakes.interprocess import _HANDLE, HANDLE_SIZE
+from tests.fakes.interprocess import HANDLE, HANDLE_SIZE
 from tests.fakes.streams import Mark, Stream
 
 UUIDS = ("FAKE-A", "FAKE-B")
 BOX = 4 * MIB
+PIECE = 256 * KIB  # a transfer by way of the host has many
 Job = deque[tuple[Callable[..., object], tuple[Any, ...]]]  # of one entry, popped: what it holds goes when it is done
 LANES = 3  # of pieces: they overtake each other, and everything else
 
@@ -43,16 +44,16 @@ LANES = 3  # of pieces: they overtake each other, and everything else
 class NeighbourInterprocess(FakeInterprocess):
     """Handles of this process may be opened, other than those of the same fake. What may block is for threads."""
 
-    def _begin(self, name: str, index: int) -> None:
+    def begin(self, name: str, index: int) -> None:
         fake = self._fake
         if name in ("allocate", "free", "open", "close", "open_event") and isinstance(fake, NeighbourCuda):
             fake.require_thread(name)
-        super()._begin(name, index)
+        super().begin(name, index)
 
     def _read(self, magic: bytes, handle: bytes) -> tuple[int, int, int, bytes, bytes]:
         if len(handle) != HANDLE_SIZE or handle[:4] != magic:
             raise RuntimeError("invalid handle")
-        _, pid, fd, number, nonce, who = _HANDLE.unpack_from(handle)
+        _, pid, fd, number, nonce, who = HANDLE.unpack_from(handle)
         if any(page.nonce() == nonce for page in self._pages):
             self._refuse("an event opened by the fake that exported it")
         return pid, fd, number, nonce, who
@@ -104,10 +105,13 @@ class DeviceAround:
         self.left: dict[int, tuple[torch.Tensor, Any]] = {}
         self.retired: list[Outbox] = []
         self.said: list[list[Any]] = []  # the tags and first fields of what went to the other end
+        self.followed: Counter[int] = Counter()  # bytes of transfers that went there in slots, behind their message
 
     def post(self, message: Said, *, more: bool = False) -> None:
         fields = MESSAGES.write(message)
         self.said.append(fields[:2])
+        if isinstance(message, Chunks):
+            self.followed[message.transfer] += sum(chunk.size for chunk in message.chunks)
         self._ends.say(self._end, fields)
 
     def post_buffer(self, message: Said, buffer: Buffer) -> None:
@@ -188,8 +192,8 @@ class DeviceEnds(Ends):
         self.around = (DeviceAround(self, 0), DeviceAround(self, 1))
         way = DIRECT if self.way == DIRECT else ""
         self.devices: tuple[Devices, Devices] = (
-            Devices(self.fakes[0], self.around[0], way=way, forced=forced, box_size=box_size, limit=64 * MIB),
-            Devices(self.fakes[1], self.around[1], way=way, forced=forced, box_size=box_size, limit=64 * MIB),
+            self._make_devices(0, way=way, forced=forced, box_size=box_size),
+            self._make_devices(1, way=way, forced=forced, box_size=box_size),
         )
         self.channels = self.devices
         self.overwrites = True
@@ -200,6 +204,9 @@ class DeviceEnds(Ends):
         self.numbers: dict[int, int] = {}  # of calls, by the identity of their messages
         if chosen:
             self.choose()
+
+    def _make_devices(self, end: int, **options: Any) -> Devices:
+        return Devices(self.fakes[end], self.around[end], limit=64 * MIB, piece_size=PIECE, **options)
 
     def _make_fakes(self, seed: int) -> tuple[FakeCuda, FakeCuda]:
         return (
@@ -331,21 +338,13 @@ class DeviceEnds(Ends):
             yield
 
     def under_way(self) -> dict[str, int]:
-        """Also slots, what was left for the other end, and memory; once the devices have done what they were given."""
+        """Also what was left for the other end, and memory; once the devices have done what they were given."""
         self.settle()
         found: dict[str, int] = {}
         for end, devices in enumerate(self.devices):
             found |= {f"{what} {end}": count for what, count in devices.under_way.items()}
-            found[f"slots {end}"] = self.lent(end)
             found[f"left {end}"] = len(self.around[end].left)
-            found[f"early {end}"] = len(devices._receiver._early)
-            found[f"unwanted {end}"] = len(devices._receiver._unwanted)
         return found | self.bytes_in_use()
-
-    def lent(self, end: int) -> int:
-        """Slots of that end's boxes that are not free."""
-        boxes = self.devices[end]._sender._boxes.values()
-        return sum(box.outbox.lent for box in boxes if box.outbox is not None)
 
     def bytes_in_use(self) -> dict[str, int]:
         """Memory of tensors, by end and device, once all is done."""
@@ -401,9 +400,9 @@ class DeviceEnds(Ends):
                 for each in super().receive(end, wires, riders, lambda place, outcome: arrived(place, landed(outcome)))
             ]
 
-    def _hear(self, end: int, body: bytes) -> None:
+    def hear(self, end: int, body: bytes) -> None:
         try:
-            super()._hear(end, body)
+            super().hear(end, body)
         except ProtocolError:
             if not self.lenient:
                 raise

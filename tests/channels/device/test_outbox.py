@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -227,12 +228,28 @@ def test_copies_through_slots_that_are_lent_again_at_once_are_in_order(seed: int
         assert sender.violations == [] and reader.violations == []
 
 
+class Noting:
+    """A driver that keeps the events that it was asked for."""
+
+    def __init__(self, driver: NeighbourInterprocess) -> None:
+        self.driver = driver
+        self.events: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.driver, name)
+
+    def event(self, index: int) -> Any:
+        self.events.append(self.driver.event(index))
+        return self.events[-1]
+
+
 def test_waiters_of_a_sender_that_died_are_let_go(fake: NeighbourCuda) -> None:
     """Events that it recorded and will never do are recorded anew; streams that come later wait for nothing."""
     with NeighbourCuda(uuids=UUIDS, lag=(0.0, 0.0)) as reader, reader.in_thread():
-        box = Outbox(driver_of(fake), 0, 4 * MIB)
+        driver = Noting(driver_of(fake))
+        box = Outbox(cast(NeighbourInterprocess, driver), 0, 4 * MIB)
         inbox = Inbox(driver_of(reader), 0, box.handle, box.event_handles, box.slots)
-        for event in box._events:
+        for event in driver.events:
             event.words[0] += 1  # recorded, by a device that never comes so far
         target = reader.empty(64 * KIB, 0)
         held = reader.current(0)
@@ -243,4 +260,5 @@ def test_waiters_of_a_sender_that_died_are_let_go(fake: NeighbourCuda) -> None:
         assert mark.done
         inbox.close()
         box.free()
+        driver.events.clear()
         assert reader.violations == []
