@@ -191,7 +191,8 @@ class Counts:
 
     owned: values that exist here. users: handles here to values elsewhere. pending: handles here not confirmed yet.
     forks: handles the owner side counts, those here included. pins: forks passed on that are not counted yet.
-    placeholders: values whose creation is awaited. tombstones: values that will never exist.
+    placeholders: values whose creation is awaited. tombstones: values that will never exist. granted: of `forks`, those
+    that were counted when this worker, the owner, passed them on.
     """
 
     owned: int
@@ -201,6 +202,7 @@ class Counts:
     pins: int
     placeholders: int
     tombstones: int
+    granted: int = 0
 
 
 def shortened(item: object) -> str:

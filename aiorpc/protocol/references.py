@@ -290,6 +290,7 @@ class ReferenceTable:
             pins=len(self._pinned),
             placeholders=values.count(_Value.AWAITED),
             tombstones=values.count(_Value.NEVER),
+            granted=len(self._granted),
         )
 
     # -- the holder's half ------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -50,6 +50,7 @@ W = [
     for number in range(6)
 ]
 IDLE, BUSY = Activity(True, 3), Activity(False, 3)
+Answers = Mapping[int, Activity | None]
 
 
 # -- each by itself ----------------------------------------------------------------------------------------------------
@@ -860,37 +861,35 @@ def test_every_invariant_holds_in_random_walks() -> None:
 class PollsOnce(GroupTable):
     """One idle round is enough for it."""
 
-    def polled(self, answers, *, overdue):  # type: ignore[no-untyped-def]  # as what it replaces
-        self._previous = self._found(answers)
-        return super().polled(answers, overdue=overdue)
-
-    def _turn(self, turn):  # type: ignore[no-untyped-def]  # as what it replaces
-        if turn is Turn.QUIET and self.rounds is Rounds.FIRST_ROUND:
-            self.rounds = Rounds.NEXT_ROUND
-        super()._turn(turn)
+    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
+        outputs = super().polled(answers, overdue=overdue)
+        if any(isinstance(output, Poll) for output in outputs):
+            outputs = super().polled(answers, overdue=overdue)  # as if that round had come twice
+        return outputs
 
 
 class CountsNothing(GroupTable):
     """Compares only whether all were idle, not what happened between the rounds."""
 
-    def _found(self, answers):  # type: ignore[no-untyped-def]  # as what it replaces
-        found = super()._found(answers)
-        return {member: each and Activity(each.idle, 0) for member, each in found.items()}
+    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
+        found = {member: each and Activity(each.idle, 0) for member, each in answers.items()}
+        return super().polled(found, overdue=overdue)
 
 
 class TakesBusyForIdle(GroupTable):
     """Compares only the counts."""
 
-    def _found(self, answers):  # type: ignore[no-untyped-def]  # as what it replaces
-        found = super()._found(answers)
-        return {member: each and Activity(True, each.calls) for member, each in found.items()}
+    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
+        found = {member: each and Activity(True, each.calls) for member, each in answers.items()}
+        return super().polled(found, overdue=overdue)
 
 
 class TakesSilenceForIdle(GroupTable):
     """A member that does not answer is not waited for."""
 
-    def _found(self, answers):  # type: ignore[no-untyped-def]  # as what it replaces
-        return {member: each or Activity(True, 0) for member, each in super()._found(answers).items()}
+    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
+        found = {member: each or Activity(True, 0) for member, each in answers.items()}
+        return super().polled(found, overdue=overdue)
 
 
 class PollsTheFirst(GroupTable):
@@ -927,9 +926,9 @@ class ForgetsEarlyEnters(GroupTable):
 class AnswersNobody(GroupTable):
     """Finds the group quiet, and lets nobody go."""
 
-    def _let_go(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        super()._let_go()
-        return []
+    def polled(self, answers: Answers, *, overdue: bool) -> Outputs:
+        outputs = super().polled(answers, overdue=overdue)
+        return [output for output in outputs if not isinstance(output, AnswerEnters)]
 
 
 class RestsForEver(GroupTable):
@@ -965,8 +964,14 @@ class FollowsNobody(GroupTable):
 class LeavesTheRestAlone(GroupTable):
     """A leader by the goodbye of another one looks after nobody."""
 
-    def _send_enter(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        return super()._send_enter()[-1:]
+    def leave(self, *, hosts_store: bool = False) -> Outputs:
+        return self._nobody_else(super().leave(hosts_store=hosts_store))
+
+    def enter_failed(self, leader: int) -> Outputs:
+        return self._nobody_else(super().enter_failed(leader))
+
+    def _nobody_else(self, outputs: Outputs) -> Outputs:
+        return [output for output in outputs if not isinstance(output, (Attend, Follow, ReportLost))]
 
 
 class ReportsNothing(GroupTable):

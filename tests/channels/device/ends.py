@@ -23,7 +23,7 @@ import torch
 
 from aiorpc.channels.accelerator import DeviceBuffer
 from aiorpc.channels.device import DIRECT, IPC, STAGING, Devices
-from aiorpc.channels.device.messages import MESSAGES, Chunks
+from aiorpc.channels.device.messages import MESSAGES, FilledSlots
 from aiorpc.channels.device.messages import Message as Said
 from aiorpc.channels.device.outbox import Inbox, Outbox
 from aiorpc.errors import ProtocolError
@@ -110,7 +110,7 @@ class DeviceAround:
     def post(self, message: Said, *, more: bool = False) -> None:
         fields = MESSAGES.write(message)
         self.said.append(fields[:2])
-        if isinstance(message, Chunks):
+        if isinstance(message, FilledSlots):
             self.followed[message.transfer] += sum(chunk.size for chunk in message.chunks)
         self._ends.say(self._end, fields)
 
