@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -373,24 +373,34 @@ def test_values_are_sent_and_yielded_as_they_are(fake: FakeCuda) -> None:
     assert got == ["a", "b"]
 
 
-def test_device_that_fails_between_two_steps_is_an_error_of_the_coroutine(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes out where the coroutine is awaited: nobody waits for ever."""
+class Losable(FakeCuda):
+    """Devices that can be lost."""
 
-    def broken(streams: Sequence[Stream]) -> Iterator[None]:
-        raise RuntimeError("the device is lost")
+    lost = False
+
+    @contextmanager
+    def entered(self, streams: Sequence[Stream]) -> Iterator[None]:
+        if self.lost:
+            raise RuntimeError("the device is lost")
+        with super().entered(streams):
+            yield
+
+
+def test_device_that_fails_between_two_steps_is_an_error_of_the_coroutine() -> None:
+    """It comes out where the coroutine is awaited: nobody waits for ever."""
 
     async def handler() -> None:
         await Once()
 
-    coroutine = handler()
-    steps = driven(coroutine, lands(fake, 0))
-    next(steps)
-    monkeypatch.setattr(fake, "entered", broken)
-    with pytest.raises(RuntimeError, match="the device is lost"):
-        steps.send(None)
-    coroutine.close()
+    fake = Losable(lag=LAG)
+    with fake:
+        coroutine = handler()
+        steps = driven(coroutine, lands(fake, 0))
+        next(steps)
+        fake.lost = True
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            steps.send(None)
+        coroutine.close()
 
 
 def test_fake_is_an_accelerator(fake: FakeCuda) -> None:

@@ -145,6 +145,35 @@ def test_a_worker_that_dies_does_not_hold_up_the_others(dead: int, tmp_path: Pat
     assert sorted(lines) == [f"{rank} True" for rank in range(3) if rank != dead]
 
 
+@pytest.mark.slow
+def test_a_report_to_the_leader_is_not_taken_back(tmp_path: Path) -> None:
+    """Whoever has waited for longer than its time says so, but the leader, which waits for the report, gets it."""
+    (tmp_path / "gathering.py").write_text(
+        "import os, sys\n"
+        "import torch.distributed.rpc as rpc\n"
+        "late, say_late = os.pipe()\n"
+        "rank = int(os.fork() == 0)\n"
+        "place = 'file://' + sys.argv[1]\n"
+        "options = rpc.TensorPipeRpcBackendOptions(init_method=place, num_worker_threads=1)\n"
+        "rpc.init_rpc('ab'[rank], rank=rank, world_size=2, rpc_backend_options=options)\n"
+        "if rank == 0:\n"
+        "    print(sorted(rpc.api._all_gather('leader', {'a', 'b'}).items()), flush=True)\n"
+        "else:\n"
+        "    taken = rpc.rpc_async('a', os.read, (late, 1))  # the leader's only thread\n"
+        "    try:\n"
+        "        rpc.api._all_gather('other', {'a', 'b'}, timeout=0.05)\n"
+        "    except RuntimeError as error:\n"
+        "        print(str(error).partition(':')[0], flush=True)\n"
+        "    os.write(say_late, b'.')\n"
+        "    taken.wait()\n"
+        "rpc.shutdown()\n"
+        "if rank == 0:\n"
+        "    os.wait()\n"
+    )
+    lines = run(["-m", "aiorpc.compat.torch", "gathering.py", str(tmp_path / "store")], tmp_path)
+    assert lines == ["RPC ran for more than set timeout (0.05 s)", "[('a', 'leader'), ('b', 'other')]"]
+
+
 def test_the_environments_own_customization_still_runs(tmp_path: Path) -> None:
     """A ``sitecustomize`` that would have been imported is imported; nothing of torch is, where nobody asks for it."""
     (tmp_path / "sitecustomize.py").write_text("print('customized')\n")

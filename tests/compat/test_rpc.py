@@ -239,12 +239,24 @@ def test_what_cannot_be_called(alone: Any) -> None:
     assert alone.rpc_async("me", torch.add, (torch.ones(1), 1)).wait() == 2
 
 
+_may_be_made = threading.Event()
+
+
+def make_late() -> Counter:
+    assert _may_be_made.wait(20)
+    return Counter()
+
+
 def test_asking_for_the_type_again(alone: Any) -> None:
     """An RRef does not keep an error that it got once."""
-    rref = alone.remote("me", Counter)
-    rref._asked_type = alone.rpc_async("me", fail, ("too late",))
-    with pytest.raises(ValueError, match="too late"):
-        rref._asked_type.wait()
+    _may_be_made.clear()
+    rref = alone.remote("me", make_late)
+    asked = rref._get_type(blocking=False)
+    assert rref._get_type(blocking=False) is asked
+    assert asked.cancel()
+    _may_be_made.set()
+    with pytest.raises(RuntimeError, match="was cancelled"):
+        asked.wait()
     assert rref._get_type() is Counter
 
 
@@ -283,21 +295,6 @@ def test_gathering_and_steps_that_programs_replace(alone: Any, monkeypatch: pyte
     alone.shutdown()
     assert called.is_set()
     assert not alone.api._is_current_rpc_agent_set()
-
-
-def test_a_report_to_the_leader_is_not_taken_back(alone: Any) -> None:
-    """Whoever has waited for longer than its time says so, but the leader, which waits for the report, gets it."""
-    api, name = alone.api, "other"
-    worker = api._node_if_ours()
-    with api._all_gather_dict_lock:  # the leader is busy
-        with pytest.raises(RuntimeError, match=r"RPC ran for more than set timeout \(0\.05 s\)"):
-            api._report("me", ("late", name, 1, {"me", name}), 0.05)
-        assert [call.function for call in worker.pending_calls() if call.direction == "made"] != []
-    states = api._all_gather_sequence_id_to_states["late"]
-    api._gather_to_leader("late", "me", 2, {"me", name})
-    assert states.proceed_signal.wait(10)
-    assert states.gathered_objects == {"me": 2, name: 1}
-    del api._all_gather_sequence_id_to_states["late"]
 
 
 def test_leaks_are_reported_if_that_is_wanted(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
