@@ -126,23 +126,23 @@ def test_children_of_another_kind(program: Path, tmp_path: Path) -> None:
 def test_a_worker_that_dies_does_not_hold_up_the_others(dead: int, tmp_path: Path) -> None:
     """Where torch's would wait for it for ever, `shutdown` of the others returns."""
     (tmp_path / "dying.py").write_text(
-        "import os, sys, time\n"
+        "import os, sys\n"
         "import torch.distributed.rpc as rpc\n"
         "children = [os.fork() for _ in range(1)]\n"
         "rank = 0 if children[0] else 1 + (os.fork() == 0)\n"
-        "options = rpc.TensorPipeRpcBackendOptions(init_method='file://' + sys.argv[1], loss_grace=0.5)\n"
+        "place = 'file://' + sys.argv[1]\n"
+        "options = rpc.TensorPipeRpcBackendOptions(init_method=place, rpc_timeout=600, loss_grace=0.5)\n"
         "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=3, rpc_backend_options=options)\n"
         "rpc.api._barrier({'worker0', 'worker1', 'worker2'})\n"
         "if rank == int(sys.argv[2]):\n"
         "    os._exit(0)\n"
-        "began = time.monotonic()\n"
         "rpc.shutdown()\n"
-        "print(rank, time.monotonic() - began < 8, flush=True)\n"
+        "print(rank, flush=True)\n"
         "if rank < 2:\n"
         "    os.wait()\n"
     )
     lines = run(["-m", "aiorpc.compat.torch", "dying.py", str(tmp_path / "store"), str(dead)], tmp_path)
-    assert sorted(lines) == [f"{rank} True" for rank in range(3) if rank != dead]
+    assert sorted(lines) == [str(rank) for rank in range(3) if rank != dead]
 
 
 @pytest.mark.slow

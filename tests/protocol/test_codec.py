@@ -8,6 +8,7 @@ import datetime
 import decimal
 import enum
 import functools
+import inspect
 import math
 import pathlib
 import sys
@@ -333,7 +334,7 @@ class Refuses:
         (Refuses(), r"\(a Refuses\) cannot be serialised: not me"),
         ([1, {"deep": Refuses()}], r"\(a list\) cannot be serialised: not me"),
         ((item for item in "x"), r"\(a generator\) cannot be serialised"),
-        (sys._getframe(), r"\(a frame\) cannot be serialised"),
+        (inspect.currentframe(), r"\(a frame\) cannot be serialised"),
     ],
 )
 def test_unserialisable_value_is_named(value: Any, expected: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import inspect
 import socket
 import struct
 import sys
@@ -15,7 +16,7 @@ from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport.connection import Connection
 
 LONG = 20.0
-SOON = 2.0  # for what would otherwise never happen
+SOON = 6.0  # for what would otherwise never happen; no test waits for it that passes
 
 
 class End:
@@ -102,7 +103,9 @@ def interrupted(work: Callable[[], None], at: int, *files: str) -> str | None:
         return trace
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for such a frame in settrace, and not again
+    here = inspect.currentframe()
+    assert here is not None
+    here.f_trace_opcodes = True  # Python 3.12 looks for such a frame in settrace, and not again
     sys.settrace(trace)
     try:
         work()

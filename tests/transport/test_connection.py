@@ -337,7 +337,7 @@ async def test_frame_appended_during_the_end_spins_nobody(ends: tuple[End, End])
     assert await asyncio.to_thread(asked.wait, LONG)
     left.connection.abort()
     go.set()
-    await asyncio.to_thread(thread.join, 5.0)
+    await asyncio.to_thread(thread.join, SOON)
     assert not thread.is_alive()
 
 
