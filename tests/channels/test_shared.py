@@ -377,8 +377,8 @@ def limited(what: int, most: int) -> Iterator[None]:
 
 def test_a_copy_that_cannot_be_made_is_told() -> None:
     """Its message gets the error, once, and the block goes back; the next one arrives."""
-    size = 48 * MIB  # more than any memory that the allocator keeps, and than a peer may hold without a copy
-    ends = SharedEnds(limit=64 * MIB, warm=size + MIB)
+    size = 96 * MIB  # more than the allocator keeps of what was freed, and than a peer may hold without a copy
+    ends = SharedEnds(limit=128 * MIB, warm=size + MIB)
     try:
         message = send(ends, size)
         ends.step("messages 0")
