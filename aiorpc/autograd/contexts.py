@@ -27,9 +27,6 @@ from .passes import Pass
 
 Tensor = torch.Tensor
 
-# Seconds for telling all workers that a context was left.
-LEAVE_PATIENCE = 5.0
-
 
 class Context(int):
     """An autograd context: its id, which is what other functions take, with the verbs of the one who opened it.
@@ -93,7 +90,7 @@ class context:
         """It has ended: here, and on all workers that know of it. Yields calls to wait for, and for how long."""
         current_autograd.reset(self._token)
         farewell = _Farewell(self._node, self._id)
-        limit = time.monotonic() + LEAVE_PATIENCE
+        limit = time.monotonic() + self._node.engine.bounds.leave_context
         while (calls := farewell.tell()) and time.monotonic() < limit:
             yield calls, limit - time.monotonic()
         farewell.go_on()

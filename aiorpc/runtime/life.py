@@ -25,6 +25,7 @@ from ..options import seconds
 from ..protocol.identity import WorkerRecord
 from ..protocol.states import WorkerEvent, WorkerState
 from ..transport import sockets
+from .engine.bounds import Bounds
 from .engine.host import host_identity, main_identity
 from .engine.lifetime import Lifetime
 from .engine.steps import Steps
@@ -35,9 +36,6 @@ from .meeting.stores import StoreGone
 from .node import Meeting, Node, Plan, registry
 
 logger = logging.getLogger("aiorpc")
-
-_SERVING_PAUSE = 0.25
-_STORE_GRACE = 5.0  # longer than `Rendezvous.close` waits for others
 
 
 class Life:
@@ -107,7 +105,7 @@ class Life:
             raise RendezvousError(f"worker {plan.name!r} has no directory for its sockets: {error}") from error
         sockets.remove_stale(directory)
         ending = self._ending
-        stack.push_async_callback(ending.end, steps, lambda: self.node is not None and self.node.patient)
+        stack.push_async_callback(ending.end, steps, lambda: self.node)
         rendezvous = ending.rendezvous = await steps.run(
             lambda: Rendezvous.open(
                 plan.init_method,
@@ -284,14 +282,17 @@ class _RendezvousEnd:
         self.silent = False
         self._plan = plan
 
-    async def end(self, steps: Steps, patient: Callable[[], bool]) -> None:
+    async def end(self, steps: Steps, joined: Callable[[], Node | None]) -> None:
         """Wait for steps that are under way at the store, and leave it.
 
-        patient: whether these steps are waited for as long as the store may take, or hardly at all.
+        joined: the node, if the worker has joined. Where that leaves in good order these steps are waited for as long
+        as the store may take, else hardly at all.
         """
+        node = joined()
+        patience = Bounds().store if node is None else node.engine.bounds.store
         try:
-            async with asyncio.timeout(_STORE_GRACE):
-                await steps.wait(_STORE_GRACE if patient() else 0.1)
+            async with asyncio.timeout(patience):
+                await steps.wait(patience if node is not None and node.patient else 0.1)
                 if self.rendezvous is not None:
                     await steps.run(self._leave)
         except TimeoutError:
@@ -299,7 +300,7 @@ class _RendezvousEnd:
                 "worker %s left without a word to the store of %s, which has not answered for %g s",
                 self._plan.name,
                 self._plan.init_method,
-                _STORE_GRACE,
+                patience,
             )
             with contextlib.suppress(OSError):
                 if self.rendezvous is not None:
@@ -324,7 +325,7 @@ class _RendezvousEnd:
 async def _serve_rendezvous(node: Node) -> None:
     """In a free group: hand the secret to newcomers from other hosts, until the worker ends."""
     while True:
-        await asyncio.sleep(_SERVING_PAUSE)
+        await asyncio.sleep(node.engine.bounds.serving_pause)
         try:
             await node.engine.steps.run(node.rendezvous.serve_secret_requests)
         except StoreGone:  # for good, and torch logs every look at it

@@ -31,7 +31,7 @@ from .caller.peers import Peers
 from .calls import current
 from .calls.current import ServedCall, current_call, current_node
 from .calls.pending import PendingCall
-from .engine.engine import POOL_GRACE, Engine
+from .engine.engine import Engine
 from .engine.lag import LoopMonitor
 from .engine.lifetime import Lifetime
 from .engine.steps import Steps
@@ -49,11 +49,6 @@ from .references.references import References
 from .references.rref import RRef
 
 logger = logging.getLogger("aiorpc")
-
-# Seconds for which a worker that closes waits for its connections and for its devices; what is still under way then is
-# left to itself.
-_CONNECTION_GRACE = 1.0
-_DEVICES_GRACE = 1.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ class Node:
             on_handler_error=hooks.on_handler_error,
         )
         self.accelerators = Accelerators(engine, plan.accelerator, plan.claims)
-        stack.push_async_callback(self.accelerators.close, _DEVICES_GRACE)
+        stack.push_async_callback(self._end_devices)
         stack.push_async_callback(self._end_connections)
         stack.push_async_callback(self._end_engine)
 
@@ -160,21 +155,24 @@ class Node:
             service.say_goodbye()
 
     async def _let_go_of_devices(self) -> None:
-        await self.accelerators.let_go(self.links.all(), _DEVICES_GRACE)
+        await self.accelerators.let_go(self.links.all(), self.engine.bounds.devices)
 
     async def _end_engine(self) -> None:
-        left = await self.engine.close(POOL_GRACE if self.patient else 0.1)
+        left = await self.engine.close(self.engine.bounds.threads if self.patient else 0.1)
         if left:
             logger.warning("worker %s shut down while %d handler threads were still running", self.engine.name, left)
 
     async def _end_connections(self) -> None:
         """Wait until what is queued is written, for a bounded time: a peer that does not read must not keep us."""
         connections = self.engine.connections
-        limit = time.monotonic() + _CONNECTION_GRACE
+        limit = time.monotonic() + self.engine.bounds.connections
         while any(not each.ended for each in connections) and time.monotonic() < limit:  # noqa: ASYNC110  # their ends signal nobody
             await asyncio.sleep(0.005)
         for connection in list(connections):
             connection.abort()
+
+    async def _end_devices(self) -> None:
+        await self.accelerators.close(self.engine.bounds.devices)
 
     # --- for the rooms below ------------------------------------------------------------------------------------------
 

@@ -623,9 +623,9 @@ def test_an_instance_is_held_weakly_but_lives_while_callers_wait() -> None:
 
 def test_dead_instances_leave_nothing_behind() -> None:
     """A thousand short-lived instances leave no queue."""
-    for index in range(1000):
-        batcher_of(Model(index).scale)
-    assert len(batcher_of(Model.scale)._instances) == 0
+    queues = [weakref.ref(batcher_of(Model(index).scale)) for index in range(1000)]
+    gc.collect()
+    assert not any(queue() is not None for queue in queues)
 
 
 def test_callers_of_two_workers_do_not_share_a_batch() -> None:
@@ -640,8 +640,10 @@ def test_callers_of_two_workers_do_not_share_a_batch() -> None:
     assert batch is not None
     batch.run()
     assert second.result == 4
+    queues = [weakref.ref(batcher_of(each, scope)) for each in (tripled, model.scale) for scope in (one, two)]
     del one, two, batch
-    assert len(batcher_of(tripled)._scopes) == len(batcher_of(model.scale)._scopes) == 0
+    gc.collect()
+    assert not any(queue() is not None for queue in queues)
 
 
 def test_an_aborted_batcher_arms_a_new_timer() -> None:
@@ -766,7 +768,7 @@ def test_arrivals_from_many_threads_are_settled_exactly_once() -> None:
         rest.run()
     for index, caller in enumerate(callers):
         assert caller.told == ([] if discarded[index] else [(index + 1, None)])
-    assert not batcher._waiting
+    assert batcher.waiting == 0
 
 
 @given(st.lists(st.sampled_from(["add", "discard", "flush", "due", "run"]), max_size=60), st.integers(1, 4))

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,18 +33,19 @@ from aiorpc import (
     WorkerLeft,
 )
 from aiorpc.channels.arena import Block
-from aiorpc.protocol.frames import MAX_SEGMENTS, Kind, encode_frame
-from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.frames import MAX_SEGMENTS
 from aiorpc.protocol.packing import pack
 from aiorpc.protocol.states import PeerState
 from aiorpc.runtime.caller.peer import Peer
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.failures import encode_error
+from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.engine.deadlines import Deadlines
 from aiorpc.runtime.group import connecting
 from aiorpc.runtime.links.distribution import Distribution
 from aiorpc.runtime.links.messages import SHARED
 from aiorpc.testing import cluster
-from aiorpc.transport import sockets
+from tests.leaks import open_descriptors
 from tests.runtime.waiting import until, until_no_references, wait_until
 
 LONG = 5.0
@@ -79,75 +81,69 @@ def fail_with(size: int) -> None:
     raise ValueError("x" * size)
 
 
-@pytest.fixture
-def held_back(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Nobody connects to worker2 before this is set."""
-    gate = asyncio.Event()
-    open_connection = connecting.Connector._open
-
-    async def open_late(connector: connecting.Connector, record: WorkerRecord, peer: Peer) -> Any:
-        if record.name == "worker2":
-            await gate.wait()
-        return await open_connection(connector, record, peer)
-
-    monkeypatch.setattr(connecting.Connector, "_open", open_late)
-    return gate
+def take_no_connections(worker: Worker) -> None:
+    """Whoever connects waits, as with a process that is stopped, until `worker.node.acceptor.start`."""
+    for sock in listeners(worker):
+        worker.loop.remove_reader(sock.fileno())
 
 
 # --- the handshake ----------------------------------------------------------------------------------------------------
 
 
-async def test_worker_that_does_not_answer_the_first_contact_is_not_dead(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_worker_that_does_not_answer_the_first_contact_is_not_dead(pair: list[Worker]) -> None:
     """Stopped, or with a loop that cannot run, it takes connections and says nothing: calls wait until it goes on."""
-    monkeypatch.setattr(connecting, "HANDSHAKE_TIMEOUT", 0.02)
-    monkeypatch.setattr(connecting, "CONNECT_TIMEOUT", 0.05)
-    for sock in listeners(pair[1]):
-        pair[1].loop.remove_reader(sock.fileno())
+    pair[0].node.engine.bounds = Bounds(handshake=0.02, connect=0.05)
+    take_no_connections(pair[1])
     call = asyncio.ensure_future(pair[0].peer("worker1", timeout=0).call(abs, -3))
     done, _ = await asyncio.wait([call], timeout=0.2)
     assert not done
-    monkeypatch.undo()  # the acceptor's patience with us is another matter
     pair[1].node.acceptor.start()
     assert await answer(call) == 3
 
 
-async def test_handshake_that_breaks_is_begun_again(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handshake_that_breaks_is_begun_again(pair: list[Worker]) -> None:
     """A connection that ends before it was proved says nothing about the worker at its other end."""
-    reasons = ["for the test", "and again"]
-    monkeypatch.setattr(pair[1].node.acceptor, "_unwanted", lambda sock: reasons.pop() if reasons else None)
-    assert await answer(pair[0].call("worker1", abs, -3)) == 3
-    assert not reasons and pair[1].statistics().connections_refused == 2
+    pair[1].node.engine.bounds = Bounds(handshake=0.0)  # it lets nobody come that far
+    call = pair[0].call("worker1", abs, -3)
+    await until(lambda: pair[1].statistics().connections_refused >= 2)
+    assert not call.done() and pair[0].node.group.lost == {}
+    pair[1].node.engine.bounds = Bounds()
+    assert await answer(call) == 3
 
 
-async def test_member_gets_through_a_crowd_of_strangers(
-    over_tcp: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_member_gets_through_a_crowd_of_strangers(over_tcp: list[Worker]) -> None:
     """Strangers who open all the connections that may be in their handshake keep no member out."""
-    monkeypatch.setattr(connecting, "MAX_HANDSHAKES", 4)
-    record = over_tcp[1].node.engine.record
+    engine = over_tcp[1].node.engine
+    engine.bounds = Bounds(handshakes=4)
+    record = engine.record
+
+    def open_connections() -> int:
+        return sum(not connection.ended for connection in list(engine.connections))
+
+    await until(lambda: over_tcp[1].node.peers.find("worker0").state is PeerState.READY)
+    before = open_connections()
     with ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(socket.create_connection((record.tcp_host, record.tcp_port), LONG))
-        await until(lambda: len(over_tcp[1].node.acceptor._handshakes) == 4)
+        await until(lambda: open_connections() == before + 4)
         assert await answer(over_tcp[0].call("worker1", abs, -3)) == 3
         assert over_tcp[1].statistics().connections_refused == 1
 
 
-async def test_goodbye_right_behind_the_handshake_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that leaves in the turn in which it took a connection has left; it is not lost."""
+async def test_goodbye_right_behind_the_handshake_is_one() -> None:
+    """A worker that leaves as soon as it has taken a connection has left; it is not lost."""
     store = HashStore()
     a, b = (aiorpc.init(f"w{rank}", rank=rank, world_size=2, store=store) for rank in range(2))
     await asyncio.gather(a.start(), b.start())
-    serve = b.node.acceptor.serve
 
-    def add_and_leave(*args: Any) -> Any:
-        service = serve(*args)
-        service.connection.send(encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
-        return service
+    def leave_once_connected() -> None:
+        """Before a has read the end of the handshake: what is to be called soon comes before the sockets' turn."""
+        for service in b.node.services:
+            service.say_goodbye()
+        if not b.node.services:
+            b.loop.call_soon(leave_once_connected)
 
-    monkeypatch.setattr(b.node.acceptor, "serve", add_and_leave)
+    leave_once_connected()
     events = a.events()
     heard = asyncio.ensure_future(anext(events))
     await until(lambda: a.node.news.listeners)
@@ -173,44 +169,45 @@ async def test_connections_are_made_on_first_use(trio: list[Worker]) -> None:
     assert between() == ["worker1"]
 
 
-async def become_ready_beside_references(caller: Worker, peer: Peer, held_back: asyncio.Event) -> None:
-    """Let the peer become ready while another thread has the lock of the references, as one that sends to it has."""
-    has_it = threading.Event()
+async def become_ready_beside_references(trio: list[Worker]) -> None:
+    """Let worker2 be ready for worker1 while another thread has the lock of its references, as one that uses them."""
+    caller, callee = trio[1:]
+    peer, has_it = caller.node.peers.find("worker2"), threading.Event()
 
     def hold_the_lock() -> None:
-        with caller.node.references._lock:
+        with caller.node.references._lock:  # nothing of users' runs under it, so that nobody else could hold it
             has_it.set()
             wait_until(lambda: peer.state is PeerState.READY, LONG)
 
     holding = asyncio.ensure_future(asyncio.to_thread(hold_the_lock))
     await until(has_it.is_set)
-    held_back.set()
+    callee.node.acceptor.start()
     await holding
 
 
-async def test_becoming_ready_waits_for_nobody_who_uses_references(
-    trio: list[Worker], held_back: asyncio.Event
-) -> None:
+async def test_becoming_ready_waits_for_nobody_who_uses_references(trio: list[Worker]) -> None:
     """That may be somebody who sends to that very peer; what a call took along that was given up comes back."""
     caller = trio[1]
+    take_no_connections(trio[2])
     token = current_node.set(caller.node)
     reference = aiorpc.RRef(5)
     current_node.reset(token)
     peer = caller.node.peers.find("worker2")
     call = caller.call("worker2", count, torch.ones(APART), reference)
     call.cancel()
-    assert peer.state is PeerState.CONNECTING and len(peer._waiting) == 2
-    await become_ready_beside_references(caller, peer, held_back)
+    assert peer.state is PeerState.CONNECTING
+    await become_ready_beside_references(trio)
     assert await answer(caller.call("worker2", count, reference)) == 1
     del reference
     await until_no_references(trio)
 
 
 async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
-    trio: list[Worker], held_back: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The creation of a value that fails is news for the references; calls behind it go out."""
     caller = trio[1]
+    take_no_connections(trio[2])
     peer, prepare = caller.node.peers.find("worker2"), Distribution.prepare
 
     def refuse(distribution: Distribution, *args: Any, **options: Any) -> Any:
@@ -221,67 +218,63 @@ async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
     monkeypatch.setattr(Distribution, "prepare", refuse)
     reference = caller.remote("worker2", count, torch.ones(APART))
     behind = caller.call("worker2", abs, -3)
-    await become_ready_beside_references(caller, peer, held_back)
+    await become_ready_beside_references(trio)
     with pytest.raises(RpcError, match="could not be sent: for the test"):
         await answer(reference)
     assert await answer(behind) == 3
 
 
 async def test_connecting_is_tried_again_after_growing_pauses(
-    over_tcp: list[Worker], monkeypatch: pytest.MonkeyPatch
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that cannot be reached for a moment is not lost; calls made meanwhile go out in their order."""
-    tries = 0
-    pauses: list[float] = []
-    connect, sleep = sockets.connect_tcp, asyncio.sleep
-
-    async def fail_at_first(host: str, port: int) -> socket.socket:
-        nonlocal tries
-        tries += 1
-        if tries <= 4:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        return await connect(host, port)
+    path = Path(pair[1].node.engine.record.unix_path)
+    aside, pauses, sleep = path.with_suffix(".aside"), list[float](), asyncio.sleep
 
     async def note(seconds: float) -> None:
         pauses.append(seconds)
+        if len(pauses) == 4:
+            aside.rename(path)
         await sleep(seconds)
 
-    monkeypatch.setattr(sockets, "connect_tcp", fail_at_first)
-    monkeypatch.setattr(asyncio, "sleep", note)
-    assert await answer(asyncio.gather(*(over_tcp[0].call("worker1", abs, -n) for n in range(5)))) == list(range(5))
+    path.rename(aside)
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(path))  # and it does not listen: whoever connects is refused
+        monkeypatch.setattr(asyncio, "sleep", note)
+        assert await answer(asyncio.gather(*(pair[0].call("worker1", abs, -n) for n in range(5)))) == list(range(5))
     assert pauses == [connecting.FIRST_PAUSE * 2**number for number in range(4)]
 
 
-async def test_address_where_nobody_answers_is_given_up_in_time(
-    over_tcp: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
     """The system would try for minutes; the worker is lost when the time for connecting is up."""
-    monkeypatch.setattr(connecting, "CONNECT_TIMEOUT", 0.05)
-    monkeypatch.setattr(sockets, "connect_tcp", lambda *_: for_ever())
-    with pytest.raises(PeerLost, match=r"worker1.*cannot be reached"):
-        await answer(over_tcp[0].peer("worker1", timeout=0).call(abs, -3))
+    elsewhere = RpcBackendOptions(transports=("tcp",), address="127.0.0.2", loss_grace=0.1)
+    with ExitStack() as stack:
+        async with cluster(2, options=[TCP, elsewhere]) as workers:
+            address = ("127.0.0.2", workers[1].node.engine.record.tcp_port)
+            full = stack.enter_context(socket.socket())
+            full.bind(address)
+            full.listen(0)  # it takes one connection, and the system is silent to all others
+            stack.enter_context(socket.create_connection(address, LONG))
+            workers[0].node.engine.bounds = Bounds(connect=0.05)
+            with pytest.raises(PeerLost, match=r"worker1.*cannot be reached"):
+                await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
 
 
-async def test_what_goes_wrong_on_the_way_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_goes_wrong_on_the_way_is_told_at_once() -> None:
     """An error that trying again cannot mend is an error of the calls, with the reason, not a hang."""
-
-    async def reach(worker: Worker, record: object, transports: object) -> None:
-        raise ValueError("no such way")
-
-    async with cluster(2, options=RpcBackendOptions(loss_grace=0.1)) as workers:
-        monkeypatch.setattr(connecting, "_reach", reach)
-        with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: no such way"):
+    ways = [RpcBackendOptions(transports=(each,), loss_grace=0.1) for each in ("unix", "tcp")]
+    async with cluster(2, options=ways) as workers:
+        with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: .* have no transport in common"):
             await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
 
 
-async def test_worker_that_was_known_to_be_gone_fails_its_calls_all_the_same(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_worker_that_was_known_to_be_gone_fails_its_calls_all_the_same(pair: list[Worker]) -> None:
     """That it cannot be reached is no news to the group, but it is to who waits."""
-    monkeypatch.setattr(connecting, "CONNECT_TIMEOUT", 0.05)
+    pair[0].node.engine.bounds = Bounds(connect=0.05)
     await pair[1].shutdown(graceful=False)
     await until(lambda: pair[0].node.group.is_gone(pair[1].node.engine.record))
-    late = pair[0].node.peers._make("worker1", pair[1].node.engine.record)
+    engine = pair[0].node.engine
+    late = Peer(pair[0].node, Deadlines(engine.loop, lambda now: now), "worker1", pair[1].node.engine.record)
     with pytest.raises(PeerLost, match="worker1"):
         await answer(late.call(abs, (-3,), None, 0.0))
 
@@ -376,7 +369,7 @@ async def test_without_descriptors_the_loop_rests(
 ) -> None:
     """A connection that cannot be taken is tried again after a pause; the log has a line for each try, no flood."""
     pause, tries = 0.05, 0
-    monkeypatch.setattr(connecting, "ACCEPT_PAUSE", pause)
+    pair[1].node.engine.bounds = Bounds(accept_pause=pause)
     accept: Callable[..., Any] = socket.socket.accept
 
     def refuse(sock: socket.socket) -> Any:
@@ -396,24 +389,26 @@ async def test_without_descriptors_the_loop_rests(
     ] * 4
 
 
-async def test_forked_child_keeps_no_socket_of_its_parent(over_tcp: list[Worker]) -> None:
+async def test_forked_child_keeps_no_socket_of_its_parent() -> None:
     """Neither listeners nor connections, also after some have ended: a child must not keep ports and peers waiting."""
-    a, b = over_tcp
-    assert await a.call("worker1", abs, -3) == 3
-    await b.shutdown(graceful=False)
-    await until(lambda: a.node.group.is_gone(b.node.engine.record) and not a.node.services)
-    host, port = a.node.engine.record.tcp_host, a.node.engine.record.tcp_port
-    assert await a.call("worker0", abs, -3) == 3
-    with socket.create_connection((host, port), LONG):
-        await until(lambda: a.node.acceptor._handshakes)
-        connection = a.node.peers.find("worker0").connection
-        assert connection is not None and len(a.node.services) == 1
-        ours = [connection, *(service.connection for service in a.node.services)]
-        ours += [accepting.connection for accepting in a.node.acceptor._handshakes]
-        inodes = {os.fstat(sock.fileno()).st_ino for sock in [*listeners(a), *(end._sock for end in ours)]}
-        assert len(inodes) == 4
-        assert still_open_in_a_child(inodes) == set()
-    assert await a.call("worker0", abs, -3) == 3
+    others = open_sockets()  # the loop's
+    async with cluster(2, options=TCP) as (a, b):
+        assert await a.call("worker1", abs, -3) == 3
+        await b.shutdown(graceful=False)
+        await until(lambda: a.node.group.is_gone(b.node.engine.record) and not a.node.services)
+        host, port = a.node.engine.record.tcp_host, a.node.engine.record.tcp_port
+        assert await a.call("worker0", abs, -3) == 3
+        with socket.create_connection((host, port), LONG) as stranger:
+            others.add(os.fstat(stranger.fileno()).st_ino)
+            # The listener, both ends of the connection to itself, and the one that is in its handshake.
+            await until(lambda: len(open_sockets() - others) == 4)
+            assert still_open_in_a_child(open_sockets() - others) == set()
+        assert await a.call("worker0", abs, -3) == 3
+
+
+def open_sockets() -> set[int]:
+    """The inodes of this process's sockets."""
+    return {int(name[8:-1]) for name in open_descriptors().values() if name.startswith("socket:[")}
 
 
 def still_open_in_a_child(inodes: set[int]) -> set[int]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from aiorpc.runtime.engine import deadlines
 from aiorpc.runtime.engine.deadlines import Deadlines
 
 INFINITY = float("inf")
@@ -78,14 +77,8 @@ class Calls:
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> FakeLoop:
-    loop = FakeLoop()
-
-    class Clock:
-        monotonic = staticmethod(lambda: loop.now)
-
-    monkeypatch.setattr(deadlines, "time", Clock)
-    return loop
+def loop() -> FakeLoop:
+    return FakeLoop()
 
 
 @pytest.fixture
@@ -95,7 +88,11 @@ def calls(loop: FakeLoop) -> Calls:
 
 @pytest.fixture
 def watch(loop: FakeLoop, calls: Calls) -> Deadlines:
-    return Deadlines(loop, calls.scan)  # type: ignore[arg-type]  # a loop with a clock of its own
+    return watching(loop, calls.scan)
+
+
+def watching(loop: FakeLoop, scan: Callable[[float], float]) -> Deadlines:
+    return Deadlines(loop, scan, clock=lambda: loop.now)  # type: ignore[arg-type]  # a loop that moves when told to
 
 
 def call(watch: Deadlines, calls: Calls, number: int, deadline: float) -> None:
@@ -154,15 +151,14 @@ def test_nothing_pending_keeps_no_timer(loop: FakeLoop, calls: Calls, watch: Dea
     assert [number for number, _ in calls.expired] == [1, 2]
 
 
-def test_looks_are_kept_apart_by_what_they_cost(loop: FakeLoop, calls: Calls, watch: Deadlines) -> None:
+def test_looks_are_kept_apart_by_what_they_cost(loop: FakeLoop, calls: Calls) -> None:
     """When a look takes long, because much is pending, the next waits in proportion: the loop stays free."""
-    scan = calls.scan
 
     def slow(now: float) -> float:
         loop.now += 0.1
-        return scan(now)
+        return calls.scan(now)
 
-    watch._scan = slow
+    watch = watching(loop, slow)
     for number in range(200):
         call(watch, calls, number, loop.now + number * 0.01)
     began = loop.now
@@ -171,15 +167,16 @@ def test_looks_are_kept_apart_by_what_they_cost(loop: FakeLoop, calls: Calls, wa
     assert calls.looks * 0.1 < 0.1 * (loop.now - began)
 
 
-def test_failing_look_does_not_end_the_watch(loop: FakeLoop, calls: Calls, watch: Deadlines) -> None:
+def test_failing_look_does_not_end_the_watch(loop: FakeLoop, calls: Calls) -> None:
     """An error while one call is ended does not keep later calls from their deadlines."""
-    scan = calls.scan
+    bugs = [ValueError("bug")]
 
-    def broken(now: float) -> float:
-        watch._scan = scan
-        raise ValueError("bug")
+    def broken_once(now: float) -> float:
+        if bugs:
+            raise bugs.pop()
+        return calls.scan(now)
 
-    watch._scan = broken
+    watch = watching(loop, broken_once)
     call(watch, calls, 1, loop.now + 1)
     with pytest.raises(ValueError, match="bug"):
         loop.advance(2)
@@ -198,18 +195,17 @@ def test_close_looks_no_more(loop: FakeLoop, calls: Calls, watch: Deadlines) -> 
     assert calls.looks == 0
 
 
-def test_call_added_during_a_look_is_seen(loop: FakeLoop, calls: Calls, watch: Deadlines) -> None:
+def test_call_added_during_a_look_is_seen(loop: FakeLoop, calls: Calls) -> None:
     """A call made between the look at the pending ones and its end has its deadline watched all the same."""
-    scan = calls.scan
 
     def look(now: float) -> float:
-        following = scan(now)
+        following = calls.scan(now)
         if calls.looks == 1:
-            call(watch, calls, 2, now + 3)
+            call(deadlines, calls, 2, now + 3)
         return following
 
-    watch._scan = look
-    call(watch, calls, 1, loop.now + 1)
+    deadlines = watching(loop, look)
+    call(deadlines, calls, 1, loop.now + 1)
     loop.advance(10)
     assert [number for number, _ in calls.expired] == [1, 2]
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
 from aiorpc import PeerClosed, RendezvousError, RpcTimeout, UnknownWorker, Worker, WorkerClosed
+from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from tests.limits import busy
+from tests.runtime.stores import ROSTER, Stuck, WatchedStore
 from tests.runtime.waiting import until
 
 
@@ -67,16 +67,16 @@ async def test_it_waits_within_its_deadline(store: Store) -> None:
             assert await worker.call("late", where) == "late"
 
 
-async def test_a_call_to_a_newcomer_that_is_met_otherwise_is_looked_after(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_to_a_newcomer_that_is_met_otherwise_is_looked_after(store: Store) -> None:
     """A reference to one of its values may bring its id before its name is found: calls keep deadline and end."""
     async with cluster(1, dynamic=True, store=store) as (worker,):
-        assert worker.node.rendezvous is not None
-        monkeypatch.setattr(worker.node.rendezvous, "members", list)  # its name is not found
+        copy = HashStore()  # it meets the worker's group there, and its name is not found at the worker's store
+        for key in (ROSTER, "aiorpc/1/secret", "aiorpc/generation"):
+            if store.check([key]):
+                copy.set(key, store.get(key).decode())
         short, long = (worker.peer("late", timeout=timeout).call(for_ever) for timeout in (0.5, 0))
         known_by_id = worker.node.peers.by_id(7)
-        async with aiorpc.init("late", rank=7, store=store):
+        async with aiorpc.init("late", rank=7, store=copy):
             await until(lambda: "late" in names(worker))
             assert worker.node.peers.find("late") is known_by_id
             assert await worker.call("late", where) == "late"
@@ -102,33 +102,22 @@ async def test_a_worker_that_comes_back_under_its_name_is_another(store: Store) 
             assert await call == "phoenix" and new.id != old.id
 
 
-async def test_a_name_is_free_before_its_last_holder_is_off_the_list(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Store) -> None:
     """Between its goodbye and the end of its leaving a worker is still listed; calls wait for the next of its name."""
-    async with cluster(1, dynamic=True, store=store) as (worker,):
-        old = await aiorpc.init("phoenix", store=store)
+    watched, slow = WatchedStore(store), WatchedStore(store)
+    looks: list[str] = []
+    async with cluster(1, dynamic=True, store=watched) as (worker,):
+        worker.node.engine.bounds = Bounds(serving_pause=60.0)
+        old = await aiorpc.init("phoenix", store=slow)
         assert await worker.call("phoenix", where) == "phoenix"
-        assert old.node.rendezvous is not None and worker.node.rendezvous is not None
-        listed, leave, members = threading.Event(), old.node.rendezvous.leave, worker.node.rendezvous.members
-        looks: list[Any] = []
-
-        def leave_late(record: Any) -> None:
-            assert listed.wait(10)
-            leave(record)
-
-        def look() -> Any:
-            looks.append(members())
-            return looks[-1]
-
-        monkeypatch.setattr(old.node.rendezvous, "leave", leave_late)
-        monkeypatch.setattr(worker.node.rendezvous, "members", look)
+        slow.look = stuck = Stuck()
         leaving = asyncio.ensure_future(old.shutdown(graceful=False))
         await until(lambda: "phoenix" not in names(worker))
+        watched.look = lambda operation, keys: looks.append(operation)
         call = worker.call("phoenix", where)
-        await until(lambda: looks)
-        assert old.node.engine.record in looks[0]
-        listed.set()
+        await until(lambda: looks.count("get") > 1)
+        assert old.node.engine.record.incarnation in store.get(ROSTER).decode()
+        stuck.open.set()
         await leaving
         async with aiorpc.init("phoenix", store=store) as new:
             assert await asyncio.wait_for(call, 5) == "phoenix"

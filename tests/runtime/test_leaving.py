@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,19 +27,19 @@ from aiorpc import (
     WorkerClosed,
     WorkerLeft,
 )
+from aiorpc.protocol.frames import REPLY
 from aiorpc.protocol.states import WorkerState
-from aiorpc.runtime import life, node
-from aiorpc.runtime.engine import engine
-from aiorpc.runtime.group import group
-from aiorpc.runtime.group.listening import Listeners
-from aiorpc.runtime.meeting.membership import FreeWorld
-from aiorpc.runtime.meeting.stores import StoreGone
+from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
+from tests.runtime.observers import seen, standing_still
+from tests.runtime.stores import ROSTER, Stuck, WatchedStore
 from tests.runtime.waiting import until
 
 LARGE = torch.zeros(1 << 22)  # 16 MiB: more than a socket takes
 LONG = 5.0
+APART = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
 
 
 class Gate:
@@ -74,10 +76,13 @@ async def leave() -> ShutdownReport:
     return await aiorpc.current().shutdown(graceful=False)
 
 
-def stop_reading(reader: Worker, sender: str) -> None:
-    """From now on what that worker sends stays in the socket, as with a stopped process."""
-    (service,) = (each for each in reader.node.services if each.record.name == sender)
-    reader.loop.remove_reader(service.connection._fd)
+def private_files() -> set[Path]:
+    """What the workers of this user keep in their directory: their unix sockets, and secrets of groups."""
+    return set(sockets.private_directory().iterdir())
+
+
+def secrets() -> list[Path]:
+    return [path for path in private_files() if path.name.endswith(sockets.SECRET_SUFFIX)]
 
 
 async def alone(**options: Any) -> Worker:
@@ -101,60 +106,56 @@ async def test_goodbye_behind_much_data_arrives(trio: list[Worker]) -> None:
     await events.aclose()
 
 
-async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read(
-    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_shutdown_does_not_wait_for_a_peer_that_does_not_read() -> None:
     """It gives such a peer a bounded time, and returns with every socket closed."""
-    monkeypatch.setattr(node, "_CONNECTION_GRACE", 0.05)
-    assert await pair[0].call("worker1", abs, -3) == 3
-    deaf, connections = list(pair[1].node.engine.connections), list(pair[0].node.engine.connections)
-    assert len(deaf) == len(connections) == 2
-    for connection in deaf:
-        pair[1].loop.remove_reader(connection._fd)
-    call = pair[0].call("worker1", torch.numel, LARGE)
-    await asyncio.wait_for(pair[0].shutdown(graceful=False), LONG)
-    assert all(connection.ended for connection in connections)
-    assert isinstance(call.exception(), WorkerClosed)
-    for connection in deaf:
-        connection.start()
+    in_its_frame = RpcBackendOptions(shared_memory=0, min_bulk_bytes=1 << 40)
+    async with cluster(2, options=[in_its_frame, APART]) as pair:
+        assert await pair[0].call("worker1", abs, -3) == 3
+        pair[0].node.engine.bounds = Bounds(connections=0.05)
+        connections = list(pair[0].node.engine.connections)
+        with standing_still(pair[1]):
+            call = pair[0].call("worker1", torch.numel, LARGE)
+            assert any(connection.unsent for connection in connections)
+            await asyncio.wait_for(pair[0].shutdown(graceful=False), LONG)
+            assert len(connections) == 2 and all(connection.ended for connection in connections)
+            assert isinstance(call.exception(), WorkerClosed)
 
 
-async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_member_that_does_not_answer_is_not_idle(pair: list[Worker]) -> None:
     """Stopped or busy, it may have calls under way: the leader asks again until it has an answer."""
-    tries = 0
-    activity = pair[1].node.activity
+    answers = 0
 
-    def silent() -> tuple[bool, int]:
-        nonlocal tries
-        tries += 1
-        if tries <= 5:
-            raise RuntimeError("no answer")
-        return activity()
+    def passes(passage: Passage) -> bool:
+        nonlocal answers
+        if passage.kind != REPLY or not passage.call.function.endswith(":poll"):
+            return True
+        answers += 1
+        return answers > 5
 
-    monkeypatch.setattr(pair[1].node, "activity", silent)
-    reports = await asyncio.gather(*(each.shutdown() for each in pair))
-    assert tries > 6 and [report.timed_out for report in reports] == [False, False]
+    pair[0].node.engine.bounds = Bounds(poll=0.02)
+    with seen(pair[1], passes):
+        reports = await asyncio.gather(*(each.shutdown() for each in pair))
+    assert answers > 6 and [report.timed_out for report in reports] == [False, False]
 
 
-async def test_a_member_that_hears_no_poll_keeps_the_group_together(
-    pair: list[Worker], gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_member_that_hears_no_poll_keeps_the_group_together(gate: Gate) -> None:
     """Its calls to itself are seen by nobody else: no answer for several polls does not say that there are none."""
-    monkeypatch.setattr(group, "_POLL_TIMEOUT", 0.02)
-    assert await pair[0].call("worker1", abs, -3) == 3
-    call = pair[1].call("worker1", wait_at_the_gate)
-    await until(lambda: gate.entered)
-    leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
-    await until(lambda: len(pair[0].node.group._entered) == 2)
-    (service,) = (each for each in pair[1].node.services if each.record.name == "worker0")
-    stop_reading(pair[1], "worker0")
-    before = pair[0].statistics().calls_timed_out
-    await until(lambda: pair[0].statistics().calls_timed_out >= before + 4 or any(each.done() for each in leaving))
-    assert not any(each.done() for each in leaving)
-    gate.open.set()
-    await call
-    service.connection.start()
-    assert [report.timed_out for report in await asyncio.gather(*leaving)] == [False, False]
+    async with cluster(2, options=[RpcBackendOptions(), APART]) as pair:
+        pair[0].node.engine.bounds = Bounds(poll=0.02)
+        assert await pair[0].call("worker1", abs, -3) == 3
+        call = pair[1].call("worker1", wait_at_the_gate)
+        await until(lambda: gate.entered)
+        leaving = [asyncio.ensure_future(each.shutdown()) for each in pair]
+        await until(lambda: len(pair[0].node.group.entered) == 2)
+        with standing_still(pair[1]):
+            before = pair[0].statistics().calls_timed_out
+            await until(
+                lambda: pair[0].statistics().calls_timed_out >= before + 4 or any(each.done() for each in leaving)
+            )
+            assert not any(each.done() for each in leaving)
+        gate.open.set()
+        await call
+        assert [report.timed_out for report in await asyncio.gather(*leaving)] == [False, False]
 
 
 async def test_work_that_does_not_end_keeps_nobody_for_ever(
@@ -176,7 +177,7 @@ async def test_a_loss_bounds_the_wait_for_those_who_work_on() -> None:
     """A member that never enters is waited for only until `loss_grace` after somebody was lost."""
     async with cluster(3, options=RpcBackendOptions(loss_grace=0.1)) as (a, b, c):
         leaving = asyncio.ensure_future(a.shutdown())
-        await until(lambda: a.id in a.node.group._entered)
+        await until(lambda: a.id in a.node.group.entered)
         a.node.group.on_lost(c.node.engine.record, "for the test")
         report = await asyncio.wait_for(leaving, LONG)
         assert report == ShutdownReport(lost=(c.info,), timed_out=True)
@@ -187,26 +188,22 @@ async def test_a_loss_bounds_the_wait_for_those_who_work_on() -> None:
 # --- cancelled, from a handler, again ---------------------------------------------------------------------------------
 
 
-async def test_a_handler_may_shut_its_worker_down(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handler_may_shut_its_worker_down(pair: list[Worker]) -> None:
     """The closing cancels the handler that asked for it, and goes on to its end."""
-    monkeypatch.setattr(engine, "TASKS_GRACE", 0.05)
+    pair[1].node.engine.bounds = Bounds(tasks=0.05)
     with pytest.raises(PeerClosed, match="worker1"):
         await pair[0].call("worker1", leave)
     assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
     assert pair[1].node.engine.pool.threads == 0 and not os.path.exists(pair[1].node.engine.record.unix_path)
 
 
-async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(gate: Gate) -> None:
     """Half a worker is never left: who waits is cancelled once all is closed, and later calls get the report."""
-    monkeypatch.setattr(node, "POOL_GRACE", 0.1)
     a = await alone()
+    a.node.engine.bounds = Bounds(threads=0.1)
     call = a.call("a", wait_at_the_gate)
     await until(lambda: gate.entered)
-    assert a.node.rendezvous is not None and a.node.rendezvous._held is not None
-    secret = a.node.rendezvous._held.path
-    assert secret is not None and secret.exists()
+    (secret,) = secrets()
     leaving = asyncio.ensure_future(a.shutdown(graceful=False))
     await until(lambda: a.closed)
     assert not leaving.done()
@@ -242,28 +239,20 @@ async def test_shutdown_again_with_a_loop_of_its_own() -> None:
     assert await a.shutdown() is report
 
 
-async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_init_that_is_cancelled_with_a_loop_of_its_own_cleans_up(caplog: pytest.LogCaptureFixture) -> None:
     """The loop ends after the clean-up, not under it: no socket is left, and no task is destroyed while pending."""
-    opened: list[Listeners] = []
-
-    def listen(*args: Any, **options: Any) -> Listeners:
-        opened.append(Listeners(*args, **options))
-        return opened[0]
-
-    monkeypatch.setattr(life, "Listeners", listen)
+    store, before = HashStore(), private_files()
     a = aiorpc.init(
-        "a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=20)
+        "a", rank=0, world_size=2, store=store, options=RpcBackendOptions(dedicated_loop=True, rpc_timeout=20)
     )
     joining = asyncio.ensure_future(a.start())
-    await until(lambda: len(opened) == 1 and len(opened[0].sockets()) == 2)
-    path = opened[0].unix_path
+    await until(lambda: store.check(["aiorpc/1/slot/0"]))
+    (path,) = private_files() - before
     with caplog.at_level(logging.WARNING):
         joining.cancel()
         with pytest.raises(asyncio.CancelledError):
             await joining
-    assert not os.path.exists(path) and a.closed
+    assert not path.exists() and a.closed
     assert not caplog.records
 
 
@@ -293,16 +282,19 @@ async def test_init_that_is_given_up_can_be_tried_again() -> None:
 
 async def test_init_that_is_given_up_leaves_nobody_in_a_group_without_a_size() -> None:
     """Its name is free, and the others do not look for it, whatever the store was doing for it just then."""
-    store, stuck, join = HashStore(), Stuck(), FreeWorld.join
+    stuck = Stuck()
 
-    def join_late(world: FreeWorld, *args: Any) -> Any:
-        members = join(world, *args)
-        stuck()
-        return members
+    class SlowToAnswer(WatchedStore):
+        """It enters the first member in the list, and does not say so."""
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FreeWorld, "join", join_late)
-        await give_up_once_joining(aiorpc.init("a", store=store), stuck.entered.is_set)
+        def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+            value = super().compare_set(key, expected, desired)
+            if not stuck.entered.is_set():
+                stuck("compare_set", (key,))
+            return value
+
+    store = SlowToAnswer()
+    await give_up_once_joining(aiorpc.init("a", store=store), stuck.entered.is_set)
     async with aiorpc.init("a", store=store) as a:
         assert [info.name for info in a.worker_infos()] == ["a"]
         stuck.open.set()
@@ -321,33 +313,20 @@ async def test_events_of_a_worker_that_has_left_are_over() -> None:
 # --- the rendezvous ---------------------------------------------------------------------------------------------------
 
 
-class Stuck:
-    """A step of the rendezvous that does not return until `open`; `entered` says that it is in."""
-
-    def __init__(self) -> None:
-        self.entered, self.open = threading.Event(), threading.Event()
-
-    def __call__(self, *_: Any) -> None:
-        self.entered.set()
-        assert self.open.wait(10)
-
-
 def rendezvous_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.endswith("-rendezvous")]
 
 
 @pytest.mark.parametrize("graceful", [False, True])
 async def test_a_store_that_does_not_answer_is_left_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graceful: bool
+    caplog: pytest.LogCaptureFixture, graceful: bool
 ) -> None:
     """Its process is stopped, say: leaving is bounded all the same, says so, and takes the group's secret along."""
-    monkeypatch.setattr(life, "_STORE_GRACE", 0.1)
-    stuck = Stuck()
-    async with cluster(1, dynamic=True) as (worker,):
-        assert worker.node.rendezvous is not None and worker.node.rendezvous._held is not None
-        secret = worker.node.rendezvous._held.path
-        assert secret is not None and secret.exists()
-        monkeypatch.setattr(worker.node.rendezvous, "leave", stuck)
+    store, stuck = WatchedStore(), Stuck()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        worker.node.engine.bounds = Bounds(store=0.1)
+        (secret,) = secrets()
+        store.look = stuck
         await asyncio.wait_for(worker.shutdown(graceful), LONG)
         assert stuck.entered.is_set() and worker.closed
         assert "worker worker0 left without a word to the store of" in caplog.text
@@ -356,11 +335,11 @@ async def test_a_store_that_does_not_answer_is_left_without_a_word(
     await until(lambda: not rendezvous_threads())
 
 
-async def test_leaving_waits_for_what_is_under_way_at_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leaving_waits_for_what_is_under_way_at_the_store() -> None:
     """A thread that is left inside of torch when the interpreter ends takes the process down."""
-    stuck = Stuck()
-    async with cluster(1, dynamic=True) as (worker,):
-        monkeypatch.setattr(worker.node.rendezvous, "serve_secret_requests", stuck)
+    store, stuck = WatchedStore(), Stuck()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        store.look = stuck
         assert await asyncio.to_thread(stuck.entered.wait, 10)
         leaving = asyncio.ensure_future(worker.shutdown())
         await until(lambda: worker.closed)
@@ -371,47 +350,56 @@ async def test_leaving_waits_for_what_is_under_way_at_the_store(monkeypatch: pyt
         assert not rendezvous_threads()
 
 
-async def test_nobody_looks_at_a_store_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_looks_at_a_store_that_has_gone() -> None:
     """torch logs every look at it, and it does not come back. What it has for now is no reason to look no more."""
-    looks = []
+    store = WatchedStore()
+    looks: list[str] = []
 
-    def gone() -> None:
-        looks.append(1)
-        raise RendezvousError("not just now") if len(looks) == 1 else StoreGone("it has gone")
+    def note(operation: str, keys: tuple[str, ...]) -> None:
+        looks.append(operation)
 
-    monkeypatch.setattr(life, "_SERVING_PAUSE", 0.001)
-    async with cluster(1, dynamic=True) as (worker,):
-        monkeypatch.setattr(worker.node.rendezvous, "serve_secret_requests", gone)
-        await until(lambda: len(looks) == 2)
+    def go(operation: str, keys: tuple[str, ...]) -> None:
+        looks.append("in vain")
+        raise RuntimeError("it has gone")
+
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        worker.node.engine.bounds = Bounds(serving_pause=0.001)
+        roster = store.inner.get(ROSTER).decode()
+        store.inner.set(ROSTER, "what nobody can read")
+        store.look = note
+        await until(lambda: looks.count("get") == 3)
+        store.inner.set(ROSTER, roster)
+        store.look = go
+        await until(lambda: "in vain" in looks)
         await asyncio.sleep(0.05)
-    assert len(looks) == 2
+        assert looks.count("in vain") == 1
 
 
-async def test_without_the_store_unknown_workers_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_store_unknown_workers_cannot_be_found() -> None:
     """The error names who is missing and why; the worker itself is well."""
 
-    def gone() -> None:
-        raise StoreGone("the store no longer answers")
+    def go(operation: str, keys: tuple[str, ...]) -> None:
+        raise RuntimeError("it has gone")
 
-    async with cluster(1, dynamic=True) as (worker,):
-        monkeypatch.setattr(worker.node.rendezvous, "members", gone)
-        with pytest.raises(RendezvousError, match="'worker0' cannot find 'nobody': the store no longer answers"):
+    store = WatchedStore()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        store.look = go
+        why = "the store at .given. no longer answers: it has gone"
+        with pytest.raises(RendezvousError, match=f"'worker0' cannot find 'nobody': {why}"):
             await worker.call("nobody", abs, -3)
-        with pytest.raises(RendezvousError, match="the store no longer answers"):
+        with pytest.raises(RendezvousError, match=why):
             worker.remote("nobody", dict)
         assert await worker.call("worker0", abs, -3) == 3
 
 
 async def test_no_directory_for_sockets_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user made it first, say; the worker that could not join is closed."""
-
-    def refuse() -> None:
-        raise PermissionError("/tmp/x is not a directory that only this user can enter")
-
-    monkeypatch.setattr(sockets, "private_directory", refuse)
-    worker = aiorpc.init("a", rank=0, world_size=1, store=HashStore())
-    with pytest.raises(RendezvousError, match="worker 'a' has no directory for its sockets: /tmp/x is not"):
-        await worker
+    """Others may enter the one that is there; the worker that could not join is closed."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # where a socket's path has room
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        Path(short, f"aiorpc-{os.getuid()}").mkdir(mode=0o755)
+        worker = aiorpc.init("a", rank=0, world_size=1, store=HashStore())
+        with pytest.raises(RendezvousError, match=r"worker 'a' has no directory for its sockets: .* only this user"):
+            await worker
     assert worker.closed
 
 
@@ -431,9 +419,10 @@ async def test_shutdown_while_it_joins_gives_that_up() -> None:
 
 async def test_shutdown_from_another_loop_is_refused_while_it_joins() -> None:
     """A worker that joins on one loop is shut down there; who tries elsewhere is told, and harms nothing."""
-    a = aiorpc.init("a", rank=0, world_size=2, store=HashStore(), options=RpcBackendOptions(rpc_timeout=30))
+    store = HashStore()
+    a = aiorpc.init("a", rank=0, world_size=2, store=store, options=RpcBackendOptions(rpc_timeout=30))
     joining = asyncio.ensure_future(a.start())
-    await until(lambda: a.state is WorkerState.STARTING and a._life.loop is not None)
+    await until(lambda: store.check(["aiorpc/1/slot/0"]))
     with pytest.raises(RpcUsageError, match="another loop"):
         await asyncio.to_thread(lambda: asyncio.run(a.shutdown()))
     joining.cancel()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, Worker
 from aiorpc.testing import cluster
+from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until
 
 
@@ -100,7 +105,7 @@ async def test_users_calls_do_not_refuse_the_runtimes(gate: Gate) -> None:
             calls.append(workers[1].call("worker0", wait_async, number))
             await until(lambda: workers[0].statistics().calls_running == len(calls))
         leaving = asyncio.ensure_future(workers[1].shutdown())
-        await until(lambda: leaving.done() or workers[1].id in workers[0].node.group._entered)
+        await until(lambda: leaving.done() or workers[1].id in workers[0].node.group.entered)
         assert not leaving.done()
         gate.open.set()
         assert await asyncio.gather(*calls) == [0, 1]
@@ -121,37 +126,39 @@ async def test_a_refused_first_call_does_not_spoil_its_function(gate: Gate) -> N
 async def test_calls_given_up_before_their_worker_joined_are_taken_back() -> None:
     """What timed out waiting for a name is neither kept nor sent, and nobody goes on looking for the name."""
     async with cluster(1, dynamic=True) as (worker,):
-        peer = worker.node.peers.find("nobody")
+        peer, kept = worker.node.peers.find("nobody"), list[weakref.ref[Any]]()
         for _ in range(3):
-            calls = [worker.peer("nobody", timeout=0.02).call(torch.numel, torch.zeros(1000)) for _ in range(5)]
-            assert len(peer._waiting) == 5
+            arrays = [numpy.zeros(10_000) for _ in range(5)]
+            kept += [weakref.ref(array) for array in arrays]
+            calls = [worker.peer("nobody", timeout=0.02).call(len, array) for array in arrays]
+            del arrays
+            assert all(each() is not None for each in kept[-5:])
             for call in calls:
                 with pytest.raises(RpcTimeout):
                     await call
-            assert not peer._waiting
+            del calls, call
+        await until(lambda: gc.collect() < 0 or not any(each() is not None for each in kept))
         await until(lambda: peer.state.value == "idle")
 
 
-async def test_calls_given_up_count_as_long_as_they_wait_to_be_sent(pair: list[Worker]) -> None:
+async def test_calls_given_up_count_as_long_as_they_wait_to_be_sent() -> None:
     """A worker that does not read cannot fill our memory with calls that timed out; once it reads, calls go on."""
     limit = 3
-    pair[0].options.max_pending_calls = limit
-    assert await pair[0].call("worker1", abs, -1) == 1
-    (service,) = (each for each in pair[1].node.services if each.record.name == "worker0")
-    pair[1].loop.remove_reader(service.connection._fd)
-    peer = pair[0].node.peers.find("worker1")
-    connection, link = peer.connection, peer.link
-    assert connection is not None and link is not None
-    link.bulk._least = 1 << 40  # what goes in chunks is dropped with its call, and fills nothing
-    large = torch.zeros(1 << 22)
-    with pytest.raises(Overloaded, match="given up wait to be sent"):
-        for _ in range(20):
-            with pytest.raises(RpcTimeout):
-                await pair[0].peer("worker1", timeout=0.005).call(torch.numel, large)
-    assert connection.unsent <= 2 * limit + 2  # each with its CANCEL
-    service.connection.start()
-    await until(lambda: not connection.unsent)
-    assert await pair[0].call("worker1", abs, -2) == 2
+    # What goes in chunks, or through shared memory, is dropped with its call, and fills nothing.
+    caller = RpcBackendOptions(max_pending_calls=limit, min_bulk_bytes=1 << 40, shared_memory=0)
+    async with cluster(2, options=[caller, RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)]) as pair:
+        assert await pair[0].call("worker1", abs, -1) == 1
+        connection = pair[0].node.peers.find("worker1").connection
+        assert connection is not None
+        large = torch.zeros(1 << 22)
+        with standing_still(pair[1]):
+            with pytest.raises(Overloaded, match="given up wait to be sent"):
+                for _ in range(20):
+                    with pytest.raises(RpcTimeout):
+                        await pair[0].peer("worker1", timeout=0.005).call(torch.numel, large)
+            assert connection.unsent <= 2 * limit + 2  # each with its CANCEL
+        await until(lambda: not connection.unsent)
+        assert await pair[0].call("worker1", abs, -2) == 2
 
 
 async def test_a_burst_far_beyond_the_threads_is_served(pair: list[Worker]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import json
@@ -20,7 +21,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
@@ -190,8 +191,8 @@ def test_all_ranks_learn_the_same_members(group: Group) -> None:
     assert all(result == first for result in results)
     for opened in group.opened:
         assert opened.members() == first
-        assert opened.find("worker2") == first[2]
-        assert opened.find("nobody") is None
+        assert opened.find("worker2", PATIENCE) == first[2]
+        assert opened.find("nobody", PATIENCE) is None
         assert (opened.generation, opened.dynamic, opened.world_size) == (1, False, 4)
 
 
@@ -250,7 +251,7 @@ def test_a_second_holder_does_not_disturb_a_complete_group(group: Group) -> None
     with pytest.raises(RendezvousError, match=r"rank 1 was taken twice: by worker1 .* and by late"):
         group.join(1, 2, "late", timeout=5)
     assert [opened.members() for opened in group.opened[:2]] == group_before
-    assert group.opened[0].find("late") is None
+    assert group.opened[0].find("late", PATIENCE) is None
 
 
 def test_a_second_holder_is_refused_while_others_form_the_next_generation(here: Group) -> None:
@@ -380,7 +381,7 @@ def test_rank_0_that_cannot_host_says_why(monkeypatch: pytest.MonkeyPatch, kind:
         raise kind("nobody there")
 
     # Some networks lead there, and even answer.
-    monkeypatch.setattr("aiorpc.runtime.meeting.stores.socket.create_connection", fail)
+    monkeypatch.setattr(socket, "create_connection", fail)
     wrong = r"cannot host the store at tcp://192\.0\.2\.1:4000 .* is no address of this host and does not lead to it"
     wrong += r" \(nobody there\)"
     with pytest.raises(RendezvousError, match=wrong):
@@ -390,7 +391,14 @@ def test_rank_0_that_cannot_host_says_why(monkeypatch: pytest.MonkeyPatch, kind:
 
 def test_rank_0_hosts_at_an_address_that_leads_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose port is mapped: the address is no interface's, and still the right one."""
-    monkeypatch.setattr("aiorpc.runtime.meeting.stores.is_local", lambda place: False)
+    bind = socket.socket.bind
+
+    def refuse(sock: socket.socket, address: Any) -> None:
+        if sock.type == socket.SOCK_DGRAM:  # which is how an address is tried
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+        bind(sock, address)
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
     group = Group(f"tcp://127.0.0.1:{free_port()}", None)
     found = group.join_all(2)
     assert not any(isinstance(records, Exception) for records in found), found
@@ -429,20 +437,19 @@ def has_stopped(process: int) -> bool:
     return set(states) == {"T"}
 
 
-def test_looking_for_a_worker_is_bounded(prepared: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_for_a_worker_is_bounded(prepared: Zygote, tmp_path: Path) -> None:
     """The process that hosts the store is stopped; whoever looks may be on a loop."""
-    monkeypatch.setattr("aiorpc.runtime.meeting.rendezvous._LOOKING_TIME", 0.1)
     with hosted_elsewhere(prepared, tmp_path, None, None) as (group, host):
         group.join(None, None, "a")
         opened = group.opened[0]
-        found = opened.find("a")
-        assert found is not None and opened.find("b") is None
+        found = opened.find("a", PATIENCE)
+        assert found is not None and opened.find("b", PATIENCE) is None
         os.kill(host, signal.SIGSTOP)
         try:
             while not has_stopped(host):  # the test's own limit bounds this
                 time.sleep(0.001)
             with pytest.raises(RendezvousError, match=r"cannot find worker 'a': the store at .* has not answered"):
-                opened.find("a")
+                opened.find("a", 0.1)
         finally:
             os.kill(host, signal.SIGCONT)
     group.close()
@@ -607,17 +614,19 @@ def test_one_that_gave_up_while_joining_is_no_member(here: Group, others_first: 
     """Its process lives on and starts the rank anew, before or after the others have come: all meet the new one."""
     with pytest.raises(RendezvousError, match="joining the group was stopped"):
         stop_while_joining(here)
-    board = here.opened[0]._board
+    store = here.store
+    assert store is not None
     here.opened[0].abandon()
 
     def others_join(rank: int) -> list[WorkerRecord]:
         if not others_first:
-            wait_until(lambda: board.has("2/slot/1"), "rank 1 is there again")
+            wait_until(lambda: store.check(["aiorpc/2/slot/1"]), "rank 1 is there again")
         return here.join(rank, 3)
 
     def join_again() -> list[WorkerRecord]:
         if others_first:
-            wait_until(lambda: board.has("2/slot/0", "2/slot/2"), "the others do not take it for a member")
+            others = ["aiorpc/2/slot/0", "aiorpc/2/slot/2"]
+            wait_until(lambda: store.check(others), "the others do not take it for a member")
         return here.join(1, 3, "again")
 
     for members in together(lambda: others_join(0), join_again, lambda: others_join(2)):
@@ -666,13 +675,13 @@ def test_workers_join_and_leave_freely(group: Group) -> None:
     assert [record.name for record in group.join(None, None, "b")] == ["a", "b"]
     first, second = group.opened
     assert (first.dynamic, first.hosts_store) == (True, group.method.startswith("tcp"))
-    old = first.find("b")
+    old = first.find("b", PATIENCE)
     assert old is not None and old.id == 1
     second.leave(old)
     second.leave(old)
-    assert first.find("b") is None
+    assert first.find("b", PATIENCE) is None
     assert [record.name for record in group.join(None, None, "b")] == ["a", "b"]
-    new = first.find("b")
+    new = first.find("b", PATIENCE)
     assert new is not None and (new.id, new.incarnation != old.incarnation) == (2, True)
 
 
@@ -730,7 +739,7 @@ def test_a_lost_peer_can_be_taken_off_the_list_by_others(here: Group) -> None:
     """Of another host, where nothing else proves that it is dead."""
     here.join(None, None, "far", host=ELSEWHERE, pid=4711)
     here.join(None, None, "near")
-    lost = here.opened[1].find("far")
+    lost = here.opened[1].find("far", PATIENCE)
     assert lost is not None
     here.opened[1].leave(lost)
     assert [record.name for record in here.join(None, None, "far")] == ["near", "far"]

@@ -13,7 +13,9 @@ import torch
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
+from aiorpc.protocol.frames import ITEM
 from aiorpc.testing import cluster
+from tests.runtime.observers import seen
 from tests.runtime.waiting import until, until_no_references
 
 
@@ -220,10 +222,11 @@ async def test_references_in_items(trio: list[Worker]) -> None:
 
 
 async def take_the_first_of_some(worker: Worker) -> None:
-    stream = worker.stream("worker1", references, 10)
-    assert await (await anext(stream)) == 0
-    await until(lambda: len(stream._items) > 3)
-    await stream.aclose()
+    with seen(worker) as messages:
+        stream = worker.stream("worker1", references, 10)
+        assert await (await anext(stream)) == 0
+        await until(lambda: sum(passage.kind == ITEM for passage in messages.arrived) > 4)
+        await stream.aclose()
 
 
 async def references(count: int) -> AsyncIterator[Any]:
@@ -233,8 +236,10 @@ async def references(count: int) -> AsyncIterator[Any]:
 
 async def test_the_timeout_bounds_the_wait_for_each_item(pair: list[Worker]) -> None:
     """RpcTimeout names function, worker and seconds; the producer is stopped."""
-    stream = pair[0].peer("worker1", timeout=0.05).stream(stall)
-    await until(lambda: stream._items)  # connecting and the first item may take longer on a busy machine
+    with seen(pair[0]) as messages:
+        stream = pair[0].peer("worker1", timeout=0.05).stream(stall)
+        # Connecting and the first item may take longer on a busy machine.
+        await until(lambda: any(passage.kind == ITEM for passage in messages.arrived))
     assert await anext(stream) == 1
     with pytest.raises(RpcTimeout, match=r"stall.*'worker1'.*0\.05 s") as caught:
         await anext(stream)

@@ -123,7 +123,7 @@ class Peers:
     def id_of(self, peer: Peer) -> int:
         """The id of a peer. UnknownWorker if it has not joined yet."""
         if peer.record is None and self._dynamic:
-            record = self._home.rendezvous.find(peer.name)
+            record = self._home.rendezvous.find(peer.name, self._engine.bounds.look)
             if record is not None and not self._home.group.is_gone(record):
                 self._adopt(peer, record)
         if peer.record is None:

@@ -19,15 +19,23 @@ _SHARE = 20  # looks take at most one part in this many of the loop's time
 class Deadlines:
     """Calls `scan(now)` on the loop whenever a deadline may have passed.
 
-    scan: ends what is due at `now` (``time.monotonic()``) and returns the earliest deadline of the rest, or infinity.
+    scan: ends what is due at `now` and returns the earliest deadline of the rest, or infinity. clock: says what time it
+    is, in seconds; that of all deadlines.
 
     `_next` is the time of the next look. The loop sets it to infinity before it looks. So a thread that adds a call too
     late for that look sees infinity, and asks for another one; no deadline is forgotten between the two.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, scan: Callable[[float], float]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        scan: Callable[[float], float],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._loop = loop
         self._scan = scan
+        self._clock = clock
         self._next = float("inf")
         self._earliest = 0.0  # no look before this
         self._timer: asyncio.TimerHandle | None = None
@@ -35,7 +43,7 @@ class Deadlines:
         self._closed = False
 
     def add(self, deadline: float) -> None:
-        """A call with that deadline (``time.monotonic()`` seconds) is pending from now on. Any thread.
+        """A call with that deadline (seconds of the clock) is pending from now on. Any thread.
 
         The call must stand where `scan` looks before this is called.
         """
@@ -52,7 +60,7 @@ class Deadlines:
     def _plan(self, deadline: float) -> None:
         if self._closed:
             return
-        now = time.monotonic()
+        now = self._clock()
         when = max(deadline, self._earliest, now + _SOON)
         if self._timer is not None:
             if self._timer_at <= when:
@@ -64,12 +72,12 @@ class Deadlines:
     def _look(self) -> None:
         self._timer = None
         self._next = float("inf")
-        began = time.monotonic()
+        began = self._clock()
         following = float("inf")
         try:
             following = self._scan(began)
         finally:
-            ended = time.monotonic()
+            ended = self._clock()
             self._earliest = ended + _SHARE * (ended - began)
             if following < self._next:
                 self._next = following

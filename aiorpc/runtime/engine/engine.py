@@ -14,16 +14,13 @@ from ...errors import WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...transport.connection import Connection
+from .bounds import Bounds
 from .counters import Counters
 from .lifetime import Lifetime
 from .observing import Observer
 from .pool import ThreadPool
 from .steps import Steps
 from .tasks import Tasks
-
-# Seconds for which the engine waits for tasks and threads that are still at work when it is closed.
-TASKS_GRACE = 1.0
-POOL_GRACE = 1.0
 
 
 class Engine:
@@ -37,6 +34,7 @@ class Engine:
     hold up the answers that they wait for.
     connections: all connections that exist, including those in their handshake, because a forked child has to close
     its copies of all of them.
+    bounds: replaced as a whole, by tests alone.
     observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
     whole and never changed.
     """
@@ -64,6 +62,7 @@ class Engine:
         self.loop = asyncio.get_running_loop()
         self.thread = threading.get_ident()
         self.default_timeout = options.rpc_timeout
+        self.bounds = Bounds()
         self.counters = Counters()
         self.tasks = Tasks(self.loop)
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -139,6 +138,6 @@ class Engine:
 
         Returns how many handler threads are left to themselves. patience: how many seconds these are waited for.
         """
-        await self.tasks.end(TASKS_GRACE)
+        await self.tasks.end(self.bounds.tasks)
         self.background.close(0.0)
         return await self.steps.run(lambda: self.pool.close(patience))

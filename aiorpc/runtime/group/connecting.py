@@ -38,13 +38,8 @@ from .listening import Listeners
 
 logger = logging.getLogger("aiorpc")
 
-HANDSHAKE_TIMEOUT = 10.0
-CONNECT_TIMEOUT = 30.0
-PIPE_TIMEOUT = 10.0
+# Seconds between two tries to connect: the first such pause, and the longest.
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
-ACCEPT_PAUSE = 0.5
-# Connections that may be in their handshake at once; strangers must not use up our descriptors.
-MAX_HANDSHAKES = 256
 # How many bytes the runtime adds to a body at most: for errors (calls/failures.py), and for the way of each buffer
 # (links/link.py).
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
@@ -114,7 +109,7 @@ class Connector:
     async def _open_pipe(self, link: Link) -> None:
         try:
             transport = "unix" if link.connection.local else "tcp"
-            async with asyncio.timeout(PIPE_TIMEOUT):
+            async with asyncio.timeout(self._engine.bounds.pipe):
                 sock = await _reach(self._engine, link.record, (transport,))
                 opening = _Opening(self._engine, self._secret, link.record, sock, link.number, pipe=True)
                 opening.on_closed = link.second.closed
@@ -128,12 +123,12 @@ class Connector:
         Raises OSError and PeerRefused.
         """
         engine = self._engine
-        limit = time.monotonic() + CONNECT_TIMEOUT
+        limit = time.monotonic() + engine.bounds.connect
         pause = FIRST_PAUSE
         while True:
             try:
                 # The system tries for minutes where nobody answers.
-                async with asyncio.timeout(CONNECT_TIMEOUT):
+                async with asyncio.timeout(engine.bounds.connect):
                     sock = await _reach(engine, record, engine.options.transports)
                 number = next(self._numbers)
                 opening = _Opening(engine, self._secret, record, sock, number)
@@ -281,7 +276,7 @@ class Acceptor:
                 # It stays in the backlog, and the listener readable: the loop would do nothing but look again.
                 logger.warning("worker %s cannot take a connection: %s", self._engine.name, error)
                 self._engine.loop.remove_reader(listener.fileno())
-                self._engine.loop.call_later(ACCEPT_PAUSE, self._resume, listener)
+                self._engine.loop.call_later(self._engine.bounds.accept_pause, self._resume, listener)
                 return
             reason = self._unwanted(sock)
             if reason is not None:
@@ -301,10 +296,11 @@ class Acceptor:
         else:
             with contextlib.suppress(OSError):
                 sockets.tune_tcp(sock)
-        if len(self._handshakes) >= MAX_HANDSHAKES:
+        most = self._engine.bounds.handshakes
+        if len(self._handshakes) >= most:
             # The oldest goes, not the newest: members are done within milliseconds.
             next(iter(self._handshakes)).connection.abort(
-                ConnectionError(f"it had not proved itself when {MAX_HANDSHAKES} others were in their handshake")
+                ConnectionError(f"it had not proved itself when {most} others were in their handshake")
             )
         return None
 
@@ -351,7 +347,8 @@ class _Accepting:
         self.connection = _connection(engine, sock, f"to {engine.name}")
         sealed = engine.options.authenticate_frames and not self.connection.local
         self.handshake = Handshake(engine.record, acceptor.secret, opener=False, accept=self._is_wanted, sealed=sealed)
-        self._timer = engine.loop.call_later(HANDSHAKE_TIMEOUT, self._too_slow)
+        patience = engine.bounds.handshake
+        self._timer = engine.loop.call_later(patience, self._too_slow, patience)
         self._serving: Callable[[BaseException | None], None] | None = None
         self.connection.on_frames = self._on_frames
         self.connection.on_closed = self._on_closed
@@ -394,8 +391,8 @@ class _Accepting:
         self._serving = link.second.closed
         link.second.attach(self.connection)
 
-    def _too_slow(self) -> None:
-        self.connection.abort(TimeoutError(f"it did not prove itself within {HANDSHAKE_TIMEOUT:g} s"))
+    def _too_slow(self, patience: float) -> None:
+        self.connection.abort(TimeoutError(f"it did not prove itself within {patience:g} s"))
 
     def _on_closed(self, cause: BaseException | None) -> None:
         self._timer.cancel()

@@ -37,7 +37,6 @@ from .events import Events, WorkerJoined, WorkerLeft, WorkerLost
 
 logger = logging.getLogger("aiorpc")
 
-_POLL_TIMEOUT = 10.0
 # Seconds between the end of a process and the loss of its worker: what it wrote before may still be in the sockets.
 _EXIT_GRACE = 0.05
 # Seconds between a goodbye and the end of the calls to that worker: replies may be on their way on another connection.
@@ -107,6 +106,11 @@ class Group:
     def leads(self) -> bool:
         """Whether this worker is the leader."""
         return self._table.leads
+
+    @property
+    def entered(self) -> list[int]:
+        """The ids of the members that this worker has heard of that they want to leave: a leader waits for the rest."""
+        return list(self._entered)
 
     def start(self) -> None:
         """Make this worker known to the leader; in a free group, to everybody."""
@@ -331,7 +335,8 @@ class Group:
     async def _poll(self, record: WorkerRecord) -> Activity:
         if record.id == self._engine.id:
             return Activity(*self.activity())
-        return Activity(*await self._home.peers.of(record).call(poll, (), None, _POLL_TIMEOUT, system=True))
+        patience = self._engine.bounds.poll
+        return Activity(*await self._home.peers.of(record).call(poll, (), None, patience, system=True))
 
     def activity(self) -> tuple[bool, int]:
         """Whether this worker is idle, and how many calls of users it has seen."""

@@ -51,11 +51,7 @@ KindMethod = Callable[[Frame], None]  # the method for one kind of messages
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
 # away from that thread.
 FEW = 8
-# What was released travels with the next message, or by itself after this many seconds.
-RELEASE_PAUSE = 0.01
-# After the first connection has ended, the second one has so many seconds to bring what was written before that. The
-# pause is that between two looks.
-DRAIN_GRACE = 1.0
+# Seconds between two looks whether the second connection has brought what was written before the first one ended.
 DRAIN_PAUSE = 0.01
 
 
@@ -401,7 +397,7 @@ class Link:
         """
         if not self._timed:
             self._timed = True
-            self.engine.call_on_loop(self.engine.loop.call_later, RELEASE_PAUSE, self._time_is_up)
+            self.engine.call_on_loop(self.engine.loop.call_later, self.engine.bounds.release_pause, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self._timed = False
@@ -416,7 +412,7 @@ class Link:
         limit: when the wait ends in any case (``time.monotonic()`` seconds), 0 for the usual bound from now on.
         """
         now = time.monotonic()
-        limit = limit or now + DRAIN_GRACE
+        limit = limit or now + self.engine.bounds.drain
         over = self.pipe is None or self.pipe is self.connection or self.pipe.ended
         if over or not self.held or self.closed or self.engine.closed or now >= limit:
             then()

@@ -27,8 +27,6 @@ logger = logging.getLogger("aiorpc")
 
 # Seconds until a second connection is opened that nothing waits for yet.
 PIPE_PAUSE = 0.02
-# If the second connection ends, the first one has so many seconds to end, too, and to say why; then it is broken.
-PIPE_GRACE = 1.0
 # Frames that wait in the second connection, so that it never runs dry and a withdrawal takes effect soon.
 _AHEAD = 2
 
@@ -174,7 +172,7 @@ class SecondConnection:
         """The second connection has ended. If the first one does not end as well, it is aborted: a link needs both."""
         link = self._link
         if not link.closed and cause is not None:
-            link.engine.loop.call_later(PIPE_GRACE, link.connection.abort, cause)
+            link.engine.loop.call_later(link.engine.bounds.pipe_grace, link.connection.abort, cause)
 
 
 def _check_greeting(frame: Frame) -> None:

@@ -54,7 +54,6 @@ _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
 _READING_TIME = 2.0
-_LOOKING_TIME = 5.0
 _ADVICE = "which is a way to run code in workers: set AIORPC_SECRET for all, or meet in a file of this user's (file://)"
 
 
@@ -178,16 +177,16 @@ class Rendezvous:
             members = [member for member in members if member.own_secret]  # whoever joins without it is told so
         return [member.record for member in members]
 
-    def find(self, name: str) -> WorkerRecord | None:
-        """The member of that name, or None. RendezvousError if the store does not answer for 5 s.
+    def find(self, name: str, patience: float) -> WorkerRecord | None:
+        """The member of that name, or None. RendezvousError if the store does not answer for so many seconds.
 
         It may be called on a loop, which it then blocks.
         """
         try:
-            members = bounded(self.members, _LOOKING_TIME)
+            members = bounded(self.members, patience)
         except TimeoutError:
             raise RendezvousError(
-                f"cannot find worker {name!r}: the store at {self._place} has not answered for {_LOOKING_TIME:g} s"
+                f"cannot find worker {name!r}: the store at {self._place} has not answered for {patience:g} s"
             ) from None
         return next((record for record in members if record.name == name), None)
 

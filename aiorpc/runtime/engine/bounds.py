@@ -1,0 +1,40 @@
+"""How long one worker waits for what may never come, and how much it takes, where no option of the user says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Seconds, where nothing else is said. They are read when a wait begins; a worker has those of its engine.
+
+    To change them is for tests, which cannot wait as long as a program may have to.
+    """
+
+    # Connecting.
+    connect: float = 30.0  # for a worker that refuses connections; the system alone would try for minutes
+    handshake: float = 10.0  # for whoever has connected to prove itself
+    handshakes: int = 256  # connections that may be in their handshake at once: strangers must not use up descriptors
+    pipe: float = 10.0  # for the second connection of a link
+    accept_pause: float = 0.5  # until connections are taken again after the system has refused one
+
+    # A link that ends.
+    pipe_grace: float = 1.0  # between the end of the second connection and that of the first, which may say why
+    drain: float = 1.0  # for what was written to the second connection before the first one ended
+    release_pause: float = 0.01  # until memory of the other end that was let go here is given back
+
+    # The group, and the store where it meets.
+    poll: float = 10.0  # for one answer of a member that the leader asks for its activity
+    store: float = 5.0  # for the store when the worker leaves; longer than `Rendezvous.close` waits for others
+    look: float = 5.0  # for the store when a name is looked up
+    serving_pause: float = 0.25  # between two looks at the store of a free group for newcomers
+
+    # Closing; what is still under way after these is left to itself.
+    tasks: float = 1.0
+    threads: float = 1.0
+    connections: float = 1.0
+    devices: float = 1.0
+
+    # Contexts of autograd.
+    leave_context: float = 5.0  # for telling all workers that a context was left
