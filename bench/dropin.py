@@ -39,12 +39,18 @@ def dropin(stage: Stage) -> list[Row]:
     return [_row(loop, results) for loop in _LOOPS]
 
 
-def run(side: SideName, seconds: float) -> Figures:
+def run(
+    side: SideName,
+    seconds: float,
+    program: Path = PROGRAM,
+    limit: float = RUN_SECONDS,
+    variables: Mapping[str, str] = os.environ,
+) -> Figures:
     """Start the program, wait for its end, and read what it printed; BenchError where it failed or took too long."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *_COMMANDS[side], str(PROGRAM)]
+        command = [sys.executable, *_COMMANDS[side], str(program)]
         command += ["--meeting", f"{folder}/meeting", "--seconds", str(seconds)]
-        code, out, err = _finished(command, environment(os.environ))
+        code, out, err = _finished(command, environment(variables), limit)
     if code != 0:
         raise BenchError(f"dropin on {side} ended with {code}:\n{err}")
     figures: Figures = json.loads(out.splitlines()[-1])
@@ -58,7 +64,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return {**given, "PYTHONPATH": os.pathsep.join([root, *path])}
 
 
-def _finished(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+def _finished(command: list[str], variables: dict[str, str], limit: float) -> tuple[int, str, str]:
     process = subprocess.Popen(
         command,
         env=variables,
@@ -68,12 +74,12 @@ def _finished(command: list[str], variables: dict[str, str]) -> tuple[int, str, 
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=RUN_SECONDS)
+        out, err = process.communicate(timeout=limit)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)  # the processes that it spawned are in its session
         _, err = process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise BenchError(f"{' '.join(command)} took more than {RUN_SECONDS:g} s:\n{err}") from None
+            raise BenchError(f"{' '.join(command)} took more than {limit:g} s:\n{err}") from None
         raise
     return process.returncode, out, err
 

@@ -82,12 +82,18 @@ def calls(
     return summary(timed_at_rest(call, rest, seconds, least))
 
 
-def timed_at_rest(call: Callable[[], object], rest: Callable[[], None], seconds: float, least: int) -> list[int]:
+def timed_at_rest(
+    call: Callable[[], object],
+    rest: Callable[[], None],
+    seconds: float,
+    least: int,
+    *,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> list[int]:
     """Nanoseconds of each call for so long, and of `least` calls at least, with `rest`, untimed, before each.
 
     `bulk_clients.timed` goes on at once; here that would be timing a queue on the device.
     """
-    clock = time.perf_counter_ns
     samples: list[int] = []
     end = clock() + int(seconds * 1e9)
     while len(samples) < least or clock() < end:

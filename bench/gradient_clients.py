@@ -214,21 +214,32 @@ def steps(
     return {name: 1e6 / microseconds for name, microseconds in found.items()}
 
 
-def growth(rpc: Any, width: int, batch: int, warm_up: int, iterations: int, to: str = "server") -> dict[str, float]:
-    """MB (2^20) by which both processes grew in so many steps, and the autograd contexts that are left in them."""
+def growth(
+    rpc: Any,
+    width: int,
+    batch: int,
+    warm_up: int,
+    iterations: int,
+    to: str = "server",
+    patience: float = LEAVE_SECONDS,
+) -> dict[str, float]:
+    """MB (2^20) by which both processes grew in so many steps, and the autograd contexts that are left in them.
+
+    patience: how many seconds the last context has for being left everywhere.
+    """
     model = training(rpc, width, batch, to, warm_up)
     before = resident_bytes(), rpc.rpc_sync(to, resident_bytes)
     for _ in range(iterations):
         model.step()
     after = resident_bytes(), rpc.rpc_sync(to, resident_bytes)
-    left = _contexts_left(rpc, to)
+    left = _contexts_left(rpc, to, patience)
     sizes = {end: max(0, after[at] - before[at]) / MB for at, end in enumerate(("caller", "callee"))}
     return sizes | {"contexts, caller": float(left[0]), "contexts, callee": float(left[1])}
 
 
-def _contexts_left(rpc: Any, to: str) -> tuple[int, int]:
+def _contexts_left(rpc: Any, to: str, patience: float) -> tuple[int, int]:
     """Those that are there after a while: torch does not wait until the others have left a context."""
-    end = time.monotonic() + LEAVE_SECONDS
+    end = time.monotonic() + patience
     while True:
         left = open_contexts(rpc.__name__), rpc.rpc_sync(to, open_contexts, args=(rpc.__name__,))
         if not any(left) or time.monotonic() > end:

@@ -145,9 +145,13 @@ class ParameterServer:
             scores: Tensor = torch.func.functional_call(self._network, copies, (pictures,))
             return scores
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, where they are."""
+        return list(self._network.parameters())
+
     def parameter_refs(self) -> list[rpc.RRef[nn.Parameter]]:
         """References to the parameters, which stay here."""
-        return [rpc.RRef(each) for each in self._network.parameters()]
+        return [rpc.RRef(each) for each in self.parameters()]
 
     def note(self, loss: float) -> None:
         """A trainer has made a step."""

@@ -95,9 +95,13 @@ class Stage:
             result: Tensor = self._layers(here)
             return result
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Its parameters, where they are."""
+        return list(self._layers.parameters())
+
     def parameter_refs(self) -> list[rpc.RRef[nn.Parameter]]:
         """References to its parameters, which stay here."""
-        return [rpc.RRef(each) for each in self._layers.parameters()]
+        return [rpc.RRef(each) for each in self.parameters()]
 
 
 @dataclass(frozen=True)

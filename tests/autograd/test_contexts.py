@@ -15,13 +15,14 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
-from aiorpc import RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
+from aiorpc import RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
 from aiorpc.errors import ProtocolError
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.gradients.contexts import current_autograd
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import Tensor, check, expected, gradients_of, step, vector, weight_of
+from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until
 
 # --- ids --------------------------------------------------------------------------------------------------------------
@@ -613,26 +614,30 @@ async def test_when_its_opener_leaves_the_others_release_it() -> None:
             await context.__aexit__(None, None, None)
 
 
-async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_comes_after_its_opener_is_gone_opens_nothing() -> None:
     """Of two workers one learns first that the opener is gone: what the other still calls leaves no context there."""
     store = HashStore()
-    async with cluster(2, dynamic=True, store=store) as workers:
+    apart = RpcBackendOptions(dedicated_loop=True, lag_warning=0.0)
+    async with cluster(2, dynamic=True, store=store, options=[RpcBackendOptions(), apart]) as workers:
         third = await Worker("worker2", world_size=None, store=store)
         current_node.set(third.node)
         context = autograd.context()
         context_id = await context.__aenter__()
         await third.call("worker1", parts.layer, vector())
         await third.call("worker0", parts.echo, None)
-        monkeypatch.setattr(
-            workers[1].node.gradients, "on_gone", lambda worker_id: None
-        )  # it has not learned of it yet
-        await third.shutdown(graceful=False)
-        await until(lambda: workers[0].node.peers.by_id(third.id).gone)
-        current_autograd.set(int(context_id))
-        await workers[1].call("worker0", parts.layer, vector())
+        await workers[1].call("worker0", parts.echo, None)
+        with standing_still(workers[1]):  # it does not learn of it
+            await third.shutdown(graceful=False)
+            await until(lambda: workers[0].node.peers.by_id(third.id).gone)
+            current_autograd.set(int(context_id))
+            served = workers[0].statistics().calls_served
+            call = workers[1].call("worker0", parts.layer, vector())
+            await until(lambda: workers[0].statistics().calls_served > served)
+            assert [len(worker.node.gradients) for worker in workers] == [0, 1]
+        await call
         async with asyncio.timeout(10):
             await context.__aexit__(None, None, None)
-        assert [len(worker.node.gradients) for worker in workers] == [0, 1]
+        assert len(workers[0].node.gradients) == 0
 
 
 async def test_what_a_message_cannot_say_of_gradients(workers: list[Worker]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import aiorpc as rpc
 from aiorpc import PeerLost, autograd
-from aiorpc.autograd import contexts
+from aiorpc.runtime.engine.bounds import Bounds
 from tests.autograd import parts
 from tests.autograd.parts import Tensor, apply, expected, step, vector
 from tests.processes.workers import Link, Place, group, own_fork_server, until
@@ -156,10 +156,10 @@ async def test_a_context_is_released_when_its_opener_was_killed() -> None:
         children["w2"].tell("leave")
 
 
-async def test_leaving_does_not_wait_for_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leaving_does_not_wait_for_a_stopped_worker() -> None:
     """It is given up after a while, not long; the worker forgets the context when it goes on."""
-    monkeypatch.setattr(contexts, "LEAVE_PATIENCE", 0.5)
     async with group(3) as (worker, children), asyncio.timeout(BOUND):
+        worker.node.engine.bounds = Bounds(leave_context=0.5)
         async with autograd.context():
             await rpc.call("w1", parts.via, vector(), "w2")
             children["w1"].kill(signal.SIGSTOP)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import aiorpc
 from aiorpc import RpcBackendOptions, Worker, autograd
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.runtime.gradients import contexts as gradients
+from aiorpc.runtime.gradients.contexts import MOST_BEHIND
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import check, expected, gradients_of, step, vector, weight_of
@@ -72,19 +72,23 @@ KEPT = Program(
 )
 
 
-@pytest.fixture(params=[-1, 2, None])
-def most_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[-1, 2, MOST_BEHIND])
+def most_behind(request: pytest.FixtureRequest) -> int:
     """How many tensors a message says to be behind one: none, so that passes always have to ask; some; as always."""
-    if request.param is not None:
-        monkeypatch.setattr(gradients, "_MOST_BEHIND", request.param)
+    return int(request.param)
+
+
+def say_behind(workers: list[Worker], most: int) -> None:
+    for worker in workers:
+        worker.node.gradients.most_behind = most
 
 
 @pytest.mark.random
 @pytest.mark.time_limit(120)
-@pytest.mark.usefixtures("most_behind")
-def test_random_graphs(loop_factory: LoopFactory) -> None:
+def test_random_graphs(loop_factory: LoopFactory, most_behind: int) -> None:
     """One pass, or several over a retained graph."""
     with running(loop_factory) as (workers, run):
+        say_behind(workers, most_behind)
 
         @bounded
         @given(program=programs(), passes=st.sampled_from([1, 1, 1, 2]))
@@ -98,10 +102,10 @@ def test_random_graphs(loop_factory: LoopFactory) -> None:
 
 @pytest.mark.random
 @pytest.mark.time_limit(120)
-@pytest.mark.usefixtures("most_behind")
-def test_random_graphs_side_by_side(loop_factory: LoopFactory) -> None:
+def test_random_graphs_side_by_side(loop_factory: LoopFactory, most_behind: int) -> None:
     """Several contexts and passes at once over the same parameters each have their own gradients."""
     with running(loop_factory) as (workers, run):
+        say_behind(workers, most_behind)
 
         async def all_at_once(each: list[Program]) -> None:
             await asyncio.gather(*(compare(program, workers) for program in each))
@@ -114,10 +118,10 @@ def test_random_graphs_side_by_side(loop_factory: LoopFactory) -> None:
         check_some()
 
 
-@pytest.mark.usefixtures("most_behind")
 @pytest.mark.parametrize("handler", [parts.layer, parts.layer_async])
-async def test_a_chain_of_fifty_round_trips(four: list[Worker], handler: Any) -> None:
+async def test_a_chain_of_fifty_round_trips(four: list[Worker], handler: Any, most_behind: int) -> None:
     """Each result is the next argument; all of them are used in the loss."""
+    say_behind(four, most_behind)
     x, ws = vector(), [weight_of(worker, 0) for worker in four[1:]]
     async with autograd.context() as ctx:
         y, total = x, x.sum()
@@ -135,10 +139,10 @@ async def test_a_chain_of_fifty_round_trips(four: list[Worker], handler: Any) ->
             check(gradients_of(worker, ctx), [(w, of_w)])
 
 
-@pytest.mark.usefixtures("most_behind")
-async def test_more_passes_than_threads() -> None:
+async def test_more_passes_than_threads(most_behind: int) -> None:
     """Workers that all go backward at once, with few threads each, do not wait for each other's."""
     async with cluster(2, options=RpcBackendOptions(num_worker_threads=2)) as workers, asyncio.timeout(30):
+        say_behind(workers, most_behind)
 
         async def one(number: int) -> None:
             here, there = workers[number % 2], workers[1 - number % 2]

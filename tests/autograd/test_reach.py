@@ -8,7 +8,6 @@ import threading
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -95,17 +94,21 @@ def test_what_is_behind_a_tensor() -> None:
     assert context.behind(edge(torch.stack(crowd).sum(0))) is None
 
 
-def test_what_was_found_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+class Asked(dict[Node, ReceivedTensor]):
+    """What was received, here nothing; and the nodes of which that was asked, which are all but the leaves."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+
+    def get(self, node: Node, default: Any = None) -> Any:
+        self.nodes.append(node)
+        return default
+
+
+def test_what_was_found_is_kept() -> None:
     """Each node is looked at once, also when the graph has grown by then."""
-    reach, x = Reach({}), leaf()
-    looked: list[Node] = []
-    target = Reach._target
-
-    def count(self: Reach, node: Node) -> Any:
-        looked.append(node)
-        return target(self, node)
-
-    monkeypatch.setattr(Reach, "_target", count)
+    asked, x = Asked(), leaf()
+    reach, looked = Reach(asked), asked.nodes
     y = x.exp().sin()
     reached(reach, y)
     before = len(looked)

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from bench import dropin, dropin_program
+from bench.gradients import SIDES
 from bench.stage import Figures, Plan, Stage
 from bench.stats import BenchError
 
@@ -60,33 +61,31 @@ def test_twice_where_calls_dominate_and_never_slower(times: float, passed: list[
     assert [row.passed for row in rows] == passed
 
 
-def test_program_that_fails_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_fails_is_no_measurement(tmp_path: Path) -> None:
     """The error has what the program said."""
-    monkeypatch.setattr(dropin, "PROGRAM", write(tmp_path / "bad.py", "raise SystemExit('a reason')"))
+    program = write(tmp_path / "bad.py", "raise SystemExit('a reason')")
     with pytest.raises(BenchError, match="torch ended with 1:\na reason"):
-        dropin.run("torch", 0.1)
+        dropin.run("torch", 0.1, program)
 
 
-def test_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_hangs_is_ended(tmp_path: Path) -> None:
     """After the limit, with what it said until then."""
     text = "import sys, time\nprint('still here', file=sys.stderr, flush=True)\ntime.sleep(100)"
-    monkeypatch.setattr(dropin, "PROGRAM", write(tmp_path / "slow.py", text))
-    monkeypatch.setattr(dropin, "RUN_SECONDS", 2.0)
+    program = write(tmp_path / "slow.py", text)
     with pytest.raises(BenchError, match="more than 2 s:\nstill here"):
-        dropin.run("torch", 0.1)
+        dropin.run("torch", 0.1, program, limit=2.0)
 
 
 @pytest.mark.long
-def test_sides_differ_in_the_command_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sides_differ_in_the_command_alone(tmp_path: Path) -> None:
     """torch's side imports nothing of aiorpc; ours has its modules in the place of torch's."""
     text = """
 import json, sys
 import torch.distributed.rpc as rpc
 print(json.dumps({"aiorpc": "aiorpc" in sys.modules, "module": rpc.rpc_sync.__module__, "arguments": sys.argv[1:]}))
 """
-    monkeypatch.setattr(dropin, "PROGRAM", write(tmp_path / "which.py", text))
-    monkeypatch.setattr(dropin, "environment", dict)
-    found = {side: cast(dict[str, object], dropin.run(side, 0.5)) for side in dropin._COMMANDS}
+    program = write(tmp_path / "which.py", text)
+    found = {side: cast(dict[str, object], dropin.run(side, 0.5, program)) for side in SIDES}
     assert not found["torch"]["aiorpc"] and str(found["torch"]["module"]).startswith("torch.")
     assert found["aiorpc"]["aiorpc"] and str(found["aiorpc"]["module"]).startswith("aiorpc.")
     assert all(cast(list[str], each["arguments"])[2:] == ["--seconds", "0.5"] for each in found.values())
@@ -111,7 +110,7 @@ def test_rate_counts_whole_steps_after_warming_up() -> None:
 def test_small_run_of_both_sides_gives_figures() -> None:
     """The real program on both, one short round: every loop has its rate."""
     assert sys.executable
-    for side in dropin._COMMANDS:
+    for side in SIDES:
         figures = dropin.run(side, 0.02)
         assert set(figures) == set(FIGURES), json.dumps(figures)
         assert all(rate > 0 for rate in figures.values())

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -104,7 +103,7 @@ def test_each_call_begins_at_rest() -> None:
     assert found["samples"] == 2
 
 
-def test_rest_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rest_is_not_timed() -> None:
     """Only the call counts, whatever the devices had left to do."""
     now = 0
 
@@ -112,8 +111,8 @@ def test_rest_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += nanoseconds
 
-    monkeypatch.setattr(gpu_clients, "time", SimpleNamespace(perf_counter_ns=lambda: now))
-    assert gpu_clients.timed_at_rest(lambda: work(10), lambda: work(1000), seconds=0.0, least=3) == [10, 10, 10]
+    found = gpu_clients.timed_at_rest(lambda: work(10), lambda: work(1000), seconds=0.0, least=3, clock=lambda: now)
+    assert found == [10, 10, 10]
 
 
 def test_warming_up_does_all_that_is_measured() -> None:

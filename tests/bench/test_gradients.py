@@ -7,12 +7,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
 import torch
 
 import aiorpc
+from aiorpc import Future
 from bench import gradient_clients, gradients
 from bench.bulk_clients import AGAIN_CALLS
 from bench.report import read_json
@@ -35,14 +37,31 @@ def alone(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward passes give twice the gradients."""
+def other_side(alone: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A side of its own, which has all from aiorpc until a test gives it something else."""
+    made: dict[str, Any] = {}
+    for name in ("other_side", "other_side.autograd", "other_side.optim"):
+        made[name] = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, made[name])
+    rpc, autograd, optim = made.values()
+    for module, original in ((rpc, alone), (autograd, alone.autograd), (optim, alone.optim)):
+        vars(module).update({name: getattr(original, name) for name in original.__all__})
+    # Whoever is not aiorpc counts contexts as torch does.
+    vars(autograd)["_get_debug_info"] = lambda: {"num_autograd_contexts": gradient_clients.open_contexts("aiorpc")}
+    rpc.autograd, rpc.optim = autograd, optim
+    return rpc
+
+
+@pytest.fixture
+def doubled(other_side: Any) -> Any:
+    """A side whose backward passes give twice the gradients."""
     backward = aiorpc.autograd.backward
 
     def twice(context_id: int, roots: Sequence[torch.Tensor]) -> None:
         backward(context_id, [2 * root for root in roots])
 
-    monkeypatch.setattr(aiorpc.autograd, "backward", twice)
+    other_side.autograd.backward = twice
+    return other_side
 
 
 def test_slope_is_that_of_the_nearest_line() -> None:
@@ -94,18 +113,18 @@ def test_exchange_does_not_answer_with_what_came() -> None:
     assert answer.data_ptr() != came.data_ptr()
 
 
-def test_copies_of_a_pass_are_as_large_as_what_it_sends(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_a_pass_are_as_large_as_what_it_sends(other_side: Any) -> None:
     """Two calls, each with a tensor of the activations' size in both directions."""
-    model = gradient_clients.Shards(alone, 8, 6, "server")
+    model = gradient_clients.Shards(other_side, 8, 6, "server")
     sizes: list[tuple[int, int]] = []
-    call = alone.rpc_sync
+    call = other_side.rpc_sync
 
     def noted(to: str, function: Callable[..., Any], args: tuple[torch.Tensor]) -> Any:
         answer = call(to, function, args=args)
         sizes.append((args[0].nbytes, answer.nbytes))
         return answer
 
-    monkeypatch.setattr(alone, "rpc_sync", noted)
+    other_side.rpc_sync = noted
     model.copies()
     assert sizes == [(8 * 6 * 4, 8 * 6 * 4)] * 2
 
@@ -128,49 +147,54 @@ def test_chains_give_a_slope(alone: Any) -> None:
     assert found["slope"] == pytest.approx((found["3"] - found["1"]) / 2)
 
 
-def test_side_with_wrong_gradients_is_not_measured(alone: Any, doubled: None) -> None:
+def test_side_with_wrong_gradients_is_not_measured(doubled: Any) -> None:
     """Whatever the measurement, it ends with what was wrong."""
     with pytest.raises(BenchError, match="parameters after some steps are not those"):
-        gradient_clients.steps(alone, **MODEL, **SMALL)
+        gradient_clients.steps(doubled, **MODEL, **SMALL)
     with pytest.raises(BenchError, match="gradients are not those"):
-        gradient_clients.shards(alone, size=4, batch=3, **SMALL)
+        gradient_clients.shards(doubled, size=4, batch=3, **SMALL)
     with pytest.raises(BenchError, match="a chain's results are not those"):
-        gradient_clients.chains(alone, (1, 3), **SMALL)
+        gradient_clients.chains(doubled, (1, 3), **SMALL)
 
 
-def test_optimizer_that_does_nothing_is_not_measured(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_that_does_nothing_is_not_measured(other_side: Any) -> None:
     """Parameters that stay as they were are wrong."""
-    optimizer = gradient_clients.side_of(alone).optim.DistributedOptimizer
-    monkeypatch.setattr(optimizer, "step", lambda self, context_id: None)
+
+    class Idle(aiorpc.optim.DistributedOptimizer):
+        def step(self, context_id: int) -> Future[None]:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    other_side.optim.DistributedOptimizer = Idle
     with pytest.raises(BenchError, match="parameters after some steps"):
-        gradient_clients.steps(alone, **MODEL, **SMALL)
+        gradient_clients.steps(other_side, **MODEL, **SMALL)
 
 
-def test_memory_that_steps_leave_behind_is_seen(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_steps_leave_behind_is_seen(other_side: Any) -> None:
     """48 MiB kept by each step show; without them there is little.
 
     Blocks as large as that are always new memory: glibc maps what is above 32 MiB by itself
     (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3)). Smaller ones may find what other tests of this process freed.
     """
     leaked: list[torch.Tensor] = []
-    step = gradient_clients.Training.step
 
-    def leaking(self: gradient_clients.Training) -> None:
-        step(self)
-        leaked.append(torch.ones(12 << 20))
+    class Leaking(aiorpc.optim.DistributedOptimizer):
+        def step(self, context_id: int) -> Future[None]:
+            leaked.append(torch.ones(12 << 20))
+            return super().step(context_id)
 
-    sound = gradient_clients.growth(alone, **MODEL, iterations=20)
-    monkeypatch.setattr(gradient_clients.Training, "step", leaking)
-    found = gradient_clients.growth(alone, **MODEL, iterations=3)
+    sound = gradient_clients.growth(other_side, **MODEL, iterations=20)
+    other_side.optim.DistributedOptimizer = Leaking
+    found = gradient_clients.growth(other_side, **MODEL, iterations=3)
     assert found["caller"] > 72 and found["callee"] > 72
     assert sound["caller"] < found["caller"] / 4
 
 
-def test_context_that_is_left_open_is_counted(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_that_is_left_open_is_counted(alone: Any) -> None:
     """On both ends, here one process; none is left once all were left."""
-    monkeypatch.setattr(gradient_clients, "LEAVE_SECONDS", 0.0)
     with alone.autograd.context():
-        found = gradient_clients.growth(alone, **MODEL, iterations=1)
+        found = gradient_clients.growth(alone, **MODEL, iterations=1, patience=0.0)
     assert (found["contexts, caller"], found["contexts, callee"]) == (1.0, 1.0)
     found = gradient_clients.growth(alone, **MODEL, iterations=1)
     assert (found["contexts, caller"], found["contexts, callee"]) == (0.0, 0.0)

@@ -49,10 +49,6 @@ def a_server(trainers: int = 1, **settings: Any) -> ParameterServer:
         return ParameterServer(trainers, Settings(**settings), Steps("looks", 1, show=False))
 
 
-def parameters_of(server: ParameterServer) -> list[torch.nn.Parameter]:
-    return list(server._network.parameters())
-
-
 def losses_in_one_process(settings: Settings) -> list[float]:
     """What one trainer's losses are, with torch alone."""
     with torch.random.fork_rng(devices=[]):
@@ -113,9 +109,9 @@ def test_it_shows_progress_and_draws(ran: Ran) -> None:
 def test_a_step_between_forward_and_backward_does_no_harm() -> None:
     """A trainer's gradients are those of the parameters that its scores came from, whatever others did since."""
     server = a_server()
-    parameters = parameters_of(server)
+    parameters = server.parameters()
     pictures, labels = next(digits(1, 1, 8))
-    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(server._network(pictures), labels), parameters)
+    expected = torch.autograd.grad(torch.nn.functional.cross_entropy(server.forward(pictures), labels), parameters)
     scores = server.forward(pictures)
     with torch.no_grad():
         for parameter in parameters:
@@ -128,7 +124,7 @@ def test_a_step_between_forward_and_backward_does_no_harm() -> None:
 def test_forwards_at_the_same_time_leave_the_model_as_it_was() -> None:
     """Trainers call at once: the module keeps its own parameters."""
     server = a_server()
-    before = parameters_of(server)
+    before = server.parameters()
     pictures, _ = next(digits(1, 1, 4))
     start = threading.Barrier(4)
 
@@ -142,7 +138,7 @@ def test_forwards_at_the_same_time_leave_the_model_as_it_was() -> None:
         thread.start()
     for thread in threads:
         thread.join(30.0)
-    assert all(one is other for one, other in zip(parameters_of(server), before, strict=True))
+    assert all(one is other for one, other in zip(server.parameters(), before, strict=True))
 
 
 def test_digits_are_the_same_again_and_differ_by_reader() -> None:

@@ -42,7 +42,7 @@ def result(ran: Ran) -> dict[str, Any]:
 def losses_in_one_process(settings: Settings) -> list[float]:
     """The same training, with torch alone and whole batches."""
     stages = [Stage(number, settings) for number in (0, 1)]
-    parameters = [each for stage in stages for each in stage._layers.parameters()]
+    parameters = [each for stage in stages for each in stage.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=settings.lr, momentum=MOMENTUM)
     losses = []
     for pictures, labels in itertools.islice(images(settings.seed, 0, settings.batch_size, SIZE), settings.num_steps):

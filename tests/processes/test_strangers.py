@@ -28,7 +28,7 @@ from aiorpc.protocol import handshake, messages
 from aiorpc.protocol.frames import HEAD, MAGIC, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.group import connecting
+from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.transport import sockets
 
 from . import bodies
@@ -150,10 +150,10 @@ async def test_stranger_is_closed_and_logged_once_and_the_worker_serves_on(
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
 
-async def test_half_open_connections_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_open_connections_do_no_harm() -> None:
     """Connections that say nothing, or half of something, are let go after a while; meanwhile all is served."""
-    monkeypatch.setattr(connecting, "HANDSHAKE_TIMEOUT", 0.5)
     async with group(2) as (worker, _):
+        worker.node.engine.bounds = Bounds(handshake=0.5)
         target = targets(worker.node.engine.record)["unix"]
         beginnings = [
             b"",
@@ -167,12 +167,10 @@ async def test_half_open_connections_do_no_harm(monkeypatch: pytest.MonkeyPatch)
         assert worker.statistics().connections_refused == len(beginnings)
 
 
-async def test_connections_in_their_handshake_are_bounded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_connections_in_their_handshake_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """More than so many at once are closed at once: strangers must not use up the descriptors."""
-    monkeypatch.setattr(connecting, "MAX_HANDSHAKES", 8)
     async with group(2) as (worker, _):
+        worker.node.engine.bounds = Bounds(handshakes=8)
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         before = bodies.descriptor_count()
         family, address = targets(worker.node.engine.record)["unix"]

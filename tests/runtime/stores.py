@@ -54,12 +54,18 @@ class WatchedStore(Store):
 
 
 class Stuck:
-    """For `WatchedStore.look`: no operation returns until `open`; `entered` says that one is in."""
+    """For `WatchedStore.look`: no operation returns until `open`; `entered` says that one is in.
 
-    def __init__(self) -> None:
+    first: only those of the thread that comes first.
+    """
+
+    def __init__(self, *, first: bool = False) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
+        self._first = first
 
     def __call__(self, operation: str, keys: tuple[str, ...]) -> None:
+        if self._first and self.entered.is_set():
+            return
         self.entered.set()
         assert self.open.wait(10)
 

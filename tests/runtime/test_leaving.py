@@ -282,15 +282,14 @@ async def test_init_that_is_given_up_can_be_tried_again() -> None:
 
 async def test_init_that_is_given_up_leaves_nobody_in_a_group_without_a_size() -> None:
     """Its name is free, and the others do not look for it, whatever the store was doing for it just then."""
-    stuck = Stuck()
+    stuck = Stuck(first=True)
 
     class SlowToAnswer(WatchedStore):
         """It enters the first member in the list, and does not say so."""
 
         def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
             value = super().compare_set(key, expected, desired)
-            if not stuck.entered.is_set():
-                stuck("compare_set", (key,))
+            stuck("compare_set", (key,))
             return value
 
     store = SlowToAnswer()
@@ -337,7 +336,7 @@ async def test_a_store_that_does_not_answer_is_left_without_a_word(
 
 async def test_leaving_waits_for_what_is_under_way_at_the_store() -> None:
     """A thread that is left inside of torch when the interpreter ends takes the process down."""
-    store, stuck = WatchedStore(), Stuck()
+    store, stuck = WatchedStore(), Stuck(first=True)
     async with cluster(1, dynamic=True, store=store) as (worker,):
         store.look = stuck
         assert await asyncio.to_thread(stuck.entered.wait, 10)

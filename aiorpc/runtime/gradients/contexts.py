@@ -37,8 +37,8 @@ Tensor = torch.Tensor
 _new: Any = tuple.__new__  # what Recorded(...) does, without its call into Python
 # Contexts that were left are remembered, so that a call that comes late does not open them again.
 _REMEMBERED = 4096
-# A message says of a tensor where its gradient goes on to, up to so many tensors.
-_MOST_BEHIND = 512
+# A message says of a tensor where its gradient goes on to, up to so many tensors; of more the others have to ask.
+MOST_BEHIND = 512
 WORKER_BITS = 48  # of a context's id are the number; the worker's id is above them
 
 
@@ -75,8 +75,11 @@ class AutogradContext:
     anchor: what makes nodes of `_Received` part of a graph. untracked: types of tensors that are sent without a past.
     """
 
-    def __init__(self, id: int, anchor: Tensor, untracked: type | tuple[()] = ()) -> None:
+    def __init__(
+        self, id: int, anchor: Tensor, untracked: type | tuple[()] = (), *, most_behind: int = MOST_BEHIND
+    ) -> None:
         self.id = id
+        self.most_behind = most_behind
         self.sent: dict[SentName, GradientEdge] = {}
         self.received: dict[Node, ReceivedTensor] = {}  # by the node of its edge
         self.known: set[PeerForContexts] = set()  # workers that calls of this context went to or came from
@@ -113,7 +116,7 @@ class AutogradContext:
         """All tensors that were sent and that a gradient of this edge leads to, on whichever worker; None: too many."""
         found: set[tuple[int, SentName]] = set()
         for received in self.reach.received_of(self.reach.of(edge.node)):
-            if received.behind is None or len(found) > _MOST_BEHIND:
+            if received.behind is None or len(found) > self.most_behind:
                 return None
             found.add((received.sender, received.name))
             found |= received.behind
@@ -252,6 +255,7 @@ class Gradients:
         so that optimizers take what has come in a module."""
         self.sink = sink
         self.as_torch = as_torch
+        self.most_behind = MOST_BEHIND
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
@@ -276,7 +280,8 @@ class Gradients:
         context = self._contexts.get(id)
         if context is None:
             untracked = torch.nn.Parameter if self.as_torch else ()
-            context = self._contexts.setdefault(id, AutogradContext(id, self._anchor, untracked))
+            made = AutogradContext(id, self._anchor, untracked, most_behind=self.most_behind)
+            context = self._contexts.setdefault(id, made)
         return context
 
     def get(self, id: int) -> AutogradContext:
