@@ -79,6 +79,7 @@ def launch(
     *,
     timeout: float,
     preload: Sequence[str] = (),
+    exit_timeout: float = EXIT_TIMEOUT,
 ) -> T:
     """Run ``role(place, settings)`` in one process for each name and return what rank 0 returned.
 
@@ -86,7 +87,8 @@ def launch(
     returned is returned on every rank.
 
     role, settings: travel to the processes by pickle, so the role must be importable. names: the workers' names by
-    rank, for messages. timeout: seconds for the whole run. preload: modules that the server imports once.
+    rank, for messages. timeout: seconds for the whole run. preload: modules that the server imports once. exit_timeout:
+    seconds that processes have to end once they are told to, before they are killed.
     Raises: WorkerFailed when a worker raised, died or did not end in time. On this and on KeyboardInterrupt, all
     processes have ended before the call returns. Call it from the main thread.
     """
@@ -95,7 +97,7 @@ def launch(
         torch.set_num_threads(1)
         return role(place, settings)
     with contextlib.ExitStack() as stack:
-        workers = _start(stack, role, settings, names, preload)
+        workers = _start(stack, role, settings, names, preload, exit_timeout)
         result: T = _Supervisor(workers, timeout).result()
         return result
 
@@ -129,12 +131,12 @@ class _Worker(Generic[Settings]):
         return f"{self.name} (rank {self.rank}, pid {self.process.pid})"
 
 
-def _stop(workers: Sequence[_Worker[Any]]) -> None:
+def _stop(workers: Sequence[_Worker[Any]], patience: float) -> None:
     """End all processes in bounded time, whatever they do."""
     for worker in workers:
         if worker.process.is_alive():
             worker.process.terminate()
-    deadline = time.monotonic() + EXIT_TIMEOUT
+    deadline = time.monotonic() + patience
     for worker in workers:
         worker.process.join(max(0.0, deadline - time.monotonic()))
         if worker.process.is_alive():
@@ -157,6 +159,7 @@ def _start(
     settings: Settings,
     names: Sequence[str],
     preload: Sequence[str],
+    exit_timeout: float,
 ) -> list[_Worker[Settings]]:
     """Start all processes; the stack ends them again."""
     context = multiprocessing.get_context("forkserver")
@@ -165,7 +168,7 @@ def _start(
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rpc-", ignore_cleanup_errors=True))
     meeting = _Meeting(stack.enter_context(_reserved_port()), folder)
     workers: list[_Worker[Settings]] = []
-    stack.callback(_stop, workers)
+    stack.callback(_stop, workers, exit_timeout)
     with _environment(ONE_THREAD):
         for rank, name in enumerate(names):
             ours, theirs = context.Pipe(duplex=False)

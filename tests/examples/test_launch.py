@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from aiorpc.examples import _launch
 from aiorpc.examples._launch import Place, WorkerFailed, launch, place_from_environment
 from tests.examples import roles
 
@@ -27,11 +26,11 @@ def _by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def failure(role: Callable[[Place, str], Any], *, timeout: float = 30.0) -> tuple[WorkerFailed, float]:
+def failure(role: Callable[[Place, str], Any], *, timeout: float = 30.0, **more: Any) -> tuple[WorkerFailed, float]:
     """The error of a launch that must fail, and how many seconds it took."""
     started = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
-        launch(role, "some words", NAMES, timeout=timeout)
+        launch(role, "some words", NAMES, timeout=timeout, **more)
     return caught.value, time.monotonic() - started
 
 
@@ -78,10 +77,9 @@ def test_a_bad_end_after_the_work_is_an_error() -> None:
     assert error.workers == ("one",) and "exited with code 9" in str(error)
 
 
-def test_the_time_limit_ends_workers_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_ends_workers_that_hang() -> None:
     """When the time is over all are named and ended, even if they ignore SIGTERM."""
-    monkeypatch.setattr(_launch, "EXIT_TIMEOUT", 1.0)
-    error, seconds = failure(roles.wait_for_ever, timeout=2.0)
+    error, seconds = failure(roles.wait_for_ever, timeout=2.0, exit_timeout=1.0)
     assert error.workers == NAMES and "the run had 2 s" in str(error)
     assert seconds < 30.0
 

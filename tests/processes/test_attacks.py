@@ -26,7 +26,6 @@ from aiorpc.protocol.messages import ByName, Call, Values, write
 from aiorpc.protocol.seal import Seal, Unsealer
 from aiorpc.protocol.states import HandshakeState
 from aiorpc.testing import cluster
-from aiorpc.transport import sockets
 
 from .workers import Link, Place, processes, until
 
@@ -200,12 +199,18 @@ def ask_in_a_free_group(place: Place, link: Link, path: str) -> bool:
 class Relay(threading.Thread):
     """Carries what two workers say to each other, and puts something of its own behind the handshake.
 
-    port: where the opener comes to. change: what becomes of the bytes that the opener sends behind the handshake.
+    at, port: where the opener comes to. change: what becomes of the bytes that the opener sends behind the handshake.
     """
 
-    def __init__(self, target: tuple[str, int], put_in: bytes = b"", change: Callable[[bytes], bytes] = bytes) -> None:
+    def __init__(
+        self,
+        target: tuple[str, int],
+        put_in: bytes = b"",
+        change: Callable[[bytes], bytes] = bytes,
+        at: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:
         super().__init__()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(at)
         self._listener.settimeout(PATIENCE)
         self.port: int = self._listener.getsockname()[1]
         self._target = target
@@ -325,20 +330,13 @@ def test_relay_is_refused(number: int, tmp_path: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def relayed(
-    monkeypatch: pytest.MonkeyPatch, seals: bool, **relaying: Any
-) -> AsyncIterator[tuple[list[rpc.Worker], Relay]]:
-    """Two workers, and somebody on the way from the first to the second."""
+async def relayed(seals: bool, **relaying: Any) -> AsyncIterator[tuple[list[rpc.Worker], Relay]]:
+    """Two workers, and somebody on the way from the first to the second, at the address that this one gives."""
     options = rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=seals, loss_grace=0.1)
-    async with cluster(2, options=options) as workers:
-        target = workers[1].node.engine.record
-        relay = Relay((target.tcp_host, target.tcp_port), **relaying)
-        connect = sockets.connect_tcp
-
-        async def connect_by_relay(host: str, port: int) -> socket.socket:
-            return await connect(host, relay.port if port == target.tcp_port else port)
-
-        monkeypatch.setattr(sockets, "connect_tcp", connect_by_relay)
+    elsewhere = replace(options, address="127.0.0.2")
+    async with cluster(2, options=[options, elsewhere]) as workers:
+        port = workers[1].node.engine.record.tcp_port
+        relay = Relay(("127.0.0.1", port), **relaying, at=("127.0.0.2", port))
         try:
             yield workers, relay
         finally:
@@ -349,12 +347,10 @@ async def relayed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
-async def test_what_is_put_in_on_the_way_is_not_run(
-    seals: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_what_is_put_in_on_the_way_is_not_run(seals: bool, tmp_path: Path) -> None:
     """Whoever carries an honest handshake to and fro and adds a call of his own: with seals the connection ends."""
     ran = tmp_path / "ran"
-    async with relayed(monkeypatch, seals, put_in=call(path=str(ran))) as (workers, _):
+    async with relayed(seals, put_in=call(path=str(ran))) as (workers, _):
         with contextlib.suppress(rpc.RpcError):
             await workers[0].peer("worker1", timeout=5).call(abs, -3)
         if not seals:  # the attack is one
@@ -366,16 +362,14 @@ async def test_what_is_put_in_on_the_way_is_not_run(
 
 
 @pytest.mark.slow
-async def test_what_is_changed_on_the_way_ends_the_connection(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_is_changed_on_the_way_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     """One bit of what follows the handshake is enough; the callee says why, and runs nothing."""
 
     def change(data: bytes) -> bytes:
         return data[:-1] + bytes([data[-1] ^ 1])
 
     with caplog.at_level("WARNING", "aiorpc"):
-        async with relayed(monkeypatch, True, change=change) as (workers, _):
+        async with relayed(True, change=change) as (workers, _):
             with pytest.raises(rpc.PeerLost, match="worker1"):
                 await workers[0].peer("worker1", timeout=5).call(abs, -3)
     assert "does not bear the other side's seal" in caplog.text

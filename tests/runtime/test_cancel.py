@@ -10,6 +10,7 @@ import pytest
 
 import aiorpc
 from aiorpc import RpcCancelled, Worker
+from aiorpc.futures import block_observer
 from aiorpc.runtime.calls.values import LARGE_PICKLE
 from tests.runtime.waiting import until
 
@@ -135,12 +136,27 @@ async def test_another_waiter_keeps_the_call_alive(pair: list[Worker], flags: Fl
     assert await second == "done" and not flags.cancelled.is_set()
 
 
+class Blocks:
+    """Is told that a thread blocks."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+
+    def enter_blocked(self) -> None:
+        self.entered.set()
+
+    def exit_blocked(self) -> None: ...
+
+
 async def test_a_blocked_thread_is_a_waiter_too(pair: list[Worker], flags: Flags) -> None:
     """A task that gives up does not take the call away from a thread that waits for it."""
+    blocks = Blocks()
     call = pair[0].call("worker1", coroutine)
+    token = block_observer.set(blocks)
     blocked = asyncio.ensure_future(asyncio.to_thread(call.wait))
+    block_observer.reset(token)
     await until(flags.entered.is_set)
-    await until(lambda: call._callbacks)
+    await until(blocks.entered.is_set)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(_wait(call), 0.01)
     assert not call.done()

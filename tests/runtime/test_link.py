@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -17,11 +18,9 @@ from aiorpc import PeerLost, RpcBackendOptions, RpcCancelled, RpcError, Worker
 from aiorpc.channels import shared
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
 from aiorpc.protocol.frames import Buffer, Kind
-from aiorpc.runtime.links import link as link_module
-from aiorpc.runtime.links import second
+from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
-from aiorpc.transport import sockets
 from aiorpc.transport.connection import Connection
 from tests.runtime.waiting import until, until_no_references
 
@@ -384,17 +383,16 @@ async def test_bytes_of_a_second_connection_that_has_ended_still_count(tcp: list
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Sizes of which the bulk channel gets no memory."""
+    """Sizes of which there is no memory for what arrives."""
     sizes: set[int] = set()
-
     empty = numpy.empty
 
-    def refuse(size: Any, *arguments: Any, **options: Any) -> Any:
+    def allocate(size: Any, *args: Any, **options: Any) -> Any:
         if size in sizes:
             raise MemoryError(f"no room for {size} bytes")
-        return empty(size, *arguments, **options)
+        return empty(size, *args, **options)
 
-    monkeypatch.setattr(numpy, "empty", refuse)
+    monkeypatch.setattr(numpy, "empty", allocate)
     return sizes
 
 
@@ -470,17 +468,15 @@ async def test_what_cannot_be_sent_leaves_nothing_lent(monkeypatch: pytest.Monke
 
 
 async def test_without_a_second_connection_chunks_go_over_the_first(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, served: list[Any]
+    caplog: pytest.LogCaptureFixture, served: list[Any]
 ) -> None:
     """It is refused: said once, and everything arrives, both ways, with other calls between."""
     caplog.set_level(logging.INFO, "aiorpc")
     async with cluster(2, options=TCP) as workers:
         await workers[0].call("worker1", note, 0)
-
-        async def refuse(*args: Any) -> Any:
-            raise ConnectionRefusedError(111, "Connection refused")
-
-        monkeypatch.setattr(sockets, "connect_tcp", refuse)
+        for sock in workers[1].node.listeners.sockets():
+            workers[1].loop.remove_reader(sock.fileno())
+            sock.shutdown(socket.SHUT_RDWR)  # whoever connects is refused from now on
         calls = [workers[0].call("worker1", echo, large(seed, COUNT + seed)) for seed in range(4)]
         assert await workers[0].call("worker1", note, 1) == 1
         for seed, call in enumerate(calls):
@@ -489,19 +485,19 @@ async def test_without_a_second_connection_chunks_go_over_the_first(
         assert serving(workers[1]).pipe is serving(workers[1]).connection
         assert channels(workers[0])["bulk"] == channels(workers[1])["bulk"] == 4
         said = [message for message in caplog.messages if "second connection" in message]
-        assert len(said) == 2 and all("Connection refused" in message for message in said)  # once at either end
+        assert len(said) == 2 and all("ConnectionRefusedError" in message for message in said)  # once at either end
         await until_nothing_under_way(*workers)
 
 
 @pytest.mark.parametrize("side", [0, 1])
 async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
     """What was on it is lost: calls under way fail with PeerLost, whichever side it breaks at."""
-    monkeypatch.setattr(second, "PIPE_GRACE", 0.05)
-    monkeypatch.setattr(link_module, "DRAIN_GRACE", 0.05)
     options = RpcBackendOptions(transports=("tcp",), loss_grace=0.1)
     with pytest.raises(PeerLost) as caught:
         async with cluster(2, options=options) as workers:
             await ready(workers)
+            for worker in workers:
+                worker.node.engine.bounds = Bounds(pipe_grace=0.05, drain=0.05)
             Gate(monkeypatch, calling(workers[0]), 1)
             call = workers[0].call("worker1", note, large())
             await until(lambda: serving(workers[1]).held)

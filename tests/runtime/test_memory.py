@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,12 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, SerializationError, Worker
-from aiorpc.channels import arena
-from aiorpc.channels.shared import SharedMemory
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
-from aiorpc.channels.shm import Borrower
 from aiorpc.options import SHARE_SIZE
-from aiorpc.runtime.links import link
+from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
+from tests.runtime.observers import standing_still
 from tests.runtime.waiting import until
 from tests.shared_files import named_shared_files
 
@@ -368,10 +367,14 @@ async def test_a_peer_that_cannot_map_gets_the_bytes(
 ) -> None:
     """One line says why, once for each connection; everything works, by socket."""
 
-    def refuse(*args: Any) -> None:
-        raise error
+    open_file = os.open
 
-    monkeypatch.setattr(Borrower, "map", refuse)
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if "/fd/" in str(path):  # how a file without a name of another process is reached
+            raise error
+        return open_file(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
     caplog.set_level(logging.INFO, "aiorpc")
     async with cluster(2) as workers:
         for seed in range(100):
@@ -422,21 +425,23 @@ async def test_files_without_a_name_serve_as_well(monkeypatch: pytest.MonkeyPatc
     assert os.listdir(tmp_path) == [] and named_shared_files() <= before
 
 
-async def test_no_memory_at_all_is_counted_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_memory_at_all_is_counted_and_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The system gives none: everything travels by socket, and the reason is in the statistics."""
 
-    def refuse(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def refuse(*args: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(arena, "create_segment", refuse)
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setenv("AIORPC_SHM_DIR", str(tmp_path / "missing"))
+    why = "memory: No such file or directory"
     async with cluster(2) as workers:
         await workers[0].call("worker1", drop)
         for seed in range(3):
             assert torch.equal(await workers[0].call("worker1", echo, large(seed)), large(seed))
-        await until(lambda: workers[0].node.memory.arena.last_refusal == "memory: No space left on device")
+        await until(lambda: workers[0].node.memory.arena.last_refusal == why)
         assert torch.equal(await workers[0].call("worker1", echo, large()), large())
         shared = workers[0].statistics().channels["shared memory"]
-        assert shared.sent == 0 and shared.refused.keys() == {"cold", "memory: No space left on device"}
+        assert shared.sent == 0 and shared.refused.keys() == {"cold", why}
 
 
 async def test_over_tcp_the_bytes_travel() -> None:
@@ -475,19 +480,16 @@ async def test_a_full_arena_falls_back_and_recovers(keeper: Keeper) -> None:
         await warm(*workers)
 
 
-async def test_all_in_use_is_refused_by_reason(monkeypatch: pytest.MonkeyPatch, keeper: Keeper) -> None:
-    """A peer that never copies out holds at most its part of the arena; the reason is in the statistics."""
-    receive = SharedMemory.receive
-
-    def keep_all(self: SharedMemory, wires: list[list[int]], riders: Any, arrived: Any) -> Any:
-        return receive(self, [[*wire[:4], 0, *wire[5:]] for wire in wires], riders, arrived)
-
-    monkeypatch.setattr(SharedMemory, "receive", keep_all)
-    async with cluster(2, options=RpcBackendOptions(shared_memory=4 * MIB)) as workers:
+async def test_all_in_use_is_refused_by_reason(keeper: Keeper) -> None:
+    """A peer that reads nothing holds at most its part of the arena; the reason is in the statistics."""
+    options = RpcBackendOptions(shared_memory=4 * MIB, num_worker_threads=1)  # it keeps what comes in its order
+    apart = replace(options, dedicated_loop=True, lag_warning=0.0)
+    async with cluster(2, options=[options, apart]) as workers:
         await warm(*workers)
-        for seed in range(40):
-            await workers[0].call("worker1", keep, large(seed))
-        statistics = workers[0].statistics()
+        with standing_still(workers[1]):
+            calls = [workers[0].call("worker1", keep, large(seed)) for seed in range(40)]
+            statistics = workers[0].statistics()
+        await asyncio.gather(*calls)
         assert refused(workers[0]).get("share", 0) >= 1 and statistics.shared_lent <= 3 * MIB
         assert all(torch.equal(value, large(seed)) for seed, value in enumerate(keeper.kept))
         keeper.kept.clear()
@@ -710,12 +712,12 @@ async def test_adopted_tensors_outlive_the_workers() -> None:
     assert torch.equal(kept, large(1))
 
 
-async def test_what_was_let_go_right_before_leaving_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_let_go_right_before_leaving_comes_back() -> None:
     """The worker says so while it can; its process lives on, so nothing else would prove it."""
     async with cluster(1, dynamic=True, store=(store := HashStore())) as (lender,):
         guest = await Worker("guest", store=store)
         await warm(guest, lender)
-        monkeypatch.setattr(link, "RELEASE_PAUSE", 60.0)
+        guest.node.engine.bounds = Bounds(release_pause=60.0)
         value = await guest.call("worker0", make, COUNT)
         assert lent(lender) == value.nbytes
         del value
@@ -729,7 +731,7 @@ async def test_statistics_after_a_connection_ended_count_once(warmed: list[Worke
     await warmed[0].call("worker1", keep, large())
     await warmed[1].shutdown(graceful=False)
     await until(lambda: warmed[0].node.peers.find(1).gone)
-    await until(lambda: not warmed[0].node.memory._shared)
+    await until(lambda: not warmed[0].node.links.all())
     assert lent(warmed[0]) == large().nbytes
     assert torch.equal(keeper.kept[0], large())
 
