@@ -693,13 +693,18 @@ def completed_elsewhere(x: Tensor, wrapped: bool) -> Any:
     future: Any = aiorpc.Future() if wrapped else torch.futures.Future()
     fake, index = fake_of(x), x.device.index
     ready = fake.mark(fake.current(index))
+    worker = aiorpc.current()
+
+    def handler_is_gone() -> bool:
+        now = worker.statistics()
+        return now.threads_idle == now.threads
 
     def complete() -> None:
         own = fake.fresh(index)
         with fake.entered([own]):
             fake.wait(ready, own)
             fake.keep(fake.carrier(x), own)
-            wait_until(lambda: not wrapped or future._callbacks)
+            wait_until(handler_is_gone)
             future.set_result(plus_one(x))
 
     threading.Thread(target=complete).start()

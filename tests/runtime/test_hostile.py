@@ -43,9 +43,12 @@ async def fail_async_generator(make: Make, *args: Any) -> AsyncIterator[int]:
 
 @async_execution
 def fail_deferred(make: Make, *args: Any) -> Future[int]:
-    future: Future[int] = Future()
-    future.settle(None, make(*args))  # as a Future of a call does: also with what is no Exception
-    return future
+    def fail_then(settled: Future[None]) -> int:
+        raise make(*args)  # it need be no Exception
+
+    source: Future[None] = Future()
+    source.set_result(None)
+    return source.then(fail_then)
 
 
 @batched(max_size=1)
