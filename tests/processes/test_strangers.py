@@ -170,7 +170,7 @@ async def test_half_open_connections_do_no_harm() -> None:
 async def test_connections_in_their_handshake_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     """More than so many at once are closed at once: strangers must not use up the descriptors."""
     async with group(2) as (worker, _):
-        worker.node.engine.bounds = Bounds(handshakes=8)
+        worker.node.engine.bounds = Bounds(handshakes=8, handshake=60.0)
         assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
         before = bodies.descriptor_count()
         family, address = targets(worker.node.engine.record)["unix"]

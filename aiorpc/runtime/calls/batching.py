@@ -377,9 +377,6 @@ class _Siblings:
         self._lock = threading.Lock()
         self._known: dict[int, tuple[weakref.ref[Any], Batcher]] = {}
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def get(self, key: Any, make: Callable[[], Batcher]) -> Batcher:
         """The batcher for this object, made on first use. TypeError if it cannot be weakly referenced."""
         with self._lock:
