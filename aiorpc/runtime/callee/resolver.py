@@ -118,7 +118,7 @@ class Resolver:
         if error is not None:
             self._runner.refuse(call, error)
             return
-        call.arrival = getattr(future, "_arrival", None)
+        call.arrival = getattr(future, "arrival", None)
         attribute = functions.find_method(type(value), name)
         if attribute is not None:
             self._call_method(value, name, attribute, call)
