@@ -165,7 +165,7 @@ class Ends:
 
     def lanes(self) -> list[str]:
         """Where something waits."""
-        return [name for name, lane in self._lanes.items() if lane]
+        return [name for name, lane in self._lanes.copy().items() if lane]
 
     def step(self, lane: str) -> None:
         """What waits there first, happens."""
