@@ -114,6 +114,7 @@ MESSAGES: Family[Message] = Family(
 )
 
 FREED = "the owner has freed the value: a worker that passed the reference on was lost before the receiver was counted"
+PASSED_TWICE = "whoever passed the reference on has given the same fork of it to another worker, too"
 REFUSED = "the value will not be created"
 UNSENT = "the call that was to create the value was never sent"
 

@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import ProtocolError, RpcUsageError
 from .reference_messages import (
     FREED,
+    PASSED_TWICE,
     REFUSED,
     UNSENT,
     Abandon,
@@ -315,15 +316,13 @@ class ReferenceTable:
         return self._finish()
 
     def _check_passed(self, passed: PassedReference, sender: int) -> None:
-        rref, _, fork, _ = passed
+        rref, owner, fork, _ = passed
         if fork.worker != sender:
             raise ProtocolError(f"worker {sender} passed fork {fork}, which it cannot have named")
         if fork in self._forks:
             raise ProtocolError(f"fork {fork} was passed twice")
-        self._check_known(rref)
-
-    def _check_known(self, rref: ReferenceId) -> None:
-        if rref.worker == self.worker_id and rref.number >= self._next:
+        if sender == owner and rref.worker == self.worker_id and rref.number >= self._next:
+            # Said of the value of another worker, it may be what the sender was told: `_on_add` answers it.
             raise ProtocolError(f"reference {rref} was never named by this worker")
 
     def _keep_for(self, held: _Fork, child: ReferenceId, to: int) -> None:
@@ -401,20 +400,26 @@ class ReferenceTable:
         self._unpin(child)
 
     def _on_ask(self, sender: int, rref: ReferenceId) -> None:
-        self._check_known(rref)
         if rref.worker != self.worker_id:
             raise ProtocolError(f"asked about {rref}, which this worker did not create")
         held = self._forks.get(ReferenceId(self.worker_id, rref.number + 1))
         if held is None or not held.creator or held.rref != rref or held.owner != sender:
             self._send(sender, Never(rref))
         # Else silence: CREATE or ABANDON is on its way, or the answer to it is.
+        # An id that was never named here is no fault of the sender: somebody else may have passed it on.
 
     # -- the owner's half -------------------------------------------------------------------------------------------
 
     def _on_add(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
-        self._check_add(sender, rref, fork)
         owned = self._owned.get(rref)
-        if owned is None and (rref.worker == self.worker_id or rref.worker in self._departed):
+        if fork.worker == self.worker_id:
+            raise ProtocolError(f"ADD for fork {fork}, which its owner named and counts")
+        holder = None if owned is None else owned.forks.get(fork, owned.waiting.get(fork))
+        if holder == sender:
+            raise ProtocolError(f"ADD for fork {fork} a second time")
+        if holder is not None:
+            self._send(sender, Gone(rref, fork, PASSED_TWICE))
+        elif owned is None and (rref.worker == self.worker_id or rref.worker in self._departed):
             self._send(sender, Gone(rref, fork, FREED))
         elif owned is None:
             # Not created yet, or freed long ago? Only the creator can tell; remembering all that was freed cannot end.
@@ -427,14 +432,6 @@ class ReferenceTable:
             owned.waiting[fork] = sender
         else:
             self._send(sender, Gone(rref, fork, owned.reason))
-
-    def _check_add(self, sender: int, rref: ReferenceId, fork: ReferenceId) -> None:
-        self._check_known(rref)
-        owned = self._owned.get(rref)
-        if fork.worker == self.worker_id:
-            raise ProtocolError(f"ADD for fork {fork}, which its owner named and counts")
-        if owned is not None and (fork in owned.forks or fork in owned.waiting):
-            raise ProtocolError(f"ADD for fork {fork} a second time")
 
     def _bring_to_life(self, owned: _Owned, fork: ReferenceId, sender: int) -> None:
         if owned.value is _Value.AWAITED:

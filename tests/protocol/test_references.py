@@ -920,7 +920,6 @@ RREF, FORK = ReferenceId(A, 0), ReferenceId(A, 1)
 IMPOSSIBLE: dict[str, tuple[int, Message]] = {
     "counted fork added again": (A, Add(RREF, FORK)),
     "fork the owner named": (B, Add(RREF, ReferenceId(OWNER, 0))),
-    "value the owner never named": (B, Add(ReferenceId(OWNER, 7), ReferenceId(A, 9))),
     "fork of another worker deleted": (B, Del(RREF, FORK)),
     "answer nobody asked for": (A, Added(RREF, FORK)),
     "never from a stranger": (B, Never(RREF)),
@@ -991,10 +990,10 @@ def test_g15_a_malformed_reference_in_a_frame_is_refused(fields: object) -> None
 
 @pytest.mark.parametrize(
     "passed",
-    [PassedReference(RREF, OWNER, ReferenceId(C, 2)), PassedReference(ReferenceId(B, 3), OWNER, ReferenceId(A, 2))],
+    [PassedReference(RREF, OWNER, ReferenceId(C, 2)), PassedReference(ReferenceId(B, 3), A, ReferenceId(A, 2))],
 )
 def test_g15_an_impossible_reference_in_a_frame_is_refused(passed: PassedReference) -> None:
-    """G15: a fork the sender cannot have named, a value we never named."""
+    """G15: a fork the sender cannot have named, a value of the sender that we never named."""
     table = ReferenceTable(B)
     with pytest.raises(ProtocolError):
         table.decode(passed, A)
@@ -1009,6 +1008,101 @@ def test_g15_the_same_fork_cannot_arrive_twice() -> None:
     with pytest.raises(ProtocolError, match="twice"):
         table.decode(passed, A)
     assert table.counts().users == 1
+
+
+BAD, NOBODY = 3, 4
+
+
+class Deceived:
+    """Three workers that say what they are told to say, a fourth that invents references, and an id that nobody has."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.tables = [ReferenceTable(number) for number in range(3)]
+        self.under_way: deque[tuple[int, int, Message]] = deque()
+        self.held: list[tuple[int, ReferenceId, ReferenceId]] = []  # by whom, and of what
+        self.refused = 0  # what the fourth said itself, and was caught at
+
+    def number(self) -> int:
+        return self.chance.randrange(12)
+
+    def invent(self) -> None:
+        """The fourth passes on what may name anything, true values and forks of others among it."""
+        rref = ReferenceId(self.chance.choice((0, 1, 2, BAD, NOBODY)), self.number())
+        owner = self.chance.choice((0, 1, 2, BAD, NOBODY))
+        fork = ReferenceId(BAD, self.chance.randrange(1 << 20) if self.chance.random() < 0.8 else self.number())
+        try:
+            self.give(PassedReference(rref, owner, fork), BAD, self.chance.randrange(3))
+        except ProtocolError:
+            self.refused += 1
+
+    def pass_on(self) -> None:
+        """One of the three passes a reference on, in good faith: nobody may hold that against it."""
+        if not self.held:
+            return
+        sender, rref, fork = self.chance.choice(self.held)
+        to = self.chance.choice((0, 1, 2, BAD))
+        try:
+            passed, outputs = self.tables[sender].encode(rref, fork, to)
+        except RpcUsageError:  # it has been told that the reference is none
+            return
+        self.carry_out(sender, outputs)
+        if to != BAD:
+            self.give(passed, sender, to)
+
+    def make(self) -> None:
+        """One of the three makes a value of its own, or a reference to a value of another one."""
+        maker, owner = self.chance.randrange(3), self.chance.randrange(3)
+        table = self.tables[maker]
+        if maker == owner:
+            self.held.append((maker, *table.own()))
+            return
+        rref, fork = table.create(owner)
+        self.held.append((maker, rref, fork))
+        self.carry_out(owner, self.tables[owner].on_create(rref, fork, maker))
+        self.carry_out(maker, table.created(rref, fork))
+
+    def drop(self) -> None:
+        if self.held:
+            holder, rref, fork = self.held.pop(self.chance.randrange(len(self.held)))
+            self.carry_out(holder, self.tables[holder].drop(rref, fork))
+
+    def give(self, passed: PassedReference, sender: int, to: int) -> None:
+        outputs = self.tables[to].decode(passed, sender)
+        self.held.append((to, passed.rref, passed.fork))
+        self.carry_out(to, outputs)
+
+    def carry_out(self, worker: int, outputs: Outputs) -> None:
+        self.under_way += [(worker, each.to, each.message) for each in outputs if isinstance(each, Send)]
+
+    def deliver(self) -> None:
+        """All that the three have to say to each other arrives; none of it is a fault of whoever says it."""
+        while self.under_way:
+            sender, to, message = self.under_way.popleft()
+            if to < 3:
+                self.carry_out(to, self.tables[to].on_message(sender, message))
+
+
+@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_g17_invented_references_harm_nobody_who_passes_them_on(count: int) -> None:
+    """G17: of any number of them, none ends a connection of two honest workers; with their inventor all is gone."""
+    world = Deceived(count)
+    for _ in range(count):
+        world.invent()
+        for step in (world.pass_on, world.make, world.drop, world.drop):
+            if world.chance.random() < 0.5:
+                step()
+        if world.chance.random() < 0.7:
+            world.deliver()
+    assert world.refused < count / 2  # most were believed, and passed on
+    for table in world.tables:
+        for lost in (BAD, NOBODY):
+            world.carry_out(table.worker_id, table.lost(lost))
+    world.deliver()
+    while world.held:
+        world.drop()
+    world.deliver()
+    assert [table.counts() for table in world.tables] == [EMPTY] * 3
 
 
 def test_misuse_by_the_caller_is_refused() -> None:
