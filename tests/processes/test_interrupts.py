@@ -27,6 +27,17 @@ class _Alarm(Exception):
     """Raised by the signal handler."""
 
 
+def call_until(rung: list[bool], value: Any) -> None:
+    """Calls without pause, until the alarm has rung.
+
+    Not for ever: if it rings while the late answer of a call interrupted before is unpickled, it is that call that
+    fails of it, and is logged, as nobody waits for it any more. A function of its own, because Python 3.13 may look for
+    signals at the end of a loop at an instruction that it does not count as inside of the `try` around the loop.
+    """
+    while not rung:
+        rpc.rpc_sync("w1", bodies.echo, args=(value,))
+
+
 def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
     """Calls without pause, interrupted at any moment; after each interruption another call has to be answered."""
     chance = random.Random(seed)
@@ -46,10 +57,7 @@ def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
         try:
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(EARLIEST, LATEST))
             try:
-                # Not for ever: if it rings while the late answer of a call interrupted before is unpickled, it is that
-                # call that fails of it, and is logged, as nobody waits for it any more.
-                while not rung:
-                    rpc.rpc_sync("w1", bodies.echo, args=(value,))
+                call_until(rung, value)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except _Alarm:

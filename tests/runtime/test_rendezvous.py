@@ -1008,6 +1008,24 @@ def test_a_file_with_the_secret_that_is_gone_is_written_again(here: Group, tmp_p
     assert here.store is not None and value.hex() not in here.store.get("aiorpc/1/secret").decode()
 
 
+def test_a_file_with_the_secret_that_is_just_being_written_is_waited_for(here: Group, tmp_path: Path) -> None:
+    """Its beginning is no other secret, and nobody is suspected."""
+    here.join(None, None, "a")
+    first = here.opened[0]
+    value = first.agree_secret(first.members()[0], first.members(), tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(value[:5])
+    records = here.join(None, None, "b", host="")
+    newcomer, store = here.opened[-1], here.store
+    assert store is not None
+
+    def write_the_rest() -> None:
+        wait_until(lambda: store.check(["aiorpc/1/wanted"]), "the newcomer has looked, and asks")
+        path.write_bytes(value)
+
+    assert together(lambda: newcomer.agree_secret(records[-1], records, tmp_path), write_the_rest)[0] == value
+
+
 @pytest.mark.parametrize("size", [2, None])
 def test_records_bear_the_seal_of_the_secret(here: Group, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
     """With AIORPC_SECRET, whoever does not know it cannot write a record that a member believes, nor move one."""

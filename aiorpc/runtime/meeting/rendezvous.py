@@ -507,7 +507,7 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def _read_private(path: str) -> bytes | None:
-    """Content of a file that only this user can have written; None if it is not there."""
+    """Content of a file that only this user can have written; None if it is not there, or is just being written."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -518,4 +518,5 @@ def _read_private(path: str) -> bytes | None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise RendezvousError(f"{path} is not a private file of this user (mode 0600); set AIORPC_SECRET instead")
-        return file.read(_SECRET_BYTES + 1)
+        content = file.read(_SECRET_BYTES + 1)
+    return content if len(content) >= _SECRET_BYTES else None
