@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ...channels import AnyBuffer, layout
 from ...channels.landing import Landing
@@ -22,6 +23,7 @@ from ...protocol.reference_messages import PassedReference
 
 # A message whose pickle is longer than this is unpickled in a thread, off the loop.
 LARGE_PICKLE = 64 * 1024
+_ALWAYS_PLAIN = PLAIN - {int, str}  # the others are plain as far as msgpack can say them
 _new: Any = tuple.__new__  # what a class of a message does, without its call into Python
 
 
@@ -92,23 +94,16 @@ def encode(
                 return body, (), None
         except (OverflowError, ValueError):  # an int beyond 64 bits, a str that is no text, one that is too long
             pass
-    out = Outgoing(target, same_main=target.same_main, route=route, apart=tape is not None)
+    out: Outgoing | None = None
     try:
-        said = encode_values(values, out)
-        tensors, table, gradients = out.tensors, None, None
-        buffers: Sequence[AnyBuffer] = out.buffers
-        if tensors:
-            table, described = layout.describe(tensors, route)
-            buffers = [*described, *buffers] if buffers else described
+        alone = _around_tensor(values, route, tape)
+        if alone is not None:
+            said, buffers = alone
+        else:
+            out = Outgoing(target, same_main=target.same_main, route=route, apart=tape is not None)
+            said, buffers = _in_general(values, out, route, tape)
         if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
             raise _too_many(buffers, target.max_segment)
-        if tape is not None and (tensors or out.apart):
-            gradients = tape.record([*tensors, *(out.apart or ())], out.on_unsent)
-            if gradients is not None and table is not None:
-                _forget_leaves(table, gradients)
-        if table is not None or gradients is not None:
-            plain, tensors_at, opaque_at, pickled, count, _, references, _ = said
-            said = _new(Values, (plain, tensors_at, opaque_at, pickled, count, table, references, gradients))
         try:
             body = write_with(kind, head, said)
         except ValueError as error:  # a string or bytes longer than msgpack can say
@@ -117,10 +112,61 @@ def encode(
             ) from error
         if len(body) > target.max_body:
             raise _too_long(len(body), said, target.max_body)
-        return body, buffers, out if out.on_unsent else None
+        return body, buffers, out if out is not None and out.on_unsent else None
     except BaseException:
-        out.unsend()
+        if out is not None:
+            out.unsend()
         raise
+
+
+def _around_tensor(
+    values: list[Any], route: Route | None, tape: Recorder | None
+) -> tuple[Values, Sequence[AnyBuffer]] | None:
+    """What `_in_general` gives for one plain tensor among plain values, in half of its instructions.
+
+    None for all else: also for a tensor whose past an autograd context records, and for one that goes to a device.
+    """
+    place = -1
+    for position, value in enumerate(values):
+        kind = type(value)
+        if (
+            kind in _ALWAYS_PLAIN
+            or (kind is int and -(1 << 63) <= value < 1 << 64)
+            or (kind is str and value.isascii())
+        ):
+            continue
+        if kind is not Tensor or place >= 0 or (tape is not None and value.requires_grad):
+            return None
+        place = position
+    if place < 0 or (route is not None and route.host_target):
+        return None
+    described = layout.describe_plain(values[place])
+    if described is None:
+        return None
+    plain = [*values]
+    plain[place] = None
+    table, buffers = described
+    return _new(Values, (plain, (place,), (), None, 0, table, (), None)), buffers
+
+
+def _in_general(
+    values: list[Any], out: Outgoing, route: Route | None, tape: Recorder | None
+) -> tuple[Values, Sequence[AnyBuffer]]:
+    """What a message says of any values, and its buffers; what there is to undo stands in `out`."""
+    said = encode_values(values, out)
+    tensors, table, gradients = out.tensors, None, None
+    buffers: Sequence[AnyBuffer] = out.buffers
+    if tensors:
+        table, described = layout.describe(tensors, route)
+        buffers = [*described, *buffers] if buffers else described
+    if tape is not None and (tensors or out.apart):
+        gradients = tape.record([*tensors, *(out.apart or ())], out.on_unsent)
+        if gradients is not None and table is not None:
+            _forget_leaves(table, gradients)
+    if table is not None or gradients is not None:
+        plain, tensors_at, opaque_at, pickled, count, _, references, _ = said
+        said = _new(Values, (plain, tensors_at, opaque_at, pickled, count, table, references, gradients))
+    return said, buffers
 
 
 def _forget_leaves(table: list[layout.TensorEntry], recorded: Recorded) -> None:
