@@ -8,7 +8,11 @@ Layout, little-endian:
     segments  raw bytes of tensors and other large buffers, in order
 
 Invariants
-1. Every length is compared with its limit before any memory is taken for it.
+1. Every length is compared with its limit before any memory is taken for it. What is only announced takes no memory: a
+   segment gets its own when its first byte is due, and long ones lie in memory of which the system gives a page when
+   that is written to. So a decoder takes what has come, once more while a body is handed out, and a buffer to read into
+   (`read_size`). To let memory grow with what comes instead would copy or move it several times; what has to be bounded
+   apart is address space (`max_frame`).
 2. A frame is handed out whole, with buffers of its own: the decoder keeps no reference to them and never reuses them.
 3. After an error the decoder is spent; its position in the stream is unknown.
 4. `get_buffer` never returns an empty view.
@@ -17,9 +21,13 @@ Invariants
 
 from __future__ import annotations
 
+import mmap
 import struct
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
@@ -30,6 +38,8 @@ HEAD = struct.Struct("<QIIBB")
 MAGIC = 0xA1
 # A receive buffer of this size takes a burst of small frames in one system call.
 READ_SIZE = 256 * 1024
+# So much is enough for a handshake: strangers may open many connections.
+FIRST_READ_SIZE = 4 * 1024
 # Segments of at least so many bytes are written from where they are; below it a copy into the frame is cheaper.
 DIRECT_SIZE = 32 * 1024
 MAX_SEGMENTS = 1 << 20
@@ -88,8 +98,32 @@ def encode_frame(kind: int, call_id: int, body: bytes, segments: Sequence[Buffer
 _new_frame = tuple.__new__
 
 
+_NOTHING = memoryview(bytearray())  # a segment without bytes: nobody can write to it, so all may have the same
+# A table of more lengths stays in one piece: as numbers of Python it would take several times its bytes.
+_FEW_SEGMENTS = 64
+
+
 def _new_bytes(size: int) -> bytearray:
     return bytearray(size)
+
+
+def _lengths(buffer: Buffer | mmap.mmap, at: int, count: int) -> Sequence[int]:
+    if count <= _FEW_SEGMENTS:
+        return struct.unpack_from(f"<{count}Q", buffer, at)
+    lengths = array("Q", memoryview(buffer)[at : at + 8 * count].tobytes())
+    if sys.byteorder == "big":
+        lengths.byteswap()
+    return lengths
+
+
+def _room(size: int) -> bytearray | mmap.mmap:
+    """Memory for the unparsed bytes of a frame. Of long ones a page is taken when it is written to."""
+    if size <= READ_SIZE:
+        return bytearray(size)
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ProtocolError(f"there is no memory here for a message of {size} bytes: {error}") from None
 
 
 def whole_frames(data: bytes) -> tuple[list[Frame], int]:
@@ -126,7 +160,9 @@ def least_length(data: bytes, start: int = 0) -> int:
 class FrameDecoder:
     """Turns a stream of bytes into frames. Feed it with `get_buffer` and `received`.
 
-    max_body, max_segment: limits in bytes; no segments are taken while the latter is 0.
+    max_body, max_segment: limits in bytes; no segments are taken while the latter is 0. max_frame: of the segments of a
+    frame together. read_size: bytes that are read at once where nothing large is under way; what it is changed to holds
+    from the next time on that nothing is half read.
     allocate: makes the writable buffer for one large segment of so many bytes.
     place: says where the segment of a CHUNK belongs, from transfer, body and length; None while there can be none.
     """
@@ -136,13 +172,17 @@ class FrameDecoder:
         *,
         max_body: int,
         max_segment: int = 0,
+        max_frame: int = 1 << 62,
+        read_size: int = READ_SIZE,
         allocate: Callable[[int], bytearray | memoryview] = _new_bytes,
     ) -> None:
         self.max_body = max_body
         self.max_segment = max_segment
+        self.max_frame = max_frame
+        self.read_size = read_size
         self.allocate = allocate
         self.place: Callable[[int, bytes, int], memoryview] | None = None
-        self._buffer = bytearray(READ_SIZE)
+        self._buffer: bytearray | mmap.mmap = bytearray(read_size)
         self._start = 0  # of the bytes not yet parsed
         self._end = 0
         self._large: _LargeFrame | None = None
@@ -234,27 +274,30 @@ class FrameDecoder:
         prefix: int = HEAD.size + 8 * count + body_length
         if end - start < prefix:
             return prefix
-        lengths = struct.unpack_from(f"<{count}Q", self._buffer, start + HEAD.size)
+        lengths = _lengths(self._buffer, start + HEAD.size, count)
         longest = max(lengths)
         if longest > self.max_segment:
             raise ProtocolError(f"a frame announces a tensor of {longest} bytes; the limit is {self.max_segment}")
+        whole = sum(lengths)
+        if whole > self.max_frame:
+            raise ProtocolError(f"a frame announces {whole} bytes of tensors; the limit is {self.max_frame}")
         at = start + prefix
         body = bytes(self._buffer[at - body_length : at])
         if kind == CHUNK:
             if self.place is None or count != 1:
                 raise ProtocolError("a chunk where there can be none")
-            places: list[bytearray | memoryview] = [self.place(call_id, body, longest)]
-        elif end - at >= sum(lengths):
+            large = _LargeFrame(kind, call_id, body, lengths, partial(self.place, call_id, body))
+        elif end - at >= whole:
             segments: list[bytearray | memoryview] = []
-            for length in lengths:
-                segments.append(self._buffer[at : at + length])
-                at += length
+            with memoryview(self._buffer) as data:
+                for length in lengths:
+                    segments.append(bytearray(data[at : at + length]) if length else _NOTHING)
+                    at += length
             frames.append(Frame(kind, call_id, body, segments))
             self._start = at
             return 0
         else:
-            places = [self.allocate(length) for length in lengths]
-        large = _LargeFrame(kind, call_id, body, places)
+            large = _LargeFrame(kind, call_id, body, lengths, self.allocate)
         self._start = at + large.take(memoryview(self._buffer)[at:end])
         if large.complete:
             frames.append(large.frame())
@@ -271,48 +314,73 @@ class FrameDecoder:
         rest = self._end - self._start
         if rest == 0:
             self._start = self._end = 0
-            if len(self._buffer) > 4 * READ_SIZE:
-                self._buffer = bytearray(READ_SIZE)
+            if not self.read_size <= len(self._buffer) <= 4 * READ_SIZE:
+                self._buffer = bytearray(self.read_size)
             return
         if self._start + need > len(self._buffer) or self._end == len(self._buffer):
             data = self._buffer[self._start : self._end]
             if need > len(self._buffer):
-                self._buffer = bytearray(need)
+                self._buffer = _room(need)
             self._buffer[:rest] = data
             self._start, self._end = 0, rest
 
 
 class _LargeFrame:
-    """A frame whose segments are received straight into their own memory."""
+    """A frame whose segments are received straight into their own memory, which is made for one after the other."""
 
-    def __init__(self, kind: int, call_id: int, body: bytes, segments: list[bytearray | memoryview]) -> None:
+    def __init__(
+        self,
+        kind: int,
+        call_id: int,
+        body: bytes,
+        lengths: Sequence[int],
+        allocate: Callable[[int], bytearray | memoryview],
+    ) -> None:
         self.kind = kind
         self.call_id = call_id
         self.body = body
-        self.segments = segments
-        self._views = [memoryview(segment) for segment in segments if len(segment)]
-        self._views.reverse()
+        self.segments: list[bytearray | memoryview] = []
+        self._lengths = lengths
+        self._allocate = allocate
+        self._view: memoryview | None = None  # the rest of the segment that is under way
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the memory of the next segment; none of those without bytes."""
+        self._view = None
+        while self._view is None and len(self.segments) < len(self._lengths):
+            length = self._lengths[len(self.segments)]
+            if not length:
+                self.segments.append(_NOTHING)
+                continue
+            try:
+                segment = self._allocate(length)
+            except MemoryError:
+                raise ProtocolError(f"there is no memory here for a tensor of {length} bytes") from None
+            self.segments.append(segment)
+            self._view = memoryview(segment)
 
     @property
     def complete(self) -> bool:
-        return not self._views
+        return self._view is None
 
     def remaining(self) -> memoryview:
-        return self._views[-1]
+        assert self._view is not None, "it is dropped when it is complete"
+        return self._view
 
     def filled(self, count: int) -> bool:
-        view = self._views[-1]
+        view = self.remaining()
         if count == len(view):
-            self._views.pop()
+            self._begin()
         else:
-            self._views[-1] = view[count:]
-        return not self._views
+            self._view = view[count:]
+        return self.complete
 
     def take(self, data: memoryview) -> int:
         """Copy what has arrived already; returns how much of it was ours."""
         taken = 0
-        while self._views and taken < len(data):
-            view = self._views[-1]
+        while self._view is not None and taken < len(data):
+            view = self._view
             count = min(len(view), len(data) - taken)
             view[:count] = data[taken : taken + count]
             taken += count

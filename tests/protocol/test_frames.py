@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +31,7 @@ from aiorpc.protocol.frames import (
 
 MAX_BODY = 4 * READ_SIZE
 MAX_SEGMENT = 1 << 24
+PAGE = mmap.PAGESIZE
 
 
 class Allocator:
@@ -166,6 +170,68 @@ def test_limits_are_checked_before_memory_is_taken(head: bytes, table: bytes, ex
     assert memory_of(decoder) == READ_SIZE
 
 
+def test_a_frame_whose_segments_are_too_long_together_is_refused() -> None:
+    """Each of them may be within its limit: what a frame may announce in all has a limit of its own."""
+    allocator = Allocator()
+    decoder = FrameDecoder(max_body=100, max_segment=1000, max_frame=2000, allocate=allocator)
+    with pytest.raises(ProtocolError, match="announces 3000 bytes of tensors; the limit is 2000"):
+        put(decoder, HEAD.pack(1, 0, 3, 4, MAGIC) + struct.pack("<3Q", 1000, 1000, 1000))
+    assert allocator.asked == []
+
+
+def resident() -> int:
+    """Bytes of memory that this process takes up."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD.pack(1, 1 << 30, 0, Kind.CALL, MAGIC) + b"body",
+        HEAD.pack(1, 0, 4, Kind.CALL, MAGIC) + struct.pack("<4Q", *[1 << 30] * 4) + b"s",
+        HEAD.pack(1, 0, MAX_SEGMENTS, Kind.CALL, MAGIC) + struct.pack("<Q", 1 << 16) * MAX_SEGMENTS + b"s",
+    ],
+    ids=["a long body", "long segments", "very many segments"],
+)
+def test_what_is_only_announced_takes_no_memory(head: bytes) -> None:
+    """Four frames of which little more than the head has come take what has come, once more while it is looked at."""
+    decoders = [
+        FrameDecoder(max_body=1 << 31, max_segment=1 << 31, allocate=lambda size: numpy.empty(size, numpy.uint8).data)
+        for _ in range(4)
+    ]
+    before = resident()
+    for decoder in decoders:
+        assert put(decoder, head, READ_SIZE) == []
+    huge_page = 2 << 20  # what the system may give for the first byte of a long stretch
+    assert resident() - before < 4 * (2 * len(head) + 2 * huge_page)
+
+
+def test_memory_of_a_long_body_grows_with_what_comes() -> None:
+    """At every point it is at most twice what has come, and a constant; the frame is whole in the end."""
+    size = 64 << 20
+    decoder = FrameDecoder(max_body=size)
+    piece = bytes(READ_SIZE)
+    before = resident()
+    assert put(decoder, HEAD.pack(1, size, 0, Kind.CALL, MAGIC)) == []
+    for came in range(len(piece), size, len(piece)):
+        assert put(decoder, piece) == []
+        assert resident() - before < 2 * came + (8 << 20)
+    (frame,) = put(decoder, piece)
+    assert frame.body == bytes(size)
+    assert memory_of(decoder) == READ_SIZE
+
+
+def test_what_is_read_at_once_can_be_raised_on_the_way() -> None:
+    """A decoder for strangers has a short buffer; it takes its new size as soon as nothing is half read."""
+    decoder = FrameDecoder(max_body=MAX_BODY, read_size=100)
+    assert memory_of(decoder) == 100
+    (hello,) = put(decoder, on_the_wire([Frame(Kind.HELLO, 0, b"x" * 300)]))
+    assert hello.body == b"x" * 300
+    decoder.read_size = READ_SIZE
+    assert plain(put(decoder, on_the_wire([hello, hello]))) == plain([hello, hello])
+    assert memory_of(decoder) == READ_SIZE
+
+
 def test_segments_are_refused_before_the_proof() -> None:
     """A decoder without a limit for segments takes none: strangers have nothing to allocate for."""
     decoder = FrameDecoder(max_body=100)
@@ -190,7 +256,7 @@ def test_limits_are_inclusive() -> None:
 
 
 def test_large_segments_are_received_into_their_own_memory() -> None:
-    """The decoder asks for a large segment's memory once, of its exact size, and reads straight into it."""
+    """Each large segment's memory is made once, of its exact size, when its first byte is due, and read into."""
     allocator = Allocator()
     decoder = make_decoder(allocator)
     sizes = [3 * READ_SIZE, 5, 0, 2 * READ_SIZE + 1]
@@ -198,10 +264,10 @@ def test_large_segments_are_received_into_their_own_memory() -> None:
     stream = on_the_wire([Frame(Kind.CALL, 1, b"body", sent), Frame(Kind.CALL, 2, b"next")])
     head = len(stream) - sum(sizes) - HEAD.size - 4
     put(decoder, stream[: head + 10])
-    assert allocator.asked == sizes
+    assert allocator.asked == sizes[:1]
     assert len(decoder.get_buffer()) == sizes[0] - 10
     assert plain(put(decoder, stream[head + 10 :])) == plain([Frame(Kind.CALL, 1, b"body", sent), Frame(4, 2, b"next")])
-    assert allocator.asked == sizes
+    assert allocator.asked == [size for size in sizes if size]
 
 
 def test_handed_out_buffers_are_the_receivers_alone() -> None:
