@@ -445,8 +445,11 @@ class Connection:
             self._sock.close()
             if self._epoll is not None:
                 self._epoll.close()
-        if self.on_closed is not None:
-            self.on_closed(cause)
+        on_closed, self.on_closed = self.on_closed, None
+        # It refers to nobody any more: whoever let go of it is free at once, and no collector has to find the circle.
+        self.on_frames = self.on_drained = None
+        if on_closed is not None:
+            on_closed(cause)
 
     def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
         if threading.get_ident() == self._thread:

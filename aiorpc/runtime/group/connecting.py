@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from ... import foreign
 from ...channels.inline import allocate
 from ...errors import PeerRefused, ProtocolError, RendezvousError, RpcError, WorkerClosed
 from ...protocol import handshake
-from ...protocol.frames import MAX_SEGMENTS, Frame, FrameDecoder
+from ...protocol.frames import FIRST_READ_SIZE, MAX_SEGMENTS, READ_SIZE, Frame, FrameDecoder
 from ...protocol.handshake import Handshake
 from ...protocol.identity import WorkerRecord
 from ...protocol.states import HandshakeState
@@ -43,6 +44,8 @@ FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
 # How many bytes the runtime adds to a body at most: for errors (calls/failures.py), and for the way of each buffer
 # (links/link.py).
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
+# Of the descriptors that the process may have, strangers take none beyond this share: handlers open files and sockets.
+_FOR_STRANGERS = 0.8
 
 
 class Home(callee.Home, Protocol):
@@ -53,8 +56,14 @@ class Home(callee.Home, Protocol):
     services: set[Service]
 
 
+def _descriptors() -> int:
+    """How many descriptors this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit if limit != resource.RLIM_INFINITY else 1 << 31
+
+
 def _connection(engine: Engine, sock: socket.socket, label: str) -> Connection:
-    decoder = FrameDecoder(max_body=handshake.MAX_BODY, allocate=allocate)
+    decoder = FrameDecoder(max_body=handshake.MAX_BODY, read_size=FIRST_READ_SIZE, allocate=allocate)
     connection = Connection(engine.loop, sock, decoder, label=label)
     engine.connections.add(connection)
     return connection
@@ -64,6 +73,7 @@ def _trust(engine: Engine, decoder: FrameDecoder) -> None:
     """The worker at the other end has proved itself: from now on the limits of the options hold."""
     decoder.max_body = engine.options.max_frame_bytes + OWN_WORDS
     decoder.max_segment = engine.options.max_tensor_bytes
+    decoder.read_size = READ_SIZE
 
 
 class Connector:
@@ -283,7 +293,7 @@ class Acceptor:
                 self.refuse(reason)
                 sock.close()
                 continue
-            self._handshakes[_Accepting(self, sock)] = None
+            self._handshakes[_Accepting(self, self._moved_down(sock))] = None
 
     def _resume(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
@@ -296,12 +306,27 @@ class Acceptor:
         else:
             with contextlib.suppress(OSError):
                 sockets.tune_tcp(sock)
-        most = self._engine.bounds.handshakes
-        if len(self._handshakes) >= most:
-            # The oldest goes, not the newest: members are done within milliseconds.
-            next(iter(self._handshakes)).connection.abort(
-                ConnectionError(f"it had not proved itself when {most} others were in their handshake")
-            )
+        # The oldest goes, not the newest: members are done within milliseconds.
+        if len(self._handshakes) >= self._engine.bounds.handshakes:
+            self._make_room(f"{len(self._handshakes)} others were in their handshake")
+        return None
+
+    def _moved_down(self, sock: socket.socket) -> socket.socket:
+        """The socket, with a low descriptor: the system gives the lowest, so a high one says that few are left."""
+        if not self._handshakes or sock.fileno() < _descriptors() * _FOR_STRANGERS:
+            return sock
+        self._make_room("few descriptors were left in this process")
+        with sock:
+            return sock.dup()
+
+    def _make_room(self, cause: str) -> None:
+        oldest = next(iter(self._handshakes))
+        oldest.connection.abort(ConnectionError(f"it had not proved itself when {cause}"))
+
+    def reason_against(self, record: WorkerRecord) -> str | None:
+        """Why a worker that has proved itself is refused all the same; None if it is not."""
+        if record.id in self.home.group.lost:
+            return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
         return None
 
     def refuse(self, reason: str) -> None:
@@ -338,7 +363,11 @@ class Acceptor:
 
 
 class _Accepting:
-    """Our side of a handshake that somebody else began."""
+    """Our side of a handshake that somebody else began.
+
+    A connection that has ended refers to nobody (`Connection.close`), and `Handshake` not to this object: so what a
+    stranger took is free again as soon as it is gone, also in a program that has turned the collector off.
+    """
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket) -> None:
         engine = acceptor.home.engine
@@ -346,18 +375,15 @@ class _Accepting:
         self._home = acceptor.home
         self.connection = _connection(engine, sock, f"to {engine.name}")
         sealed = engine.options.authenticate_frames and not self.connection.local
-        self.handshake = Handshake(engine.record, acceptor.secret, opener=False, accept=self._is_wanted, sealed=sealed)
+        self.handshake = Handshake(
+            engine.record, acceptor.secret, opener=False, accept=acceptor.reason_against, sealed=sealed
+        )
         patience = engine.bounds.handshake
         self._timer = engine.loop.call_later(patience, self._too_slow, patience)
         self._serving: Callable[[BaseException | None], None] | None = None
         self.connection.on_frames = self._on_frames
         self.connection.on_closed = self._on_closed
         self.connection.start()
-
-    def _is_wanted(self, record: WorkerRecord) -> str | None:
-        if record.id in self._home.group.lost:
-            return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
-        return None
 
     def _on_frames(self, frames: list[Frame]) -> None:
         try:
