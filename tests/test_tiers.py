@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiers
+from tests.limits import busy
 
 LOOPS = ("asyncio", "uvloop")
 ROOT = Path(__file__).parents[1]
@@ -105,7 +106,7 @@ def _collect(folder: Path, marks: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(folder), "-m", marks, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60 * busy())
     assert done.returncode == 0, done.stdout
     return [line for line in done.stdout.splitlines() if "::" in line]
 

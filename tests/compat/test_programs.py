@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from aiorpc.compat.torch.children import SITE, lead
+from tests.limits import busy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,9 +72,8 @@ def run(arguments: list[str], directory: Path, python_path: str | Path = ROOT) -
     """The lines that a Python process prints; it has to end well."""
     # Buffered: lines of several processes do not mix.
     environment = os.environ | {"PYTHONPATH": str(python_path), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=60
-    )
+    command, patience = [sys.executable, *arguments], 60 * busy()
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=patience)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -440,7 +440,7 @@ def test_not_over_torchs_own_rpc(tmp_path: Path) -> None:
 def test_what_cannot_be_run() -> None:
     """The command line says how it is used."""
     done = subprocess.run(
-        [sys.executable, "-m", "aiorpc.compat.torch"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "aiorpc.compat.torch"], cwd=ROOT, capture_output=True, text=True, timeout=60 * busy()
     )
     assert done.returncode == 2
     assert "usage: python -m aiorpc.compat.torch" in done.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import busy
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: One trainer of a parameter server ends with an exception, after it has worked. The other one comes to the end later.
@@ -55,6 +57,6 @@ def test_a_trainer_that_fails_holds_nobody_up(order: str, tmp_path: Path) -> Non
     program.write_text(TRAINER_FAILS)
     command = [sys.executable, "-m", "aiorpc.compat.torch", str(program), str(tmp_path / "meeting"), order]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60 * busy())
     assert done.stdout.splitlines() == ["[0, 0, 1]"], done.stderr
     assert "a trainer fails" in done.stderr

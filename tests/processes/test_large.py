@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import aiorpc as rpc
+from tests.limits import busy
 
 from . import bodies
 from .workers import group
@@ -177,10 +178,11 @@ def available_memory() -> int:
 async def test_tensor_over_two_gigabytes() -> None:
     """As argument over a unix socket, as result over TCP: each byte beyond the 2^31st is where it was."""
     marks = {0: 1, 2**31 - 1: 2, 2**31: 3, 2**31 + 1: 4, HUGE - 1: 5}
-    async with group(2, transports=("unix",)) as _:
+    patience = 60 * busy()
+    async with group(2, transports=("unix",), rpc_timeout=patience) as _:
         tensor = bodies.marked(HUGE, marks)
         assert await rpc.call("w1", bodies.marks_of, tensor, list(marks)) == (HUGE, marks)
         del tensor
-    async with group(2, transports=("tcp",)) as _:
+    async with group(2, transports=("tcp",), rpc_timeout=patience) as _:
         result = await rpc.call("w1", bodies.marked, HUGE, marks)
         assert bodies.marks_of(result, list(marks)) == (HUGE, marks)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import aiorpc as rpc
 from tests.examples.programs import run_program, torchrun
+from tests.limits import busy
 
 from . import bodies
 from .test_shutdown import free_port
@@ -199,7 +200,7 @@ def work(rank):
 with multiprocessing.get_context("fork").Pool(2) as pool:
     print(pool.map(work, range(2), chunksize=1))
 """
-    done = run_program(["-c", program, f"file://{tmp_path}/store"], tmp_path, timeout=60)
+    done = run_program(["-c", program, f"file://{tmp_path}/store"], tmp_path, timeout=60 * busy())
     assert (done.code, done.out, done.err) == (0, "[0, 20]\n", "")
 
 

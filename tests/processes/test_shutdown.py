@@ -321,7 +321,8 @@ if __name__ == "__main__":
 def test_clean_run_prints_nothing(tmp_path: Path) -> None:
     """No line on stdout or stderr, with warnings and development mode on; no thread is left."""
     (tmp_path / "clean.py").write_text(CLEAN)
-    done = run_program(["-X", "dev", "-W", "default", "clean.py", str(tmp_path / "store")], tmp_path, timeout=60)
+    arguments = ["-X", "dev", "-W", "default", "clean.py", str(tmp_path / "store")]
+    done = run_program(arguments, tmp_path, timeout=60 * busy())
     noise = [line for line in done.err.splitlines() if "torch" not in line and "multi-threaded" not in line]
     assert (done.code, done.out, noise) == (0, "", [])
 
