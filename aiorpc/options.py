@@ -81,6 +81,9 @@ class RpcBackendOptions:
     authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
         counter and the bytes), so that whoever is in between can end a connection but not change what it says; the same
         on all workers. Costs large tensors over fast networks most of their speed. Unix sockets need none.
+    require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
+        where they meet, are on another host or in another container. False: there the secret of the group goes through
+        the store, and whoever reaches that may run code on all workers. The same on all workers.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.
@@ -111,6 +114,7 @@ class RpcBackendOptions:
     loss_grace: float = 5.0
     transports: tuple[str, ...] = field(default=("unix", "tcp"))
     authenticate_frames: bool = True
+    require_secret: bool | None = None
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)
     device_channel: str = "auto"
@@ -152,6 +156,8 @@ class RpcBackendOptions:
             _check_host(getattr(self, name), name)
         if not isinstance(self.authenticate_frames, bool):
             raise RpcUsageError(f"authenticate_frames must be True or False, not {self.authenticate_frames!r}")
+        if self.require_secret is not None and not isinstance(self.require_secret, bool):
+            raise RpcUsageError(f"require_secret must be True, False or None, not {self.require_secret!r}")
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")

@@ -51,6 +51,15 @@ def test_counts_are_integers_from_one(name: str, value: Any) -> None:
         RpcBackendOptions(**{name: value})
 
 
+@pytest.mark.parametrize("value", [0, 1, "yes", 1.0])
+def test_whether_a_secret_is_required_is_said_plainly(value: Any) -> None:
+    """Three values, and no other that Python takes for one of them."""
+    for plain in (True, False, None):
+        assert RpcBackendOptions(require_secret=plain).require_secret is plain
+    with pytest.raises(RpcUsageError, match="require_secret must be True, False or None"):
+        RpcBackendOptions(require_secret=value)
+
+
 @pytest.mark.parametrize("name", DURATIONS)
 @pytest.mark.parametrize("value", [-1, -0.001, math.nan, "5", None, True, timedelta(seconds=-1)])
 def test_durations_are_not_negative(name: str, value: Any) -> None:

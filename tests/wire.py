@@ -44,10 +44,10 @@ def whole() -> str:
         ),
         "## Handshake",
         prose(
-            "The body of a PROOF is the proof itself, and that of a REFUSED the reason as text, of 500 bytes at most. "
-            "That of a HELLO:"
+            "The body of a PROOF and of a WELCOME is the proof itself, and that of a REFUSED the reason as text, of "
+            "500 bytes at most. That of a HELLO:"
         ),
-        *map(section, (handshake.Hello, handshake.Introduction)),
+        *map(section, (handshake.Hello, handshake.Introduction, handshake.Challenge)),
         "## Messages",
         prose(first_part(messages)),
         *map(section, (*dict.fromkeys(messages.CLASSES.values()),)),

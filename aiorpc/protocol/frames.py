@@ -59,7 +59,7 @@ class Kind(IntEnum):
     CREDIT = 9  # > so many more items may come
     REFERENCE = 10  # > a message of reference counting (references.py)
     GOODBYE = 11  # = I leave in good order
-    WELCOME = 12  # < the proof was good; calls may come
+    WELCOME = 12  # < the proof was good, and here is mine; calls may come
     CHANNEL = 13  # = from a channel's one end to its other (channels/)
     PARCEL = 14  # = a message some of whose buffers go by channels (runtime/link.py)
     CHUNK = 15  # = a piece of a large buffer; the call id is the number of its transfer (channels/bulk.py)

@@ -1,21 +1,35 @@
 """Who is on the other end: versions, identities and a mutual proof of the shared secret.
 
     opener                                   acceptor
-    HELLO version, record, nonce    -->
-                                    <--      HELLO version, record, nonce, proof("acceptor")
+    HELLO version, record, nonce, whom -->
+                                    <--      HELLO version, nonce
     PROOF proof("opener")           -->      ready
-    ready                           <--      WELCOME, the first that bears a seal
+    ready                           <--      WELCOME proof("acceptor"), the first that bears a seal
 
-The acceptor proves itself first, so that the opener never sends a call to somebody who does not know the secret. A
-proof is HMAC-SHA256 over the role and both HELLOs; the role label keeps one side's proof from being played back as the
-other's. Bodies are msgpack of plain values; nothing is unpickled before both proofs were checked.
+The opener proves itself first, and says whom it wants: it knows that from the store. So whoever connects to a worker
+and does not know the secret learns the version and whether there are seals, and no more: neither name, host, process
+nor script. The acceptor compares whom the opener wants with itself, by hashes. A proof is HMAC-SHA256 over the role,
+both HELLOs and the acceptor's whole record, which each side takes from what it knows; the role label keeps one side's
+proof from being played back as the other's. The opener sends no call before it has checked the acceptor's proof. Bodies
+are msgpack of plain values; nothing is unpickled before the other side's proof was checked.
 
-The opener sends nothing before the WELCOME, so that the acceptor's strict limits hold for every byte before the proof.
+What a proof gives away. Whoever gets one, and the two HELLOs, can try secrets by himself as fast as he can compute.
+That is whoever reads along, and whoever plays the acceptor to an opener that was led to him, whichever side proves
+itself first; and the records in the store bear a MAC by the same key. Only a password-authenticated key exchange would
+end that, for handshakes but not for the store, and no maintained library in Python has one that is made for this. So a
+secret of people goes through a hash that is slow and takes memory (`runtime/meeting/secret.py`), and has at least 16
+bytes: see RFC 9257, section 6, which asks for 128 bits of entropy wherever a shared key alone is the proof. A random
+text of that length cannot be guessed. TLS hides the proofs from whoever reads along.
+
+The opener sends nothing between its proof and the WELCOME, so that the acceptor's strict limits hold for every byte
+before the proof.
 
 Both say in their HELLO whether what follows is sealed (seal.py); if they differ the connection is refused. The keys,
 one for each direction, come from the secret and both HELLOs: they are good for this connection alone. The acceptor
-seals from its WELCOME on, the opener behind it; each takes nothing without a seal once it has checked the other's
-proof. So no byte behind a proof goes without one, and whoever carries a handshake to and fro gets nothing out of it.
+seals from its WELCOME on, the opener behind it; the opener takes nothing without a seal behind its own proof, and the
+acceptor nothing behind the opener's. So no byte behind a proof goes without one, and whoever carries a handshake to and
+fro gets nothing out of it. A refusal that follows on a wrong proof bears no seal, as there is no key for it: an opener
+that waits for a sealed WELCOME takes it for what it is, a secret that does not match.
 
 The states of both sides are the tables `OPENER` and `ACCEPTOR` of `states`.
 """
@@ -26,7 +40,6 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import msgpack
@@ -37,22 +50,23 @@ from .identity import WorkerRecord
 from .states import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 
 VERSION = 3
-NONCE_SIZE = 32
+NONCE_SIZE = HASH_SIZE = 32
+WRONG_SECRET = "the shared secret does not match (AIORPC_SECRET, or another group of workers)"
 # Longest body taken from somebody who has not proved anything yet, in bytes.
 MAX_BODY = 16 * 1024
 
 
 class Hello(NamedTuple):
-    """Who I am, and a proof if the other side has said that before. In this form for ever, whatever the version."""
+    """The first that either side says. In this form for ever, whatever the version."""
 
-    #: An Introduction, as bytes: both sides' are what the proofs are made from.
+    #: An Introduction of the opener, or a Challenge of the acceptor, as bytes: the proofs are made from both.
     introduction: bytes
-    #: The acceptor's; empty in the opener's.
+    #: Empty. Earlier versions had a proof here.
     proof: bytes
 
 
 class Introduction(NamedTuple):
-    """What a Hello says. Its first field keeps its place for ever; the others may differ between versions."""
+    """What the opener says. Its first field keeps its place for ever; the others may differ between versions."""
 
     #: Of the protocol.
     version: int
@@ -60,9 +74,24 @@ class Introduction(NamedTuple):
     record: tuple[Any, ...]
     #: 32 random bytes, never used again.
     nonce: bytes
+    #: The worker that is wanted: the SHA-256 of its incarnation.
+    whom: bytes
+    #: What the opener knows of it: the SHA-256 of its record, as msgpack.
+    known: bytes
     #: The number that the opener gave to its link with the acceptor.
     link: int
     #: PIPE: this is the second connection of that link, for chunks. SEALED: what follows the handshake bears seals.
+    flags: int
+
+
+class Challenge(NamedTuple):
+    """What the acceptor answers. Its first field keeps its place for ever; the others may differ between versions."""
+
+    #: Of the protocol.
+    version: int
+    #: 32 random bytes, never used again.
+    nonce: bytes
+    #: SEALED, as in an Introduction.
     flags: int
 
 
@@ -72,10 +101,11 @@ PIPE, SEALED = 1, 2
 class Handshake:
     """One side of the exchange. `start` (opener only) and `feed` return what to write; `peer` is set once READY.
 
-    expect: whom the opener wants to reach, to the last word; None takes whoever proves the secret.
-    accept: asked by the acceptor about the opener's record; returns a reason to refuse it, or None.
-    link, pipe: the number that the opener gave to its link with the acceptor, and whether this is the second connection
-    of it, for chunks (runtime/link.py); the acceptor learns both. sealed: what follows bears seals, see `keys`.
+    expect: whom the opener wants to reach, to the last word; the acceptor has none.
+    accept: asked by the acceptor about the record of an opener that has proved itself; returns a reason to refuse it,
+    or None. link, pipe: the number that the opener gave to its link with the acceptor, and whether this is the second
+    connection of it, for chunks (runtime/link.py); the acceptor learns both. sealed: what follows bears seals, see
+    `keys`.
     """
 
     def __init__(
@@ -90,6 +120,8 @@ class Handshake:
         pipe: bool = False,
         sealed: bool = False,
     ) -> None:
+        if opener != (expect is not None):
+            raise RpcUsageError("an opener says whom it wants, and an acceptor does not")
         self.record = record
         self.link = link
         self.pipe = pipe
@@ -97,10 +129,11 @@ class Handshake:
         self._table = OPENER if opener else ACCEPTOR
         self.state = self._table.initial
         self.peer: WorkerRecord | None = None
-        self._candidate: WorkerRecord | None = None
         self._secret = secret
         self._opener = opener
-        self._expect = expect
+        self._acceptor = expect or record
+        self._candidate = expect
+        self._proved = False
         self._accept = accept
         self._nonce = secrets.token_bytes(NONCE_SIZE)
         self._mine = b""
@@ -111,7 +144,10 @@ class Handshake:
         if not self._opener or self.state is not HandshakeState.START:
             side = "opener's" if self._opener else "acceptor's"
             raise RpcUsageError(f"an {side} handshake that is {self.state.value} cannot be started")
-        self._mine = self._hello()
+        whom, known = _hashes(self._acceptor)
+        flags = (PIPE if self.pipe else 0) | (SEALED if self.sealed else 0)
+        record = tuple(self.record.to_wire())
+        self._mine = write_introduction(Introduction(VERSION, record, self._nonce, whom, known, self.link, flags))
         self.state = self._table.next(self.state, HandshakeEvent.BEGUN)
         return encode_frame(Kind.HELLO, 0, write_hello(Hello(self._mine, b"")))
 
@@ -124,9 +160,14 @@ class Handshake:
                 self.state = self._table.next(self.state, HandshakeEvent.REFUSED)
             raise
 
+    @property
+    def proved(self) -> bool:
+        """Whether the acceptor has checked the opener's proof: all that it says from then on bears a seal."""
+        return self._proved
+
     def keys(self) -> tuple[bytes, bytes]:
-        """For the seals of what we send, and of what we receive. Once the other side's proof was checked."""
-        if self.state not in (HandshakeState.PROVED, HandshakeState.READY):
+        """For the seals of what we send, and of what we receive. Once both HELLOs were said."""
+        if self.state not in (HandshakeState.PROVED, HandshakeState.READY) and not self._proved:
             raise RpcUsageError(f"a handshake that is {self.state.value} has no keys")
         ours, theirs = ("opener", "acceptor") if self._opener else ("acceptor", "opener")
         return self._keyed(f"seal of {ours}"), self._keyed(f"seal of {theirs}")
@@ -136,76 +177,74 @@ class Handshake:
             raise PeerRefused(f"the other side refused the connection: {frame.body[:500].decode('utf-8', 'replace')}")
         if self.state is HandshakeState.START and not self._opener and frame.kind == Kind.HELLO:
             self._theirs = read_hello(frame.body).introduction
-            self._candidate = self._check_record()
-            self._mine = self._hello()
+            self._candidate = self._check_introduction()
+            flags = SEALED if self.sealed else 0
+            self._mine = write_introduction(Challenge(VERSION, self._nonce, flags))
             self.state = self._table.next(self.state, HandshakeEvent.HELLO)
-            return encode_frame(Kind.HELLO, 0, write_hello(Hello(self._mine, self._proof("acceptor"))))
+            return encode_frame(Kind.HELLO, 0, write_hello(Hello(self._mine, b"")))
         if self.state is HandshakeState.SENT and frame.kind == Kind.HELLO:
-            self._theirs, proof = read_hello(frame.body)
-            self._candidate = self._check_record()
-            self._check_proof("acceptor", proof)
+            self._theirs = read_hello(frame.body).introduction
+            self._check_seals(self._acceptor, read_challenge(self._theirs).flags)
             self.state = self._table.next(self.state, HandshakeEvent.HELLO)
-            return encode_frame(Kind.PROOF, 0, self._proof("opener"))
+            return encode_frame(Kind.PROOF, 0, self._keyed("opener"))
         if self.state is HandshakeState.PROVED and frame.kind == Kind.WELCOME and self._candidate is not None:
+            self._check_proof("acceptor", frame.body)
             self._ready(self._candidate, HandshakeEvent.WELCOME)
             return []
         if self.state is HandshakeState.CHALLENGED and frame.kind == Kind.PROOF and self._candidate is not None:
             self._check_proof("opener", frame.body)
+            self._proved = True
+            reason = self._accept(self._candidate) if self._accept is not None else None
+            if reason is not None:
+                raise PeerRefused(reason)
             self._ready(self._candidate, HandshakeEvent.PROOF)
-            return encode_frame(Kind.WELCOME, 0, b"")
+            return encode_frame(Kind.WELCOME, 0, self._keyed("acceptor"))
         raise ProtocolError(f"{frame} does not belong in a handshake that is {self.state.value}")
 
     def _ready(self, peer: WorkerRecord, event: HandshakeEvent) -> None:
         self.peer = peer
         self.state = self._table.next(self.state, event)
 
-    def _hello(self) -> bytes:
-        flags = (PIPE if self.pipe else 0) | (SEALED if self.sealed else 0)
-        return write_introduction(Introduction(VERSION, tuple(self.record.to_wire()), self._nonce, self.link, flags))
-
-    def _check_record(self) -> WorkerRecord:
+    def _check_introduction(self) -> WorkerRecord:
         theirs = read_introduction(self._theirs)
-        if not self._opener:
-            self.link, self.pipe = theirs.link, bool(theirs.flags & PIPE)
-        sealed = bool(theirs.flags & SEALED)
+        self.link, self.pipe = theirs.link, bool(theirs.flags & PIPE)
         peer = WorkerRecord.from_wire(theirs.record)
-        self._check_expected(peer)
+        whom, known = _hashes(self.record)
+        # We do not say who we are: nothing is proved yet.
+        if theirs.whom != whom:
+            raise PeerRefused("another worker is here than the one that is wanted; that one may have been restarted")
+        if theirs.known != known:
+            raise PeerRefused(
+                "the worker that is wanted is here, but it says something else of itself than the rendezvous store "
+                "says of it: somebody else has written into the store"
+            )
+        self._check_seals(peer, theirs.flags)
+        return peer
+
+    def _check_seals(self, peer: WorkerRecord, flags: int) -> None:
+        sealed = bool(flags & SEALED)
         if sealed != self.sealed:
             says, we = ("seals", "do not") if sealed else ("does not seal", "do")
             raise PeerRefused(
                 f"worker {peer.name!r} {says} what it sends on this connection, and we {we}; give authenticate_frames "
                 "the same value on all workers"
             )
-        reason = self._accept(peer) if self._accept is not None else None
-        if reason is not None:
-            raise PeerRefused(reason)
-        return peer
-
-    def _check_expected(self, peer: WorkerRecord) -> None:
-        expect = self._expect
-        if expect is None or peer == expect:
-            return
-        if (peer.name, peer.incarnation) != (expect.name, expect.incarnation):
-            raise PeerRefused(
-                f"worker {peer.name!r} answers where {expect.name!r} should be; it may have been restarted"
-            )
-        differ = [each.name for each in fields(peer) if getattr(peer, each.name) != getattr(expect, each.name)]
-        raise PeerRefused(
-            f"worker {peer.name!r} says something else of itself than the rendezvous store says of it "
-            f"({', '.join(differ)}): somebody else has written into the store"
-        )
-
-    def _proof(self, role: str) -> bytes:
-        return self._keyed(role)
 
     def _keyed(self, label: str) -> bytes:
         hellos = (self._mine, self._theirs) if self._opener else (self._theirs, self._mine)
-        message = b"\0".join((b"aiorpc", label.encode(), *(hashlib.sha256(hello).digest() for hello in hellos)))
+        digests = [hashlib.sha256(hello).digest() for hello in hellos]
+        message = b"\0".join((b"aiorpc", label.encode(), *digests, _hashes(self._acceptor)[1]))
         return hmac.digest(self._secret, message, "sha256")
 
-    def _check_proof(self, role: str, proof: bytes) -> None:
-        if not hmac.compare_digest(self._proof(role), proof):
-            raise PeerRefused("the shared secret does not match (AIORPC_SECRET, or another group of workers)")
+    def _check_proof(self, role: str, proof: Buffer) -> None:
+        if not hmac.compare_digest(self._keyed(role), proof):
+            raise PeerRefused(WRONG_SECRET)
+
+
+def _hashes(record: WorkerRecord) -> tuple[bytes, bytes]:
+    """Of its incarnation, and of all of it."""
+    whole: bytes = msgpack.packb(record.to_wire())
+    return hashlib.sha256(record.incarnation.encode()).digest(), hashlib.sha256(whole).digest()
 
 
 def refusal(reason: str) -> list[Buffer]:
@@ -227,28 +266,46 @@ def read_hello(body: Buffer) -> Hello:
     return Hello(*fields)
 
 
-def write_introduction(introduction: Introduction) -> bytes:
+def write_introduction(introduction: Introduction | Challenge) -> bytes:
     """The bytes of it that go into a Hello."""
     introduced: bytes = msgpack.packb(introduction)
     return introduced
 
 
 def read_introduction(data: Buffer) -> Introduction:
-    """What a Hello says; its record is not looked at. Raises PeerRefused for another version, or ProtocolError."""
+    """What a Hello of an opener says; its record is not looked at. PeerRefused: another version. ProtocolError."""
+    introduction = Introduction(*_fields(data, Introduction))
+    if not all(type(each) is bytes and len(each) == HASH_SIZE for each in (introduction.whom, introduction.known)):
+        raise ProtocolError("a HELLO that does not say whom it wants")
+    _check_fields(introduction.nonce, introduction.flags)
+    if type(introduction.link) is not int:
+        raise ProtocolError("a HELLO that does not say what the connection is for")
+    return introduction
+
+
+def read_challenge(data: Buffer) -> Challenge:
+    """What a Hello of an acceptor says. Raises PeerRefused for another version, or ProtocolError."""
+    challenge = Challenge(*_fields(data, Challenge))
+    _check_fields(challenge.nonce, challenge.flags)
+    return challenge
+
+
+def _fields(data: Buffer, kind: type[Introduction | Challenge]) -> list[Any]:
     fields = _unpack(data)
     match fields:
         case [version, *_] if version != VERSION:
             theirs = f"version {version!r:.40} of the protocol"
             raise PeerRefused(f"it speaks {theirs}, we speak {VERSION}; use one aiorpc everywhere")
-    if len(fields) != len(Introduction._fields):
+    if len(fields) != len(kind._fields):
         raise ProtocolError("a HELLO that is none")
-    introduction = Introduction(*fields)
-    if not isinstance(introduction.nonce, bytes) or len(introduction.nonce) != NONCE_SIZE:
+    return fields
+
+
+def _check_fields(nonce: Any, flags: Any) -> None:
+    if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
         raise ProtocolError("a HELLO without a nonce")
-    flags = introduction.flags
-    if type(introduction.link) is not int or type(flags) is not int or not 0 <= flags <= PIPE | SEALED:
+    if type(flags) is not int or not 0 <= flags <= PIPE | SEALED:
         raise ProtocolError("a HELLO that does not say what the connection is for")
-    return introduction
 
 
 def _unpack(data: Buffer) -> list[Any]:

@@ -158,10 +158,6 @@ class Goodbye(NamedTuple):
     """The sender leaves in good order."""
 
 
-class Welcome(NamedTuple):
-    """The opener's proof was good; calls may come."""
-
-
 class ChannelMessage(NamedTuple):
     """A message from one end of a channel to the other. Channel 0 is the link itself."""
 
@@ -192,7 +188,7 @@ class Chunk(NamedTuple):
     size: int
 
 
-Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Welcome | ChannelMessage | Parcel
+Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | ChannelMessage | Parcel
 
 #: The class of each kind of message whose body is written and read here. Those of the handshake are in `handshake`, and
 #: those of reference counting in `reference_messages`.
@@ -204,7 +200,6 @@ CLASSES: dict[Kind, type[Any]] = {
     Kind.ITEM: Item,
     Kind.CREDIT: Credit,
     Kind.GOODBYE: Goodbye,
-    Kind.WELCOME: Welcome,
     Kind.CHANNEL: ChannelMessage,
     Kind.PARCEL: Parcel,
     Kind.CHUNK: Chunk,

@@ -114,6 +114,7 @@ class Life:
                 timeout=plan.options.rpc_timeout,
                 stop=steps.stop,
                 store=plan.store,
+                require_secret=plan.options.require_secret,
             )
         )
         confined = rendezvous.dynamic and rendezvous.confined

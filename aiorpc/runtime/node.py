@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
@@ -79,7 +79,7 @@ class Meeting:
     listeners: Listeners
     record: WorkerRecord
     records: Sequence[WorkerRecord]
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 class Node:

@@ -29,6 +29,7 @@ class Statistics:
     calls_cancelled: int = 0
     connections: int = 0
     connections_refused: int = 0
+    connections_given_up: int = 0  # whose other end went away before it had proved itself
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_sent: int = 0  # of all kinds, those of the runtime itself and pieces of large buffers among them
@@ -71,6 +72,7 @@ def collect(node: Node) -> Statistics:
         calls_cancelled=counters.cancelled,
         connections=len(connections),
         connections_refused=counters.refused,
+        connections_given_up=counters.given_up,
         bytes_sent=counters.bytes_sent + sum(connection.bytes_sent for connection in connections),
         bytes_received=counters.bytes_received + sum(connection.bytes_received for connection in connections),
         messages_sent=counters.messages_sent + sum(link.messages_sent for link in node.links.all()),

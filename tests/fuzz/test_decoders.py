@@ -242,13 +242,13 @@ def test_tensor_table(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("turn", [0, 1, 2])
+@pytest.mark.parametrize("turn", [0, 1, 2, 3])
 def test_handshake(seed: int, turn: int) -> None:
     """Each frame of a handshake, broken: the receiver refuses, and knows nobody afterwards."""
     secret = b"s" * 32
 
     def sides() -> tuple[Handshake, Handshake]:
-        return Handshake(RECORD, secret, opener=True), Handshake(RECORD, secret, opener=False)
+        return Handshake(RECORD, secret, opener=True, expect=RECORD), Handshake(RECORD, secret, opener=False)
 
     def one(written: list[Any]) -> Frame:
         (frame,) = feed(FrameDecoder(max_body=MAX_BODY), b"".join(bytes(part) for part in written), 1 << 20)
@@ -261,6 +261,9 @@ def test_handshake(seed: int, turn: int) -> None:
             acceptor.feed(hello._replace(body=data))
         elif turn == 1:
             opener.feed(one(acceptor.feed(hello))._replace(body=data))
+        elif turn == 3:
+            opener.feed(one(acceptor.feed(hello)))
+            opener.feed(Frame(Kind.WELCOME, 0, data))
         else:
             acceptor.feed(hello)
             acceptor.feed(Frame(Kind.PROOF, 0, data))
@@ -271,7 +274,8 @@ def test_handshake(seed: int, turn: int) -> None:
     first = one(opener.start())
     second = one(acceptor.feed(first))
     third = one(opener.feed(second))
-    accepts_only(target, [(first, second, third)[turn].body], seed, ProtocolError, PeerRefused)
+    fourth = one(acceptor.feed(third))
+    accepts_only(target, [(first, second, third, fourth)[turn].body], seed, ProtocolError, PeerRefused)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -108,7 +108,7 @@ def run_code(target: WorkerRecord, secret: bytes, path: str) -> None:
     decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 20)
     with socket.create_connection((target.tcp_host, target.tcp_port), 2) as sock:
         sock.settimeout(2)
-        shaking = Handshake(mine, secret, opener=True, sealed=True)
+        shaking = Handshake(mine, secret, opener=True, expect=target, sealed=True)
         sock.sendall(b"".join(shaking.start()))
         source: FrameDecoder | Unsealer = decoder
         while shaking.peer is None:
@@ -327,7 +327,7 @@ def test_secret_is_not_published_for_whoever_asks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", TRIES)
 def test_relay_is_refused(number: int, tmp_path: Path) -> None:
     """With AIORPC_SECRET, somebody who changes an address in the store is noticed by whoever reads it."""
-    said = attack(relay_in_a_free_group, tmp_path / "ran", None, AIORPC_SECRET="long and random")
+    said = attack(relay_in_a_free_group, tmp_path / "ran", None, AIORPC_SECRET="long enough, and random")
     assert said[0] == "joined" and "AIORPC_SECRET" in said[1], said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import pickle
@@ -79,10 +80,14 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-def hello(record: list[Any], sealed: bool, version: int = handshake.VERSION) -> bytes:
-    """A HELLO with that record."""
+def hello(wanted: list[Any], sealed: bool, version: int = handshake.VERSION, record: Any = None) -> bytes:
+    """A HELLO for the worker that is wanted, with that record or with its own."""
+    record = wanted if record is None else record
     flags = handshake.SEALED if sealed else 0
-    introduction = handshake.Introduction(version, tuple(record), bytes(handshake.NONCE_SIZE), 0, flags)
+    target = WorkerRecord.from_wire(wanted)
+    whom = hashlib.sha256(target.incarnation.encode()).digest()
+    known = hashlib.sha256(msgpack.packb(target.to_wire())).digest()
+    introduction = handshake.Introduction(version, tuple(record), bytes(handshake.NONCE_SIZE), whom, known, 0, flags)
     return frame(Kind.HELLO, handshake.write_hello(handshake.Hello(handshake.write_introduction(introduction), b"")))
 
 
@@ -105,7 +110,7 @@ def attacks(record: WorkerRecord, bomb: str, sealed: bool) -> dict[str, bytes]:
         "a bare pickle": pickled,
         "a pickle as HELLO": frame(Kind.HELLO, pickled),
         "a pickle in HELLO": frame(Kind.HELLO, msgpack.packb([pickled, pickled])),
-        "a pickle as record": hello([pickled] * len(mine), sealed),
+        "a pickle as record": hello(mine, sealed, record=[pickled] * len(mine)),
         "an extension type": frame(Kind.HELLO, msgpack.packb(msgpack.ExtType(1, pickled))),
         "another version": hello(mine, sealed, version=handshake.VERSION + 1),
         "a proof that is none": hello(mine, sealed) + frame(Kind.PROOF, bytes(32)),
@@ -204,9 +209,9 @@ async def test_acceptor_that_does_not_know_the_secret_is_refused() -> None:
         fake = WorkerRecord.from_wire(worker.node.engine.record.to_wire())
         theirs = Handshake(fake, os.urandom(32), opener=False)
         ours = Handshake(worker.node.engine.record, worker.node.acceptor.secret, opener=True, expect=fake)
-        answer = theirs.feed(_frame(ours.start()))
+        ours.feed(_frame(theirs.feed(_frame(ours.start()))))
         with pytest.raises(rpc.PeerRefused, match="secret"):
-            ours.feed(_frame(answer))
+            ours.feed(Frame(Kind.WELCOME, 0, os.urandom(32)))
 
 
 def _frame(buffers: list[Any]) -> Frame:
@@ -274,8 +279,11 @@ def server_made_once() -> None:
 @pytest.mark.usefixtures("server_made_once")
 async def test_free_group_that_meets_at_loopback_does_not_listen_on_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else can join it. With AIORPC_SECRET the place may be the end of a tunnel: it listens."""
-    for secret in ("", "long and random"):
-        monkeypatch.setenv("AIORPC_SECRET", secret)
+    for secret in ("", "long enough, and random"):
+        if secret:
+            monkeypatch.setenv("AIORPC_SECRET", secret)
+        else:
+            monkeypatch.delenv("AIORPC_SECRET", raising=False)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         async with rpc.init("w0", init_method=f"tcp://localhost:{port}") as worker:
@@ -289,13 +297,15 @@ def join_with_secret(place: Place, link: Link) -> Any:
         place.init_rpc(rpc_timeout=5.0)
     except rpc.RendezvousError as error:
         return str(error)
-    result = rpc.rpc_sync("w1", bodies.add, args=(1, 2)), rpc.current().node.acceptor.secret
+    result = rpc.rpc_sync("w1", bodies.add, args=(1, 2)), bytes(rpc.current().node.acceptor.secret)
     rpc.shutdown()
     return result
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "together"), [("one", "one", True), ("one", "", False)], ids=["the same", "only one has it"]
+    ("first", "second", "together"),
+    [("one" * 10, "one" * 10, True), ("one" * 10, "", False)],
+    ids=["the same", "only one has it"],
 )
 def test_secret_of_the_environment(first: str, second: str, together: bool) -> None:
     """AIORPC_SECRET is used where all have it; missing on one it is an error on every rank, not a silent mixture."""
@@ -303,7 +313,7 @@ def test_secret_of_the_environment(first: str, second: str, together: bool) -> N
     before = set(directory.glob("*.secret"))
     with processes() as children, meeting_file() as init_method:
         for place, secret in zip(places(2, init_method), (first, second), strict=True):
-            children.start(place, join_with_secret, env={"AIORPC_SECRET": secret})
+            children.start(place, join_with_secret, env={"AIORPC_SECRET": secret} if secret else {})
         found = [child.hear() for child in children]
         children.check_ended()
     if together:
@@ -317,7 +327,7 @@ def test_secret_of_the_environment(first: str, second: str, together: bool) -> N
 def test_workers_with_different_secrets_do_not_meet() -> None:
     """Each sees that what the other wrote into the store was not written with its own AIORPC_SECRET."""
     with processes() as children, meeting_file() as init_method:
-        for place, secret in zip(places(2, init_method), ("one", "two"), strict=True):
+        for place, secret in zip(places(2, init_method), ("one" * 10, "two" * 10), strict=True):
             children.start(place, join_with_secret, env={"AIORPC_SECRET": secret})
         for child, other in zip(children, ("w1", "w0"), strict=True):
             text = child.hear()

@@ -23,9 +23,12 @@ from aiorpc.protocol import reference_messages
 from aiorpc.protocol.frames import FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import (
     PIPE,
+    SEALED,
     VERSION,
+    Challenge,
     Hello,
     Introduction,
+    read_challenge,
     read_hello,
     read_introduction,
     refusal,
@@ -49,7 +52,6 @@ from aiorpc.protocol.messages import (
     Recorded,
     Reply,
     Values,
-    Welcome,
     read,
     write,
     write_chunk,
@@ -138,7 +140,6 @@ GOLDEN: list[tuple[Any, str]] = [
     (FULL_ERROR, "95a36d2e45a174a175a177c40150"),
     (Cancel(), ""),
     (Goodbye(), ""),
-    (Welcome(), ""),
     (Credit(0), "9100"),
     (Credit(1000), "91cd03e8"),
     (ChannelMessage(channel=1, fields=["tag", 7]), "920192a374616707"),
@@ -150,7 +151,10 @@ GOLDEN: list[tuple[Any, str]] = [
 ]
 
 HELLO = Hello(introduction=b"\x92\x01\x02", proof=b"proof")
-INTRODUCTION = Introduction(version=VERSION, record=("name", 3), nonce=bytes(range(32)), link=7, flags=PIPE)
+INTRODUCTION = Introduction(
+    VERSION, record=("name", 3), nonce=bytes(range(32)), whom=b"w" * 32, known=b"k" * 32, link=7, flags=PIPE
+)
+CHALLENGE = Challenge(VERSION, nonce=bytes(range(32)), flags=SEALED)
 RREF, FORK = ReferenceId(worker=1, number=2), ReferenceId(worker=3, number=4)
 REFERENCES: list[tuple[reference_messages.Message, str]] = [
     (Add(rref=RREF, fork=FORK), "93a3414444920102920304"),
@@ -205,7 +209,7 @@ def as_lists(value: Any) -> Any:
 
 def test_each_kind_has_golden_bytes() -> None:
     """None is forgotten, be it a message, a form of a call's function, or a message of reference counting."""
-    handshake = {Kind.HELLO, Kind.PROOF, Kind.REFUSED}
+    handshake = {Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.WELCOME}
     assert {kind_of(message) for message in SAMPLES} | handshake | {Kind.REFERENCE} == set(Kind)
     functions = {type(message.function) for message in SAMPLES if type(message) is Call}
     assert functions == {int, ByName, Method, Fetch, type(None)}
@@ -243,14 +247,17 @@ def test_a_reference_message_has_these_bytes(message: reference_messages.Message
 
 def test_a_handshake_has_these_bytes() -> None:
     """HELLO and what is inside, and REFUSED: a worker of another version has to understand them."""
+    nonce = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
     hello, introduction = (
         "92c403920102c40570726f6f66",
-        "950392a46e616d6503c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0701",
+        f"970392a46e616d6503c420{nonce}c420{'77' * 32}c420{'6b' * 32}0701",
     )
     assert write_hello(HELLO).hex() == hello
     assert read_hello(bytes.fromhex(hello)) == HELLO
     assert write_introduction(INTRODUCTION).hex() == introduction
     assert as_lists(read_introduction(bytes.fromhex(introduction))) == as_lists(INTRODUCTION)
+    assert write_introduction(CHALLENGE).hex() == f"9303c420{nonce}02"
+    assert read_challenge(write_introduction(CHALLENGE)) == CHALLENGE
     assert b"".join(map(bytes, refusal("no"))).hex() == "0000000000000000020000000000000003a16e6f"
 
 
@@ -339,7 +346,7 @@ anything = (
     | st.builds(ChannelMessage, numbers, lists)
     | st.builds(Parcel, numbers, wires, st.binary(max_size=6))
     | st.builds(Chunk, st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
-    | st.sampled_from([Cancel(), Goodbye(), Welcome()])
+    | st.sampled_from([Cancel(), Goodbye()])
 )
 
 
@@ -450,14 +457,16 @@ def test_less_than_nothing_is_no_credit() -> None:
         read(Kind.CREDIT, pack([-1]))
 
 
-@pytest.mark.parametrize("kind", [Kind.CANCEL, Kind.GOODBYE, Kind.WELCOME])
+@pytest.mark.parametrize("kind", [Kind.CANCEL, Kind.GOODBYE])
 def test_a_message_without_fields_has_no_body(kind: Kind) -> None:
     """Also an empty list is one byte too much."""
     with pytest.raises(ProtocolError, match="which has none"):
         read(kind, pack([]))
 
 
-@pytest.mark.parametrize("kind", [0, 16, 255, -1, 1 << 40, Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.REFERENCE])
+@pytest.mark.parametrize(
+    "kind", [0, 16, 255, -1, 1 << 40, Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.WELCOME, Kind.REFERENCE]
+)
 def test_kinds_that_are_read_elsewhere_or_nowhere(kind: int) -> None:
     """Those of the handshake and of reference counting have readers of their own."""
     with pytest.raises(ProtocolError, match="not read here"):

@@ -274,7 +274,7 @@ class Opener(Handshake):
     """A handshake whose side is known by its class."""
 
     def __init__(self, secret: bytes) -> None:
-        super().__init__(dataclasses.replace(RECORD, name="two", id=1), secret, opener=True)
+        super().__init__(dataclasses.replace(RECORD, name="two", id=1), secret, opener=True, expect=RECORD)
 
 
 class Acceptor(Handshake):

@@ -6,8 +6,8 @@ import errno
 import gc
 import hashlib
 import json
-import logging
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -27,10 +27,11 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from aiorpc.devices import DeviceClaims, to_device_map, to_devices
-from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError
+from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
+from aiorpc.runtime.meeting.secret import Secret, make_key
 from tests.limits import busy
 from tests.processes.workers import process_state
 from tests.processes.zygote import Zygote, zygote
@@ -39,6 +40,7 @@ T = TypeVar("T")
 PATIENCE = 20.0
 SOON = 0.3
 ELSEWHERE = "another-boot:1:1"
+LONG = "long enough, and random"
 
 
 def make_record(name: str, rank: int, *, host: str = "", pid: int = 0) -> WorkerRecord:
@@ -101,9 +103,17 @@ class Group:
         self.method = method
         self.store = store
         self.opened: list[Rendezvous] = []
+        self.require_secret: bool | None = False
 
     def open(self, rank: int | None, size: int | None, timeout: float = PATIENCE) -> Rendezvous:
-        opened = Rendezvous.open(self.method, rank=rank, world_size=size, timeout=timeout, store=self.store)
+        opened = Rendezvous.open(
+            self.method,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            store=self.store,
+            require_secret=self.require_secret,
+        )
         self.opened.append(opened)
         return opened
 
@@ -857,25 +867,115 @@ def test_on_one_host_the_secret_goes_by_a_private_file(group: Group, tmp_path: P
         assert str(path) in offer and values[0].hex() not in offer
 
 
-def test_on_several_hosts_the_secret_goes_through_the_store_with_one_warning(
-    here: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The warning says what that means and what to set instead."""
-    with caplog.at_level(logging.WARNING, "aiorpc"):
-        values = agree(here, 3, tmp_path, far={1})
+def test_on_several_hosts_the_secret_goes_through_the_store_if_all_say_so(here: Group, tmp_path: Path) -> None:
+    """Whoever needs no secret of the environment has to say that."""
+    values = agree(here, 3, tmp_path, far={1})
     assert len({*values}) == 1 and len(values[0]) == 32
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "AIORPC_SECRET is not set" in message and "is trusted" in message
+    assert here.store is not None and values[0].hex() in here.store.get("aiorpc/1/secret").decode()
+
+
+@pytest.mark.parametrize("size", [3, None])
+def test_on_several_hosts_a_secret_is_required(here: Group, tmp_path: Path, size: int | None) -> None:
+    """Every member on either host is told so by its init; the store has nothing that is secret."""
+    here.require_secret = None
+    records = [here.join(None, None, "w0"), here.join(None, None, "w1", host=ELSEWHERE)][-1] if size is None else []
+    if size is not None:
+        results = together(*(lambda rank=rank: join_far(here, rank, size) for rank in range(size)))
+        records = next(result for result in results if isinstance(result, list))
+    assert here.store is not None
+    for opened, own in zip(sorted(here.opened, key=lambda one: one.rank or 0), records, strict=True):
+        if size is None and own.host != ELSEWHERE:
+            continue  # it was there first, when there was nobody elsewhere
+        with pytest.raises(RendezvousError, match=r"AIORPC_SECRET is not set, and .* on another host .*openssl rand"):
+            opened.agree_secret(own, records, tmp_path)
+    assert not here.store.check(["aiorpc/1/secret"]) and not list(tmp_path.iterdir())
+
+
+def join_far(group: Group, rank: int, size: int) -> list[WorkerRecord]:
+    """Join, rank 1 from another host."""
+    return group.join(rank, size, f"w{rank}", host=ELSEWHERE if rank == 1 else "")
+
+
+def test_members_beside_each_other_need_no_secret(here: Group, tmp_path: Path) -> None:
+    """On one host, as long as the store is there as well."""
+    here.require_secret = None
+    assert len({*agree(here, 3, tmp_path)}) == 1
+    here.close()
+    here.require_secret = True
+    with pytest.raises(RendezvousError, match="this worker has require_secret=True: set AIORPC_SECRET"):
+        here.open(0, 1)
+
+
+def test_a_store_on_another_host_needs_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_made_once: None
+) -> None:
+    """Whoever reaches it may write there, although all members are beside each other."""
+    with closing(Group(f"tcp://127.0.0.1:{free_port()}", None)) as group:
+        group.require_secret = None
+        monkeypatch.setattr("aiorpc.runtime.meeting.rendezvous.is_local", lambda place: False)
+        monkeypatch.setattr("aiorpc.runtime.meeting.rendezvous.is_loopback", lambda place: False)
+        records = group.join(0, 1)
+        with pytest.raises(RendezvousError, match=r"the store at tcp://127.* is on another host than worker0"):
+            group.opened[0].agree_secret(records[0], records, tmp_path)
+
+
+def test_a_far_newcomer_is_not_sent_the_secret(here: Group, tmp_path: Path) -> None:
+    """A member that requires one does not put it into the store, whoever asks."""
+    here.require_secret = None
+    records = here.join(None, None, "a")
+    first = here.opened[0]
+    value = first.agree_secret(records[0], records, tmp_path)
+    here.require_secret = False
+    far = here.join(None, None, "far", SOON, host=ELSEWHERE)
+    asking = together(lambda: here.opened[1].agree_secret(far[-1], far, tmp_path), first.serve_secret_requests)
+    assert isinstance(asking[0], RendezvousError) and here.store is not None
+    first.serve_secret_requests()
+    assert value.hex() not in here.store.get("aiorpc/1/secret").decode()
 
 
 def test_the_secret_of_the_environment_wins(
     here: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hashed to 32 bytes; nothing is written and nothing is logged, on however many hosts."""
-    monkeypatch.setenv("AIORPC_SECRET", "correct horse")
+    """One key for all, made of it by a slow hash; nothing is written and nothing is logged, on however many hosts."""
+    monkeypatch.setenv("AIORPC_SECRET", LONG)
+    here.require_secret = None
     values = agree(here, 2, tmp_path, far={1})
-    assert {*values} == {hashlib.sha256(b"correct horse").digest()}
+    assert here.store is not None
+    assert {*values} == {make_key(Secret(LONG.encode()), bytes.fromhex(here.store.get("aiorpc/salt").decode()))}
+    assert len(values[0]) == 32 and values[0] != hashlib.sha256(LONG.encode()).digest()
     assert not list(tmp_path.glob("*/*")) and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("", "is set, and empty"), ("x", "has 1 bytes"), ("fifteen letters", "has 15 bytes")]
+)
+def test_a_short_secret_is_an_error(here: Group, monkeypatch: pytest.MonkeyPatch, text: str, reason: str) -> None:
+    """Whoever sets it to nothing means something else; the error says what is needed."""
+    monkeypatch.setenv("AIORPC_SECRET", text)
+    with pytest.raises(RendezvousError, match=rf"^AIORPC_SECRET {reason}.*openssl rand"):
+        here.open(0, 1)
+
+
+def test_another_salt_in_the_store_keeps_workers_from_joining(here: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys do not fit those of the members; what is no salt is told as such."""
+    monkeypatch.setenv("AIORPC_SECRET", LONG)
+    here.join(None, None, "a")
+    assert here.store is not None
+    for salt, text in ((bytes(16).hex(), "was not written by a worker with our"), ("rubbish", "holds no salt")):
+        here.store.set("aiorpc/salt", salt)
+        with pytest.raises(RendezvousError, match=text):
+            here.join(None, None, "b")
+
+
+def test_a_secret_is_not_shown_and_does_not_travel() -> None:
+    """Neither its text nor whatever holds it has it in its repr."""
+    secret = Secret(LONG.encode())
+    for shown in (repr(secret), str(secret), f"{secret!s:>20}", f"{[secret]}"):
+        assert LONG not in shown and "a secret" in shown
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(SerializationError, match="is not sent to anybody"):
+            pickle.dumps(secret, protocol)
+    assert secret == LONG.encode()
 
 
 def test_a_secret_in_the_environment_of_some_is_an_error_for_all(
@@ -883,7 +983,7 @@ def test_a_secret_in_the_environment_of_some_is_an_error_for_all(
 ) -> None:
     """It names who has it and who has not, instead of a refused handshake later."""
     opened = [here.open(0, 2)]
-    monkeypatch.setenv("AIORPC_SECRET", "x")
+    monkeypatch.setenv("AIORPC_SECRET", LONG)
     opened.append(here.open(1, 2))
     joined = together(*(lambda one=one: one.join(lambda n: make_record(f"w{n}", n)) for one in opened))
     for one, records in zip(opened, joined, strict=True):
@@ -993,7 +1093,7 @@ def test_whether_all_members_have_to_be_here(
     """At a loopback address, unless AIORPC_SECRET is set: the address may be the near end of a tunnel."""
     with closing(Group(method.format(f"{tmp_path}/meet" if "file" in method else free_port()), None)) as group:
         assert group.open(0, 1).confined == confined
-        monkeypatch.setenv("AIORPC_SECRET", "long and random")
+        monkeypatch.setenv("AIORPC_SECRET", LONG)
         assert not group.open(0, 1).confined
 
 
@@ -1029,7 +1129,7 @@ def test_a_file_with_the_secret_that_is_just_being_written_is_waited_for(here: G
 @pytest.mark.parametrize("size", [2, None])
 def test_records_bear_the_seal_of_the_secret(here: Group, monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
     """With AIORPC_SECRET, whoever does not know it cannot write a record that a member believes, nor move one."""
-    monkeypatch.setenv("AIORPC_SECRET", "long and random")
+    monkeypatch.setenv("AIORPC_SECRET", LONG)
     first = here.open(0, size)
     assert here.store is not None
     if size is None:
@@ -1053,9 +1153,10 @@ def test_a_record_of_another_generation_or_place_is_not_believed(here: Group, mo
     assert not member.is_known(bytes(32), 4) and not member.is_known(bytes(31) + b"x", 3)
     assert not replace(member, record=replace(member.record, tcp_port=7)).is_known(bytes(32), 3)
     assert not replace(member, claims=DeviceClaims(7)).is_known(bytes(32), 3)
-    monkeypatch.setenv("AIORPC_SECRET", "x")
-    key = hashlib.sha256(b"x").digest()
+    monkeypatch.setenv("AIORPC_SECRET", LONG)
+    key = make_key(Secret(LONG.encode()), bytes(16))
     assert here.store is not None
+    here.store.set("aiorpc/salt", bytes(16).hex())
     here.store.set("aiorpc/1/slot/1", json.dumps(Member(make_record("b", 0), True).sealed(key, 1).to_json()))
     with pytest.raises(RendezvousError, match=r"has b \(rank 0, .* in the place of rank 1"):
         here.join(0, 2, "a")
@@ -1070,7 +1171,7 @@ def change_offer(store: Store, **parts: str) -> None:
 def test_a_newcomer_from_another_host_is_served_the_secret(
     here: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It asks through the store; the member that offers the secret publishes it, with the warning."""
+    """It asks through the store; the member that offers the secret publishes it, if both have said that it may."""
     here.join(None, None, "a")
     first = here.opened[0]
     value = first.agree_secret(first.members()[0], first.members(), tmp_path)
@@ -1078,7 +1179,7 @@ def test_a_newcomer_from_another_host_is_served_the_secret(
     assert here.store is not None
     assert value.hex() not in here.store.get("aiorpc/1/secret").decode() and not caplog.records
     assert served(here, "far", [first], tmp_path) == value
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert not caplog.records
 
 
 def test_a_newcomer_whom_nobody_serves_gives_up_in_time(here: Group, tmp_path: Path) -> None:

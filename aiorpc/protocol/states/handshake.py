@@ -24,7 +24,7 @@ class HandshakeEvent(Enum):
     BEGUN = "`start` is called"
     HELLO = "HELLO came, and is right"
     PROOF = "PROOF came, and is right"
-    WELCOME = "WELCOME came"
+    WELCOME = "WELCOME came, and its proof is right"
     REFUSED = "REFUSED came, or a frame that is wrong or out of turn"
 
 
@@ -41,14 +41,14 @@ OPENER: Table[HandshakeState, HandshakeEvent] = Table(
     initial=_S.START,
     meanings={
         _S.START: "Nothing was said.",
-        _S.SENT: "Our HELLO is out; theirs has to prove that they know the secret.",
-        _S.PROVED: "They have proved themselves, and our PROOF is out. No call is sent yet.",
+        _S.SENT: "Our HELLO is out: it says who we are and whom we want.",
+        _S.PROVED: "Our PROOF is out; their WELCOME has to prove that they know the secret. No call is sent yet.",
         _S.READY: "The other side is known, and knows us.",
         _S.FAILED: "The other side is nobody to talk to.",
     },
     transitions=(
         Transition(_S.START, _E.BEGUN, _S.SENT, "HELLO goes out."),
-        Transition(_S.SENT, _E.HELLO, _S.PROVED, "Its proof is right, so PROOF goes out."),
+        Transition(_S.SENT, _E.HELLO, _S.PROVED, "PROOF goes out."),
         Transition(_S.PROVED, _E.WELCOME, _S.READY, "The limits of the options hold from now on."),
         *from_each((_S.START, _S.SENT, _S.PROVED), _E.REFUSED, _S.FAILED, _REFUSED),
     ),
@@ -61,13 +61,18 @@ ACCEPTOR: Table[HandshakeState, HandshakeEvent] = Table(
     initial=_S.START,
     meanings={
         _S.START: "Nothing was said.",
-        _S.CHALLENGED: "Our HELLO with our proof is out; theirs is missing.",
+        _S.CHALLENGED: "Our HELLO is out; it does not say who we are. Their proof is missing.",
         _S.READY: "The other side is known, and knows us.",
         _S.FAILED: "The other side is nobody to talk to.",
     },
     transitions=(
-        Transition(_S.START, _E.HELLO, _S.CHALLENGED, "HELLO goes out, with our proof."),
-        Transition(_S.CHALLENGED, _E.PROOF, _S.READY, "WELCOME goes out. The limits of the options hold from now on."),
+        Transition(_S.START, _E.HELLO, _S.CHALLENGED, "HELLO goes out."),
+        Transition(
+            _S.CHALLENGED,
+            _E.PROOF,
+            _S.READY,
+            "WELCOME goes out, with our proof. The limits of the options hold from now on.",
+        ),
         *from_each((_S.START, _S.CHALLENGED), _E.REFUSED, _S.FAILED, "REFUSED goes out. " + _REFUSED),
     ),
     final=(_S.READY, _S.FAILED),

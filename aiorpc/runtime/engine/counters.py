@@ -23,6 +23,7 @@ class Counters:
         self.messages_sent = 0  # of links that have ended
         self.messages_received = 0
         self.refused = 0
+        self.given_up = 0  # handshakes whose other end went away
         self.traffic: dict[str, Traffic] = {}  # of links that have ended, by channel
         self._latencies = [0] * 48  # answers by the number of bits of their latency in microseconds
 

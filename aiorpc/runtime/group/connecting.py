@@ -41,6 +41,8 @@ logger = logging.getLogger("aiorpc")
 
 # Seconds between two tries to connect: the first such pause, and the longest.
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
+# Characters of a reason to refuse somebody that go into the log.
+REASON_LIMIT = 300
 # How many bytes the runtime adds to a body at most: for errors (calls/failures.py), and for the way of each buffer
 # (links/link.py).
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
@@ -252,6 +254,9 @@ class _Opening:
 
     def _on_closed(self, cause: BaseException | None) -> None:
         if not self.done.done():
+            if isinstance(cause, ProtocolError) and self.handshake.state is HandshakeState.PROVED:
+                # What comes instead of a sealed WELCOME is from somebody who has not our key: a refusal, as a rule.
+                cause = PeerRefused(f"{handshake.WRONG_SECRET}: {cause}")
             self.done.set_exception(cause or ConnectionError("closed during the handshake"))
         elif self.on_closed is not None:
             self.on_closed(cause)
@@ -332,7 +337,9 @@ class Acceptor:
     def refuse(self, reason: str) -> None:
         """A stranger was turned away: count it and log it."""
         self._engine.counters.refused += 1
-        logger.warning("worker %s refused a connection: %s", self._engine.name, reason)
+        # Some of it may be the stranger's own words: it is one line of bounded length, whatever they are.
+        said = "".join(each if each.isprintable() else "?" for each in reason[:REASON_LIMIT])
+        logger.warning("worker %s refused a connection: %s", self._engine.name, said)
 
     def ended(self, accepting: _Accepting) -> None:
         """A handshake is over, whether it has succeeded or not."""
@@ -396,6 +403,8 @@ class _Accepting:
                 if reply:
                     self.connection.send(reply, urgent=True)
         except (PeerRefused, ProtocolError) as error:
+            if self.handshake.sealed and self.handshake.proved:
+                self.connection.seal(self.handshake.keys()[0])
             self.connection.send(handshake.refusal(str(error)), urgent=True)
             raise ProtocolError(str(error)) from error
         record = self.handshake.peer
@@ -426,4 +435,6 @@ class _Accepting:
         if self._serving is not None:
             self._serving(cause)
         elif cause is not None and not isinstance(cause, (ConnectionResetError, BrokenPipeError)):
-            self.acceptor.refuse(str(cause))
+            self.acceptor.refuse(foreign.text_of(cause))
+        else:
+            self._home.engine.counters.given_up += 1

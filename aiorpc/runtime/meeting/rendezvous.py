@@ -7,7 +7,6 @@ timeout given to `Rendezvous.open`; a timeout of 0 means no limit, and `stop` en
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -17,7 +16,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
@@ -28,6 +28,7 @@ from ...protocol.identity import WorkerRecord
 from ...transport.sockets import SECRET_SUFFIX
 from ..engine.host import host_identity, main_identity
 from .membership import FixedWorld, FreeWorld, Member, load_json
+from .secret import SALT_SIZE, Secret, from_environment, make_key
 from .stores import (
     LAST_PAUSE,
     Board,
@@ -36,6 +37,7 @@ from .stores import (
     StoreGone,
     bounded,
     check_ranks,
+    is_local,
     is_loopback,
     listens,
     local_address,
@@ -54,12 +56,8 @@ _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
 _READING_TIME = 2.0
+_SET_IT = "set AIORPC_SECRET for all workers, to the same random text of at least 16 bytes (openssl rand -hex 32)"
 _ADVICE = "which is a way to run code in workers: set AIORPC_SECRET for all, or meet in a file of this user's (file://)"
-
-
-def _environment_secret() -> bytes | None:
-    text = os.environ.get("AIORPC_SECRET")
-    return hashlib.sha256(text.encode()).digest() if text else None
 
 
 class Rendezvous:
@@ -70,18 +68,27 @@ class Rendezvous:
     claims: what the members said of their devices, by name, as found at `join`.
     """
 
-    def __init__(self, place: MeetingPlace, store: Store, hosts_store: bool, patience: Patience) -> None:
+    def __init__(
+        self,
+        place: MeetingPlace,
+        store: Store,
+        hosts_store: bool,
+        patience: Patience,
+        own_secret: Secret | None,
+        require_secret: bool | None,
+    ) -> None:
         self.rank = place.rank
         self.world_size = place.world_size
         self.hosts_store = hosts_store
         self._place = place
         self._patience = patience
         self._board = Board(store, str(place))
-        self._own_secret = _environment_secret()
+        self._own_secret = own_secret
+        self._require_secret = require_secret
+        self._key: tuple[str, Secret] | None = None  # made of our own secret, and the salt that it was made with
         self._world = self._make_world()
         self.claims: dict[str, DeviceClaims] = {}
         self._held: _HeldSecret | None = None
-        self._warned = False
         self._made: WorkerRecord | None = None
 
     @classmethod
@@ -94,21 +101,28 @@ class Rendezvous:
         timeout: float,
         stop: threading.Event | None = None,
         store: Store | None = None,
+        require_secret: bool | None = None,
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
 
-        timeout: seconds for this, `join` and `agree_secret` together; 0 means no limit. RendezvousError: a variable
-        of env:// is missing, or the store cannot be reached in time. RpcUsageError: the arguments make no sense.
+        timeout: seconds for this, `join` and `agree_secret` together; 0 means no limit. require_secret: whether nobody
+        joins without AIORPC_SECRET; None: only where members or store are on another host. RendezvousError: a variable
+        of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time. RpcUsageError: the
+        arguments make no sense.
         """
         patience = Patience(timeout, stop)
+        own_secret = from_environment()
+        if require_secret and own_secret is None:
+            raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {_SET_IT}")
+        make = partial(cls, patience=patience, own_secret=own_secret, require_secret=require_secret)
         if store is not None:
             check_ranks(rank, world_size)
-            return cls(MeetingPlace(rank, world_size), store, False, patience)
+            return make(MeetingPlace(rank, world_size), store, False)
         place = parse(init_method, rank, world_size, os.environ)
         if place.path:
-            return cls(place, open_file(place), False, patience)
+            return make(place, open_file(place), False)
         made, hosts_store = open_tcp(place, patience)
-        rendezvous = cls(place, made, hosts_store, patience)
+        rendezvous = make(place, made, hosts_store)
         if hosts_store:
             # A store shared with a process group of torch outlives us and may still say that we were leaving.
             rendezvous._board.set_closing(False)
@@ -155,6 +169,7 @@ class Rendezvous:
         for _ in self._patience.tries():
             try:
                 self._check_open()
+                self._make_key()
                 if isinstance(self._world, FreeWorld):
                     members = self._world.join(make, mine, self._patience)
                 else:
@@ -246,15 +261,16 @@ class Rendezvous:
     def agree_secret(self, record: WorkerRecord, records: Sequence[WorkerRecord], directory: str | Path) -> bytes:
         """The 32 bytes by which the group's members know each other.
 
-        From AIORPC_SECRET if it is set (on all, or RendezvousError). Else the first member makes them and leaves them
-        in a 0600 file in `directory` (private to this user, and the same for all members on this host); members on
-        other hosts get them through the store, and one warning says that whoever reaches that may join.
-        RendezvousError, too, where somebody else was at what the store says of the secret.
+        Made of AIORPC_SECRET if it is set (on all, or RendezvousError). Else the first member makes them and leaves
+        them in a 0600 file in a directory like `directory`, private to this user. If there are members on other hosts
+        that is a RendezvousError, unless `require_secret` is False: then they get the secret through the store, and
+        whoever reaches that may join. RendezvousError, too, where somebody else was at what the store says of it.
         """
         self._check_environment()
-        if self._own_secret is not None:
-            return self._own_secret
+        if self._key is not None:
+            return self._key[1]
         self._check_confined(record, records)
+        self._check_required(record, records)
         held = _HeldSecret(record, Path(directory))
         try:
             value = self._agree_free(held) if isinstance(self._world, FreeWorld) else self._agree_fixed(held, records)
@@ -280,6 +296,7 @@ class Rendezvous:
         raw, offer = self._offer()
         asker = self._asker(alive)
         far = asker is not None and asker.host != held.record.host and not self.confined
+        far = far and self._require_secret is False
         if self._owner(offer, alive) is None:
             heirs = [member.record.incarnation for member in alive if member.trusted]
             if heirs[:1] == [held.record.incarnation]:
@@ -291,11 +308,23 @@ class Rendezvous:
                 held.write()  # somebody may have tidied up
 
     def _make_world(self) -> FixedWorld | FreeWorld:
-        own = self._own_secret
+        own = self._key[1] if self._key is not None else None
         if self.world_size is None:
             return FreeWorld(self._board, self.rank, own_secret=own)
         assert self.rank is not None, "checked with the arguments"
         return FixedWorld(self._board, self.rank, self.world_size, own_secret=own, hosts_store=self.hosts_store)
+
+    def _make_key(self) -> None:
+        """Make the key of our own secret, if we have one, with the salt of the store, and the world anew with it."""
+        if self._own_secret is None:
+            return
+        salt = self._board.swap("salt", "", secrets.token_hex(SALT_SIZE))
+        if self._key is not None and self._key[0] == salt:
+            return
+        if len(_from_hex(salt)) != SALT_SIZE:
+            raise self._board.rubbish("salt", "no salt")
+        self._key = salt, make_key(self._own_secret, _from_hex(salt))
+        self._world = self._make_world()
 
     def _is_client(self) -> bool:
         return bool(self._place.host) and not self.hosts_store
@@ -344,6 +373,20 @@ class Rendezvous:
                 f"the store at {self._place} says that {', '.join(far)} would be on another host or in another "
                 f"container, but that place is on this host alone. Somebody else has written into the store, {_ADVICE}"
             )
+
+    def _check_required(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
+        far = [other.describe() for other in records if other.host != record.host]
+        place = self._place
+        if self._require_secret is False or not (
+            far or (place.host and not is_loopback(place) and not is_local(place))
+        ):
+            return
+        where = f"{', '.join(far)} would be" if far else f"the store at {place} is"
+        raise RendezvousError(
+            f"AIORPC_SECRET is not set, and {where} on another host than {record.describe()}, or in another container. "
+            f"{_SET_IT}. Or give require_secret=False to all workers: then their secret goes through the store, and "
+            f"whoever reaches {place} is trusted to run code on all of them"
+        )
 
     def _check_offer(self, held: _HeldSecret) -> None:
         """Our own offer of the secret, if we have made one, has to stand in the store as we wrote it."""
@@ -404,7 +447,7 @@ class Rendezvous:
             return False
         if len(value) != _SECRET_BYTES or offer.get("value", value.hex()) != value.hex():
             raise self._forged(owner)
-        held.value = value
+        held.value = Secret(value)
         return True
 
     def _offer(self) -> tuple[str, dict[str, str]]:
@@ -429,13 +472,6 @@ class Rendezvous:
         won = self._board.swap(self._secret_key(), expected, offer) == offer
         if won:
             held.published = offer
-        if won and openly and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the workers are on several hosts and AIORPC_SECRET is not set: their secret goes through the "
-                "rendezvous store, so whoever reaches %s is trusted to run code on all of them",
-                self._place,
-            )
         return won
 
 
@@ -453,13 +489,13 @@ class _HeldSecret:
 
     record: WorkerRecord
     directory: Path
-    value: bytes = b""
+    value: bytes = field(default=b"", repr=False)
     path: Path | None = None
-    published: str = ""
+    published: str = field(default="", repr=False)
 
     def offer(self, openly: bool) -> dict[str, str]:
         """What goes into the store: where the file is, and the secret itself only if `openly`."""
-        self.value = self.value or secrets.token_bytes(_SECRET_BYTES)
+        self.value = self.value or Secret(secrets.token_bytes(_SECRET_BYTES))
         if self.path is None:
             # A name of its own: workers of one process may share the directory. That of the socket, if there is one:
             # whoever finds the socket of a dead worker removes both.

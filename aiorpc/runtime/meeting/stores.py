@@ -168,6 +168,14 @@ class Board:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise StoreGone(f"the store at {self._place} no longer answers: {reason}") from error
 
+    def rubbish(self, key: str, what: str) -> RendezvousError:
+        """The error for what no worker has written, with who can have done it."""
+        return RendezvousError(
+            f"the rendezvous store at {self._place} holds {what} under aiorpc/{key}, which no worker has written "
+            "there. Whoever reaches that store can do so, and keep the group from forming: another program that uses "
+            "it, or somebody who is no member. Meet at another port or in another file, where only you can write"
+        )
+
     def has(self, *keys: str) -> bool:
         """True if all these keys exist."""
         return self._call(lambda store: bool(store.check(list(keys))))

@@ -1,0 +1,79 @@
+"""What whoever reaches a worker, or starts beside it, can learn of its group and of the group's secret: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+
+import pytest
+
+import aiorpc as rpc
+from aiorpc.protocol import handshake
+from aiorpc.protocol.frames import Kind
+
+from .test_strangers import frame, hello, talk, targets, warnings_of
+from .workers import group, until
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_a_stranger_learns_nothing_of_the_worker(transport: str) -> None:
+    """Who says HELLO is answered by a number; neither that nor a refusal has a name, a host, a process or a proof."""
+    async with group(1, transports=(transport,)) as (worker, _):
+        record = worker.node.engine.record
+        target = targets(record)[transport]
+        mine = ["stranger", 7, "ab" * 16, "host", "name", 4711, "main", "", "127.0.0.1", 1]
+        sealed = transport == "tcp"
+        for wanted in (record.to_wire(), mine):
+            greeting = hello(wanted, sealed, record=mine)
+            answer = await asyncio.to_thread(talk, target, greeting + frame(Kind.PROOF, bytes(32)))
+            for told in (worker.name, record.hostname, record.host, record.main, record.incarnation):
+                assert told.encode() not in answer
+            assert len(answer) < 500
+
+
+async def test_handshakes_that_are_given_up_are_counted() -> None:
+    """Whoever collects what a worker says to strangers is seen in its statistics, and not in its log."""
+    async with group(2, transports=("tcp",)) as (worker, _):
+        record = worker.node.engine.record
+        family, address = targets(record)["tcp"]
+        before = worker.statistics()
+
+        def collect() -> None:
+            with socket.socket(family) as sock:
+                sock.settimeout(5)
+                sock.connect(address)
+                sock.sendall(hello(record.to_wire(), True))
+                assert sock.recv(100)
+
+        for _ in range(5):
+            await asyncio.to_thread(collect)
+        await until(partial(_has_given_up, worker, before.connections_given_up + 5))
+        assert worker.statistics().connections_refused == before.connections_refused
+        assert worker.statistics().connections_given_up == before.connections_given_up + 5
+
+
+def _has_given_up(worker: rpc.Worker, count: int) -> bool:
+    return worker.statistics().connections_given_up >= count
+
+
+async def test_a_stranger_does_not_write_in_our_log(caplog: pytest.LogCaptureFixture) -> None:
+    """What he says there is one line, short, and has nothing but letters."""
+    forged = b"done\n2031-01-01 root logged in \x1b[2J" + b"x" * 12_000
+    async with group(1, transports=("tcp",)) as (worker, _):
+        record = worker.node.engine.record
+        said = [frame(Kind.REFUSED, forged), frame(Kind.CALL, forged), frame(Kind.HELLO, forged)]
+        long = [*record.to_wire()[:3], "h" * 4000, forged[:4000].decode(), 1, "m" * 4000, "", "127.0.0.1", 1]
+        said.append(hello(record.to_wire(), True, record=long) + frame(Kind.PROOF, bytes(32)))
+        for data in said:
+            assert len(data) < handshake.MAX_BODY + 100
+            with warnings_of(caplog) as logged:
+                refused = worker.statistics().connections_refused + 1
+                await asyncio.to_thread(talk, targets(record)["tcp"], data)
+                await until(partial(_has_refused, worker, refused))
+            (line,) = logged
+            assert line.isprintable() and len(line) < 400
+
+
+def _has_refused(worker: rpc.Worker, count: int) -> bool:
+    return worker.statistics().connections_refused >= count
