@@ -6,6 +6,7 @@ from . import autograd, functions, nn, optim
 from .api import call, current, get_worker_info, init, peer, remote, stream
 from .errors import (
     DeviceMapError,
+    NotAllowed,
     NotInitialized,
     Overloaded,
     PeerClosed,
@@ -27,6 +28,7 @@ from .functions import async_execution, batched
 from .futures import Future, collect_all, wait_all
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
+from .rights import exposed
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.stream import Stream
 from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
@@ -46,6 +48,7 @@ __all__ = [
     "BackendType",
     "DeviceMapError",
     "Future",
+    "NotAllowed",
     "NotInitialized",
     "Overloaded",
     "PeerClosed",
@@ -85,6 +88,7 @@ __all__ = [
     "collect_all",
     "current",
     "deadline",
+    "exposed",
     "functions",
     "get_worker_info",
     "init",

@@ -26,17 +26,22 @@ def init(
     init_method: str | None = None,
     options: RpcBackendOptions | None = None,
     store: Store | None = None,
+    role: str = "",
 ) -> Worker:
     """A worker that joins when it is awaited, or joins and leaves with ``async with``, on the running loop.
 
     name: unique in the group; letters, digits, ``-``, ``_`` and ``:``. rank, world_size: with ``env://`` as torchrun
     sets them in RANK and WORLD_SIZE if not given; elsewhere a group without a world size is open at any time.
     init_method: ``env://`` (default), ``tcp://host:port`` or ``file:///path``. store: a torch Store to meet at instead.
+    role: what this worker is to the others, by which their option ``serve`` decides what it may call; of the letters
+    that names have.
     Joining raises RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
     DeviceMapError, a kind of it, for devices or device maps that cannot be; RpcUsageError for a rank, a size or an
-    init_method that makes no sense. Raised here: RpcUsageError for a name or options that cannot be.
+    init_method that makes no sense. Raised here: RpcUsageError for a name, a role or options that cannot be.
     """
-    return Worker(name, rank=rank, world_size=world_size, init_method=init_method, options=options, store=store)
+    return Worker(
+        name, rank=rank, world_size=world_size, init_method=init_method, options=options, store=store, role=role
+    )
 
 
 def current() -> Worker:

@@ -13,6 +13,7 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     ├── RendezvousError          the workers could not agree on who they are
     │   └── DeviceMapError (ValueError)  devices or device maps that do not exist or do not fit
     ├── Overloaded               a queue is at its limit; nothing was run
+    ├── NotAllowed (PermissionError)  the other worker does not run that for this caller
     ├── RpcTimeout (TimeoutError)    the deadline passed; the callee may or may not have run
     ├── RpcCancelled             somebody cancelled the call
     ├── PeerLost (ConnectionError)   the other worker died or the network broke
@@ -64,6 +65,23 @@ class DeviceMapError(RendezvousError, ValueError):
 
 class Overloaded(RpcError):
     """A bounded queue was full; the call was not run."""
+
+
+class NotAllowed(RpcError, PermissionError):
+    """The callee does not run that for this caller (its option ``serve``). Nothing was run, and nothing unpickled.
+
+    worker: the callee. caller, role: who called. function: what was called. rule: what the callee allows that role.
+    """
+
+    def __init__(
+        self, message: str, *, worker: str = "", caller: str = "", role: str = "", function: str = "", rule: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.caller = caller
+        self.role = role
+        self.function = function
+        self.rule = rule
 
 
 class RpcTimeout(RpcError, TimeoutError):

@@ -25,6 +25,7 @@ from .errors import RpcError, RpcUsageError
 from .futures import Future
 from .protocol import codec
 from .runtime.caller.peers import To
+from .runtime.calls.current import permits
 from .runtime.gradients.contexts import current_autograd
 from .runtime.node import Node, node_of, registry
 from .runtime.references.rref import RRef
@@ -400,7 +401,10 @@ def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -
 def new_module(
     module_cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> RRef[Module]:
-    """Handler: a new module."""
+    """Handler: a new module. NotAllowed if the caller may not make one of that class."""
+    rights = permits()
+    if rights is not None:
+        rights.check_callable(module_cls)
     module = module_cls(*args, **kwargs)
     if not isinstance(module, Module):
         name = getattr(module_cls, "__qualname__", module_cls)
@@ -414,7 +418,7 @@ def new_module(
 def forward(module_rref: RRef[Module], device: str, keep: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handler: run it. keep: let what it gives stay on the device."""
     place = torch.device(device)
-    result = module_rref.local_value()(*moved(args, place), **moved(kwargs, place))
+    result = _value_of(module_rref, "__call__")(*moved(args, place), **moved(kwargs, place))
     return result if keep else moved(result, torch.device("cpu"))
 
 
@@ -434,21 +438,31 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def parameters_of(module_rref: RRef[Module], recurse: bool) -> list[RRef[torch.nn.Parameter]]:
     """Handler: a new RRef of each parameter."""
-    return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+    return [RRef(parameter) for parameter in _value_of(module_rref, "parameters").parameters(recurse)]
 
 
 def set_training(module_rref: RRef[Module], mode: bool) -> None:
     """Handler: training mode, or not."""
-    module_rref.local_value().train(mode)
+    _value_of(module_rref, "train").train(mode)
 
 
 def state_of(module_rref: RRef[Module]) -> dict[str, Any]:
     """Handler: the state, in the host's memory, copied, as the parameters may change while it is sent."""
-    return _each_tensor(module_rref.local_value().state_dict(), lambda tensor: tensor.to("cpu", copy=True))
+    state = _value_of(module_rref, "state_dict").state_dict()
+    return _each_tensor(state, lambda tensor: tensor.to("cpu", copy=True))
 
 
 def load_state(module_rref: RRef[Module], state: dict[str, Any], strict: bool, assign: bool) -> Any:
     """Handler: take that state."""
     if assign:  # what was received may lie in memory that is shared
         state = _each_tensor(state, torch.clone)
-    return module_rref.local_value().load_state_dict(state, strict, assign)
+    return _value_of(module_rref, "load_state_dict").load_state_dict(state, strict, assign)
+
+
+def _value_of(module_rref: RRef[Module], method: str) -> Module:
+    """The module, of which that method is called. NotAllowed if the caller may not call it."""
+    module = module_rref.local_value()
+    rights = permits()
+    if rights is not None:
+        rights.check_method(module, method)
+    return module

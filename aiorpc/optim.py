@@ -25,7 +25,7 @@ import torch
 
 from .errors import RpcError, RpcTimeout, RpcUsageError
 from .futures import Future, block_observer, call_site
-from .runtime.calls.current import check_cancelled, current_call
+from .runtime.calls.current import check_cancelled, current_call, permits
 from .runtime.node import Node, node_of, registry, serving
 from .runtime.references.rref import RRef
 
@@ -456,7 +456,10 @@ def new_optimizer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> RRef[LocalOptimizer]:
-    """Handler: an optimizer of these parameters of this worker."""
+    """Handler: an optimizer of these parameters of this worker. NotAllowed if the caller may not make one."""
+    rights = permits()
+    if rights is not None:
+        rights.check_callable(optimizer_class)
     return RRef(LocalOptimizer(optimizer_class, [rref.local_value() for rref in params_rref], args, kwargs))
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from .devices import Device, DeviceClaims, DeviceMap, extend_device_map, to_device_map, to_device_maps, to_devices
 from .errors import RpcUsageError
+from .rights import Serve, frozen
 
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_NUM_WORKER_THREADS = 16
@@ -84,6 +85,9 @@ class RpcBackendOptions:
     require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
         where they meet, are on another host or in another container. False: there the secret of the group goes through
         the store, and whoever reaches that may run code on all workers. The same on all workers.
+    serve: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, and
+        ``rpc.exposed`` for what bears that mark; one list for all callers, or a dict of lists by their role, with
+        ``"*"`` for all other roles. Everything by default, and where a list is ``"*"``.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.
@@ -115,6 +119,7 @@ class RpcBackendOptions:
     transports: tuple[str, ...] = field(default=("unix", "tcp"))
     authenticate_frames: bool = True
     require_secret: bool | None = None
+    serve: Serve = None
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)
     device_channel: str = "auto"
@@ -163,6 +168,7 @@ class RpcBackendOptions:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")
         if not isinstance(self.init_method, str):
             raise RpcUsageError(f"init_method must be a URL, not {self.init_method!r}")
+        self.serve = frozen(self.serve)
         self._validate_devices()
 
     def _validate_devices(self) -> None:

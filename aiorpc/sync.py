@@ -36,19 +36,21 @@ def init_rpc(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
+    role: str = "",
 ) -> None:
     """Start this process's worker and wait until its group is there. Its loop runs in a thread of its own (uvloop).
 
     rank: -1 takes RANK from the environment, with ``env://``. world_size: None takes WORLD_SIZE from there; with
-    ``tcp://`` and ``file://`` it makes a group that workers join and leave freely. Raises RendezvousError within
-    ``rpc_timeout`` seconds; DeviceMapError, a kind of it, for devices or device maps that cannot be; RpcUsageError for
-    a name or options that cannot be, or if this process has a worker already.
+    ``tcp://`` and ``file://`` it makes a group that workers join and leave freely. role: see `aiorpc.init`. Raises
+    RendezvousError within ``rpc_timeout`` seconds; DeviceMapError, a kind of it, for devices or device maps that cannot
+    be; RpcUsageError for a name, a role or options that cannot be, or if this process has a worker already.
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
-    host(Worker(name, rank=None if rank < 0 else rank, world_size=world_size, options=rpc_backend_options))
+    rank_or_none = None if rank < 0 else rank
+    host(Worker(name, rank=rank_or_none, world_size=world_size, options=rpc_backend_options, role=role))
 
 
 def host(worker: Worker) -> None:

@@ -24,6 +24,7 @@ KINDS: dict[type[errors.RpcError], type[Exception] | tuple[type[Exception], ...]
     errors.RendezvousError: errors.RpcError,
     errors.DeviceMapError: (errors.RendezvousError, ValueError),
     errors.Overloaded: errors.RpcError,
+    errors.NotAllowed: (errors.RpcError, PermissionError),
     errors.RpcTimeout: (errors.RpcError, TimeoutError),
     errors.RpcCancelled: errors.RpcError,
     errors.PeerLost: (errors.RpcError, ConnectionError),

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport",),
     ("protocol",),
     ("futures",),
-    ("options", "devices", "errors", "foreign", "_typing"),
+    ("options", "rights", "devices", "errors", "foreign", "_typing"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

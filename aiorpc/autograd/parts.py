@@ -20,7 +20,7 @@ from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.calls.current import current_call
-from ..runtime.calls.functions import async_execution, inline
+from ..runtime.calls.functions import async_execution, inline, intrinsic
 from ..runtime.calls.values import Results
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd
 from ..runtime.gradients.reach import FOREIGN, ReceivedTensor, SentName, Target
@@ -344,6 +344,7 @@ def _end_part(context: AutogradContext, number: int) -> None:
     context.parts.pop(number, None)
 
 
+@intrinsic
 def gather(context_id: int) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
     """Handler: for each entry of this worker, as (message, place), the tensors it leads to, as (worker, ..)."""
     _, context = _here(context_id)
@@ -354,6 +355,7 @@ def gather(context_id: int) -> list[tuple[int, int, list[tuple[int, int, int]]]]
     return table
 
 
+@intrinsic
 @async_execution
 def plan(
     context_id: int,
@@ -387,6 +389,7 @@ def plan(
     return part.done
 
 
+@intrinsic
 def take(context_id: int, number: int, names: bytes, *gradients: Tensor | None) -> None:
     """Handler: gradients of entries of this worker."""
     node, context = _here(context_id)

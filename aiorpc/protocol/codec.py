@@ -268,6 +268,17 @@ def loads(data: bytes, message: Incoming, buffers: Sequence[Buffer] = ()) -> Any
         incoming.reset(token)
 
 
+def names_nothing(data: bytes | None) -> bool:
+    """Whether a pickle is made of plain values and containers alone, and can run no code. None has no values at all."""
+    if data is None:
+        return True
+    try:
+        _PlainUnpickler(io.BytesIO(data)).load()
+    except Exception:
+        return False
+    return True
+
+
 def _take_buffer(out: Outgoing, buffer: pickle.PickleBuffer) -> bool:
     try:
         raw = buffer.raw()
@@ -361,3 +372,10 @@ class _Unpickler(pickle.Unpickler):
         if module in MAIN_NAMES:
             return load_main(name)
         return super().find_class(module, name)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Finds nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError("a pickle of plain values names nothing")

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from ..errors import ProtocolError, RpcUsageError
+from ..rights import check_role
 
 NAME_LIMIT = 128
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*")
@@ -47,7 +48,7 @@ class WorkerRecord:
     name, id: as in WorkerInfo. incarnation: random hex, new for every init. host: identity of the host and its
     namespaces (equal on both sides: unix sockets and pidfd work). hostname, pid: for people. main: identity of the
     main module. unix_path: path of its unix socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if
-    nowhere.
+    nowhere. role: what it says it is in the group, by which others decide what they run for it; "" if nothing.
     """
 
     name: str
@@ -60,6 +61,7 @@ class WorkerRecord:
     unix_path: str
     tcp_host: str
     tcp_port: int
+    role: str = ""
 
     @property
     def info(self) -> WorkerInfo:
@@ -84,6 +86,7 @@ class WorkerRecord:
         record = cls(*items)
         try:
             check_name(record.name)
+            check_role(record.role)
         except RpcUsageError as error:
             raise ProtocolError(f"worker record: {error}") from None
         return record

@@ -24,7 +24,9 @@ from ..errors import RendezvousError, RpcUsageError, WorkerClosed
 from ..options import seconds
 from ..protocol.identity import WorkerRecord
 from ..protocol.states import WorkerEvent, WorkerState
+from ..rights import Rights
 from ..transport import sockets
+from .calls.functions import check_pattern
 from .engine.bounds import Bounds
 from .engine.host import host_identity, main_identity
 from .engine.lifetime import Lifetime
@@ -98,6 +100,8 @@ class Life:
 
     async def _make(self, steps: Steps) -> Node:
         plan, stack = self._plan, self._stack
+        for pattern in Rights(plan.options.serve).patterns():
+            check_pattern(pattern)
         layout.warm_up()
         try:
             directory = sockets.private_directory()
@@ -135,6 +139,7 @@ class Life:
                 unix_path=listeners.unix_path,
                 tcp_host=plan.options.address or listeners.host,
                 tcp_port=listeners.port,
+                role=plan.role,
             )
             made.append(record)
             return record

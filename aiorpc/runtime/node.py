@@ -56,6 +56,7 @@ class Plan:
     """What a worker is to be, as its user asked for it, before anything of it exists.
 
     worker: the `Worker` that stands for it in the user's program. claims: what it tells the others about its devices.
+    role: as in its record.
     """
 
     worker: Any
@@ -69,6 +70,7 @@ class Plan:
     claims: DeviceClaims
     hooks: Hooks
     news: Events
+    role: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ..futures import Future
 from ..options import RpcBackendOptions, seconds
 from ..protocol.identity import WorkerInfo, check_name
 from ..protocol.states import WorkerState
+from ..rights import check_role
 from .caller.handle import PeerHandle
 from .caller.peers import To
 from .caller.stream import Stream, open_stream
@@ -56,9 +57,11 @@ class Worker:
         store: Store | None = None,
         accelerator: Accelerator | None = None,
         hooks: Hooks | None = None,
+        role: str = "",
     ) -> None:
         """accelerator: the devices that tensors may lie on; CUDA's, where there are any, if None."""
         self.name = check_name(name)
+        self.role = check_role(role)
         self.options = (options or RpcBackendOptions()).copy()
         self.options.validate()
         self.init_method = init_method or self.options.init_method
@@ -78,6 +81,7 @@ class Worker:
                 claims=claims_of(self.options, driver),
                 hooks=hooks or Hooks(),
                 news=self._news,
+                role=self.role,
             )
         )
         self._own_loop: LoopThread | None = None

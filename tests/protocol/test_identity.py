@@ -72,6 +72,7 @@ def test_bad_names_are_refused_in_torchs_words(name: object, text: str) -> None:
         unix_path=TEXTS,
         tcp_host=TEXTS,
         tcp_port=st.integers(0, 65535),
+        role=NAMES | st.just(""),
     )
 )
 def test_a_record_survives_the_wire(record: WorkerRecord) -> None:
@@ -94,6 +95,9 @@ def test_a_record_survives_the_wire(record: WorkerRecord) -> None:
         (4, "x" * 5000, "hostname must be a string of at most 4096"),
         (5, 0, "pid must be an integer from 1"),
         (9, 65536, "tcp_port must be an integer from 0 to 65535"),
+        (10, None, "role must be a string"),
+        (10, "an actor", "a role has"),
+        (10, "*", "a role has"),
     ],
 )
 def test_a_malformed_part_of_a_record_is_a_protocol_error(index: int, value: object, text: str) -> None:
@@ -105,10 +109,10 @@ def test_a_malformed_part_of_a_record_is_a_protocol_error(index: int, value: obj
     assert len(str(caught.value)) < 250
 
 
-@pytest.mark.parametrize("value", [None, 3, "abcdefghij", b"abcdefghij", {}, [], RECORD.to_wire()[:-1]])
+@pytest.mark.parametrize("value", [None, 3, "abcdefghijk", b"abcdefghijk", {}, [], RECORD.to_wire()[:-1]])
 def test_what_is_no_record_is_a_protocol_error(value: object) -> None:
     """Other types and other lengths are refused."""
-    with pytest.raises(ProtocolError, match="a list of 10 items"):
+    with pytest.raises(ProtocolError, match="a list of 11 items"):
         WorkerRecord.from_wire(value)
 
 

@@ -15,6 +15,7 @@ from ...errors import RpcUsageError
 from ...functions import async_execution
 from ...futures import is_future
 from ...protocol import codec
+from ...runtime.calls.current import permits
 from .replace import Replacements
 
 ScriptFunction: Any = torch.jit.ScriptFunction
@@ -41,7 +42,10 @@ def by_name(
 
 
 def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handler: a script function of that name. RuntimeError if there is none here."""
+    """Handler: a script function of that name. RuntimeError if there is none here; NotAllowed if it may not be run."""
+    rights = permits()
+    if rights is not None:
+        rights.check_script(name)
     function = torch.jit._state._python_cu.find_function(name)
     if function is None:
         raise RpcUsageError(f"the script function {name} is not compiled here; define it on both workers")

@@ -1,6 +1,8 @@
 """Finds what a call names: a function by number, by name or by value, a method of a reference's value, or that value.
 
 To find it may take an import, or the call may have to wait until a value exists. Then it is started (`Runner.start`).
+What the rights of the caller do not allow is refused here, before anything is imported or unpickled for it: a function
+once, when it gets its number, and a method once for each class.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from ...protocol.messages import ByName, Fetch, Function, Method, Values
 from ..calls import functions
 from ..calls.current import ServedCall
 from ..calls.functions import Handler
+from ..calls.permits import Permits
 from ..engine.engine import Engine
 from .answers import Answers
 from .running import Runner
@@ -36,12 +39,15 @@ class Resolver:
         runner: Runner,
         references: ReferencesForResolver,
         caller: int,
+        permits: Permits | None,
     ) -> None:
+        """permits: of the caller; None if it may have everything run."""
         self._engine = engine
         self._answers = answers
         self._runner = runner
         self._references = references
         self._caller = caller
+        self._permits = permits
         self._functions: dict[int, Handler] = {}
         self._methods: dict[tuple[type, str, object], Handler] = {}
 
@@ -54,6 +60,9 @@ class Resolver:
             handler = self._functions.get(function)
             return handler is not None and handler.system
         name = function.name if type(function) is ByName else ""
+        if self._permits is not None:
+            place = functions.find_place(name, ask=False) if name.startswith("aiorpc.") else None
+            return place is not None and functions.is_intrinsic(place.found) and functions.is_system(place.found)
         return name.startswith("aiorpc.") and functions.is_loaded(name) and functions.resolve(name).system
 
     def route(self, function: Function, call: ServedCall) -> None:
@@ -72,10 +81,10 @@ class Resolver:
                 handler = self._functions.get(number)
                 if handler is None:
                     call.function = name
-                    if not functions.is_loaded(name):
+                    if not functions.is_loaded(name) and (self._permits is None or self._permits.may_import(name)):
                         self._engine.background.submit(self._import, number, name, call)
                         return
-                    handler = self._functions[number] = functions.resolve(name)
+                    handler = self._functions[number] = self._find(name)
                 self._runner.start(call, handler)
             case Method(worker, number, name):
                 call.function = f"{name} of a reference"
@@ -84,14 +93,20 @@ class Resolver:
             case Fetch(worker, number):
                 call.function = "to_here"
                 value = self._references.value(worker, number, self._caller)
-                when_done(value, partial(self._answers.answer_future, call, False))
+                answer = partial(self._answers.answer_future, call, False)
+                when_done(value, answer if self._permits is None else partial(self._fetch, worker, call))
             case _:  # by value: it comes out of the arguments, which may take long
+                if self._permits is not None:
+                    self._permits.check_by_value()
                 self._engine.background.submit(self._unpack_function, call)
+
+    def _find(self, name: str) -> Handler:
+        return functions.resolve(name) if self._permits is None else self._permits.find(name)
 
     def _import(self, number: int, name: str, call: ServedCall) -> None:
         """In a thread: the function's module has to be imported first."""
         try:
-            handler = functions.resolve(name)
+            handler = self._find(name)
         except BaseException as error:  # a module may exit as it is imported
             self._runner.refuse(call, error)
             return
@@ -113,6 +128,17 @@ class Resolver:
         call.arguments = Values(values)  # as they are: nothing is left to decode
         self._engine.call_on_loop(self._runner.start, call, handler)
 
+    def _fetch(self, creator: int, call: ServedCall, future: AnyFuture) -> None:
+        """The value is there, and the caller is one that may not have everything."""
+        value, error = outcome(future)
+        if error is None and self._permits is not None:
+            try:
+                self._permits.check_value(value, creator)
+            except Exception as refusal:
+                self._runner.refuse(call, refusal)
+                return
+        self._answers.answer_future(call, False, future)
+
     def _found_value(self, name: str, call: ServedCall, future: AnyFuture) -> None:
         value, error = outcome(future)
         if error is not None:
@@ -127,9 +153,13 @@ class Resolver:
 
     def _call_method(self, value: object, name: str, attribute: object, call: ServedCall) -> None:
         try:
-            method = getattr(value, name)
             handler = self._methods.get((type(value), name, attribute))
+            if handler is None and self._permits is not None:
+                self._permits.check_method(value, name)
+            method = getattr(value, name)
             if handler is None:
+                if attribute is None and self._permits is not None:
+                    self._permits.check_attribute(value, name, method)
                 if not callable(method):
                     raise RpcUsageError(f"{name!r} of {type(value).__qualname__} is not callable")
                 handler = functions.classify(method, f"{type(value).__qualname__}.{name}")

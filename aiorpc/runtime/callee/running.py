@@ -17,6 +17,7 @@ from typing import Any
 from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import RpcCancelled, RpcUsageError
 from ...futures import is_future, when_done
+from ...protocol.codec import names_nothing
 from ..calls.batching import Batch, get_batcher
 from ..calls.current import NO_VALUES, CommonHome, ServedCall, current_call
 from ..calls.functions import Handler, Mode
@@ -79,6 +80,10 @@ class Runner:
 
     def decode(self, call: ServedCall) -> list[Any]:
         """The values of a call. In the thread that will use them. Raises whatever unpickling raises."""
+        if call.handler is not None and call.handler.plain and not names_nothing(call.arguments.pickled):
+            assert call.permits is not None, "else nothing need be plain"
+            self.discard_arguments(call)
+            raise call.permits.refusal(f"{call.function} with arguments whose pickle names classes or functions,")
         landing = call.landing or (self._devices and self._accelerators.landing())
         if not landing:
             return decode(call.arguments, call.segments, self._load_references, self._track)

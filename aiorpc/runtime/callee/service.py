@@ -22,6 +22,7 @@ from ...protocol.reference_messages import PassedReference
 from ...transport.connection import Connection
 from ..calls.current import CommonHome, ServedCall
 from ..calls.pending import PendingCall
+from ..calls.permits import permits_of
 from ..gradients.contexts import Gradients
 from ..links.link import KindMethod
 from ..links.links import Links
@@ -100,7 +101,8 @@ class Service:
         )
         self.calls = self._answers.calls
         self._runner = Runner(home, self._answers, accelerators, self._load_references, self._caller.track)
-        self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, record.id)
+        self._permits = permits_of(home.engine.rights, home.engine.name, record)
+        self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, record.id, self._permits)
 
     def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
         return self._home.references.load(passed, self.record.id)
@@ -119,7 +121,7 @@ class Service:
         message = read_call(frame.body)
         if frame.call_id in self.calls:  # it would take the place of the other one, which nobody could end any more
             raise ProtocolError(f"{frame}, and the call of that number is being served")
-        call = ServedCall(self._home, self._info, frame, message)
+        call = ServedCall(self._home, self._info, frame, message, self._permits)
         if message.autograd is not None:
             call.autograd = self._home.gradients.called(message.autograd, self._caller)
         if type(frame) is Message:

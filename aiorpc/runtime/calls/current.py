@@ -22,6 +22,7 @@ from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
 from ..engine.engine import Engine
 from .functions import Handler
+from .permits import Permits
 
 # Stands in place of the arguments of a call once somebody has taken them.
 NO_VALUES = Values([])
@@ -54,7 +55,8 @@ class ServedCall:
     It may be read in the thread or task of the handler. It is written on the loop, with two exceptions: `replied` is
     written by whoever answers, and the arguments, `on_cancel` and `credits` by whoever prepares or runs the handler.
 
-    node: the worker that serves it. caller: the worker that made it. function: its name, "?" until it was found. names,
+    node: the worker that serves it. caller: the worker that made it. permits: what that may have run; None:
+    everything. function: its name, "?" until it was found. names,
     arguments, segments: as in its message. Whoever runs the handler takes them, and drops them here
     (`drop_arguments`), so that nothing keeps memory that only the arguments hold. credit: how many items of a stream
     the caller wants first; None if the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the
@@ -82,6 +84,7 @@ class ServedCall:
         "names",
         "node",
         "on_cancel",
+        "permits",
         "replied",
         "segments",
         "started",
@@ -89,10 +92,13 @@ class ServedCall:
         "trace",
     )
 
-    def __init__(self, node: CommonHome, caller: WorkerInfo, frame: Frame, message: Call) -> None:
+    def __init__(
+        self, node: CommonHome, caller: WorkerInfo, frame: Frame, message: Call, permits: Permits | None = None
+    ) -> None:
         _, self.names, remaining, trace, self.autograd, self.credit, _, self.arguments = message
         self.node = node
         self.caller = caller
+        self.permits = permits
         self.call_id = frame.call_id
         self.segments = frame.segments
         self.started = time.monotonic()
@@ -201,6 +207,12 @@ def _serving() -> ServedCall:
     if call is None:
         raise RpcUsageError("only a handler that serves a call can ask this")
     return call
+
+
+def permits() -> Permits | None:
+    """In a handler that calls what it was given: what its caller may have run; None for everything."""
+    call = current_call.get()
+    return None if call is None else call.permits
 
 
 def caller() -> WorkerInfo:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
+import itertools
+import re
 import sys
 from collections.abc import Callable
 from enum import Enum
@@ -15,6 +18,7 @@ import torch
 
 from ...errors import RpcUsageError
 from ...protocol.codec import MAIN_NAMES, find_main
+from ...rights import FETCH
 from .batching import get_batcher
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -22,6 +26,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DEFERRED = "_aiorpc_async_execution"
 _SYSTEM = "_aiorpc_system"
 _INLINE = "_aiorpc_inline"
+_INTRINSIC = "_aiorpc_intrinsic"
+_WILD = re.compile(r"[*?\[]")
+_Missing: Any = type("_Missing", (), {})  # stands where there may be None
 
 
 class Mode(Enum):
@@ -37,12 +44,17 @@ class Mode(Enum):
 
 
 class Handler(NamedTuple):
-    """A function that serves calls. system: whether it belongs to the runtime and does not count as users' work."""
+    """A function that serves calls.
+
+    system: whether it belongs to the runtime and does not count as users' work. plain: whether the pickle of its
+    arguments may name no class and no function, because the rights of the caller do not go so far.
+    """
 
     function: Callable[..., Any]
     mode: Mode
     name: str
     system: bool = False
+    plain: bool = False
 
 
 def async_execution(fn: F) -> F:
@@ -68,9 +80,31 @@ def inline(fn: F) -> F:
     return fn
 
 
+def intrinsic(fn: F) -> F:
+    """Mark a handler of the runtime that runs no code of its caller's choosing: rights are not asked for it.
+
+    Those that are marked with `system` or `inline` are intrinsic as well.
+    """
+    setattr(fn, _INTRINSIC, True)
+    return fn
+
+
+def is_intrinsic(function: object) -> bool:
+    """Whether a function is a handler of the runtime that is served to everybody."""
+    return (
+        isinstance(function, FunctionType)
+        and function.__module__.startswith("aiorpc.")
+        and any(mark in function.__dict__ for mark in (_SYSTEM, _INLINE, _INTRINSIC))
+    )
+
+
+def is_system(function: object) -> bool:
+    """Whether a function bears the mark of `system`."""
+    return bool(getattr(function, _SYSTEM, False))
+
+
 def classify(function: Callable[..., Any], name: str) -> Handler:
     """How a callable has to be run."""
-    is_system = bool(getattr(function, _SYSTEM, False))
     inner = inspect.unwrap(function) if not isinstance(function, type) else function
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -90,7 +124,7 @@ def classify(function: Callable[..., Any], name: str) -> Handler:
         mode = Mode.GENERATOR
     else:
         mode = Mode.THREAD
-    return Handler(function, mode, name, is_system)
+    return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)))
 
 
 def _call_of(function: object) -> object:
@@ -129,6 +163,17 @@ def _find_name(function: Any) -> str | None:
     return None
 
 
+def name_of(function: Any) -> str | None:
+    """The wire name under which this worker itself would name that function or class; None if it has none."""
+    return _find_name(function)
+
+
+def normal(name: str) -> str:
+    """The same wire name, with the one name that the main module has there."""
+    module, colon, qualname = name.partition(":")
+    return f"__main__:{qualname}" if colon and module in MAIN_NAMES else name
+
+
 def _lookup(module: str, qualname: str) -> Any:
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
@@ -146,17 +191,18 @@ def is_loaded(name: str) -> bool:
     return module in sys.modules and not getattr(spec, "_initializing", False)
 
 
-def resolve(name: str) -> Handler:
-    """The function of a wire name, imported if need be. RpcUsageError if there is none here."""
+def resolve(name: str, check: Callable[[str], None] | None = None) -> Handler:
+    """The function of a wire name, imported if need be. RpcUsageError if there is none here.
+
+    check: is given the name once its module is imported, before it is looked up there, and raises if it may not be.
+    """
     module, _, qualname = name.partition(":")
     try:
-        if module in MAIN_NAMES:
-            found = find_main(qualname)
-        elif not module:
-            found = None
-        else:
+        if module and module not in MAIN_NAMES:
             importlib.import_module(module)  # also waits for a thread that is importing it
-            found = _lookup(module, qualname)
+        if check is not None:
+            check(name)
+        found = find_main(qualname) if module in MAIN_NAMES else _lookup(module, qualname) if module else None
     except ImportError as error:
         raise RpcUsageError(f"RPC pickler does not serialize {name!r}: the callee cannot import it: {error}") from error
     if not callable(found):
@@ -165,6 +211,91 @@ def resolve(name: str) -> Handler:
             "Define it in a module that both sides can import."
         )
     return classify(found, name)
+
+
+class NamedPlace(NamedTuple):
+    """Where a wire name leads to. found: what stands there. within: the class in which it stands; None: the module."""
+
+    found: Any
+    within: type | None
+
+
+def find_place(name: str, *, ask: bool) -> NamedPlace | None:
+    """Where a name leads to, without an import and without running code of what lies on the way; None if nowhere.
+
+    The way goes through classes alone, and not on through modules that a module has imported, or through its objects.
+    ask: whether a module may be asked for something that it does not have yet (by its ``__getattr__``).
+    """
+    module, _, qualname = name.partition(":")
+    first, *others = qualname.split(".")
+    found = _Missing
+    for each in MAIN_NAMES if module in MAIN_NAMES else (module,):
+        space = sys.modules.get(each)
+        if found is _Missing and space is not None:
+            found = vars(space).get(first, _Missing)
+            if found is _Missing and ask:
+                found = getattr(space, first, _Missing)
+    within = None
+    for part in others:
+        if not isinstance(found, type):
+            return None
+        within, found = found, _in_class(found, part)
+    return None if found is _Missing else NamedPlace(found, within)
+
+
+def leads_astray(name: str) -> bool:
+    """Whether the way of a name goes on through something that is no class."""
+    parts = name.split(".")
+    module = name.partition(":")[0]
+    ways = [".".join(parts[:count]) for count in range(1, len(parts))]
+    places = [find_place(way, ask=True) for way in ways if way.startswith(f"{module}:")]
+    return any(place is not None and not isinstance(place.found, type) for place in places)
+
+
+def _in_class(kind: type, name: str) -> Any:
+    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), _Missing)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise RpcUsageError if a pattern of the option ``serve`` can match nothing here, as far as that costs no import.
+
+    A module that is not imported yet need only be there. What is an attribute of instances alone cannot be known.
+    """
+    module, colon, qualname = pattern.partition(":")
+    if not colon or _WILD.search(module):
+        return
+    if not _is_there(module):
+        raise RpcUsageError(f"serve has {pattern!r}, which matches nothing: there is no module {module!r} here")
+    parts = [*itertools.takewhile(lambda part: not _WILD.search(part), qualname.split("."))]
+    if not parts or not is_loaded(pattern):
+        return
+    place = find_place(f"{module}:{'.'.join(parts)}", ask=True)
+    if place is None:
+        kind = find_place(f"{module}:{'.'.join(parts[:-1])}", ask=True) if len(parts) > 1 else None
+        if kind is not None and isinstance(kind.found, type) and _may_have(kind.found, parts[-1]):
+            return
+        raise RpcUsageError(f"serve has {pattern!r}, which matches nothing: {module!r} has no {'.'.join(parts)!r}")
+    true = _find_name(place.found) if place.within is None and "." not in qualname else None
+    if true is not None and true != normal(pattern) and pattern.endswith(f":{parts[-1]}"):
+        raise RpcUsageError(f"serve has {pattern!r}, which is called {true!r} where it is defined: serve that name")
+
+
+def _is_there(module: str) -> bool:
+    if module in MAIN_NAMES or sys.modules.get(module) is not None:
+        return True
+    parent = module.rpartition(".")[0]
+    if parent and parent not in sys.modules:  # to look into it would import it
+        return _is_there(parent)
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, AttributeError, ValueError):
+        return False
+
+
+def _may_have(kind: type, name: str) -> bool:
+    """Whether instances of a class may have an attribute that the class does not have."""
+    asks = _in_class(kind, "__getattr__") is not _Missing
+    return name == FETCH or asks or any(name in vars(base).get("__annotations__", {}) for base in kind.__mro__)
 
 
 def find_method(kind: type, name: str) -> object | None:

@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
+from ...rights import Rights
 from ...transport.connection import Connection
 from .bounds import Bounds
 from .counters import Counters
@@ -34,6 +35,7 @@ class Engine:
     hold up the answers that they wait for.
     connections: all connections that exist, including those in their handshake, because a forked child has to close
     its copies of all of them.
+    rights: what this worker runs for whom.
     bounds: replaced as a whole, by tests alone.
     observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
     whole and never changed.
@@ -57,6 +59,7 @@ class Engine:
         self.lifetime = lifetime
         self.name = lifetime.name
         self.options = options
+        self.rights = Rights(options.serve)
         self.record = record
         self.steps = steps
         self.loop = asyncio.get_running_loop()

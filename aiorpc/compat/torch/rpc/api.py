@@ -19,6 +19,7 @@ from ....futures import Future, wait_all
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
 from ....runtime.caller.peer import Peer
+from ....runtime.calls.functions import intrinsic
 from ....runtime.node import Node, registry
 from .. import script
 from .agent import process
@@ -230,6 +231,7 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 )
 
 
+@intrinsic
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
     """Handler, on the leader: a worker has come, with its object."""
     with _all_gather_dict_lock:
@@ -244,6 +246,7 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
             states.proceed_signal.set()
 
 
+@intrinsic
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
     """Handler, on all others: everybody has come."""
     with _all_gather_dict_lock:
@@ -322,12 +325,13 @@ def _gone(names: set[str], node: Node | None) -> list[WorkerInfo]:
     return [each.info for each in members if each.name in names and node.group.is_gone(each)]
 
 
-def _nobody_waits(sequence_id: str, missing: WorkerInfo) -> None:
-    """Handler: that worker is gone. A member without a connection to it does not see it leave."""
+@intrinsic
+def _nobody_waits(sequence_id: str, name: str, number: int) -> None:
+    """Handler: the worker of that name and id is gone. A member without a connection to it does not see it leave."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
         if not states.proceed_signal.is_set():
-            states.missing = missing
+            states.missing = WorkerInfo(name, number)
             states.proceed_signal.set()
 
 
@@ -335,9 +339,10 @@ def _fail_if_missing(sequence_id: str, states: AllGatherStates, names: set[str],
     """PeerLost once one of those workers is gone before all were there; the others come to know."""
     gone = _gone(names, node)
     if states.missing is None and gone and not states.proceed_signal.is_set():
-        _nobody_waits(sequence_id, gone[0])
+        said = (sequence_id, gone[0].name, gone[0].id)
+        _nobody_waits(*said)
         others = names - {each.name for each in gone} - {_get_current_rpc_agent().get_worker_info().name}
-        calls = [rpc_async(name, _nobody_waits, (sequence_id, gone[0]), timeout=_TELL) for name in sorted(others)]
+        calls = [rpc_async(name, _nobody_waits, said, timeout=_TELL) for name in sorted(others)]
         for call in calls:
             with contextlib.suppress(RpcError):  # that one is gone as well
                 call.wait()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ....protocol import codec
+from ....runtime.calls.current import permits
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -65,7 +66,13 @@ def deserialize(binary_data: bytes, tensor_table: Sequence[torch.Tensor]) -> Any
 
 
 def run_serialized(load: Callable[[bytes, Sequence[torch.Tensor]], Any], data: bytes, tensors: list[Any]) -> Any:
-    """Handler: a call that a pickler of the program's own has pickled, see `api._use_rpc_pickler`."""
+    """Handler: a call that a pickler of the program's own has pickled, see `api._use_rpc_pickler`.
+
+    NotAllowed for a caller that may not have everything run: both functions come with the arguments.
+    """
+    rights = permits()
+    if rights is not None:
+        rights.check_by_value("a call that another pickler has pickled")
     udf = load(data, tensors)
     return udf.func(*udf.args, **(udf.kwargs or {}))
 

@@ -1,0 +1,220 @@
+"""What a worker runs for others: the option ``serve`` and the decorator `exposed`. It decides about names, without I/O.
+
+A rule says what callers of one role may have run. It is a list of patterns for names on the wire (``module:qualname``),
+and of `exposed`, which stands for everything that bears the mark of this decorator. A method of a reference's value has
+the name of the value's class, and of the method behind that; to fetch the value is the method ``to_here``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
+from typing import Any, TypeVar
+
+from .errors import RpcUsageError
+
+#: As a rule, or among the patterns of one: everything, also functions that travel by value. As a role: all others.
+EVERYTHING = "*"
+#: What fetching the value of a reference is called, as if it were a method of the value.
+FETCH = "to_here"
+# Nobody has a name on the wire that is longer than this; patterns are not tried on longer ones.
+NAME_LIMIT = 1024
+ROLE_LIMIT = 128
+_TEXT_LIMIT = 300
+_ROLE = re.compile(r"[A-Za-z0-9\-_:]*")
+_WILD = re.compile(r"[*?\[]")
+_MARK = "_aiorpc_exposed"
+_NOTHING = object()
+
+T = TypeVar("T")
+
+
+def exposed(fn: T) -> T:
+    """Mark a function, a method or a class that other workers may call, for rules that have ``rpc.exposed``.
+
+    The mark of a class is for making one, for its public methods, also those that it has inherited, and for fetching
+    it; that of a method for this method alone. Without such a rule the mark changes nothing. With ``@staticmethod`` and
+    ``@classmethod`` it may be written on either side. RpcUsageError for what takes no mark, as a property.
+    """
+    target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
+    try:
+        if not callable(target):
+            raise TypeError("it cannot be called")
+        setattr(target, _MARK, True)
+    except (AttributeError, TypeError) as error:
+        raise RpcUsageError(
+            f"@rpc.exposed is for functions, methods and classes, not for {fn!r:.80}: {error}"
+        ) from None
+    return fn
+
+
+def check_role(role: object) -> str:
+    """Return `role` if it can be the role of a worker; RpcUsageError says what is wrong with it otherwise."""
+    if not isinstance(role, str):
+        raise RpcUsageError(f"a role must be a string, but got {role!r:.80}")
+    if len(role) >= ROLE_LIMIT or not _ROLE.fullmatch(role):
+        raise RpcUsageError(
+            f"a role has less than {ROLE_LIMIT} letters, digits, '-', '_' and ':', but got {role!r:.80}; "
+            "a worker without one has the role ''"
+        )
+    return role
+
+
+def frozen(serve: object) -> Any:
+    """The option ``serve`` as a value that nobody changes: None, a tuple, or a new dict of tuples by role.
+
+    RpcUsageError for what is no rule.
+    """
+    if serve is None:
+        return None
+    if not isinstance(serve, Mapping):
+        return _frozen_rule(serve, "serve")
+    for role in serve:
+        if role != EVERYTHING:
+            check_role(role)
+    return {role: _frozen_rule(rule, f"serve[{role!r}]") for role, rule in serve.items()}
+
+
+def _frozen_rule(rule: object, where: str) -> tuple[Any, ...]:
+    items: Any = (rule,) if isinstance(rule, str) or rule is exposed else rule
+    if not isinstance(items, (list, tuple, set, frozenset)):
+        raise RpcUsageError(f"{where} is a list of patterns 'module:name' and of rpc.exposed, not {rule!r:.80}")
+    for item in items:
+        if item is exposed:
+            continue
+        if not isinstance(item, str):
+            raise RpcUsageError(f"{where} has {item!r:.80}, which is neither a pattern 'module:name' nor rpc.exposed")
+        if item.count(":") != 1 and not (":" not in item and "*" in item):
+            raise RpcUsageError(
+                f"{where} has {item!r:.80}, which matches no name: names are 'module:function' or "
+                "'module:Class.method', so all of one module is 'module:*'"
+            )
+        if item.startswith(":") or item.endswith(":"):
+            raise RpcUsageError(f"{where} has {item!r:.80}, which matches no name: a part of it is empty")
+    return tuple(items)
+
+
+class Rights:
+    """What the callers of each role may have run on one worker: the option ``serve``, read once. Any thread."""
+
+    def __init__(self, serve: object = None) -> None:
+        """serve: as the option. Raises RpcUsageError for what is no rule."""
+        rules = frozen(serve)
+        self._others = _Rule(None)
+        self._rules: dict[str, _Rule] = {}
+        if isinstance(rules, dict):
+            self._rules = {role: _Rule(rule) for role, rule in rules.items() if role != EVERYTHING}
+            self._others = _Rule(rules.get(EVERYTHING, ()))
+        elif rules is not None:
+            self._others = _Rule(rules)
+
+    def limited(self, role: str) -> bool:
+        """Whether there is anything that callers of that role may not have run."""
+        return not self._of(role).everything
+
+    def allowed(self, role: str, name: str, found: object = None, within: type | None = None) -> bool:
+        """Whether callers of that role may have a function of that name run.
+
+        found: what the name leads to, and `within`: the class that it was found in. They count where marks do; without
+        them the name alone decides.
+        """
+        rule = self._of(role)
+        if rule.matches(name):
+            return True
+        if not rule.by_mark or found is None:
+            return False
+        return is_exposed(found) or (within is not None and is_exposed(within) and is_public(name.rpartition(".")[2]))
+
+    def listed(self, role: str, name: str) -> bool:
+        """Whether the rule has exactly this name, or allows everything."""
+        rule = self._of(role)
+        return rule.everything or name in rule.exact
+
+    def allowed_method(self, role: str, kind: type, method: str) -> bool:
+        """Whether callers of that role may call that method of a value of that class.
+
+        It is allowed in the name of the class, or of the one that it has inherited the method from. Also for methods
+        that the class does not have, as an attribute of its instances.
+        """
+        owner = next((base for base in kind.__mro__ if method in base.__dict__), kind)
+        found = owner.__dict__.get(method, _NOTHING)
+        return any(self.allowed(role, f"{name_of_class(each)}.{method}", found, each) for each in {kind, owner})
+
+    def allowed_value(self, role: str, kind: type) -> bool:
+        """Whether callers of that role may fetch a value of that class that is no result of a call of their own."""
+        return self.allowed(role, f"{name_of_class(kind)}.{FETCH}", kind)
+
+    def patterns(self) -> Iterator[str]:
+        """All patterns of all roles."""
+        for rule in (*self._rules.values(), self._others):
+            yield from rule.patterns
+
+    def describe(self, role: str) -> str:
+        """The rule for that role, for error messages."""
+        who = f"role {role!r}" if role else "workers without a role"
+        rule = self._of(role)
+        if role not in self._rules and self._rules:
+            who = f"{who} (as all that it does not name)"
+        return f"serve allows {who} {rule.text}"
+
+    def _of(self, role: str) -> _Rule:
+        return self._rules.get(role, self._others)
+
+
+class _Rule:
+    """What callers of one role may have run. items: patterns and `exposed`; None: everything."""
+
+    def __init__(self, items: Iterable[Any] | None) -> None:
+        given = (EVERYTHING,) if items is None else tuple(items)
+        self.everything = EVERYTHING in given
+        self.by_mark = exposed in given
+        self.patterns = tuple(item for item in given if isinstance(item, str) and item != EVERYTHING)
+        self.exact = frozenset(pattern for pattern in self.patterns if not _WILD.search(pattern))
+        self._wild = [
+            (re.compile(fnmatch.translate(pattern)), pattern.partition(":")[2].split("."))
+            for pattern in self.patterns
+            if pattern not in self.exact
+        ]
+        said = [repr(pattern) for pattern in self.patterns] + ["rpc.exposed"] * self.by_mark
+        text = "everything" if self.everything else "only " + ", ".join(said) if said else "nothing"
+        self.text = text if len(text) <= _TEXT_LIMIT else f"{text[:_TEXT_LIMIT]}..."
+
+    def matches(self, name: str) -> bool:
+        """Whether a pattern is for that name."""
+        if self.everything or name in self.exact:
+            return True
+        if len(name) > NAME_LIMIT:
+            return False
+        return any(pattern.match(name) and _reaches(parts, name) for pattern, parts in self._wild)
+
+
+def _reaches(pattern: list[str], name: str) -> bool:
+    """Whether each private part of a name is written out as such in the pattern: ``*`` stands for what is public."""
+    parts = name.partition(":")[2].split(".")
+    private = [place for place, part in enumerate(parts) if not is_public(part)]
+    return not private or (len(parts) == len(pattern) and all(pattern[place].startswith("_") for place in private))
+
+
+def is_public(name: str) -> bool:
+    """Whether a name is meant for others: it has no underscore in front. To call an object is public."""
+    return not name.startswith("_") or name == "__call__"
+
+
+def is_exposed(found: object) -> bool:
+    """Whether that function, method or class bears the mark itself; a class does not inherit it."""
+    inner = found.__func__ if isinstance(found, (MethodType, staticmethod, classmethod)) else found
+    try:
+        return vars(inner).get(_MARK) is True
+    except TypeError:  # it has no attributes
+        return False
+
+
+def name_of_class(kind: type) -> str:
+    """The name of a class on the wire. Spawned children call the main module ``__mp_main__``."""
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{module}:{kind.__qualname__}"
+
+
+Serve = str | Callable[..., Any] | Iterable[Any] | Mapping[str, Any] | None
