@@ -186,9 +186,13 @@ class Node:
         """The peer of a worker that has proved who it is."""
         return self.peers.of(record)
 
-    def on_goodbye(self, record: WorkerRecord) -> None:
-        """A worker has said that it leaves."""
-        self.group.on_goodbye(record)
+    def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
+        """A worker has said that it leaves. sure: it was it for sure that has said so."""
+        self.group.on_goodbye(record, sure)
+
+    async def probe(self, record: WorkerRecord) -> None:
+        """Raises OSError or RpcError if a worker takes no connections."""
+        await self.connector.probe(record)
 
     # --- looking, from any thread -------------------------------------------------------------------------------------
 

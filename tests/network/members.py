@@ -23,6 +23,7 @@ from .hosts import PORT, Host, Network
 from .relay import enter
 
 MIB = 1 << 20
+SECRET = {"AIORPC_SECRET": "one for all hosts of a test"}  # without one workers of several hosts do not meet
 Script = Callable[..., Awaitable[Any]]
 
 
@@ -44,7 +45,8 @@ def group(
         others = hosts or (network.right,)
         for place, host in zip(places(1 + len(others), network.meeting), (network.left, *others), strict=True):
             own = script if place.rank == 0 else _serve
-            children.start(place, take_part, host.namespace, own, args if place.rank == 0 else (), patience, options)
+            own_args = args if place.rank == 0 else ()
+            children.start(place, take_part, host.namespace, own, own_args, patience, options, env=SECRET)
         yield children
 
 

@@ -68,8 +68,8 @@ class Home(CommonHome, Protocol):
     def peer_of(self, record: WorkerRecord) -> PeerForService:
         """The peer of the worker that calls."""
 
-    def on_goodbye(self, record: WorkerRecord) -> None:
-        """That worker has said that it leaves."""
+    def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
+        """That worker has said that it leaves. sure: it was it for sure that has said so."""
 
 
 class Service:
@@ -79,9 +79,12 @@ class Service:
     whoever takes one out ends it.
     """
 
-    def __init__(self, home: Home, record: WorkerRecord, connection: Connection, link_number: int) -> None:
-        """link_number: the number of the link."""
+    def __init__(
+        self, home: Home, record: WorkerRecord, connection: Connection, link_number: int, sure: bool = False
+    ) -> None:
+        """link_number: the number of the link. sure: that worker has connected, and no other one in its name."""
         self.record = record
+        self.sure = sure
         self.connection = connection
         self.methods: dict[int, KindMethod] = {
             CALL: self._on_call,
@@ -161,7 +164,7 @@ class Service:
         self._home.references.on_message(self.record.id, reference_messages.read(unpack(frame.body)))
 
     def _on_goodbye(self, _: Frame) -> None:
-        self._home.on_goodbye(self.record)
+        self._home.on_goodbye(self.record, self.sure)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 

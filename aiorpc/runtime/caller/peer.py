@@ -69,8 +69,8 @@ class Home(OwedHome, Protocol):
     def connect(self, peer: Peer) -> None:
         """Begin to connect to that peer, on the loop. `Peer.attach` and then `ready` follow, or `Peer.fail`."""
 
-    def on_goodbye(self, record: WorkerRecord) -> None:
-        """That worker has said that it leaves. On the loop."""
+    def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
+        """That worker has said that it leaves. sure: it was it for sure that has said so. On the loop."""
 
 
 class Peer:
@@ -368,7 +368,7 @@ class Peer:
     def _on_goodbye(self, _: Frame) -> None:
         link = self.link
         assert link is not None and self.record is not None, "a message came over it"
-        self._home.on_goodbye(self.record)
+        self._home.on_goodbye(self.record, True)  # we have dialled it
         # No answer can follow on this connection (the goodbye may have come earlier on another).
         link.when_drained(partial(self.fail, PeerClosed(f"{self.describe()} has shut down")))
 

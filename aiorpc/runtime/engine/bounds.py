@@ -25,6 +25,7 @@ class Bounds:
     release_pause: float = 0.01  # until memory of the other end that was let go here is given back
 
     # The group, and the store where it meets.
+    vouch: float = 5.0  # for a member to say that it is there, when somebody says that it is not
     poll: float = 10.0  # for one answer of a member that the leader asks for its activity
     store: float = 5.0  # for the store when the worker leaves; longer than `Rendezvous.close` waits for others
     look: float = 5.0  # for the store when a name is looked up

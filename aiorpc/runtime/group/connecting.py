@@ -156,6 +156,10 @@ class Connector:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
 
+    async def probe(self, record: WorkerRecord) -> None:
+        """Connect to a worker once, and let go. Raises OSError or RpcError if nobody takes connections there."""
+        (await _reach(self._engine, record, self._engine.options.transports)).close()
+
     def _closed(self, peer: Peer, connection: Connection, cause: BaseException | None) -> None:
         """A connection that we had opened has ended."""
         self._engine.counters.add_connection(connection)
@@ -203,6 +207,7 @@ class _Opening:
     ) -> None:
         self._engine = engine
         self.connection = _connection(engine, sock, f"{engine.name} to {record.name}")
+        self._process = sockets.peer_pid(sock)
         sealed = engine.options.authenticate_frames and not self.connection.local
         self.handshake = Handshake(
             engine.record, secret, opener=True, expect=record, link=link, pipe=pipe, sealed=sealed
@@ -272,6 +277,7 @@ class Acceptor:
         self.home = home
         self.secret = secret
         self._engine = home.engine
+        self._name = home.engine.name
         self._listeners = listeners
         self._handshakes: dict[_Accepting, None] = {}  # oldest first
 
@@ -328,8 +334,15 @@ class Acceptor:
         oldest = next(iter(self._handshakes))
         oldest.connection.abort(ConnectionError(f"it had not proved itself when {cause}"))
 
-    def reason_against(self, record: WorkerRecord) -> str | None:
-        """Why a worker that has proved itself is refused all the same; None if it is not."""
+    def reason_against(self, process: int | None, record: WorkerRecord) -> str | None:
+        """Why a worker that has proved itself is refused all the same; None if it is not.
+
+        process: which one has connected, as the kernel says of a unix socket; None over TCP.
+        """
+        if self.home.group.contradicts(record):
+            return f"worker {record.name!r} does not say of itself what stands in the roster of worker {self._name!r}"
+        if process is not None and (process, self._engine.record.host) != (record.pid, record.host):
+            return f"process {process} is not the process of worker {record.name!r}, {record.pid}, whose name it uses"
         if record.id in self.home.group.lost:
             return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
         return None
@@ -352,9 +365,12 @@ class Acceptor:
         for accepting in list(self._handshakes):
             accepting.connection.abort()
 
-    def serve(self, record: WorkerRecord, connection: Connection, link_number: int) -> Service:
-        """A worker has connected to us and proved who it is; serve it. link_number: the number of the link."""
-        service = Service(self.home, record, connection, link_number)
+    def serve(self, record: WorkerRecord, connection: Connection, link_number: int, sure: bool) -> Service:
+        """A worker has connected to us and proved that it is a member; serve it.
+
+        link_number: the number of the link. sure: the kernel has said that it is the one that it says it is.
+        """
+        service = Service(self.home, record, connection, link_number, sure)
         self.home.services.add(service)
         self.home.peers.of(record)
         self.home.group.watch(record)
@@ -366,7 +382,7 @@ class Acceptor:
         self._engine.counters.add_connection(service.connection)
         service.close()
         if cause is not None:
-            self.home.group.on_lost(service.record, f"its connection broke: {foreign.text_of(cause)}")
+            self.home.group.on_broken(service, f"its connection broke: {foreign.text_of(cause)}")
 
 
 class _Accepting:
@@ -381,9 +397,14 @@ class _Accepting:
         self.acceptor = acceptor
         self._home = acceptor.home
         self.connection = _connection(engine, sock, f"to {engine.name}")
+        self._process = sockets.peer_pid(sock)
         sealed = engine.options.authenticate_frames and not self.connection.local
         self.handshake = Handshake(
-            engine.record, acceptor.secret, opener=False, accept=acceptor.reason_against, sealed=sealed
+            engine.record,
+            acceptor.secret,
+            opener=False,
+            accept=partial(acceptor.reason_against, self._process),
+            sealed=sealed,
         )
         patience = engine.bounds.handshake
         self._timer = engine.loop.call_later(patience, self._too_slow, patience)
@@ -415,7 +436,7 @@ class _Accepting:
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return
-            service = self.acceptor.serve(record, self.connection, self.handshake.link)
+            service = self.acceptor.serve(record, self.connection, self.handshake.link, self._process is not None)
             self._serving = partial(self.acceptor.served, service)
 
     def _become_pipe(self, record: WorkerRecord) -> None:

@@ -13,21 +13,24 @@ import contextvars
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, assert_never, cast
 
-from ...errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcError
+from ...errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcError, RpcUsageError
 from ...protocol import leaving
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.leaving import Activity, GroupTable, Output, Outputs
+from ...protocol.states import Leaving
 from ...transport import sockets
 from ..callee.service import Service
 from ..caller.peers import Peers
 from ..calls.current import current_call
 from ..calls.functions import system
 from ..engine.engine import Engine
+from ..engine.host import provably_dead
 from ..engine.watch import ProcessWatch
 from ..gradients.contexts import Gradients
 from ..links.links import Links
@@ -42,6 +45,10 @@ _EXIT_GRACE = 0.05
 # Seconds between a goodbye and the end of the calls to that worker: replies may be on their way on another connection.
 _GOODBYE_GRACE = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+# Seconds before each time that a member is asked whether it is there, when somebody says that it is not.
+_VOUCH_PAUSES = (0.0, 0.05, 0.5)
+# Characters of what a member says of another one's end.
+CAUSE_LIMIT = 1000
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,9 @@ class Home(Protocol):
     def activity(self) -> tuple[bool, int]:
         """Whether it is idle, and how many calls of users it has seen."""
 
+    async def probe(self, record: WorkerRecord) -> None:
+        """Raises OSError or RpcError if a worker takes no connections."""
+
 
 class Group:
     """One worker's view of its group. On the loop.
@@ -89,6 +99,7 @@ class Group:
         self.members = self._table.members
         self.lost = self._table.lost
         self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
+        self._asked: set[int] = set()  # of whom something is looked into
         self._entered: dict[int, asyncio.Future[None]] = {}  # the answers to the ENTERs that were received
         self._rounds_limit, self._pause = 0.0, _FIRST_PAUSE
         # While this worker leaves: what its shutdown waits for, and what that takes.
@@ -119,6 +130,11 @@ class Group:
     def is_gone(self, record: WorkerRecord) -> bool:
         """Whether that member has left or was lost; the rendezvous may list it a little longer."""
         return record.id in self._table.gone
+
+    def contradicts(self, record: WorkerRecord) -> bool:
+        """Whether a member says something else of itself than this worker knows of it; a free group has new members."""
+        known = self.members.get(record.id)
+        return known != record and not (known is None and self._table.free)
 
     def live(self) -> list[WorkerRecord]:
         """The members that have neither left nor been lost."""
@@ -222,10 +238,85 @@ class Group:
             engine.tasks.spawn(self._strike_off(home.rendezvous, record))
         home.news.publish(WorkerLost(record.info, cause))
 
-    def on_goodbye(self, record: WorkerRecord) -> None:
-        """A member leaves in good order."""
+    def on_goodbye(self, record: WorkerRecord, sure: bool = True) -> None:
+        """A member leaves in good order. sure: it was it for sure that has said so."""
+        if sure:
+            self._on_left(record)
+        else:
+            self._look_into(record, self._engine.record, partial(self._on_left, record), "has said goodbye")
+
+    def _on_left(self, record: WorkerRecord) -> None:
         if not self._engine.closed:
             self._carry_out(self._table.depart(record))
+
+    # --- what is said of a member by somebody who may not be it -------------------------------------------------------
+
+    def on_broken(self, service: Service, cause: str) -> None:
+        """A connection that a member has opened, or somebody in its name, has broken."""
+        if service.sure:
+            self.on_lost(service.record, cause)
+        else:
+            believed = partial(self.on_lost, service.record, cause)
+            self._look_into(service.record, self._engine.record, believed, "has broken a connection")
+
+    def on_report(self, reporter: int, record: WorkerRecord, cause: str) -> None:
+        """A member says that it has lost another one."""
+        told, known = self.members.get(reporter), self.members.get(record.id)
+        if told is not None and known == record:
+            self._look_into(record, told, partial(self.on_lost, record, cause), f"was lost, says {told.describe()}")
+
+    def _look_into(self, record: WorkerRecord, other: WorkerRecord, believed: Callable[[], None], what: str) -> None:
+        """Ask a member whether `other` and it have parted, before that is believed.
+
+        Only a proof of who has connected would make that unnecessary: over unix sockets the kernel's word, over TCP a
+        certificate. Whoever is gone does not answer.
+        """
+        if self._engine.closed or self.is_gone(record) or record.id in self._asked:
+            return
+        if record.id == self._engine.id:
+            return  # we know that better
+        if provably_dead(record, self._engine.record.host):
+            believed()
+            return
+        self._asked.add(record.id)
+        self._engine.tasks.spawn(self._ask(record, other, believed, what))
+
+    async def _ask(self, record: WorkerRecord, other: WorkerRecord, believed: Callable[[], None], what: str) -> None:
+        try:
+            for pause in _VOUCH_PAUSES:  # it may come to see only now what the other one has seen
+                await asyncio.sleep(pause)
+                if self.is_gone(record):
+                    return
+                if not await self._is_together(record, other):
+                    believed()
+                    return
+        finally:
+            self._asked.discard(record.id)
+        logger.warning(
+            "worker %s: it seemed that %s %s, but that worker is there, and says otherwise: a member may be lying",
+            self._engine.name,
+            record.describe(),
+            what,
+        )
+
+    async def _is_together(self, record: WorkerRecord, other: WorkerRecord) -> bool:
+        """Whether a member says of itself that it is there, and has not parted with the other one."""
+        patience = self._engine.bounds.vouch
+        try:
+            async with asyncio.timeout(patience):
+                await self._home.probe(record)  # to call alone would try for longer where nobody listens
+                peer = self._home.peers.of(record)
+                together: bool = await peer.call(vouch, (other.id,), None, patience, system=True)
+                return together
+        except (OSError, RpcError):
+            return False
+
+    def vouches(self, member: int) -> bool:
+        """Whether this worker stays for now, and has not parted with that member."""
+        leaves = self._engine.closed or self._table.leaving is Leaving.LEFT
+        return not leaves and member not in self._table.gone
+
+    # --- what becomes of a member that is gone ------------------------------------------------------------------------
 
     def _part(self, record: WorkerRecord) -> None:
         peer = self._home.peers.of(record)
@@ -375,15 +466,25 @@ def _current() -> tuple[Group, WorkerInfo]:
 @system
 async def attend(record: list[Any]) -> None:
     """Handler: a member makes itself known, and keeps the connection over which it does so."""
-    group, _ = _current()
-    group.on_joined(WorkerRecord.from_wire(record))
+    group, caller = _current()
+    member = WorkerRecord.from_wire(record)
+    if member.info != caller:
+        raise RpcUsageError(f"worker {caller.name!r} speaks for itself alone, and not for {member.name!r}")
+    group.on_joined(member)
 
 
 @system
 async def report_lost(record: list[Any], cause: str) -> None:
     """Handler: the leader has seen a member die, and tells it."""
+    group, caller = _current()
+    group.on_report(caller.id, WorkerRecord.from_wire(record), str(cause)[:CAUSE_LIMIT])
+
+
+@system
+async def vouch(member: int) -> bool:
+    """Handler: whether this worker is there, and has not parted with that member."""
     group, _ = _current()
-    group.on_lost(WorkerRecord.from_wire(record), cause)
+    return group.vouches(member)
 
 
 @system
