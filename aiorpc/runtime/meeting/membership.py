@@ -33,6 +33,7 @@ from .stores import Board, Patience
 
 MakeRecord = Callable[[int], WorkerRecord]
 
+_NO_WORKER = "something that is no worker"
 _COMPLETE = "complete"
 _TIMEOUT = "timeout"
 _ABORT = "abort"
@@ -82,25 +83,17 @@ class Member:
     @classmethod
     def from_json(cls, value: object) -> Member:
         """The member; RendezvousError if something else stands there."""
-        if not isinstance(value, list) or len(value) != 5 or not isinstance(value[4], str):
-            raise RendezvousError("the rendezvous store holds something that is no worker")
+        if not isinstance(value, list) or len(value) != 5 or not (isinstance(value[4], str) and value[4].isascii()):
+            raise RendezvousError(_NO_WORKER)
         try:
             record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[3])
             return cls(record, value[1] is True, value[2] is True, claims, value[4])
         except (ProtocolError, DeviceMapError) as error:
-            raise RendezvousError(f"the rendezvous store holds something that is no worker: {error}") from None
+            raise RendezvousError(f"{_NO_WORKER} ({error})") from None
 
 
-def _load(text: str) -> Member:
-    return Member.from_json(load_json(text))
-
-
-def load_json(text: str) -> Any:
-    """The value of a key that holds JSON; RendezvousError if it does not."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RendezvousError(f"the rendezvous store holds something that is not ours: {error}") from None
+def _load(board: Board, key: str, text: str) -> Member:
+    return board.load(key, text, Member.from_json)
 
 
 @dataclass(frozen=True)
@@ -112,6 +105,30 @@ class _Verdict:
     time: float
     host: str
     pid: int
+
+    @classmethod
+    def from_json(cls, value: Any) -> _Verdict:
+        """The form that `_settle` writes; ValueError or TypeError if it is another."""
+        kind, text, at, host, pid = value
+        if kind not in (_COMPLETE, _TIMEOUT, _ABORT, _VOID) or type(pid) is not int or pid < 0:
+            raise ValueError("no verdict")
+        return cls(kind, "" + text, 0.0 + at, "" + host, pid)
+
+
+def _world_from_json(value: Any) -> tuple[int, str]:
+    """World size, and who said so."""
+    size, who = value
+    if type(size) is not int or not 0 < size < 1 << 31:
+        raise ValueError("no world size")
+    return size, "" + who
+
+
+def _roster_from_json(value: Any) -> tuple[int, list[Member], set[int]]:
+    """Version, members, and the ids of those who left while others stayed."""
+    version, members, used = value["version"], value["members"], value["used"]
+    if type(version) is not int or type(members) is not list or not all(type(each) is int for each in used):
+        raise ValueError("no roster")
+    return version, [Member.from_json(item) for item in members], {*used}
 
 
 def check_unique_names(records: Sequence[WorkerRecord]) -> None:
@@ -126,13 +143,16 @@ def check_unique_names(records: Sequence[WorkerRecord]) -> None:
             raise RendezvousError(f"name {name!r} is not unique: ranks {ranks} have it: {who}")
 
 
-def check_unmixed(board: Board, here: str) -> None:
+def check_unmixed(board: Board, here: str, patience: Patience) -> None:
     """RendezvousError if a group of fixed size lives at this store: nobody can join it."""
-    generation = int(board.get("generation") or 0)
-    world = board.get(f"{generation}/world") if generation else None
-    for rank in range(load_json(world)[0] if world is not None else 0):
+    generation = board.number("generation")
+    key = f"{generation}/world"
+    world = board.get(key) if generation else None
+    for rank in range(board.load(key, world, _world_from_json)[0] if world is not None else 0):
+        if patience.stop.is_set() or patience.left() <= 0:
+            raise RendezvousError(f"a group of {rank} workers and more was still being looked at when time was up")
         entry = board.get(f"{generation}/slot/{rank}")
-        holder = _load(entry).record if entry is not None else None
+        holder = _load(board, f"{generation}/slot/{rank}", entry).record if entry is not None else None
         if holder is None or provably_dead(holder, here):
             continue
         if board.get(f"{generation}/end/{rank}") != holder.incarnation:
@@ -179,8 +199,8 @@ class FixedWorld:
 
     def abandon(self, record: WorkerRecord) -> None:
         """Give up the place of a record that has not joined, if it has one."""
-        held = self.board.get(self._key(f"slot/{self.rank}"))
-        if held is not None and _load(held).record.incarnation == record.incarnation:
+        held = self._holder(self.generation, self.rank)
+        if held is not None and held.incarnation == record.incarnation:
             self.leave(record)
 
     def members(self) -> list[Member]:
@@ -190,29 +210,38 @@ class FixedWorld:
     def wait_until_known(self, ranks: int, seconds: float) -> None:
         """What the store's host does before it goes: let so many ranks learn the verdict, within so many seconds."""
         for _ in Patience(seconds).tries():
-            if int(self.board.get(self._key("done")) or 0) >= ranks:
+            if self.board.number(self._key("done")) >= ranks:
                 return
 
     def _key(self, name: str) -> str:
         return f"{self.generation}/{name}"
 
+    def _holder(self, generation: int, rank: int) -> WorkerRecord | None:
+        """Whose that rank is in that generation, as the store says."""
+        key = f"{generation}/slot/{rank}"
+        entry = self.board.get(key)
+        return _load(self.board, key, entry).record if entry is not None else None
+
     def _advance(self, patience: Patience) -> None:
-        self.generation = int(self.board.swap("generation", str(self.generation), str(self.generation + 1)))
+        self.board.swap("generation", str(self.generation), str(self.generation + 1))
+        self.generation = self.board.number("generation")
         if patience.left() <= 0:
             raise RendezvousError(f"rank {self.rank} found no generation to join within {patience.seconds:g} s")
 
     def _take_slot(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> bool:
         """Hold this rank's slot in the current generation. True if that generation had its verdict already."""
-        self.generation = int(self.board.swap("generation", "", "1"))
+        self.board.swap("generation", "", "1")
+        self.generation = self.board.number("generation")
         member = Member(record, self._own_secret is not None, claims=claims)
         while True:
             entry = self._entry = json.dumps(member.sealed(self._own_secret, self.generation).to_json())
             self._check_previous(record)
             late = self.board.has(self._key("verdict"))
-            held = self.board.swap(self._key(f"slot/{self.rank}"), "", entry)
+            key = self._key(f"slot/{self.rank}")
+            held = self.board.swap(key, "", entry)
             if held == entry:
                 break
-            holder = _load(held).record
+            holder = _load(self.board, key, held).record
             if not self._has_ended(self.generation, holder):
                 self._refuse_second(record, holder)
             # Somebody may be waiting for the one that is gone: let them come along to the next generation.
@@ -224,10 +253,10 @@ class FixedWorld:
 
     def _check_previous(self, record: WorkerRecord) -> None:
         """A rank whose last holder is still in an older generation has two processes now."""
-        last = int(self.board.get(f"last/{self.rank}") or 0)
-        held = self.board.get(f"{last}/slot/{self.rank}") if 0 < last < self.generation else None
-        if held is not None and not self._has_ended(last, _load(held).record):
-            self._refuse_second(record, _load(held).record)
+        last = self.board.number(f"last/{self.rank}")
+        holder = self._holder(last, self.rank) if 0 < last < self.generation else None
+        if holder is not None and not self._has_ended(last, holder):
+            self._refuse_second(record, holder)
 
     def _has_ended(self, generation: int, holder: WorkerRecord) -> bool:
         ended = self.board.get(f"{generation}/end/{holder.id}") == holder.incarnation
@@ -244,7 +273,7 @@ class FixedWorld:
     def _check_world(self, record: WorkerRecord) -> None:
         mine = json.dumps([self.world_size, record.describe()])
         first = self.board.swap(self._key("world"), "", mine)
-        size, who = load_json(first)
+        size, who = self.board.load(self._key("world"), first, _world_from_json)
         problem = ""
         if size != self.world_size:
             problem = f"world_size differs: {who} says {size}, {record.describe()} says {self.world_size}"
@@ -257,14 +286,17 @@ class FixedWorld:
     def _settle(self, kind: str, text: str = "") -> _Verdict:
         """Propose a verdict; return the one that holds, which is the first that was proposed."""
         verdict = _Verdict(kind, text, time.time(), self._here, os.getpid())
-        return _Verdict(*load_json(self.board.swap(self._key("verdict"), "", json.dumps(astuple(verdict)))))
+        return self._verdict(self.board.swap(self._key("verdict"), "", json.dumps(astuple(verdict))))
+
+    def _verdict(self, text: str) -> _Verdict:
+        return self.board.load(self._key("verdict"), text, _Verdict.from_json)
 
     def _await_verdict(self, record: WorkerRecord, patience: Patience) -> _Verdict:
         slots = [self._key(f"slot/{rank}") for rank in range(self.world_size)]
         for _ in patience.tries():
             held = self.board.get(self._key("verdict"))
             if held is not None:
-                return _Verdict(*load_json(held))
+                return self._verdict(held)
             self.board.check_open()
             if self.board.has(*slots):
                 records = [member.record for member in self._read(slots)]
@@ -275,12 +307,12 @@ class FixedWorld:
         return self._settle(_TIMEOUT, self._missing(record, patience))
 
     def _read(self, slots: list[str]) -> list[Member]:
-        return [_load(entry) for entry in self.board.get_all(slots)]
+        return [_load(self.board, key, entry) for key, entry in zip(slots, self.board.get_all(slots), strict=True)]
 
     def _missing(self, record: WorkerRecord, patience: Patience) -> str:
-        held = [self.board.get(self._key(f"slot/{rank}")) for rank in range(self.world_size)]
-        missing = [rank for rank, entry in enumerate(held) if entry is None]
-        here = ", ".join(_load(entry).record.describe() for entry in held if entry is not None)
+        held = [self._holder(self.generation, rank) for rank in range(self.world_size)]
+        missing = [rank for rank, holder in enumerate(held) if holder is None]
+        here = ", ".join(holder.describe() for holder in held if holder is not None)
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return f"{record.describe()} waited {patience.seconds:g} s for {ranks} of {self.world_size}; here: {here}"
 
@@ -333,9 +365,9 @@ class FixedWorld:
             self.wait_until_known(ranks, 1.0)
 
     def _end(self) -> None:
-        held = self.board.get(self._key(f"slot/{self.rank}"))
-        if held is not None:
-            self.leave(_load(held).record)
+        holder = self._holder(self.generation, self.rank)
+        if holder is not None:
+            self.leave(holder)
 
 
 class FreeWorld:
@@ -360,7 +392,7 @@ class FreeWorld:
         RendezvousError if the name or rank is taken, or a group of fixed size lives here. DeviceMapError if the claims
         do not fit with those of the others.
         """
-        check_unmixed(self.board, self._here)
+        check_unmixed(self.board, self._here, patience)
         record = make_record(self._free_id() if self.rank is None else self.rank)
 
         def enter(members: list[Member], used: set[int]) -> list[Member]:
@@ -405,7 +437,7 @@ class FreeWorld:
 
     def members(self) -> list[Member]:
         """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
-        members = self._parse(self.board.get(self._ROSTER) or "")[0]
+        _, members, _ = self._parse(self.board.get(self._ROSTER) or "")
         for member in self.alive(members):
             member.check(self._own_secret, self.generation)
         # Of the dead some may be left of another group.
@@ -417,7 +449,7 @@ class FreeWorld:
 
     def _free_id(self) -> int:
         """A number no member has or had; the counter never goes back."""
-        members, used = self._parse(self.board.get(self._ROSTER) or "")
+        _, members, used = self._parse(self.board.get(self._ROSTER) or "")
         taken = used | {member.record.id for member in members}
         while (candidate := self.board.count("1/ids") - 1) in taken:
             pass
@@ -427,15 +459,14 @@ class FreeWorld:
         """Replace the list by what `change` makes of it and of the ids that left; the new list."""
         before = self.board.get(self._ROSTER) or ""
         for _ in patience.tries():
-            old, used = self._parse(before)
+            version, old, used = self._parse(before)
             members = change(old, used)
             stay = {member.record.id for member in members}
             # Those who were there remember the ids of those who left. With nobody left, all may be used again.
             used = (used | {member.record.id for member in old}) - stay if self._any_stay(old, members) else set()
-            version = load_json(before)["version"] + 1 if before else 1
             # The version makes each text unique, so a list that changed and changed back is still seen to differ.
             after = json.dumps(
-                {"version": version, "members": [member.to_json() for member in members], "used": sorted(used)}
+                {"version": version + 1, "members": [member.to_json() for member in members], "used": sorted(used)}
             )
             held = self.board.swap(self._ROSTER, before, after)
             if held == after:
@@ -448,9 +479,6 @@ class FreeWorld:
         before = {member.record.incarnation for member in old}
         return any(member.record.incarnation in before for member in new)
 
-    def _parse(self, text: str) -> tuple[list[Member], set[int]]:
-        """The members, and the ids of those who left while others stayed."""
-        if not text:
-            return [], set()
-        roster = load_json(text)
-        return [Member.from_json(item) for item in roster["members"]], set(roster["used"])
+    def _parse(self, text: str) -> tuple[int, list[Member], set[int]]:
+        """Its version, the members, and the ids of those who left while others stayed."""
+        return self.board.load(self._ROSTER, text, _roster_from_json) if text else (0, [], set())

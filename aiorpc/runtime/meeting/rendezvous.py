@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
@@ -27,7 +28,7 @@ from ...errors import RendezvousError
 from ...protocol.identity import WorkerRecord
 from ...transport.sockets import SECRET_SUFFIX
 from ..engine.host import host_identity, main_identity
-from .membership import FixedWorld, FreeWorld, Member, load_json
+from .membership import FixedWorld, FreeWorld, Member
 from .secret import SALT_SIZE, Secret, from_environment, make_key
 from .stores import (
     LAST_PAUSE,
@@ -246,7 +247,7 @@ class Rendezvous:
         if isinstance(self._world, FixedWorld) and self._held is not None and self._held.path is not None:
             others = self._world.world_size - 1
             for _ in Patience(_READING_TIME).tries():
-                if int(self._board.get(self._secret_key("secret/read")) or 0) >= others:
+                if self._board.number(self._secret_key("secret/read")) >= others:
                     return
 
     def _announce_end(self) -> None:
@@ -255,7 +256,7 @@ class Rendezvous:
         self._board.set_closing(True)
         # Ranks may already be here for the next group: time to turn away, lest torch logs their broken connections.
         time.sleep(_TURN_AWAY)
-        if int(self._board.get("generation") or 0) > self.generation:
+        if self._board.number("generation") > self.generation:
             time.sleep(3 * LAST_PAUSE)
 
     def agree_secret(self, record: WorkerRecord, records: Sequence[WorkerRecord], directory: str | Path) -> bytes:
@@ -452,10 +453,7 @@ class Rendezvous:
 
     def _offer(self) -> tuple[str, dict[str, str]]:
         raw = self._board.get(self._secret_key()) or ""
-        offer = load_json(raw) if raw else {}
-        if not isinstance(offer, dict) or not all(isinstance(value, str) for value in offer.values()):
-            raise RendezvousError("the rendezvous store holds something that is no offer of a secret")
-        return raw, offer
+        return raw, self._board.load(self._secret_key(), raw, _offer_from_json) if raw else {}
 
     def _owner(self, offer: dict[str, str], alive: Sequence[Member]) -> Member | None:
         owners = (member for member in alive if member.record.incarnation == offer.get("owner"))
@@ -473,6 +471,10 @@ class Rendezvous:
         if won:
             held.published = offer
         return won
+
+
+def _offer_from_json(value: Any) -> dict[str, str]:
+    return {"" + key: "" + value[key] for key in value}
 
 
 def _is_heir(incarnation: str, alive: Sequence[Member]) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import socket
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
@@ -25,6 +26,11 @@ from ...errors import RendezvousError, RpcUsageError
 _FIRST_PAUSE, LAST_PAUSE = 0.002, 0.05
 _LONGEST_ATTEMPT = 30.0
 _CLOSING = "closing"
+_DIGITS = 18
+_CAN_WRITE = (
+    "Whoever reaches that store can write there, and so keep a group from forming, but not join it: another program "
+    "that uses the store, or somebody who is no member. Meet at another port or in a file where only you can write"
+)
 T = TypeVar("T")
 
 
@@ -172,8 +178,7 @@ class Board:
         """The error for what no worker has written, with who can have done it."""
         return RendezvousError(
             f"the rendezvous store at {self._place} holds {what} under aiorpc/{key}, which no worker has written "
-            "there. Whoever reaches that store can do so, and keep the group from forming: another program that uses "
-            "it, or somebody who is no member. Meet at another port or in another file, where only you can write"
+            f"there. {_CAN_WRITE}"
         )
 
     def has(self, *keys: str) -> bool:
@@ -183,16 +188,40 @@ class Board:
     def get(self, key: str) -> str | None:
         """The value of a key, None if there is none."""
         # A bare get would wait for the key, and block every other operation of this client meanwhile.
-        return self._call(lambda store: store.get(key)).decode() if self.has(key) else None
+        return self._text(key, self._call(lambda store: store.get(key))) if self.has(key) else None
+
+    def number(self, key: str) -> int:
+        """The value of a key that counts something, 0 if there is none."""
+        text = self.get(key) or "0"
+        if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS):
+            raise self.rubbish(key, "no number")
+        return int(text)
+
+    def load(self, key: str, text: str, shape: Callable[[Any], T]) -> T:
+        """What `shape` makes of the JSON that stands under a key; it may raise what reading something else raises."""
+        try:
+            return shape(json.loads(text))
+        except RendezvousError as error:
+            raise self.rubbish(key, str(error)) from None
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+            raise self.rubbish(key, f"something else ({type(error).__name__}: {error!s:.200})") from None
+
+    def _text(self, key: str, value: bytes) -> str:
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise self.rubbish(key, "no text") from None
 
     def get_all(self, keys: list[str]) -> list[str]:
-        """The values of keys that are known to exist."""
+        """The values of keys that have to exist."""
+        if not self.has(*keys):  # to read one that is missing would wait for it
+            raise RendezvousError(f"the rendezvous store at {self._place} lacks what it has to have: {_CAN_WRITE}")
 
         def read(store: Store) -> list[bytes]:
             extended = store.has_extended_api()  # type: ignore[attr-defined]  # not in torch's stubs
             return store.multi_get(keys) if extended else [store.get(key) for key in keys]
 
-        return [value.decode() for value in self._call(read)]
+        return [self._text(key, value) for key, value in zip(keys, self._call(read), strict=True)]
 
     def put(self, key: str, value: str) -> None:
         """Set a key."""
@@ -200,11 +229,14 @@ class Board:
 
     def swap(self, key: str, expected: str, desired: str) -> str:
         """Set a key to `desired` if it is `expected` ("" for missing); return what it holds afterwards."""
-        return self._call(lambda store: store.compare_set(key, expected, desired)).decode()
+        return self._text(key, self._call(lambda store: store.compare_set(key, expected, desired)))
 
     def count(self, key: str) -> int:
         """Add one to a counter and return its new value."""
-        return self._call(lambda store: store.add(key, 1))
+        try:
+            return self._call(lambda store: store.add(key, 1))
+        except (ValueError, IndexError):
+            raise self.rubbish(key, "no number") from None
 
     def check_open(self) -> None:
         """StoreGone if the process that hosts the store has said that it is about to end it."""
