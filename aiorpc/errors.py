@@ -12,7 +12,7 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     │   └── nn.RemoteModuleError (ValueError)    a RemoteModule that cannot be, or cannot do that
     ├── RendezvousError          the workers could not agree on who they are
     │   └── DeviceMapError (ValueError)  devices or device maps that do not exist or do not fit
-    ├── Overloaded               a queue is at its limit; nothing was run
+    ├── Overloaded               a queue is at its limit; the call was not run, or its result was dropped
     ├── NotAllowed (PermissionError)  the other worker does not run that for this caller
     ├── RpcTimeout (TimeoutError)    the deadline passed; the callee may or may not have run
     ├── RpcCancelled             somebody cancelled the call
@@ -64,7 +64,7 @@ class DeviceMapError(RendezvousError, ValueError):
 
 
 class Overloaded(RpcError):
-    """A bounded queue was full; the call was not run."""
+    """A bounded queue was full; the call was not run, or its result was dropped, as the text says."""
 
 
 class NotAllowed(RpcError, PermissionError):

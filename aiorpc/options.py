@@ -32,9 +32,19 @@ def seconds(value: float | timedelta, name: str) -> float:
     return float(result)
 
 
+def _memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _part_of_memory() -> int:
+    """Bytes: a quarter of the machine's memory."""
+    return _memory() // 4
+
+
 def _quarter_of_memory() -> int:
     """Bytes: a quarter of the machine's memory, at most 4 GiB."""
-    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 4 << 30)
+    return min(_part_of_memory(), 4 << 30)
 
 
 def _check_host(value: object, name: str) -> None:
@@ -67,6 +77,13 @@ class RpcBackendOptions:
     max_frame_bytes: longest message body taken from a peer, tensors apart.
     max_tensor_bytes: longest single tensor taken from a peer.
     stream_window: items of a stream that may be under way before its producer waits.
+    max_stream_window: items of one stream that a consumer may have asked for ahead here, or its call is answered
+        ``Overloaded``.
+    max_unsent_bytes: bytes of answers and of items of streams that may wait here until one caller reads them; from half
+        of it on no more of its calls are started, and none are read; past it results are dropped, and ``Overloaded`` is
+        answered; a quarter of the machine's memory by default.
+    max_queued_bytes: bytes of arguments that the calls of one caller, waiting or running here, may have had, before it
+        is answered ``Overloaded``; a quarter of the machine's memory by default.
     shared_memory: bytes of memory that may be shared with workers of this host, for large tensors; a quarter of the
         machine's, at most 4 GiB, by default; 0 turns it off.
     min_shared_bytes: shortest tensor that goes through shared memory by itself.
@@ -108,6 +125,9 @@ class RpcBackendOptions:
     max_frame_bytes: int = 1 << 30
     max_tensor_bytes: int = 1 << 40
     stream_window: int = 16
+    max_stream_window: int = 65_536
+    max_unsent_bytes: int = field(default_factory=_part_of_memory)
+    max_queued_bytes: int = field(default_factory=_part_of_memory)
     shared_memory: int = field(default_factory=_quarter_of_memory)
     min_shared_bytes: int = SHARE_SIZE
     min_bulk_bytes: int = BULK_SIZE
@@ -143,6 +163,9 @@ class RpcBackendOptions:
             "max_frame_bytes",
             "max_tensor_bytes",
             "stream_window",
+            "max_stream_window",
+            "max_unsent_bytes",
+            "max_queued_bytes",
             "min_shared_bytes",
             "min_bulk_bytes",
         ):

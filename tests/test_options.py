@@ -24,6 +24,9 @@ COUNTS = [
     "max_frame_bytes",
     "max_tensor_bytes",
     "stream_window",
+    "max_stream_window",
+    "max_unsent_bytes",
+    "max_queued_bytes",
 ]
 CUDA = [torch.device("cuda", index) for index in range(4)]
 CPU = torch.device("cpu")

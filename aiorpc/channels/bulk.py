@@ -95,6 +95,7 @@ class Bulk:
     ) -> None:
         self.traffic = Traffic()
         self.ready = False  # whether chunks can be written at once
+        self.unsent = 0  # bytes that wait for `next_frame`
         self._limit = limit
         self._wake = wake
         self._least = least
@@ -139,6 +140,7 @@ class Bulk:
             transfer = _Outgoing(next(self._numbers), data)
             self._outgoing[transfer.number] = transfer
             self._turns.append(transfer)
+            self.unsent += len(data)
         self.traffic.count_sent(len(data))
         return [*BulkTransfer(transfer.number, len(data))]
 
@@ -155,6 +157,7 @@ class Bulk:
                     transfer = _Outgoing(number, memoryview(b""))
                     transfer.at = size
                     self._turns.append(transfer)
+                self.unsent -= len(transfer.data[transfer.at :])
                 transfer.given_up = True
                 transfer.named = named
         self._wake()
@@ -172,6 +175,7 @@ class Bulk:
                 size = len(transfer.data)
                 piece = transfer.data[at : at + self._chunk]
                 transfer.at += len(piece)
+                self.unsent -= len(piece)
                 if transfer.at < size:
                     self._turns.append(transfer)
                 else:
@@ -278,6 +282,7 @@ class Bulk:
         """Forget all transfers."""
         with self._lock:
             self._closed = True
+            self.unsent = 0
             self._outgoing.clear()
             self._turns.clear()
         for incoming in self._incoming.values():

@@ -108,8 +108,6 @@ def _new_bytes(size: int) -> bytearray:
 
 
 def _lengths(buffer: Buffer | mmap.mmap, at: int, count: int) -> Sequence[int]:
-    if count <= _FEW_SEGMENTS:
-        return struct.unpack_from(f"<{count}Q", buffer, at)
     lengths = array("Q", memoryview(buffer)[at : at + 8 * count].tobytes())
     if sys.byteorder == "big":
         lengths.byteswap()
@@ -274,7 +272,11 @@ class FrameDecoder:
         prefix: int = HEAD.size + 8 * count + body_length
         if end - start < prefix:
             return prefix
-        lengths = _lengths(self._buffer, start + HEAD.size, count)
+        lengths: Sequence[int]
+        if count <= _FEW_SEGMENTS:
+            lengths = struct.unpack_from(f"<{count}Q", self._buffer, start + HEAD.size)
+        else:
+            lengths = _lengths(self._buffer, start + HEAD.size, count)
         longest = max(lengths)
         if longest > self.max_segment:
             raise ProtocolError(f"a frame announces a tensor of {longest} bytes; the limit is {self.max_segment}")

@@ -71,6 +71,7 @@ class Connection:
     on_frames: called on the loop with the frames that arrived; an error it raises closes the connection.
     on_closed: called once on the loop with the cause, None when `close` was called here.
     on_drained: called on the loop when all that was queued has been written, by whomever.
+    queue: what waits to be written; to be looked at by whoever is about to send more.
     """
 
     def __init__(
@@ -101,12 +102,13 @@ class Connection:
         self._thread = threading.get_ident()
         self._sock = sock
         self._fd = sock.fileno()
-        self._queue = SendQueue()
+        self.queue = SendQueue()
         self._lock = threading.RLock()  # reentrant as it knows its owner; nobody enters it twice
         self._scheduled = False
         self._blocked = False  # the socket was full; the loop waits until it takes more
         self._closing = False
         self._closed = False
+        self._paused = False
         self._reading = threading.RLock()  # the loop may close the connection while it reads
         self._unread: deque[bytes] = deque()
         self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
@@ -120,9 +122,9 @@ class Connection:
     def seal(self, key: bytes) -> None:
         """Seal all that is sent from now on. On the loop's thread, when the other side has all that was sent before."""
         self.flush()
-        if self._queue:
+        if self.queue:
             raise ProtocolError("something is still on its way that would have to go without a seal")
-        self._queue.seal(Seal(key))
+        self.queue.seal(Seal(key))
 
     def unseal(self, key: bytes) -> None:
         """Take nothing without a seal from now on. On the loop's thread. ProtocolError if there is something yet."""
@@ -144,10 +146,22 @@ class Connection:
     def closed(self) -> bool:
         return self._closed or self._closing
 
+    def pause(self) -> None:
+        """Read nothing more for now; what has been read is still handed out. On the loop's thread. Idempotent."""
+        if not self._paused and not self._closed:
+            self._paused = True
+            self._loop.remove_reader(self._fd if self._epoll is None else self._epoll.fileno())
+
+    def resume(self) -> None:
+        """Read on after `pause`. On the loop's thread. Idempotent."""
+        if self._paused and not self._closed:
+            self._paused = False
+            self._loop.add_reader(self._fd if self._epoll is None else self._epoll.fileno(), self._readable)
+
     @property
     def unsent(self) -> int:
         """Frames appended and not yet written."""
-        return len(self._queue)
+        return len(self.queue)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -160,10 +174,10 @@ class Connection:
         if self._closed:
             return
         try:
-            self._queue.append(frame)
+            self.queue.append(frame)
             if more:
                 return
-            if not self._blocked and (len(self._queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
+            if not self._blocked and (len(self.queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
                 self._write_here()
             elif not self._scheduled:
                 self._schedule()
@@ -174,7 +188,7 @@ class Connection:
     def push(self) -> None:
         """Write what is queued, unless the loop will; from any thread, never blocks."""
         try:
-            if self._queue and not self._blocked and not self._scheduled:
+            if self.queue and not self._blocked and not self._scheduled:
                 self._write_here()
         except BaseException:
             self._interrupted()
@@ -182,7 +196,7 @@ class Connection:
 
     def flush(self) -> None:
         """Write what is queued. On the loop's thread."""
-        if self._queue:
+        if self.queue:
             self._flush()
 
     def _schedule(self) -> None:
@@ -195,7 +209,7 @@ class Connection:
         self._drained()
 
     def _drained(self) -> None:
-        if self.on_drained is not None and not self._queue and not self._closed:
+        if self.on_drained is not None and not self.queue and not self._closed:
             self.on_drained()
 
     def _write_here(self) -> None:
@@ -205,7 +219,7 @@ class Connection:
 
     def _write(self) -> None:
         lock = self._lock
-        frames, begun = self._queue.frames, self._queue.begun
+        frames, begun = self.queue.frames, self.queue.begun
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
         while (frames or begun) and not self._blocked and not self._closed:
             # Ours already: a signal handler sends something in the midst of our own writing.
@@ -223,11 +237,12 @@ class Connection:
         """A signal handler has raised in the midst of a write: the loop goes on from there."""
         if _is_owned(self._lock):
             self._lock.release()
+        self.queue.recount()
         self._blocked = False  # maybe before the loop was asked to wait for the socket
         self._call_on_loop(self._flush)
 
     def _drain(self) -> None:
-        queue = self._queue
+        queue = self.queue
         frames, begun = queue.frames, queue.begun
         flags = _DONT_WAIT
         while (frames or begun) and not self._closed:
@@ -254,7 +269,7 @@ class Connection:
         self._loop.remove_writer(self._fd)
         self._blocked = False
         self._flush()
-        if self._closing and not self._queue:
+        if self._closing and not self.queue:
             self._finish(None)
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -278,7 +293,7 @@ class Connection:
 
     def _read(self) -> None:
         taken = 0
-        while not self._closed:
+        while not (self._closed or self._paused):
             decoder = self._source  # now: it changes with a seal
             buffer = decoder.get_buffer()
             if self._patient and decoder.filling:
@@ -322,7 +337,7 @@ class Connection:
             if self._unread or self._closed or not self._source.empty:
                 return ()
             self._epoll.modify(self._fd, 0)  # the loop sleeps on
-            if self._queue.frames:
+            if self.queue.frames:
                 self._write_here()  # rather than wait until the loop does
             return self._read_answers(enough)
         except BaseException:
@@ -391,7 +406,8 @@ class Connection:
         epoll = select.epoll()
         epoll.register(self._fd, select.EPOLLIN)
         self._loop.remove_reader(self._fd)
-        self._loop.add_reader(epoll.fileno(), self._readable)
+        if not self._paused:
+            self._loop.add_reader(epoll.fileno(), self._readable)
         self._epoll = epoll
 
     # --- ending -------------------------------------------------------------------------------------------------------
@@ -403,7 +419,7 @@ class Connection:
         self._closing = True
         self._write()
         with self._lock:  # another thread may be writing; what it could not write is in the queue afterwards
-            unsent = bool(self._queue)
+            unsent = bool(self.queue)
         if unsent and not self._closed:
             # A peer that does not read must not keep us from leaving.
             self._loop.call_later(1.0, self._finish, None)
@@ -417,7 +433,7 @@ class Connection:
     def close_in_child(self) -> None:
         """After a fork: let go of the descriptor without a word to the peer or the loop, which are the parent's."""
         self._closed = True
-        self._queue.clear()
+        self.queue.clear()
         if self._sock.fileno() >= 0:
             os.close(self._sock.detach())
         if self._epoll is not None:
@@ -426,6 +442,7 @@ class Connection:
     def _write_failed(self, error: BaseException) -> None:
         # What the other side said before it went may still be unread, and a goodbye makes all the difference.
         with self._reading:
+            self.resume()
             if not self._closed:
                 self._readable()
             self._fail(error)
@@ -441,7 +458,7 @@ class Connection:
         self._loop.remove_writer(self._fd)
         # A thread in the middle of a write or read holds a lock; closing under it could meet another descriptor.
         with self._reading, self._lock:
-            self._queue.clear()
+            self.queue.clear()
             self._sock.close()
             if self._epoll is not None:
                 self._epoll.close()

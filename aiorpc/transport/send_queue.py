@@ -28,15 +28,22 @@ from ..protocol.seal import MAX_PAYLOAD, Seal
 JOIN_SIZE = 16 * 1024
 BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
+# What a frame takes in memory beside its bytes, about.
+FRAME_COST = 128
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 
 
 class SendQueue:
-    """See the module. `frames` and `begun` are there to be looked at: a call for each look costs more than the look."""
+    """See the module. `frames`, `begun` and `size` are there to be looked at: a call costs more than the look.
+
+    size: bytes that it takes up; a piece with a seal counts as written when it is begun. Counted without a lock, in
+    steps that no other thread gets between.
+    """
 
     def __init__(self) -> None:
         self.frames: deque[Sequence[Buffer]] = deque()
         self.begun: deque[Sequence[Buffer]] = deque()
+        self.size = 0
         self._sent: deque[int] = deque()
         self._seal: Seal | None = None
         self._piece_size = MAX_PAYLOAD
@@ -49,9 +56,12 @@ class SendQueue:
 
     def append(self, frame: Sequence[Buffer]) -> None:
         """Any thread."""
+        size = sum(map(len, frame)) + FRAME_COST
+        self.size += size
         if len(frame) <= MAX_BUFFERS:
             self.frames.append(frame)
         else:  # in one call, so that nobody's gets between them
+            self.size += (len(frame) - 1) // MAX_BUFFERS * FRAME_COST
             self.frames.extend([frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)])
 
     def seal(self, seal: Seal, piece_size: int = MAX_PAYLOAD) -> None:
@@ -65,6 +75,12 @@ class SendQueue:
         """Forget all of them. No writer may be at work."""
         self.frames.clear()
         self.begun.clear()
+        self.size = 0
+
+    def recount(self) -> None:
+        """Set `size` anew: a writer was interrupted before it had changed that."""
+        frames = [*self.frames.copy(), *(() if self._seal is not None else self.begun.copy())]
+        self.size = sum(map(len, chain.from_iterable(frames))) + FRAME_COST * len(frames)
 
     def write(self, sock: socket.socket, flags: int) -> tuple[int, bool]:
         """One system call, with something to write: bytes that it took, and whether that was all it was given.
@@ -86,7 +102,11 @@ class SendQueue:
         else:
             sent.extend(map(sock.sendmsg, (buffers,), ((),), (flags,)))
         count = sent[-1]
+        if self._seal is None:
+            self.size -= count
         if count == left:
+            if self._seal is None:
+                self.size -= FRAME_COST * len(begun)
             begun.clear()
         return count, count == size
 
@@ -112,6 +132,7 @@ class SendQueue:
         steps: list[Callable[[], object]] = [frames.popleft] * taken
         steps += (partial(begun.append, piece), partial(self._next_piece.append, (number + 1, rest)))
         list(map(_RUN, steps))
+        self.size -= size + FRAME_COST * taken
         return piece, sum(map(len, piece))
 
     def _next_frames(self) -> Iterator[Sequence[Buffer]]:

@@ -7,14 +7,19 @@ import contextlib
 import gc
 import os
 import resource
+import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
 import aiorpc as rpc
 from aiorpc.protocol import handshake
+from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
 
 from . import bodies
@@ -112,3 +117,212 @@ async def test_strangers_leave_descriptors_to_handlers() -> None:
             for _ in range(60):
                 await asyncio.to_thread(enter, stack.enter_context(socket.socket(socket.AF_UNIX)), path)
                 assert await rpc.call("w1", open_files, 4) == 4
+
+
+# --- members that do not read -----------------------------------------------------------------------------------------
+
+_open = threading.Event()
+_waiting: list[asyncio.Future[None]] = []
+
+
+def open_gate() -> None:
+    """Let those go on that wait in this process, and those that come."""
+    _open.set()
+    for future in _waiting:
+        if not future.done():
+            future.set_result(None)
+    _waiting.clear()
+
+
+async def pass_gate() -> None:
+    """Wait until the gate is open. On the loop of the test."""
+    if not _open.is_set():
+        _waiting.append(asyncio.get_running_loop().create_future())
+        await _waiting[-1]
+
+
+def give(size: int) -> torch.Tensor:
+    """Handler: so many bytes, once the test says so."""
+    assert _open.wait(60)
+    return torch.ones(size, dtype=torch.uint8)
+
+
+async def agive(size: int) -> torch.Tensor:
+    """The same on the loop."""
+    await pass_gate()
+    return torch.ones(size, dtype=torch.uint8)
+
+
+def pour(size: int) -> Iterator[bytes]:
+    """A stream without an end."""
+    while True:
+        yield bytes(size)
+
+
+async def apour(size: int) -> AsyncIterator[bytes]:
+    """The same on the loop."""
+    while True:
+        yield bytes(size)
+        await asyncio.sleep(0)
+
+
+def call_and_stop(place: Place, link: Link, function: Any, count: int, size: int) -> None:
+    """Body: make so many calls; once told, wait for all of them, and tell what became of each."""
+    place.init_rpc(shared_memory=0)
+    calls = [rpc.rpc_async("w0", function, args=(size,), timeout=60.0) for _ in range(count)]
+    link.tell("called")
+    link.hear()
+    found = []
+    for call in calls:
+        try:
+            found.append(str(len(call.wait())))
+        except rpc.Overloaded as error:
+            found.append(str(error))
+    found.append(str(rpc.rpc_sync("w0", bodies.add, args=(1, 2))))
+    link.tell(found)
+    rpc.shutdown()
+
+
+async def most_resident(worker: rpc.Worker, done: Callable[[], bool], before: int) -> int:
+    """By how many bytes this process grows until that holds."""
+    most = 0
+
+    def grown() -> bool:
+        nonlocal most
+        most = max(most, bodies.resident() - before)
+        return done()
+
+    await until(grown, 60)
+    return most
+
+
+BUDGET = 64 * MB
+NOISE = 24 * MB  # of an allocator, and of many calls
+
+
+@pytest.mark.parametrize("transports", [("unix",), pytest.param(("tcp",), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("function", [give, agive])
+async def test_a_caller_that_is_stopped_costs_no_more_than_its_budget(function: Any, transports: tuple[str]) -> None:
+    """300 answers of 1 MB for a caller that is stopped; the budget holds, others are served, and it goes on later."""
+    _open.clear()
+    options: dict[str, Any] = {"shared_memory": 0, "max_unsent_bytes": BUDGET, "transports": transports}
+    count = 300
+    async with group(2, call_and_stop, function, count, MB, **options) as (worker, children):
+        child = children["w1"]
+        await child.ahear()
+        await until(lambda: worker.statistics().calls_running == count)
+        child.kill(signal.SIGSTOP)
+        try:
+            before = bodies.resident()
+            open_gate()
+            unsent: list[int] = []
+
+            def settled() -> bool:
+                """Nothing changes any more."""
+                unsent.append(worker.statistics().calls_running)
+                return len(unsent) > 200 and len(set(unsent[-200:])) == 1
+
+            most = await most_resident(worker, settled, before)
+            assert most < 1.1 * BUDGET + NOISE
+            assert await rpc.call("w0", bodies.aadd, 1, 2) == 3
+        finally:
+            child.kill(signal.SIGCONT)
+        child.tell("go on")
+        found = await child.ahear(60)
+        assert found[-1] == "3"
+        answered = [each for each in found[:-1] if each == str(MB)]
+        refused = [each for each in found[:-1] if each != str(MB)]
+        assert len(answered) >= BUDGET // (4 * MB)
+        assert all("max_unsent_bytes" in each and "'w1' reads them" in each for each in refused)
+        if function is give:  # those that had not begun have waited
+            assert len(refused) <= 16
+
+
+def ask_too_much(place: Place, link: Link, function: Any, size: int, window: int) -> str:
+    """Body: a stream with so much credit, of which nothing is read once this is stopped."""
+    place.init_rpc(shared_memory=0, stream_window=window)
+    stream = rpc.current().stream("w0", function, size)
+    link.tell("opened")
+    link.hear()
+    error = ""
+    try:
+        asyncio.run(first_of(stream))
+    except rpc.Overloaded as refused:
+        error = str(refused)
+    rpc.shutdown(graceful=False)
+    return error
+
+
+async def first_of(stream: rpc.Stream) -> None:
+    async with stream:
+        async for _ in stream:
+            return
+
+
+@pytest.mark.parametrize("function", [pour, apour])
+async def test_a_stream_is_bounded_by_bytes_and_not_by_its_credit(function: Any) -> None:
+    """A consumer that asks for 60,000 items of 1 MB, and is stopped."""
+    options: dict[str, Any] = {"shared_memory": 0, "max_unsent_bytes": BUDGET}
+    async with group(2, ask_too_much, function, MB, 60_000, ended=("w1",), **options) as (worker, children):
+        before = bodies.resident()
+        child = children["w1"]
+        await child.ahear()
+        child.kill(signal.SIGSTOP)
+        sent: list[int] = []
+
+        def settled() -> bool:
+            sent.append(bodies.resident())
+            return len(sent) > 100 and max(sent[-100:]) - min(sent[-100:]) < MB // 2
+
+        most = await most_resident(worker, settled, before)
+        assert most < 1.1 * BUDGET + NOISE
+        assert await rpc.call("w0", bodies.aadd, 1, 2) == 3
+        child.kill(signal.SIGCONT)
+        child.tell("go on")
+        assert await child.ahear() == ""
+
+
+async def test_credit_has_a_limit() -> None:
+    """A consumer that asks for more than that is answered Overloaded, which says what to do."""
+    options: dict[str, Any] = {"max_stream_window": 100}
+    async with group(2, ask_too_much, pour, 1, 101, ended=("w1",), **options) as (_, children):
+        child = children["w1"]
+        await child.ahear()
+        child.tell("go on")
+        said = await child.ahear()
+        assert "'w1' asks for 101 items" in said and "max_stream_window" in said
+
+
+async def test_arguments_of_a_flood_of_calls_have_a_budget() -> None:
+    """Calls past it are answered Overloaded, those before run; a single one may be as long as it likes."""
+    _open.clear()
+    options = rpc.RpcBackendOptions(max_queued_bytes=10 * MB)
+    async with cluster(2, options=options) as workers:
+        calls = [workers[0].call("worker1", wait_with, bytes(3 * MB)) for _ in range(8)]
+        await until(lambda: sum(call.done() for call in calls) == 5)
+        open_gate()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert results[:3] == [3 * MB] * 3
+        assert all(isinstance(each, rpc.Overloaded) and "max_queued_bytes" in str(each) for each in results[3:])
+        assert await workers[0].call("worker1", len, bytes(30 * MB)) == 30 * MB
+
+
+async def wait_with(data: bytes) -> int:
+    """Handler: how long that is, once the test says so."""
+    await pass_gate()
+    return len(data)
+
+
+async def test_two_that_fill_each_others_budget_go_on() -> None:
+    """Both have stopped reading calls of the other, and read answers all the same: nobody waits for ever."""
+    options = rpc.RpcBackendOptions(max_unsent_bytes=2 * MB, shared_memory=0, dedicated_loop=True)
+    _open.set()
+    async with cluster(2, options=options) as workers:
+        for _ in range(3):
+            there = [workers[0].call("worker1", give, MB) for _ in range(100)]
+            back = [workers[1].call("worker0", give, MB) for _ in range(100)]
+            results = await asyncio.wait_for(asyncio.gather(*there, *back, return_exceptions=True), 60)
+            assert any(not isinstance(each, BaseException) for each in results)
+            assert all(isinstance(each, (torch.Tensor, rpc.Overloaded)) for each in results)
+        assert await workers[0].call("worker1", len, "abc") == 3
+        assert await workers[1].call("worker0", len, "abc") == 3

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ... import foreign
 from ...channels import AnyBuffer
-from ...errors import SerializationError
+from ...errors import Overloaded, SerializationError
 from ...futures import AnyFuture, outcome
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write
@@ -21,6 +21,7 @@ from ..gradients.contexts import Gradients, PeerForContexts, Tape
 from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
 from ..links.link import FEW, Link
+from .backlog import Backlog
 
 logger = logging.getLogger("aiorpc")
 
@@ -41,7 +42,8 @@ class ReferencesForAnswers(Protocol):
 class Answers:
     """The answers of one connection. Any thread.
 
-    calls: those that are served; whoever takes a call out of it ends it, and may answer.
+    calls: those that are served; whoever takes a call out of it ends it, and may answer. queued: bytes that these had
+    as they came.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Answers:
         gradients: Gradients,
         references: ReferencesForAnswers,
         accelerators: Accelerators,
+        backlog: Backlog,
     ) -> None:
         self.calls: dict[int, ServedCall] = {}
+        self.queued = 0
         # How many of `calls` are the runtime's own; one of them (ENTER) lasts as long as its caller waits to leave.
         self.system = 0
         self._engine = engine
@@ -64,12 +68,15 @@ class Answers:
         self._gradients = gradients
         self._references = references
         self._accelerators = accelerators
+        self._backlog = backlog
 
     def take(self, call_id: int) -> ServedCall | None:
         """Take a call out of `calls`, which ends it; None if somebody else has ended it before. Any thread."""
         call = self.calls.pop(call_id, None)
-        if call is not None and call.system:
-            self.system -= 1
+        if call is not None:
+            self.queued -= call.size
+            if call.system:
+                self.system -= 1
         return call
 
     def _may_answer(self, call: ServedCall) -> bool:
@@ -96,6 +103,10 @@ class Answers:
             self._answer_creation(call, result)
             return
         link = self._link
+        backlog = self._backlog
+        if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system:
+            self.answer_error(call, backlog.overloaded(call))
+            return
         try:
             values = list(result) if type(result) is Results else [result]
             tape = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
@@ -120,7 +131,9 @@ class Answers:
                 )
         elif not copy and link.distribution.too_long_for_loop(buffers):
             settled = self._accelerators.settled(buffers)
-            self._engine.in_background(self._answer_buffers, call, body, settled)
+            size = sum(map(len, settled))
+            backlog.held += size
+            self._engine.in_background(self._answer_buffers, call, body, settled, size)
         else:
             prepared = self._prepare(call, body, buffers, copy)
             del buffers
@@ -136,9 +149,12 @@ class Answers:
         self._references.settle_created(call, value)
         self._connection.push()
 
-    def _answer_buffers(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer]) -> None:
-        """In a thread: copying the buffers takes long."""
-        self._post(call, self._prepare(call, body, buffers, False))
+    def _answer_buffers(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer], size: int) -> None:
+        """In a thread: copying the buffers takes long. size: bytes of them."""
+        try:
+            self._post(call, self._prepare(call, body, buffers, False))
+        finally:
+            self._backlog.held -= size
 
     def _prepare(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer], copy: bool) -> Prepared | None:
         try:
@@ -170,6 +186,8 @@ class Answers:
         call.replied = True
         if call.creates is not None:
             self._references.settle_created(call, None, error)
+        if self._backlog.waiting > self._backlog.limit and not isinstance(error, Overloaded):
+            error = self._backlog.overloaded(call)  # an error may be as long as it likes
         self._engine.counters.failed += 1
         if logger.isEnabledFor(logging.DEBUG):
             foreign.log_error(logger, logging.DEBUG, error, "%s for %s raised", call.function, call.caller)

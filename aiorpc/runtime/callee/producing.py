@@ -1,13 +1,15 @@
 """The producer's end of a stream: the items of a generator are sent, as many as the consumer has asked for.
 
-The consumer grants credit with the call, and grants more as it takes items (`caller.stream`). A generator runs in a
-thread of the pool, an async generator as a task. CANCEL, or the end of the connection, closes the generator.
+The consumer grants credit with the call, and grants more as it takes items (`caller.stream`). However much that is, no
+item is made while too many bytes wait to be sent to the consumer (`backlog`). A generator runs in a thread of the pool,
+an async generator as a task. CANCEL, or the end of the connection, closes the generator.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...futures import block_observer
@@ -21,16 +23,27 @@ class ItemSender(Protocol):
         """Send one item. Raises SerializationError."""
 
 
-class AsyncCredits:
-    """How many items an async generator may still send. On the loop."""
+class Room(Protocol):
+    """Whether there is room for items on their way to the consumer (`Backlog`)."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def crowded(self) -> bool:
+        """Whether so much waits to be sent that nothing more should be made. Any thread."""
+
+    def when_room(self, callback: Callable[[], object]) -> None:
+        """Have that called on the loop when there is room. Any thread."""
+
+
+class AsyncCredits:
+    """How many items an async generator may still send. On the loop. count: as far as the consumer is concerned."""
+
+    def __init__(self, count: int, room: Room) -> None:
+        self.count = count
+        self._room = room
         self._more = asyncio.Event()
 
     def add(self, count: int) -> None:
         """The consumer took items."""
-        self._count += count
+        self.count += count
         self._more.set()
 
     def stop(self) -> None:
@@ -38,25 +51,39 @@ class AsyncCredits:
 
     async def take(self) -> None:
         """Wait until one item may be sent."""
-        while self._count <= 0:
+        while self.count <= 0 or self._room.crowded():
             self._more.clear()
+            if self.count > 0:
+                self._room.when_room(self._more.set)
             await self._more.wait()
-        self._count -= 1
+        self.count -= 1
 
 
 class ThreadCredits:
-    """How many items a generator in a thread may still send."""
+    """How many items a generator in a thread may still send. count: as far as the consumer is concerned."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, room: Room) -> None:
+        self.count = count
+        self._room = room
         self._stopped = False
         self._changed = threading.Condition()
 
     def add(self, count: int) -> None:
         """The consumer took items; on the loop."""
         with self._changed:
-            self._count += count
+            self.count += count
             self._changed.notify()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _wait(self) -> None:
+        with self._changed:
+            while not self._stopped and (self.count <= 0 or self._room.crowded()):
+                if self.count > 0:
+                    self._room.when_room(self._wake)
+                self._changed.wait()
 
     def stop(self) -> None:
         """The consumer is gone; on the loop."""
@@ -69,24 +96,23 @@ class ThreadCredits:
 
         The pool is told that this thread waits, so that another thread may run meanwhile.
         """
-        if self._count <= 0:
+        if self.count <= 0 or self._room.crowded():
             observer = block_observer.get()
             if observer is not None:
                 observer.enter_blocked()
             try:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._count > 0 or self._stopped)
+                self._wait()
             finally:
                 if observer is not None:
                     observer.exit_blocked()
         with self._changed:
-            self._count -= 1
+            self.count -= 1
             return not self._stopped
 
 
-def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int) -> None:
+def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int, room: Room) -> None:
     """In a pool thread: send what a generator yields, until it ends or nobody listens."""
-    credits = call.credits = ThreadCredits(credit)
+    credits = call.credits = ThreadCredits(credit, room)
     try:
         # Credit first: a producer does no work that its consumer did not ask for.
         while credits.take() and not call.cancelled:
@@ -99,9 +125,9 @@ def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit
         generator.close()
 
 
-async def serve_async_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int) -> None:
+async def serve_async_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int, room: Room) -> None:
     """On the loop: send what an async generator yields. Cancelled when nobody listens any more."""
-    credits = call.credits = AsyncCredits(credit)
+    credits = call.credits = AsyncCredits(credit, room)
     try:
         while True:
             await credits.take()

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...channels.landing import LandedCoroutine, current_landing
-from ...errors import RpcCancelled, RpcUsageError
+from ...errors import Overloaded, RpcCancelled, RpcUsageError
 from ...futures import is_future, when_done
 from ...protocol.codec import names_nothing
 from ..calls.batching import Batch, get_batcher
@@ -26,6 +26,7 @@ from ..engine.engine import Engine
 from ..gradients.contexts import current_autograd
 from ..links.accelerators import Accelerators
 from .answers import Answers, pass_on
+from .backlog import Backlog
 from .batches import run_batch
 from .producing import serve_async_generator, serve_generator
 
@@ -40,6 +41,7 @@ class Runner:
         accelerators: Accelerators,
         load_references: ReferenceLoader,
         track: GradientLoader,
+        backlog: Backlog,
     ) -> None:
         self._node = node
         self._engine: Engine = node.engine
@@ -48,6 +50,8 @@ class Runner:
         self._devices = accelerators.accelerator is not None
         self._load_references = load_references
         self._track = track
+        self._backlog = backlog
+        backlog.start(self.resume)
         self._ways: dict[str, Callable[[ServedCall], None]] = {  # by the value: hashing an Enum is a call into Python
             Mode.THREAD.value: self._start_thread,
             Mode.DEFERRED.value: self._start_thread,
@@ -74,7 +78,33 @@ class Runner:
         if streamed != (call.credit is not None):
             self.refuse(call, _wrong_verb(call, streamed))
             return
+        if streamed:
+            most = self._engine.options.max_stream_window
+            assert call.credit is not None, "a stream comes with its credit"
+            if call.credit > most:
+                self.refuse(call, self._too_much_credit(call, most))
+                return
+        backlog = self._backlog
+        if (
+            backlog.parked or backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half
+        ) and not handler.system:
+            backlog.park(call)
+            return
         self._ways[handler.mode._value_](call)
+
+    def resume(self, call: ServedCall) -> None:
+        """Run a call that was parked. On the loop."""
+        if call.over:  # by now
+            self.refuse(call, _not_run(call))
+            return
+        assert call.handler is not None, "it was found before the call was parked"
+        self._ways[call.handler.mode._value_](call)
+
+    def _too_much_credit(self, call: ServedCall, most: int) -> Overloaded:
+        return Overloaded(
+            f"{call.caller.name!r} asks for {call.credit} items of {call.function} ahead; worker {self._engine.name!r} "
+            f"sends at most {most} (max_stream_window): give the caller a shorter stream_window"
+        )
 
     # --- arguments ----------------------------------------------------------------------------------------------------
 
@@ -148,6 +178,10 @@ class Runner:
         if call.cancelled or (call.deadline is not None and time.monotonic() > call.deadline):  # as `over`
             self.refuse(call, _not_run(call))
             return
+        backlog = self._backlog
+        if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half and not call.system:
+            backlog.park(call)
+            return
         handler = call.handler
         assert handler is not None, "it was found before the call was started"
         mode = handler.mode
@@ -170,7 +204,7 @@ class Runner:
             kwargs.clear()
             if mode is Mode.GENERATOR:
                 assert call.credit is not None, "a stream comes with its credit"
-                serve_generator(self._answers, call, result.pop(), call.credit)
+                serve_generator(self._answers, call, result.pop(), call.credit, self._backlog)
                 result.append(None)
         except BaseException as error:
             self._answers.answer_error(call, error)
@@ -266,7 +300,7 @@ class Runner:
             result = handler.function(*args, **kwargs)
             if handler.mode is Mode.ASYNC_GENERATOR:
                 assert call.credit is not None, "a stream comes with its credit"
-                result = serve_async_generator(self._answers, call, result, call.credit)
+                result = serve_async_generator(self._answers, call, result, call.credit, self._backlog)
             self._serve_coroutine(call, result)
         except BaseException as error:
             self._answers.answer_error(call, error)

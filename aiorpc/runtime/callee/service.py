@@ -29,6 +29,7 @@ from ..links.links import Links
 from ..links.reassembly import Message
 from . import answers
 from .answers import Answers
+from .backlog import Backlog
 from .resolver import ReferencesForResolver, Resolver
 from .running import Runner
 
@@ -99,11 +100,21 @@ class Service:
         self._caller = home.peer_of(record)
         self.link = home.links.make(connection, record, self, number=link_number, opener=False)
         accelerators = home.links.accelerators
+        self._backlog = Backlog(home.engine, self.link, connection)
         self._answers = Answers(
-            home.engine, self.link, connection, self._caller, home.gradients, home.references, accelerators
+            home.engine,
+            self.link,
+            connection,
+            self._caller,
+            home.gradients,
+            home.references,
+            accelerators,
+            self._backlog,
         )
         self.calls = self._answers.calls
-        self._runner = Runner(home, self._answers, accelerators, self._load_references, self._caller.track)
+        self._runner = Runner(
+            home, self._answers, accelerators, self._load_references, self._caller.track, self._backlog
+        )
         self._permits = permits_of(home.engine.rights, home.engine.name, record)
         self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, record.id, self._permits)
 
@@ -133,11 +144,20 @@ class Service:
             self._home.references.on_create(message.creates, self.record.id, call)
         # From here on the call is RUNNING: whatever happens to it, somebody takes it out and answers or cancels it.
         self.calls[frame.call_id] = call
+        size = call.size = len(frame.body)
+        if frame.segments and call.landing is None:
+            size = call.size = size + sum(map(len, frame.segments))
+        self._answers.queued += size
         users = len(self.calls) - 1 - self._answers.system
         if users >= self._engine.options.max_queued_calls and not self._resolver.is_system(message.function):
             failure = Overloaded(
                 f"worker {self._engine.name!r} has {users} calls of {self.record.name!r} waiting or "
                 "running (max_queued_calls); this one was not run"
+            )
+        elif self._answers.queued > self._engine.options.max_queued_bytes and self._answers.queued > size:
+            failure = Overloaded(
+                f"worker {self._engine.name!r} has {self._answers.queued} bytes of arguments for calls of "
+                f"{self.record.name!r} waiting or running (max_queued_bytes); this one was not run"
             )
         elif message.arguments.references:
             self._home.references.coming()
@@ -159,6 +179,11 @@ class Service:
         call = self.calls.get(frame.call_id)
         if call is not None and call.credits is not None:
             call.credits.add(read_credit(frame.body))
+            if call.credits.count > self._engine.options.max_stream_window:
+                raise ProtocolError(
+                    f"a credit of {call.credits.count} items for {call.function}; the limit is "
+                    f"{self._engine.options.max_stream_window} (max_stream_window)"
+                )
 
     def _on_reference(self, frame: Frame) -> None:
         self._home.references.on_message(self.record.id, reference_messages.read(unpack(frame.body)))
@@ -188,6 +213,7 @@ class Service:
         """The connection has ended: nobody waits for these calls any more."""
         for call_id in list(self.calls):
             self.cancel(call_id)
+        self._backlog.close()
         self.link.close()
 
     def goodbye(self) -> None:

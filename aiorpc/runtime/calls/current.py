@@ -42,7 +42,10 @@ class CommonHome(Protocol):
 
 
 class Cancellable(Protocol):
-    """The credit of a stream, at which its producer waits before each item. On the loop."""
+    """The credit of a stream, at which its producer waits before each item. On the loop. count: what is left of it."""
+
+    @property
+    def count(self) -> int: ...
 
     def add(self, count: int) -> None: ...
 
@@ -63,8 +66,8 @@ class ServedCall:
     first call of the chain. autograd: the autograd context that it was made in. creates: the reference whose value the
     result becomes. handler: what is run, once it was found. cancelled: whether the caller has given up. replied:
     whether it was answered. landing: where those of its arguments arrive that lie on devices. arrival: of the value
-    that the handler is a method of; the handler's streams wait for it. on_cancel: called on the loop when the caller
-    gives up. credits: what a generator that runs waits at.
+    that the handler is a method of; the handler's streams wait for it. size: bytes that it had as it came. on_cancel:
+    called on the loop when the caller gives up. credits: what a generator that runs waits at.
     """
 
     __slots__ = (
@@ -87,6 +90,7 @@ class ServedCall:
         "permits",
         "replied",
         "segments",
+        "size",
         "started",
         "system",
         "trace",
@@ -101,6 +105,7 @@ class ServedCall:
         self.permits = permits
         self.call_id = frame.call_id
         self.segments = frame.segments
+        self.size = 0
         self.started = time.monotonic()
         self.deadline = None if remaining is None else self.started + remaining
         self.trace = trace if trace is not None else (caller.id << 48) | frame.call_id

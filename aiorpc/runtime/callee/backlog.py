@@ -1,0 +1,154 @@
+"""The answers of one connection that its caller has not taken yet, and what waits until he has.
+
+A caller that does not read must not fill the memory of whoever serves him. The bytes that wait to be sent to him are
+counted: the frames in the queue of the connection, the buffers that wait for their turn on the second one, and the
+answers that a background thread is about to copy. Bytes in shared memory are counted and bounded by the arena.
+
+    past half of max_unsent_bytes   calls are not started: they are parked, and nothing is read from him any more, so
+                                    that no more come. Streams make no further items.
+    past max_unsent_bytes           results of calls that had begun before are dropped, and Overloaded is answered
+
+So it is exceeded by one result for each handler that answers at that moment, and by the words of those errors. What the
+runtime calls for itself is neither parked nor counted. Everything goes on as soon as the caller has taken enough.
+
+Why nobody can wait for ever. A connection belongs to the worker that makes the calls on it. Only the other end of it,
+which serves them, ever stops reading, and it begins again when the one who calls has read. The one who calls reads
+always, whatever waits to be sent by him, and needs nothing of the other end for that: answers are taken by the loop and
+given to Futures that have room for them. So of two workers that call each other, over a connection each, both may have
+stopped reading calls, and yet both read answers, which is all that either waits for. The one thing that answers may
+have to hear of the caller is that there will be no second connection, so there is reading until there is one. What
+else stands behind a call in the socket (the word that a call was given up, more credit for a stream, counts of
+references, a goodbye) concerns the same caller, and waits for nothing but his own reading, too; what he says to third
+workers goes over other connections. The end of a connection that is not read is seen all the same, by the process that
+is gone or by the write that fails.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from ...channels.bulk import Bulk
+from ...errors import Overloaded
+from ...transport.connection import Connection
+from ..calls.current import ServedCall
+from ..engine.engine import Engine
+
+# So many parked calls are begun at once: nobody knows yet what their answers will be.
+_AT_ONCE = 64
+# Seconds between two looks whether there is room: the first such pause, and the longest.
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+
+
+class LinkForBacklog(Protocol):
+    """The link whose answers these are."""
+
+    @property
+    def bulk(self) -> Bulk: ...
+
+    @property
+    def pipe(self) -> Connection | None: ...
+
+
+class Backlog:
+    """See the module. `crowded`, `when_room` and `park` from any thread, the rest on the loop.
+
+    limit, half: in bytes. queue, bulk, held: what is counted, there to be looked at on the path of each call. parked:
+    the calls that wait to be started.
+    """
+
+    def __init__(self, engine: Engine, link: LinkForBacklog, connection: Connection) -> None:
+        self.limit = engine.options.max_unsent_bytes
+        self.half = self.limit // 2
+        self.queue = connection.queue
+        self.bulk = link.bulk
+        self.held = 0
+        self.parked: deque[ServedCall] = deque()
+        self._engine = engine
+        self._link = link
+        self._connection = connection
+        self._resume: Callable[[ServedCall], None] | None = None
+        self._waiters: list[Callable[[], object]] = []
+        self._pause = _FIRST_PAUSE
+        self._looking = False
+        self._closed = False
+
+    def start(self, resume: Callable[[ServedCall], None]) -> None:
+        """resume: starts a call that was parked."""
+        self._resume = resume
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that wait to be sent."""
+        return self.queue.size + self.bulk.unsent + self.held
+
+    def crowded(self) -> bool:
+        """Whether so much waits that nothing more should be begun."""
+        return self.waiting > self.half
+
+    def overloaded(self, call: ServedCall) -> Overloaded:
+        """The answer in place of a result that there is no room for."""
+        return Overloaded(
+            f"the result of {call.function} was dropped: {self.waiting} bytes wait at worker {self._engine.name!r} "
+            f"until {call.caller.name!r} reads them (max_unsent_bytes); make fewer calls at a time, or raise the option"
+        )
+
+    def park(self, call: ServedCall) -> None:
+        """Start that call when there is room, and read no more until then."""
+        self.parked.append(call)
+        self._engine.run_on_loop(self._wait)
+
+    def when_room(self, callback: Callable[[], object]) -> None:
+        """Have that called on the loop when there is room, or when the connection has ended."""
+        self._waiters.append(callback)
+        self._engine.run_on_loop(self._wait)
+
+    def _wait(self) -> None:
+        if self._closed:
+            self.close()
+            return
+        self._stop_reading()
+        if not self._looking:
+            self._looking = True
+            self._pause = _FIRST_PAUSE
+            self._engine.loop.call_later(self._pause, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        if self._closed:
+            return
+        if self.crowded():
+            self._pause = min(2 * self._pause, _LAST_PAUSE)
+        else:
+            self._pause = _FIRST_PAUSE
+            waiters, self._waiters = self._waiters, []
+            for callback in waiters:
+                callback()
+            assert self._resume is not None, "it was given before the first call could come"
+            for _ in range(min(_AT_ONCE, len(self.parked))):
+                self._resume(self.parked.popleft())
+        self._stop_reading()
+        if (self.parked or self._waiters) and not self._looking:
+            self._looking = True
+            self._engine.loop.call_later(self._pause, self._look)
+
+    def _stop_reading(self) -> None:
+        """Read from the caller, or do not, as it is right now."""
+        pipe = self._link.pipe
+        # Where there is no second connection yet, the caller may have to say that there will be none.
+        stop = bool(self.parked) and (pipe is not None or not self.bulk.unsent)
+        for connection in (self._connection, pipe):
+            if connection is not None and stop:
+                connection.pause()
+            elif connection is not None:
+                connection.resume()
+
+    def close(self) -> None:
+        """The connection has ended. The calls that were parked are over: whoever started them finds that out."""
+        self._closed = True
+        waiters, self._waiters = self._waiters, []
+        for callback in waiters:
+            callback()
+        while self.parked and self._resume is not None:
+            self._resume(self.parked.popleft())
