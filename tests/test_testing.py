@@ -64,6 +64,16 @@ async def test_an_impossible_size_is_refused(size: int) -> None:
             pass
 
 
+async def test_roles_are_one_for_each() -> None:
+    """They stand in the records; another number of them is refused, and a lone text."""
+    async with cluster(2, roles=["learner", "actor"]) as workers:
+        assert [worker.node.engine.record.role for worker in workers] == ["learner", "actor"]
+    for roles in (["learner"], "ab"):
+        with pytest.raises(aiorpc.RpcUsageError, match="roles must be"):
+            async with cluster(2, roles=roles):
+                pass
+
+
 async def test_options_must_be_one_for_each() -> None:
     """A sequence of options of the wrong length is refused."""
     with pytest.raises(aiorpc.RpcUsageError, match="1 for 2 workers"):

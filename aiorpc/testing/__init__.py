@@ -49,20 +49,22 @@ async def cluster(
     options: RpcBackendOptions | Sequence[RpcBackendOptions] | None = None,
     dynamic: bool = False,
     store: Store | None = None,
+    roles: Sequence[str] | None = None,
 ) -> AsyncIterator[list[Worker]]:
     """``async with cluster(3) as workers``: workers ``worker0``, ``worker1``... with ids 0, 1... on the running loop.
 
     options: for all of them, or one for each. dynamic: a group without a world size, which others may join at `store`.
-    store: where they meet; a new ``torch.distributed.HashStore`` if None. Several workers live here, so outside of
-    handlers say which one is meant: ``workers[0].call(...)``, not ``aiorpc.call(...)``. What is no method of a worker
-    (``RRef(value)``, ``autograd.context()``, ``RemoteModule``, ``DistributedOptimizer``) is used in a handler:
-    ``await workers[0].call("worker0", body)``. The blocking verbs belong in other threads (``asyncio.to_thread``).
+    store: where they meet; a new ``torch.distributed.HashStore`` if None. roles: one for each, see `aiorpc.init`.
+    Several workers live here, so outside of handlers say which one is meant: ``workers[0].call(...)``, not
+    ``aiorpc.call(...)``. What is no method of a worker (``RRef(value)``, ``autograd.context()``, ``RemoteModule``,
+    ``DistributedOptimizer``) is used in a handler: ``await workers[0].call("worker0", body)``. The blocking verbs
+    belong in other threads (``asyncio.to_thread``).
 
     At the end all leave together and gracefully, so calls still under way are served to their end. If the block raises
     they leave at once, and calls under way fail with WorkerClosed or PeerClosed. Nothing of them is left afterwards.
-    Raises RpcUsageError for a size below 1 or a wrong number of options, and what joining raises.
+    Raises RpcUsageError for a size below 1 or a wrong number of options or roles, and what joining raises.
     """
-    workers = _make(size, options, dynamic, HashStore() if store is None else store)
+    workers = _make(size, options, dynamic, HashStore() if store is None else store, roles)
     graceful = False
     try:
         await _start(workers, dynamic)
@@ -73,16 +75,23 @@ async def cluster(
 
 
 def _make(
-    size: int, options: RpcBackendOptions | Sequence[RpcBackendOptions] | None, dynamic: bool, store: Store
+    size: int,
+    options: RpcBackendOptions | Sequence[RpcBackendOptions] | None,
+    dynamic: bool,
+    store: Store,
+    roles: Sequence[str] | None,
 ) -> list[Worker]:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise RpcUsageError(f"a cluster has at least 1 worker, not {size!r}")
     each = list(options) if isinstance(options, Sequence) else [options] * size
     if len(each) != size:
         raise RpcUsageError(f"options must be one for all workers or one for each: {len(each)} for {size} workers")
+    role_of = [""] * size if roles is None else roles
+    if isinstance(role_of, str) or len(role_of) != size:
+        raise RpcUsageError(f"roles must be a list with one for each worker: {role_of!r:.80} for {size} workers")
     world_size = None if dynamic else size
     return [
-        Worker(f"worker{rank}", rank=rank, world_size=world_size, options=each[rank], store=store)
+        Worker(f"worker{rank}", rank=rank, world_size=world_size, options=each[rank], store=store, role=role_of[rank])
         for rank in range(size)
     ]
 
