@@ -53,6 +53,38 @@ def marked() -> int:
     return 2
 
 
+@rpc.exposed
+@rpc.batched(max_size=1)
+def marked_batch(a: list[int]) -> list[int]:
+    return a
+
+
+@rpc.async_execution
+@rpc.exposed
+def marked_later(a: int) -> rpc.Future[int]:
+    return add_later(a, 0)
+
+
+@rpc.exposed
+class Marked:
+    """Has its own things, and one of somebody else's."""
+
+    borrowed = os.mkdir
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+        self.kept = os.mkdir
+
+    @staticmethod
+    def static(a: int) -> int:
+        return a
+
+    def get(self) -> int:
+        return self.value
+
+    def _hidden(self) -> None: ...
+
+
 class Base:
     """Inherited from."""
 

@@ -177,6 +177,22 @@ async def test_values_are_fetched_by_whoever_has_made_them_or_may() -> None:
         assert (await worker.remote("worker1", served.Box, 5)).value == 5
 
 
+async def test_what_bears_the_mark_is_served() -> None:
+    """In either order of decorators; of a marked class its public methods, and not what it has from elsewhere."""
+    async with served_by(rpc.exposed) as (worker, _):
+        assert await worker.call("worker1", served.marked_batch, 3) == 3
+        assert await worker.call("worker1", served.marked_later, 3) == 3
+        assert await worker.call("worker1", served.Marked.static, 3) == 3
+        made = worker.remote("worker1", served.Marked, 3)
+        assert await made.rpc_async().get() == 3 and (await made).value == 3
+        for name in ("kept", "_hidden", "borrowed"):
+            with pytest.raises(rpc.NotAllowed):
+                await getattr(made.rpc_async(), name)("/no/such/folder/at/all")
+        for name in ("Marked.borrowed", "Marked._hidden", "Marked.__init__", "Marked.mro", "add"):
+            with pytest.raises(rpc.NotAllowed):
+                await send(worker, ByName(7, f"{HERE}:{name}"), Values(["/no/such/folder/at/all"]))
+
+
 async def test_a_worker_is_held_to_its_own_rules() -> None:
     """Also when it calls itself, by its own role."""
     async with served_by([f"{HERE}:add"]) as (_, worker):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import NotAllowed
 from ...protocol.identity import WorkerRecord
-from ...rights import FETCH, Rights, name_of_class
+from ...rights import FETCH, Rights, is_exposed, name_of_class
 from . import functions
 from .functions import Handler
 
@@ -57,7 +57,10 @@ class Permits:
             if functions.is_intrinsic(place.found):
                 return functions.classify(place.found, sent)._replace(plain=True)
             if self._rights.allowed(self._role, sent, place.found, place.within):
-                return functions.resolve(name)
+                handler = functions.resolve(name)
+                true = functions.name_of(handler.function)
+                if true == sent or is_exposed(place.found):  # not what a marked class has from elsewhere
+                    return handler
         raise self.refusal(name)
 
     def _check_way(self, name: str) -> None:
@@ -84,7 +87,7 @@ class Permits:
     def check_script(self, qualname: str) -> None:
         """The same for a function of TorchScript, which has the name of the function that it was compiled from."""
         module, _, name = qualname.removeprefix("__torch__.").rpartition(".")
-        if not self._rights.allowed(self._role, functions.normal(f"{module}:{name}")):
+        if not self._rights.allowed(self._role, f"{module or '__main__'}:{name}"):
             raise self.refusal(f"the script function {qualname}")
 
     # --- references ---------------------------------------------------------------------------------------------------
