@@ -136,6 +136,10 @@ class Net(torch.nn.Module):
         return self.layer(x)
 
 
+def table() -> torch.Tensor:
+    return torch.ones(4, 2, requires_grad=True).exp()
+
+
 def scripted(x: int) -> int:
     return x + 1
 

@@ -23,7 +23,7 @@ CALLER = WorkerRecord("caller", 0, "1", "h", "h", 1, "", "", "", 0, "actor")
 # What is defined there and public, by each name that leads to it, and nothing that is only imported there.
 PUBLIC = {
     *("Base", "Box", "Marked", "Net", "Other", "acount", "aadd", "add", "add_each", "add_later", "call_back", "count"),
-    *("give_box", "marked", "marked_batch", "marked_later", "scripted"),
+    *("give_box", "marked", "marked_batch", "marked_later", "scripted", "table"),
     *(
         "Base.inherited",
         "Box.inherited",

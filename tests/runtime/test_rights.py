@@ -252,6 +252,24 @@ async def test_training_with_a_rule_less_is_refused(left_out: str) -> None:
             await worker.call("worker0", train, "worker1")
 
 
+def look_up(to: str, sparse: bool) -> None:
+    """A pass that sends the gradient of a table there. In a handler."""
+    with autograd.context() as context:
+        rows = torch.nn.functional.embedding(torch.tensor([1, 2]), rpc.rpc_sync(to, served.table), sparse=sparse)
+        autograd.backward(context, [rows.sum()])
+
+
+async def test_sparse_gradients_need_a_rule() -> None:
+    """Their pickle names how they are put together; the pass fails with the reason, and dense ones need none."""
+    rules = [f"{HERE}:table"]
+    async with served_by(rules) as (worker, _):
+        await worker.call("worker0", look_up, "worker1", False)
+        with pytest.raises(rpc.NotAllowed, match="pickle names classes or functions"):
+            await worker.call("worker0", look_up, "worker1", True)
+    async with served_by([*rules, "aiorpc.autograd.parts:*"]) as (worker, _):
+        await worker.call("worker0", look_up, "worker1", True)
+
+
 def arguments(*values: Any) -> Values:
     """Arguments as an honest caller writes them."""
     return Values([None] * len(values), opaque_at=[*range(len(values))], pickled=pickle.dumps(values))
