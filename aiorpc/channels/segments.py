@@ -1,4 +1,8 @@
-"""Segments: memory files that processes of one host map, and what the system has to be asked for them."""
+"""Segments: memory files that processes of one host map, and what the system has to be asked for them.
+
+What is mapped is shared with other workers, but never with a child that this process forks: at a fork each mapping
+becomes private in the child, at the same address (`_Mapped`). The child reads what it had; what it writes is its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,16 +31,77 @@ _STEP = 4 * MIB  # of memory touched at a time
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _NOEXEC_SEAL = 8  # of memfd_create; kernels before 6.3 do not know it, and later ones may insist on it
 
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+
+
+class _Memory(mmap.mmap):
+    """A mapped file, with a descriptor of it for as long as it is mapped: what a forked child maps anew."""
+
+    fd: int
+    close_fd: weakref.finalize[[int], _Memory]
+
+    def keep(self, fd: int) -> None:
+        """Keep a descriptor of the file."""
+        self.fd = os.dup(fd)
+        self.close_fd = weakref.finalize(self, os.close, self.fd)
+        self.close_fd.atexit = False
+
+    def make_private(self) -> None:
+        """In a forked child, before anything of the program runs: what is written here is no longer shared.
+
+        It costs the child two system calls, whatever the size, and the parent nothing.
+        """
+        address = numpy.frombuffer(self, numpy.uint8).ctypes.data
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+        if _libc.mmap(address, len(self), access, flags, self.fd, 0) == _FAILED:
+            # The system has no memory to promise. Then a write ends the child, and does not change the parent's memory.
+            _libc.mprotect(address, len(self), mmap.PROT_READ)
+        self.close_fd()
+
+
+class _Mapped:
+    """All that this process has mapped of shared memory: a fork concerns the process, and tensors over such memory
+    live on after their worker. Apart from the workers themselves nothing else is known to the whole process."""
+
+    def __init__(self) -> None:
+        self._memories: weakref.WeakSet[_Memory] = weakref.WeakSet()
+        self._hooked = False
+
+    def add(self, memory: _Memory) -> None:
+        """From now on a child gets it as private memory."""
+        if not self._hooked:
+            self._hooked = True
+            os.register_at_fork(after_in_child=self._after_fork)
+        self._memories.add(memory)
+
+    def _after_fork(self) -> None:
+        memories, self._memories = list(self._memories), weakref.WeakSet()
+        for memory in memories:
+            memory.make_private()
+
+
+_mapped = _Mapped()
 
 
 class Mapping:
-    """A file mapped into memory, shared, readable and writable. It stays mapped as long as somebody refers to it."""
+    """A file mapped into memory, shared, readable and writable. It stays mapped as long as somebody refers to it.
+
+    In a forked child it is private, see the module.
+    """
 
     def __init__(self, fd: int, size: int) -> None:
         """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
-        self.memory = mmap.mmap(fd, size)
+        self.memory = _Memory(fd, size)
+        self.memory.keep(fd)
+        _mapped.add(self.memory)
         self.size = size
         # An export that stays: nobody can close the mmap under the address.
         self.array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)

@@ -276,7 +276,8 @@ class Borrower:
         self.released.clear()
 
     def close_in_child(self) -> None:
-        """In a forked child: the same; what was adopted is the parent's, and may change here at any time."""
+        """In a forked child: the same. What was adopted is the parent's: what is written to it here is not shared
+        (`segments`), and what was not may change at any time, once the parent has let go of it."""
         self.close()
 
     def _check(self, numbers: Any) -> Mapping:

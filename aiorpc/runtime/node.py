@@ -235,6 +235,7 @@ class Node:
         """
         if self.engine.lifetime.state is not WorkerState.CLOSED:
             self.engine.lifetime.enter(WorkerEvent.FORKED)
+        self.engine.in_forked_child()
         for connection in list(self.engine.connections):
             connection.close_in_child()
         self.listeners.close_in_child()

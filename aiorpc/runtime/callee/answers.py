@@ -13,10 +13,11 @@ from ...futures import AnyFuture, outcome
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write
 from ...transport.connection import Connection
-from ..calls.current import ServedCall
+from ..calls.current import ServedCall, where
 from ..calls.failures import encode_error
 from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
+from ..engine.forked import end_child
 from ..gradients.contexts import Gradients, PeerForContexts, Tape
 from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
@@ -97,6 +98,8 @@ class Answers:
 
     def answer(self, call: ServedCall, result: object, *, copy: bool = False) -> None:
         """Send the result, unless the caller has given up. copy: the result's tensors may change right after this."""
+        if self._engine.lifetime.forked:
+            end_child(where(call))
         if call.cancelled:
             return
         if call.creates is not None:
@@ -181,6 +184,8 @@ class Answers:
 
     def answer_error(self, call: ServedCall, error: BaseException) -> None:
         """Send the exception, unless the call has ended."""
+        if self._engine.lifetime.forked:
+            end_child(where(call), error)
         if self.take(call.call_id) is None:
             return
         call.replied = True
@@ -203,6 +208,8 @@ class Answers:
 
     def send_item(self, call: ServedCall, item: object) -> None:
         """Send one item of a stream. Raises SerializationError."""
+        if self._engine.lifetime.forked:
+            end_child(where(call))
         link = self._link
         tape: Tape | None = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
         try:

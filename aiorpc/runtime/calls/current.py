@@ -21,6 +21,7 @@ from ...protocol.identity import WorkerInfo
 from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
 from ..engine.engine import Engine
+from ..engine.forked import end_child
 from .functions import Handler
 from .permits import Permits
 
@@ -196,6 +197,10 @@ class Registry:
         self._lock = threading.Lock()
         for node in list(self._nodes):
             node.in_forked_child()
+        call = current_call.get()
+        if call is not None and call.node.engine.thread == threading.get_ident():
+            # The fork of a coroutine that is a handler: the loop must not go on here when that awaits something.
+            call.node.engine.loop.call_soon(end_child, where(call))
         # Nothing to end here at exit, and a worker of the child's own may start; verbs still find `_only`, and raise.
         self._nodes.clear()
 
@@ -205,6 +210,11 @@ class Registry:
 
 
 registry = Registry()
+
+
+def where(call: ServedCall) -> str:
+    """What serves that call, for messages."""
+    return f"{call.function} on worker {call.node.engine.name!r}, called by {call.caller.name!r},"
 
 
 def _serving() -> ServedCall:

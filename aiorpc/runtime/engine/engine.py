@@ -134,6 +134,11 @@ class Engine:
         with contextlib.suppress(WorkerClosed):
             self.background.submit(function, *args)
 
+    def in_forked_child(self) -> None:
+        """In a forked child: the threads of the pools do not go on there."""
+        self.pool.in_forked_child()
+        self.background.in_forked_child()
+
     # --- the end, on the loop -----------------------------------------------------------------------------------------
 
     async def close(self, patience: float) -> int:

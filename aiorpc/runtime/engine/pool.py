@@ -19,6 +19,7 @@ from typing import Any
 from ... import foreign
 from ...errors import WorkerClosed
 from ...futures import block_observer
+from .forked import end_child
 
 logger = logging.getLogger("aiorpc")
 
@@ -76,6 +77,7 @@ class ThreadPool:
         self._numbered = 0
         self._waking = False
         self._closed = False
+        self._in_child = False
         self._awake = threading.RLock()  # of the thread that stays awake; what it unpickles then may wait, too
 
     # Looking in.
@@ -187,6 +189,10 @@ class ThreadPool:
             self._ended.wait_for(lambda: self._threads <= own, timeout)
             return max(0, self._threads - own - len(self._idle)) + len(self._jobs)
 
+    def in_forked_child(self) -> None:
+        """In a forked child: if the thread that lives on in it is one of the pool, it ends with its job."""
+        self._in_child = True
+
     # Waking and starting threads.
 
     def _busy(self) -> int:
@@ -281,6 +287,8 @@ class ThreadPool:
             fn(*args)
         except BaseException as error:
             foreign.log_error(logger, logging.ERROR, error, "a job of pool %s raised; the pool goes on", self._name)
+        if self._in_child:
+            end_child(f"a thread of {self._name}")
         return True
 
     def _park(self, wake: threading.Lock) -> bool:

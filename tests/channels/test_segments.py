@@ -1,0 +1,105 @@
+"""Mapped memory and forks: a child reads what it had, writes for itself alone, and keeps no descriptor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy
+import torch
+
+from aiorpc.channels.segments import Mapping, create_segment
+from aiorpc.channels.space import MIB
+
+
+def mapped(count: int) -> list[Mapping]:
+    """So many mappings of one file of sevens."""
+    segment = create_segment(0, MIB)
+    segment.mapping.array[:] = 7
+    mappings = [segment.mapping, *(Mapping(segment.fd, segment.size) for _ in range(count - 1))]
+    os.close(segment.fd)
+    return mappings
+
+
+def sevens(mapping: Mapping) -> bool:
+    """Whether nobody has written anything else there."""
+    return bool((mapping.array == 7).all())
+
+
+def in_child(body: Callable[[], bool]) -> int:
+    """Run this in a forked child; the status with which that ends: 0 if the body returned True."""
+    pid = os.fork()
+    if pid == 0:
+        status = 3
+        try:
+            status = int(not body())
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def descriptors() -> int:
+    """How many this process has of such files."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += "aiorpc" in os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the one that listed the folder
+            continue
+    return found
+
+
+def test_child_writes_for_itself_alone() -> None:
+    """It reads what was there and what it has written itself; the parent's bytes stay, in all mappings of the file."""
+    first, other = mapped(2)
+
+    def body() -> bool:
+        as_it_was = sevens(first) and sevens(other)
+        first.array[:] = 0
+        return as_it_was and not first.array.any() and sevens(other)
+
+    assert in_child(body) == 0
+    assert sevens(first) and sevens(other)
+
+
+def test_child_of_a_child_writes_for_itself_alone() -> None:
+    """The first child sees nothing of what the second one writes."""
+    (mapping,) = mapped(1)
+
+    def inner() -> bool:
+        mapping.array[:] = 0
+        return True
+
+    def body() -> bool:
+        mapping.array[:] = 8
+        return in_child(inner) == 0 and bool((mapping.array == 8).all())
+
+    assert in_child(body) == 0
+    assert sevens(mapping)
+
+
+def test_view_that_outlives_its_mapping_is_private_in_a_child() -> None:
+    """A tensor over the memory is all that is left of it, as after the end of its worker."""
+    tensor = torch.from_numpy(numpy.frombuffer(mapped(1)[0].memory, numpy.uint8))
+    assert in_child(lambda: int(tensor[5]) == 7 and not tensor.zero_().any()) == 0
+    assert bool((tensor == 7).all())
+
+
+def test_what_the_parent_shares_stays_shared() -> None:
+    """A fork changes nothing between the parent and others."""
+    first, other = mapped(2)
+    assert in_child(lambda: True) == 0
+    first.array[0] = 9
+    assert other.array[0] == 9
+
+
+def test_child_keeps_no_descriptor_of_its_own() -> None:
+    """That by which it maps the memory anew is closed then; the parent's live as long as the memory."""
+    before = descriptors()
+    mappings = mapped(1)
+    there = descriptors()
+    assert there > before
+    assert in_child(lambda: descriptors() < there) == 0
+    assert descriptors() == there
+    mappings.clear()
+    assert descriptors() == before
