@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import os
 import secrets
@@ -25,23 +26,71 @@ TCP_TIMEOUT = 20
 def private_directory() -> Path:
     """This user's directory for sockets and secrets: ours alone, mode 0700. Short, as unix paths end at 108 bytes.
 
-    Raises PermissionError when somebody else made it first.
+    Where somebody else has taken its name, or others may enter it, one with more behind the name is used, which nobody
+    can have foreseen. Raises OSError if none can be made.
     """
     path = Path(tempfile.gettempdir()) / f"aiorpc-{os.getuid()}"
     if len(str(path)) > 60:
         path = Path("/tmp") / path.name
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise PermissionError(f"{path} is not a directory that only this user can enter; remove it or set TMPDIR")
-    return path
+    others = sorted(path.parent.glob(f"{path.name}-*")) if not _is_private(path) else []
+    for found in (path, *others):
+        if _is_private(found):
+            return found
+    return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+
+
+def is_beside(directory: Path, other: Path) -> bool:
+    """Whether the other one is, as it is spelled, that directory or another private one of this user beside it."""
+    ours = other.parent == directory.parent and other.name.startswith(f"aiorpc-{os.getuid()}")
+    return other == directory or (ours and _is_private(other))
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        info = path.lstat()
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o077
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove what dead workers left behind: sockets that nobody listens on any more, and the secrets beside them."""
+    """Remove what dead workers left behind: sockets that nobody listens on any more, and secrets of the dead."""
     for path in directory.glob("*.sock"):
         remove_if_stale(path)
+    for path in directory.glob(f"*{SECRET_SUFFIX}"):
+        if not path.with_suffix(".sock").exists():
+            _remove_if_unlocked(path)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    """Remove a secret without a socket if no process holds it any more; see `write_secret`."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def write_secret(path: Path, content: bytes) -> int:
+    """Write a file for this user alone, which is there as a whole at once. Returns a descriptor that keeps it.
+
+    The lock on it says that its worker lives, also where there is no socket beside it; it ends with the process.
+    """
+    unready = path.with_suffix(".unready")
+    descriptor = os.open(unready, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        os.write(descriptor, content)
+        unready.rename(path)
+    except BaseException:
+        os.close(descriptor)
+        unready.unlink(missing_ok=True)
+        raise
+    return descriptor
 
 
 def remove_if_stale(path: Path) -> None:

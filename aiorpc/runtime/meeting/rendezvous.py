@@ -26,6 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in torc
 from ...devices import DeviceClaims
 from ...errors import RendezvousError
 from ...protocol.identity import WorkerRecord
+from ...transport import sockets
 from ...transport.sockets import SECRET_SUFFIX
 from ..engine.host import host_identity, main_identity
 from .membership import FixedWorld, FreeWorld, Member
@@ -409,11 +410,15 @@ class Rendezvous:
         if first.incarnation == held.record.incarnation:
             if not self._publish(held, "", openly):
                 raise self._forged(first)
+            if len(records) == 1:
+                held.remove()
             return held.value
         for _ in self._patience.tries():
             raw, offer = self._offer()
             if raw and self._take(held, offer, first, openly):
-                self._board.count(self._secret_key("secret/read"))
+                read = self._board.count(self._secret_key("secret/read"))
+                if read >= len(records) - 1 and first.host == held.record.host:
+                    Path(offer["path"]).unlink(missing_ok=True)  # nobody else will join: it need not outlive a kill
                 return held.value
         raise RendezvousError(f"no secret from {first.describe()} within {self._patience.seconds:g} s")
 
@@ -494,6 +499,7 @@ class _HeldSecret:
     value: bytes = field(default=b"", repr=False)
     path: Path | None = None
     published: str = field(default="", repr=False)
+    _descriptor: int | None = field(default=None, repr=False)  # of the file
 
     def offer(self, openly: bool) -> dict[str, str]:
         """What goes into the store: where the file is, and the secret itself only if `openly`."""
@@ -510,23 +516,30 @@ class _HeldSecret:
     def write(self) -> None:
         """Keep the secret in our file, if we have offered one and it is not there."""
         if self.path is not None and not self.path.exists():
-            _write_private(self.path, self.value)
+            self._let_go()
+            self._descriptor = sockets.write_secret(self.path, self.value)
 
     def remove(self) -> None:
         """Remove our file. OSError if that fails."""
+        self._let_go()
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+    def _let_go(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def read(self, text: str, owner: WorkerRecord) -> bytes | None:
         """What stands in the file of a member on this host; None if it is not there."""
         path = Path(text)
         # Nothing is resolved: a member's path is spelled as we spell ours.
-        if path.parent != self.directory or path.suffix != SECRET_SUFFIX or "\0" in text:
+        if not sockets.is_beside(self.directory, path.parent) or path.suffix != SECRET_SUFFIX or "\0" in text:
             raise RendezvousError(
                 f"the store says that the group's secret, made by {owner.describe()}, is in {text[:200]!r}, which is "
-                f"no secret in this worker's private directory {self.directory}. Either that worker has another TMPDIR "
-                f"or user: give all the same, or set AIORPC_SECRET. Or somebody else has written into the store, "
-                f"{_ADVICE}"
+                f"no secret in a private directory of this user beside {self.directory}. Either that worker has "
+                "another TMPDIR or user: give all the same, or set AIORPC_SECRET. Or somebody else has written into "
+                f"the store, {_ADVICE}"
             )
         return _read_private(text)
 
@@ -536,12 +549,6 @@ def _from_hex(text: str) -> bytes:
         return bytes.fromhex(text)
     except ValueError:
         return b""
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
 
 
 def _read_private(path: str) -> bytes | None:
