@@ -105,7 +105,9 @@ class Handshake:
     accept: asked by the acceptor about the record of an opener that has proved itself; returns a reason to refuse it,
     or None. link, pipe: the number that the opener gave to its link with the acceptor, and whether this is the second
     connection of it, for chunks (runtime/link.py); the acceptor learns both. sealed: what follows bears seals, see
-    `keys`.
+    `keys`. session_of: asked by the acceptor for the `session` of the first connection of the link of that worker with
+    that number. The proofs of a second connection are made with it, which both sides of the first one know alone: no
+    other member opens it in their name.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Handshake:
         link: int = 0,
         pipe: bool = False,
         sealed: bool = False,
+        session_of: Callable[[WorkerRecord, int], bytes | None] | None = None,
     ) -> None:
         if opener != (expect is not None):
             raise RpcUsageError("an opener says whom it wants, and an acceptor does not")
@@ -135,6 +138,7 @@ class Handshake:
         self._candidate = expect
         self._proved = False
         self._accept = accept
+        self._session_of = session_of
         self._nonce = secrets.token_bytes(NONCE_SIZE)
         self._mine = b""
         self._theirs = b""
@@ -171,6 +175,10 @@ class Handshake:
             raise RpcUsageError(f"a handshake that is {self.state.value} has no keys")
         ours, theirs = ("opener", "acceptor") if self._opener else ("acceptor", "opener")
         return self._keyed(f"seal of {ours}"), self._keyed(f"seal of {theirs}")
+
+    def session(self) -> bytes:
+        """What the two sides of this connection know, and nobody else who has not heard the handshake."""
+        return self._keyed("session")
 
     def _feed(self, frame: Frame) -> list[Buffer]:
         if frame.kind == Kind.REFUSED:
@@ -219,6 +227,8 @@ class Handshake:
                 "says of it: somebody else has written into the store"
             )
         self._check_seals(peer, theirs.flags)
+        if self.pipe and self._session_of is not None:
+            self._secret = self._session_of(peer, self.link) or self._secret
         return peer
 
     def _check_seals(self, peer: WorkerRecord, flags: int) -> None:

@@ -96,6 +96,7 @@ class Connection:
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.on_drained: Callable[[], None] | None = None
+        self.session = b""  # what its handshake has left for second connections
         self.bytes_sent = 0
         self.bytes_received = 0
         self._loop = loop

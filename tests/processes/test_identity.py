@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 import aiorpc as rpc
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
@@ -27,10 +28,13 @@ GOODBYE = b"".join(encode_frame(Kind.GOODBYE, 0, b""))
 RESET = struct.pack("ii", 1, 0)
 
 
-def pretend(me: WorkerRecord, target: WorkerRecord, secret: bytes, transport: str, says: bytes = b"") -> str:
+def pretend(
+    me: WorkerRecord, target: WorkerRecord, secret: bytes, transport: str, says: bytes = b"", link: int = 0
+) -> str:
     """Connect as that worker, with the group's secret, say something and hang up; the reason of a refusal."""
     family, address = targets(target)[transport]
-    shaking = Handshake(me, secret, opener=True, expect=target, sealed=transport == "tcp")
+    sealed = transport == "tcp"
+    shaking = Handshake(me, secret, opener=True, expect=target, sealed=sealed, link=link, pipe=link > 0)
     decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 20)
     source: FrameDecoder | Unsealer = decoder
     with socket.socket(family) as sock:
@@ -44,7 +48,7 @@ def pretend(me: WorkerRecord, target: WorkerRecord, secret: bytes, transport: st
                         sock.sendall(b"".join(shaking.feed(frame)))
                 if shaking.sealed and shaking.state is HandshakeState.PROVED and source is decoder:
                     source = Unsealer(Seal(shaking.keys()[1]), decoder)
-        except rpc.PeerRefused as error:
+        except (rpc.PeerRefused, rpc.ProtocolError) as error:  # the second: a refusal has no seal before the proof
             return str(error)
         if says:
             sock.sendall(b"".join(Seal(shaking.keys()[0]).piece(0, [says], len(says))) if shaking.sealed else says)
@@ -100,6 +104,27 @@ def lost_here_of(worker: rpc.Worker) -> list[str]:
     """The same for a worker of this process."""
     table = worker.node.group
     return [record.name for record in table.members.values() if table.is_gone(record)]
+
+
+@pytest.mark.slow
+async def test_nobody_opens_the_second_connection_of_another() -> None:
+    """Its proof is made of what only the two ends of the first one know; transfers go on."""
+    async with group(3, transports=("tcp",), rpc_timeout=20.0) as (worker, _):
+        records = {record.name: record for record in worker.node.group.members.values()}
+        assert await rpc.call("w2", reach, "w1") == 3
+        said = [
+            await asyncio.to_thread(pretend, records["w2"], records["w1"], secret_of(worker), "tcp", link=number)
+            for number in (1, 2, 3)
+        ]
+        assert len([*filter(None, said)]) == 1, "one of the first links of w2 leads to w1; the others are let go"
+        assert await rpc.call("w2", send_much, "w1") == 1 << 20
+        assert await rpc.call("w1", lost_here) == []
+
+
+async def send_much(name: str) -> int:
+    """Handler: send that worker what goes by a second connection."""
+    size: int = await rpc.peer(name, timeout=10).call(len, torch.zeros(1 << 20, dtype=torch.float32))
+    return size
 
 
 async def test_nobody_speaks_for_another_process_over_a_unix_socket() -> None:

@@ -123,7 +123,7 @@ class Connector:
             transport = "unix" if link.connection.local else "tcp"
             async with asyncio.timeout(self._engine.bounds.pipe):
                 sock = await _reach(self._engine, link.record, (transport,))
-                opening = _Opening(self._engine, self._secret, link.record, sock, link.number, pipe=True)
+                opening = _Opening(self._engine, link.connection.session, link.record, sock, link.number, pipe=True)
                 opening.on_closed = link.second.closed
                 await opening.run(link.second.attach)
         except (OSError, TimeoutError, RpcError) as error:
@@ -242,6 +242,7 @@ class _Opening:
                 self._seal(frames[index + 1 :])
             if self.handshake.state is HandshakeState.READY and not self.done.done():
                 _trust(self._engine, self.connection.decoder)
+                self.connection.session = self.handshake.session()
                 self.done.set_result(None)
                 assert self._attach is not None
                 self._attach(self.connection)
@@ -347,6 +348,11 @@ class Acceptor:
             return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
         return None
 
+    def session_of(self, record: WorkerRecord, link_number: int) -> bytes | None:
+        """What the first connection of that link has left for its second one; None if there is no such link."""
+        link = self.home.links.find(record, link_number, opener=False)
+        return link.connection.session if link is not None else None
+
     def refuse(self, reason: str) -> None:
         """A stranger was turned away: count it and log it."""
         self._engine.counters.refused += 1
@@ -405,6 +411,7 @@ class _Accepting:
             opener=False,
             accept=partial(acceptor.reason_against, self._process),
             sealed=sealed,
+            session_of=acceptor.session_of,
         )
         patience = engine.bounds.handshake
         self._timer = engine.loop.call_later(patience, self._too_slow, patience)
@@ -433,6 +440,7 @@ class _Accepting:
             self._timer.cancel()
             self.acceptor.ended(self)
             _trust(self._home.engine, self.connection.decoder)
+            self.connection.session = self.handshake.session()
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return
