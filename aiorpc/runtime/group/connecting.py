@@ -387,6 +387,9 @@ class Acceptor:
         self.home.services.discard(service)
         self._engine.counters.add_connection(service.connection)
         service.close()
+        if isinstance(cause, ProtocolError) and not service.sure:  # who was lost, and why, may be told by another sign
+            text = foreign.text_of(cause)[:REASON_LIMIT]
+            logger.warning("worker %s ended a connection of %s: %s", self._name, service.record.name, text)
         if cause is not None:
             self.home.group.on_broken(service, f"its connection broke: {foreign.text_of(cause)}")
 
