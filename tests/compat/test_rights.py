@@ -1,0 +1,51 @@
+"""Programs of torch.distributed.rpc with the option `serve`: what these modules say to each other needs no rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.compat.test_programs import run
+
+PROGRAM = """
+import os
+import sys
+
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+
+
+def served(rank):
+    return rank + 1
+
+
+def run(rank, path):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", serve=["__main__:served"])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    other = f"worker{1 - rank}"
+    said = [rpc.rpc_sync(other, served, args=(rank,)), rpc.remote(other, served, args=(rank,)).to_here()]
+    for refused, *args in ((os.mkdir, path + "-trace"), (lambda: 1,)):
+        try:
+            said.append(rpc.rpc_sync(other, refused, args=tuple(args)))
+        except RuntimeError as error:
+            said.append(type(error).__name__)
+    said.append(sorted(rpc.api._all_gather(rank).items()))
+    rpc.shutdown()
+    if rank == 0:
+        print(said, os.path.exists(path + "-trace"), flush=True)
+
+
+if __name__ == "__main__":
+    mp.spawn(run, args=(sys.argv[1],), nprocs=2)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_program_with_rights_joins_gathers_and_leaves(tmp_path: Path) -> None:
+    """Its calls go by its rules, which its children find under the name of the main module."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    printed = run(["-m", "aiorpc.compat.torch", str(path), str(tmp_path / "store")], tmp_path)
+    assert printed == ["[1, 1, 'NotAllowed', 'NotAllowed', [('worker0', 0), ('worker1', 1)]] False"]
