@@ -82,6 +82,8 @@ class RpcBackendOptions:
     max_unsent_bytes: bytes of answers and of items of streams that may wait here until one caller reads them; from half
         of it on no more of its calls are started, and none are read; past it results are dropped, and ``Overloaded`` is
         answered; a quarter of the machine's memory by default.
+    max_references: references to values of this worker that one other worker may hold or ask for, before its connection
+        ends; each costs about 1 KiB, and the value that it keeps.
     max_queued_bytes: bytes of arguments that the calls of one caller, waiting or running here, may have had, before it
         is answered ``Overloaded``; a quarter of the machine's memory by default.
     shared_memory: bytes of memory that may be shared with workers of this host, for large tensors; a quarter of the
@@ -127,6 +129,7 @@ class RpcBackendOptions:
     stream_window: int = 16
     max_stream_window: int = 65_536
     max_unsent_bytes: int = field(default_factory=_part_of_memory)
+    max_references: int = 1 << 20
     max_queued_bytes: int = field(default_factory=_part_of_memory)
     shared_memory: int = field(default_factory=_quarter_of_memory)
     min_shared_bytes: int = SHARE_SIZE
@@ -165,6 +168,7 @@ class RpcBackendOptions:
             "stream_window",
             "max_stream_window",
             "max_unsent_bytes",
+            "max_references",
             "max_queued_bytes",
             "min_shared_bytes",
             "min_bulk_bytes",

@@ -26,6 +26,7 @@ COUNTS = [
     "stream_window",
     "max_stream_window",
     "max_unsent_bytes",
+    "max_references",
     "max_queued_bytes",
 ]
 CUDA = [torch.device("cuda", index) for index in range(4)]

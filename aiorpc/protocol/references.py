@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,11 +94,16 @@ class _Owned:
 class ReferenceTable:
     """The references one worker holds, and those that others hold to its values.
 
-    worker_id: this worker's id. Ids of workers are never used twice, not even by a worker that comes back.
+    worker_id: this worker's id. Ids of workers are never used twice, not even by a worker that comes back. members: the
+    ids that workers of this group can have; None where others may join. most: how many forks of values here another
+    worker may have by what it says itself, before that is a ProtocolError.
     """
 
-    def __init__(self, worker_id: int) -> None:
+    def __init__(self, worker_id: int, *, members: Container[int] | None = None, most: int = 1 << 62) -> None:
         self.worker_id = worker_id
+        self._members = members
+        self._most = most
+        self._said: dict[int, int] = {}  # how many forks of values here each worker has named
         self._next = 0
         self._forks: dict[ReferenceId, _Fork] = {}  # held here, by fork
         self._owned: dict[ReferenceId, _Owned] = {}  # owned here, by rref
@@ -191,6 +196,8 @@ class ReferenceTable:
         self._forks[fork] = held
         if owner in self._departed:
             self._break(held, f"its owner, worker {owner}, is gone")
+        elif self._members is not None and owner not in self._members:
+            self._break(held, _no_member(owner))
         elif owner == self.worker_id and direct and fork not in self._granted:
             self._break(held, REFUSED)  # while the frame travelled from us to us
         elif direct:
@@ -241,6 +248,10 @@ class ReferenceTable:
         if sender in self._departed:
             self._outputs.append(Free(rref))
         else:
+            if owned is None or fork not in owned.forks:
+                said = self._said[sender] = self._said.get(sender, 0) + 1
+                if said > self._most:
+                    self._too_many(sender)
             self._bring_to_life(owned or _Owned(rref, _Value.AWAITED), fork, sender)
         return self._finish()
 
@@ -266,6 +277,17 @@ class ReferenceTable:
     def left(self, worker_id: int) -> Outputs:
         """Worker `worker_id` left in good order, and nothing more will come from it. Idempotent."""
         return self._depart(worker_id, "has left")
+
+    def unknown(self, worker_ids: Container[int]) -> Outputs:
+        """Nobody has these ids: what was to come from them never will. Unlike who has left, they may join later."""
+        for held in list(self._forks.values()):
+            if held.owner in worker_ids:
+                self._break(held, _no_member(held.owner))
+        for owned in list(self._owned.values()):
+            if owned.rref.worker in worker_ids and owned.value is _Value.AWAITED:
+                self._refuse(owned, _no_member(owned.rref.worker))
+                self._reap(owned)
+        return self._finish()
 
     def live(self) -> list[Record]:
         """Every reference this worker holds or counts, for statistics and the report of leaks."""
@@ -421,14 +443,19 @@ class ReferenceTable:
             self._send(sender, Gone(rref, fork, PASSED_TWICE))
         elif owned is None and (rref.worker == self.worker_id or rref.worker in self._departed):
             self._send(sender, Gone(rref, fork, FREED))
+        elif owned is None and self._members is not None and rref.worker not in self._members:
+            self._send(sender, Gone(rref, fork, _no_member(rref.worker)))
         elif owned is None:
+            self._name(sender)
             # Not created yet, or freed long ago? Only the creator can tell; remembering all that was freed cannot end.
             self._owned[rref] = _Owned(rref, _Value.AWAITED, waiting={fork: sender})
             self._send(rref.worker, Ask(rref))
         elif owned.value is _Value.CREATED:
+            self._name(sender)
             owned.forks[fork] = sender
             self._send(sender, Added(rref, fork))
         elif owned.value is _Value.AWAITED:
+            self._name(sender)
             owned.waiting[fork] = sender
         else:
             self._send(sender, Gone(rref, fork, owned.reason))
@@ -453,6 +480,18 @@ class ReferenceTable:
             raise ProtocolError(f"DEL for fork {fork} from worker {sender}, which cannot drop it now")
         self._uncount(owned, fork)
 
+    def _name(self, sender: int) -> None:
+        """Another worker has named one more fork of a value here. ProtocolError: it has too many."""
+        said = self._said[sender] = self._said.get(sender, 0) + 1
+        if said > self._most:
+            self._too_many(sender)
+
+    def _too_many(self, sender: int) -> None:
+        self._said[sender] -= 1
+        raise ProtocolError(
+            f"worker {sender} holds {self._most} references to values of this worker, and wants more (max_references)"
+        )
+
     def _on_never(self, sender: int, rref: ReferenceId) -> None:
         if rref.worker != sender:
             raise ProtocolError(f"NEVER for {rref} from worker {sender}, which did not create it")
@@ -469,7 +508,9 @@ class ReferenceTable:
             return
         if owned.value is _Value.NEVER:
             raise ProtocolError(f"reference {rref} was abandoned twice")
-        owned.forks.pop(fork, None)  # the creator knows; its fork stays until it says DEL, and with it the refusal
+        # The creator knows; its fork stays until it says DEL, and with it the refusal.
+        if owned.forks.pop(fork, None) is None:
+            self._name(sender)
         self._refuse(owned, reason)
         owned.value, owned.reason, owned.coming = _Value.NEVER, reason, coming
         owned.forks[fork] = sender
@@ -480,12 +521,16 @@ class ReferenceTable:
         everyone = {**owned.forks, **owned.waiting}
         for fork, holder in everyone.items():
             self._granted.pop(fork, None)
+            if fork.worker != self.worker_id and holder in self._said:
+                self._said[holder] -= 1
             self._send(holder, Gone(owned.rref, fork, reason))
         owned.forks, owned.waiting = {}, {}
         self._outputs.append(Free(owned.rref))
 
     def _uncount(self, owned: _Owned, fork: ReferenceId) -> None:
-        owned.forks.pop(fork, None)
+        holder = owned.forks.pop(fork, None)
+        if holder in self._said and fork.worker != self.worker_id:
+            self._said[holder] -= 1
         self._granted.pop(fork, None)
         self._reap(owned)
 
@@ -508,6 +553,7 @@ class ReferenceTable:
                 self._fork_departs(held, worker_id, how)
             for owned in list(self._owned.values()):
                 self._value_departs(owned, worker_id, how)
+            self._said.pop(worker_id, None)
         return self._finish()
 
     def _fork_departs(self, held: _Fork, worker_id: int, how: str) -> None:
@@ -533,7 +579,7 @@ class ReferenceTable:
     def _send(self, to: int, message: Message) -> None:
         if to == self.worker_id:
             self._loopback.append(message)
-        elif to not in self._departed:
+        elif to not in self._departed and (self._members is None or to in self._members):
             self._outputs.append(Send(to, message))
 
     def _finish(self) -> Outputs:
@@ -548,6 +594,10 @@ class ReferenceTable:
         role = Role.OWNER if held.owner == self.worker_id else Role.USER
         confirmed = held.state is _State.CONFIRMED
         return Record(held.rref, held.owner, held.fork, role, self.worker_id, confirmed, len(held.pins), held.dropped)
+
+
+def _no_member(worker_id: int) -> str:
+    return f"there is no worker {worker_id} in the group: whoever passed the reference on has invented it"
 
 
 def _held_by(forks: dict[ReferenceId, int], worker_id: int) -> list[ReferenceId]:

@@ -124,7 +124,8 @@ class Node:
         stack.callback(self.memory.close)
         self.gradients = Gradients(engine, sink=hooks.sink, as_torch=hooks.as_torch)
         stack.callback(self.gradients.close)
-        self.references = References(self, self.accelerators, hooks.handle_class)
+        ids = None if meeting.rendezvous.dynamic else frozenset(record.id for record in meeting.records)
+        self.references = References(self, self.accelerators, hooks.handle_class, members=ids)
         stack.callback(self.references.close)
         self.peers = Peers(self)
         self.services: set[Service] = set()
@@ -193,6 +194,10 @@ class Node:
     async def probe(self, record: WorkerRecord) -> None:
         """Raises OSError or RpcError if a worker takes no connections."""
         await self.connector.probe(record)
+
+    def on_unknown(self, worker_id: int) -> None:
+        """Nobody in the group has that id."""
+        self.references.on_unknown(worker_id)
 
     # --- looking, from any thread -------------------------------------------------------------------------------------
 

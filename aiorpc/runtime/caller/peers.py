@@ -34,6 +34,9 @@ class Home(PeerHome, Protocol):
     @property
     def group(self) -> GroupForPeers: ...
 
+    def on_unknown(self, worker_id: int) -> None:
+        """Nobody in the group has that id. On the loop."""
+
 
 class Peers:
     """The peers of one worker, itself among them. In a free group a peer may be here before its worker has joined.
@@ -49,6 +52,8 @@ class Peers:
         self._deadlines = Deadlines(home.engine.loop, self._scan_deadlines)
         self._peers: dict[str | int, Peer] = {}
         self._lock = threading.Lock()
+        self._next_look: asyncio.Task[list[WorkerRecord]] | None = None  # that has not begun
+        self._last_look: asyncio.Task[list[WorkerRecord]] | None = None
 
     def all(self) -> set[Peer]:
         """Every peer once."""
@@ -94,8 +99,14 @@ class Peers:
         return peer if peer is not None else self.add(record)
 
     def by_id(self, worker_id: int) -> Peer:
-        """The peer with that id. If nobody has told us about it yet, it is looked for when it is first used."""
+        """The peer with that id; in a group of fixed size one that is gone, if there is no such member.
+
+        If nobody has told us about a worker of a free group yet, it is looked for when it is first used.
+        """
         peer = self._peers.get(worker_id)
+        if peer is None and not self._dynamic:
+            peer = self._make(f"#{worker_id}", None)  # and not kept: whoever invents ids must not fill our memory
+            peer.fail(_no_member(worker_id))
         if peer is None:
             with self._lock:
                 peer = self._peers.setdefault(worker_id, self._make(f"#{worker_id}", None))
@@ -144,7 +155,7 @@ class Peers:
         """The record of a peer, waiting for it to join if it has not; None once nobody waits for that. On the loop."""
         pause = 0.01
         while peer.record is None:
-            records = await self._engine.steps.run(self._home.rendezvous.members)
+            records = await self._look()
             for record in records:
                 if self._home.group.is_gone(record):
                     continue
@@ -153,16 +164,42 @@ class Peers:
                     self._home.group.on_joined(record)
                     break
             else:
+                if peer.name.startswith("#"):  # an id is in the store before anybody can hear of it
+                    worker_id = int(peer.name[1:])
+                    with self._lock:
+                        if self._peers.get(worker_id) is peer:
+                            del self._peers[worker_id]
+                    self._home.on_unknown(worker_id)
+                    raise _no_member(worker_id)
                 if peer.rest():
                     return None
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 0.5)
         return peer.record
 
+    async def _look(self) -> list[WorkerRecord]:
+        """Who is in the store's list; one look for all that want one, which begins after they have asked."""
+        if self._next_look is None:
+            self._next_look = self._engine.tasks.spawn(self._read_members(self._last_look))
+        return await asyncio.shield(self._next_look)
+
+    async def _read_members(self, before: asyncio.Task[list[WorkerRecord]] | None) -> list[WorkerRecord]:
+        if before is not None:
+            await asyncio.wait([before])
+        self._last_look, self._next_look = self._next_look, None  # who asks from now on wants another one
+        return await self._engine.steps.run(self._home.rendezvous.members)
+
     def _adopt(self, peer: Peer, record: WorkerRecord) -> None:
         with self._lock:
             peer.identify(record)
             self._peers.setdefault(record.id, peer)
+
+
+def _no_member(worker_id: int) -> UnknownWorker:
+    return UnknownWorker(
+        f"there is no worker {worker_id} in the group: whoever named it is mistaken, has invented it, or speaks of one "
+        "that has left; drop the reference that leads to it"
+    )
 
 
 def _is_key(key: object) -> bool:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from ... import foreign
 from ...channels.inline import allocate
-from ...errors import PeerRefused, ProtocolError, RendezvousError, RpcError, WorkerClosed
+from ...errors import PeerRefused, ProtocolError, RendezvousError, RpcError, UnknownWorker, WorkerClosed
 from ...protocol import handshake
 from ...protocol.frames import FIRST_READ_SIZE, MAX_SEGMENTS, READ_SIZE, Frame, FrameDecoder
 from ...protocol.handshake import Handshake
@@ -107,6 +107,8 @@ class Connector:
                 cause = f"it cannot be reached: {error}"
                 home.group.on_lost(peer.record, cause, error)
                 peer.fail(failure(peer.record, cause, error))  # `on_lost` does not, if the loss was known already
+            elif isinstance(error, UnknownWorker):
+                peer.fail(error)
             elif engine.closed:
                 peer.fail(WorkerClosed(f"worker {engine.name!r} cannot reach {peer.name!r}: {error}"))
             else:  # only the store knows where it is

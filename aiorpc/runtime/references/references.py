@@ -16,13 +16,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from ... import foreign
-from ...errors import RpcError, RpcUsageError
+from ...errors import Overloaded, RpcError, RpcUsageError
 from ...futures import Future, describe_site
 from ...protocol import codec
 from ...protocol.frames import Kind
@@ -87,15 +87,29 @@ class _ValueFuture(Future[Any]):
 class References:
     """All references of one worker."""
 
-    def __init__(self, home: Home, accelerators: Accelerators, handle_class: type[RRef[Any]] = RRef) -> None:
-        """handle_class: the class of handles that arrive, and of results of `remote`."""
+    def __init__(
+        self,
+        home: Home,
+        accelerators: Accelerators,
+        handle_class: type[RRef[Any]] = RRef,
+        *,
+        members: Container[int] | None = None,
+    ) -> None:
+        """handle_class: the class of handles that arrive, and of results of `remote`.
+
+        members: the ids that workers of this group can have; None where others may join.
+        """
         self.engine = home.engine
         self.handle_class = handle_class
         self.home = home
         self._accelerators = accelerators
-        self._table = ReferenceTable(home.engine.id)
+        self._most = home.engine.options.max_references
+        self._table = ReferenceTable(home.engine.id, members=members, most=self._most)
         self._lock = threading.Lock()
         self._values: dict[ReferenceId, Future[Any]] = {}
+        # Those of `_values` that were asked for by their creators, by these: the table does not know them yet.
+        self._early: dict[int, set[ReferenceId]] = {}
+        self._unknown: set[int] = set()
         self._handles: WeakValueDictionary[ReferenceId, RRef[Any]] = WeakValueDictionary()
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
         self._flushing = False  # whether `flush` will be called
@@ -208,8 +222,15 @@ class References:
             future = self._values.get(rref)
             if future is None:
                 future = self._new_value()
-                if self._table.holds(rref) or (worker == asker and asker != self.engine.id):
+                if self._table.holds(rref):
                     self._values[rref] = future
+                elif worker == asker and asker != self.engine.id:
+                    early = self._early.setdefault(asker, set())
+                    if len(early) >= self._most:
+                        future.settle(None, Overloaded(f"worker {asker} waits for too many values (max_references)"))
+                    else:
+                        self._values[rref] = future
+                        early.add(rref)
                 else:
                     gone = f"reference {tuple(rref)} names no value of this worker; it was freed"
                     future.settle(None, RpcError(gone))
@@ -230,6 +251,8 @@ class References:
             outputs = self._table.on_create(rref, fork, sender)
             if rref not in self._values:
                 self._values[rref] = self._new_value()
+            elif sender in self._early:
+                self._early[sender].discard(rref)
             call.creates = rref
             freed = self._carry_out(outputs)
         self._release(freed)
@@ -254,6 +277,19 @@ class References:
     def on_gone(self, worker_id: int, lost: bool) -> None:
         """A worker died, or left."""
         self._run(self._table.lost if lost else self._table.left, worker_id)
+        with self._lock:
+            early = [self._values.pop(rref, None) for rref in self._early.pop(worker_id, ())]
+        self._release([value for value in early if value is not None])
+
+    def on_unknown(self, worker_id: int) -> None:
+        """Nobody in the group has that id. On the loop."""
+        if not self._unknown:  # many at once are looked after together
+            self.engine.call_on_loop(self._on_unknown)
+        self._unknown.add(worker_id)
+
+    def _on_unknown(self) -> None:
+        unknown, self._unknown = self._unknown, set()
+        self._run(self._table.unknown, unknown)
 
     def drop_later(self, rref: ReferenceId, fork: ReferenceId) -> None:
         """A handle died, anywhere: tell the table from the loop."""

@@ -1,0 +1,116 @@
+"""References to workers that do not exist, and to values that nobody will make: they end, and cost little."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+import aiorpc
+from aiorpc import Overloaded, RpcBackendOptions, RpcError, UnknownWorker, Worker
+from aiorpc.protocol.messages import Fetch
+from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
+from aiorpc.runtime.references.rref import RRef
+from aiorpc.testing import cluster
+from tests.runtime.waiting import LIMIT, until
+
+COUNT = 300
+
+
+def receive(worker: Worker, owner: int, number: int) -> RRef[object]:
+    """What arrives when worker 1 passes on a reference, invented or not, to a value of that owner."""
+    passed = PassedReference(ReferenceId(owner, number), owner, ReferenceId(1, 1_000_000 + number), None)
+    (handle,) = worker.node.references.load([passed], 1)
+    return handle
+
+
+async def test_references_to_workers_that_do_not_exist_fail_at_once() -> None:
+    """In a group of fixed size it is known who there is: nobody looks for them, and nothing of them is kept."""
+    async with cluster(2) as workers:
+        known = len(workers[0].node.peers.all())
+        ghosts = [receive(workers[0], 100 + number, number) for number in range(COUNT)]
+        for ghost in ghosts[:5]:
+            with pytest.raises(UnknownWorker, match=r"no worker 10\d in the group"):
+                await ghost
+        assert len(workers[0].node.peers.all()) == known
+        assert not workers[0].node.references.counts().pending
+        ghosts.clear()
+        del ghost
+        await until(lambda: gc.collect() < 0 or not workers[0].node.references.counts().users)
+        assert await workers[1].call("worker0", len, "abc") == 3
+
+
+async def test_references_to_workers_that_have_not_been_heard_of_share_a_look() -> None:
+    """In a free group all are looked for together, once; those that are not there fail, and are kept no longer."""
+    async with cluster(2, dynamic=True) as workers:
+        ghosts = [receive(workers[0], 100 + number, number) for number in range(COUNT)]
+        await until(lambda: not workers[0].node.references.counts().pending)
+        await until(lambda: not [peer for peer in workers[0].node.peers.all() if peer.name.startswith("#")])
+        for ghost in ghosts[:5]:
+            with pytest.raises(RpcError, match=r"no worker 10\d in the group"):
+                await ghost
+        assert await workers[1].call("worker0", len, "abc") == 3
+
+
+async def test_a_worker_whose_id_was_invented_can_join_all_the_same() -> None:
+    """That nobody had the id once is not remembered."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers:
+        ghost = receive(workers[0], 2, 1)
+        await until(lambda: not workers[0].node.references.counts().pending)
+        with pytest.raises(RpcError, match="no worker 2 in the group"):
+            await ghost
+        async with aiorpc.init("late", store=store) as late:
+            assert late.id == 2
+            assert await workers[0].call("late", len, "abc") == 3
+            assert await late.call("worker0", len, "abc") == 3
+
+
+async def test_values_that_are_waited_for_by_their_creator_go_with_it() -> None:
+    """Whoever asks for values of his own references before they are made, and leaves, leaves nothing behind."""
+    async with cluster(2) as workers:
+        owner = workers[0].node.references
+        peer = workers[1].node.peers.find("worker0")
+        calls = [peer.call(Fetch(1, 1_000_000 + number), (), None, 0.0) for number in range(50)]
+        await until(lambda: workers[0].statistics().calls_running == 50)
+        for call in calls:
+            call.cancel()
+        values = [owner.value(1, 1_000_000 + number, 1) for number in range(50)]
+        await workers[1].shutdown(graceful=False)
+        for value in values:
+            with pytest.raises(RpcError, match="never created"):
+                await asyncio.wait_for(value, LIMIT)
+
+
+async def test_references_of_one_peer_have_a_limit() -> None:
+    """One that makes more than that loses its connection, with the reason; the worker and the others are well."""
+    options = [RpcBackendOptions(max_references=20), RpcBackendOptions(), RpcBackendOptions()]
+    async with cluster(3, options=options) as workers:
+        held = [await workers[1].remote("worker0", int, number) for number in range(3)]
+        for _ in range(100):  # dropped again: they count no longer
+            assert await workers[1].remote("worker0", int, 3) == 3
+        kept = []
+        with contextlib.suppress(RpcError):
+            for number in range(40):
+                kept.append(workers[1].remote("worker0", int, number))
+                await asyncio.wait_for(kept[-1], LIMIT)
+        assert len(kept) <= 21
+        await until(lambda: [info.name for info in workers[0].worker_infos()] == ["worker0", "worker2"])
+        assert await workers[2].call("worker0", len, "abc") == 3
+        del held
+
+
+async def test_values_that_one_peer_waits_for_have_a_limit() -> None:
+    """The same for those that he asks for before he has them made: these calls are answered Overloaded."""
+    options = [RpcBackendOptions(max_references=5), RpcBackendOptions()]
+    async with cluster(2, options=options) as workers:
+        peer = workers[1].node.peers.find("worker0")
+        calls = [peer.call(Fetch(1, 1_000_000 + number), (), None, 0.0) for number in range(8)]
+        for call in calls[5:]:
+            with pytest.raises(Overloaded, match="max_references"):
+                await asyncio.wait_for(call, LIMIT)
+        for call in calls:
+            call.cancel()
