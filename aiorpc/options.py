@@ -79,6 +79,9 @@ class RpcBackendOptions:
     stream_window: items of a stream that may be under way before its producer waits.
     max_stream_window: items of one stream that a consumer may have asked for ahead here, or its call is answered
         ``Overloaded``.
+    max_streams: streams that one consumer may have open here before it is answered ``Overloaded``.
+    max_incoming_bytes: bytes of tensors of one peer that may be under way to here at once, over each of its
+        connections, before that ends; the machine's memory by default.
     max_unsent_bytes: bytes of answers and of items of streams that may wait here until one caller reads them; from half
         of it on no more of its calls are started, and none are read; past it results are dropped, and ``Overloaded`` is
         answered; a quarter of the machine's memory by default.
@@ -128,6 +131,8 @@ class RpcBackendOptions:
     max_tensor_bytes: int = 1 << 40
     stream_window: int = 16
     max_stream_window: int = 65_536
+    max_streams: int = 16_384
+    max_incoming_bytes: int = field(default_factory=_memory)
     max_unsent_bytes: int = field(default_factory=_part_of_memory)
     max_references: int = 1 << 20
     max_queued_bytes: int = field(default_factory=_part_of_memory)
@@ -167,6 +172,8 @@ class RpcBackendOptions:
             "max_tensor_bytes",
             "stream_window",
             "max_stream_window",
+            "max_streams",
+            "max_incoming_bytes",
             "max_unsent_bytes",
             "max_references",
             "max_queued_bytes",

@@ -25,6 +25,8 @@ COUNTS = [
     "max_tensor_bytes",
     "stream_window",
     "max_stream_window",
+    "max_streams",
+    "max_incoming_bytes",
     "max_unsent_bytes",
     "max_references",
     "max_queued_bytes",

@@ -241,8 +241,8 @@ def test_the_table_of_options_is_complete() -> None:
     table = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", section, re.MULTILINE))
     options = aiorpc.RpcBackendOptions()
     defaults = {each.name: repr(getattr(options, each.name)) for each in dataclasses.fields(options)}
-    of_memory = ("shared_memory", "max_unsent_bytes", "max_queued_bytes")
-    assert table == defaults | dict.fromkeys(of_memory, "a quarter")  # of this machine's memory
+    parts = dict.fromkeys(("shared_memory", "max_unsent_bytes", "max_queued_bytes"), "a quarter")
+    assert table == defaults | parts | {"max_incoming_bytes": "all of it"}  # of this machine's memory
 
 
 def test_the_table_of_errors_is_complete() -> None:

@@ -7,7 +7,8 @@ one is not held up by a long one. The states of an incoming transfer are the tab
 
 Invariants
 1. A number names one transfer for ever. The chunks of a transfer come in order and without gaps.
-2. Memory for a transfer is taken once, and after its size was compared with the limit.
+2. Memory for a transfer is taken once, and after its size was compared with the limits. The system gives a page of it
+   when that is written to.
 3. What is kept for a transfer is dropped as soon as both its message and its end have come.
 """
 
@@ -77,7 +78,8 @@ class _Incoming:
 class Bulk:
     """One end of the channel. `next_frame` returns what it has to write; `place` and `on_frame` take what has come.
 
-    limit: bytes of the longest buffer taken. wake: called from any thread when `next_frame` has something.
+    limit: bytes of the longest buffer taken. total: of all that may be under way to here at once. wake: called from any
+    thread when `next_frame` has something.
     least, chunk: bytes of the shortest buffer sent this way, and of its pieces. allocate: makes the memory for a buffer
     of so many bytes that arrives; MemoryError fails the message that the buffer belongs to, and no other.
     """
@@ -88,6 +90,7 @@ class Bulk:
         self,
         *,
         limit: int,
+        total: int = 1 << 62,
         wake: Callable[[], None],
         least: int = BULK_SIZE,
         chunk: int = CHUNK_SIZE,
@@ -97,6 +100,8 @@ class Bulk:
         self.ready = False  # whether chunks can be written at once
         self.unsent = 0  # bytes that wait for `next_frame`
         self._limit = limit
+        self._total = total
+        self._announced = 0  # bytes of all transfers that are under way to here
         self._wake = wake
         self._least = least
         self._chunk = chunk
@@ -201,7 +206,7 @@ class Bulk:
         if incoming.state is TransferState.NAMED:
             incoming.arrived = arrived
             return None
-        del self._incoming[number]
+        self._forget(number)
         if incoming.buffer is None:
             assert incoming.failure is not None, "without memory there is a reason"
             arrived(incoming.failure)
@@ -212,12 +217,21 @@ class Bulk:
             raise ProtocolError(f"transfer {number!r:.20} of {size!r:.20} bytes")
         if size > self._limit:
             raise ProtocolError(f"a transfer announces {size} bytes; the limit is {self._limit} (max_tensor_bytes)")
+        if self._announced + size > self._total:
+            raise ProtocolError(
+                f"transfers of {self._announced + size} bytes are under way to here; the limit is {self._total} "
+                "(max_incoming_bytes)"
+            )
+        self._announced += size
         incoming = self._incoming[number] = _Incoming(size)
         try:
             incoming.buffer = self._allocate(size)
         except MemoryError as error:  # it fails its message, and no other
             incoming.failure = error
         return incoming
+
+    def _forget(self, number: int) -> None:
+        self._announced -= self._incoming.pop(number).size
 
     def place(self, number: int, body: bytes, length: int) -> memoryview:
         """Where the chunk belongs that is about to be read. Raises ProtocolError."""
@@ -262,7 +276,7 @@ class Bulk:
         """Let go of a transfer whose life has ended; its message gets what has become of it."""
         if incoming.state not in TRANSFER.final:
             return
-        del self._incoming[number]
+        self._forget(number)
         if incoming.state is TransferState.FORGOTTEN:
             return
         assert incoming.arrived is not None, "a transfer is handed over to its message"

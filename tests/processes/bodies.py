@@ -106,6 +106,11 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+async def aresident() -> int:
+    """The same on the loop."""
+    return resident()
+
+
 def total(values: list[torch.Tensor]) -> float:
     """Sum of all elements."""
     return float(sum(value.sum() for value in values))

@@ -307,6 +307,33 @@ async def test_arguments_of_a_flood_of_calls_have_a_budget() -> None:
         assert await workers[0].call("worker1", len, bytes(30 * MB)) == 30 * MB
 
 
+async def test_streams_of_one_consumer_are_counted() -> None:
+    """One more than he may have is answered Overloaded; one that has ended makes room for another."""
+    async with cluster(2, options=rpc.RpcBackendOptions(max_streams=3)) as workers:
+        streams = [workers[0].stream("worker1", apour, 1) for _ in range(3)]
+        for stream in streams:
+            assert await anext(stream) == b"\0"
+        with pytest.raises(rpc.Overloaded, match="max_streams"):
+            await anext(workers[0].stream("worker1", apour, 1))
+        await streams.pop().aclose()
+        await until(lambda: workers[1].statistics().calls_running == 2)
+        streams.append(workers[0].stream("worker1", apour, 1))
+        assert await anext(streams[-1]) == b"\0"
+        for stream in streams:
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("least", [1 << 40, 256 * 1024], ids=["in the frame", "in chunks"])
+async def test_tensors_under_way_have_a_limit(least: int) -> None:
+    """Who sends more than that at once loses the connection, with the option as the reason; others are served."""
+    options = rpc.RpcBackendOptions(max_incoming_bytes=16 * MB, min_bulk_bytes=least, shared_memory=0)
+    async with cluster(3, options=options) as workers:
+        assert await workers[0].call("worker1", torch.numel, torch.zeros(4 * MB, dtype=torch.uint8)) == 4 * MB
+        with pytest.raises(rpc.PeerLost):
+            await workers[0].call("worker1", torch.numel, torch.zeros(17 * MB, dtype=torch.uint8))
+        assert await workers[2].call("worker1", len, "abc") == 3
+
+
 async def wait_with(data: bytes) -> int:
     """Handler: how long that is, once the test says so."""
     await pass_gate()
@@ -326,3 +353,126 @@ async def test_two_that_fill_each_others_budget_go_on() -> None:
             assert all(isinstance(each, (torch.Tensor, rpc.Overloaded)) for each in results)
         assert await workers[0].call("worker1", len, "abc") == 3
         assert await workers[1].call("worker0", len, "abc") == 3
+
+
+# --- the sum of all that --------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "shared_memory": 32 * MB,
+    "max_unsent_bytes": 32 * MB,
+    "max_queued_bytes": 16 * MB,
+    "max_queued_calls": 2000,
+    "max_incoming_bytes": 32 * MB,
+    "max_frame_bytes": 16 * MB,
+    "max_references": 2000,
+    "max_streams": 20,
+}
+
+
+def keep_waiting(*values: Any) -> None:
+    """Handler: hold its arguments until the test says so."""
+    _open.wait(60)
+
+
+def flood_calls() -> None:
+    """Small calls that are not answered, as many as can be made."""
+    calls = [rpc.rpc_async("w1", keep_waiting, args=(number,), timeout=30.0) for number in range(20_000)]
+    wait_for_any(calls[2000:])
+
+
+def flood_arguments() -> None:
+    """Long arguments for calls that are not answered."""
+    calls = [rpc.rpc_async("w1", keep_waiting, args=(bytes(MB),), timeout=30.0) for _ in range(200)]
+    wait_for_any(calls[100:])
+
+
+def flood_tensors() -> None:
+    """Many tensors at once."""
+    tensor = torch.zeros(8 * MB, dtype=torch.uint8)
+    wait_for_any([rpc.rpc_async("w1", keep_waiting, args=(tensor,), timeout=30.0) for _ in range(50)])
+
+
+def flood_streams() -> None:
+    """Streams without an end, with much credit, of which nothing is taken."""
+    streams = [rpc.current().stream("w1", apour, MB) for _ in range(100)]
+    time.sleep(2)
+    del streams
+
+
+def flood_references() -> None:
+    """Values that are made there and never dropped, until that is refused."""
+    kept = []
+    with contextlib.suppress(rpc.RpcError):
+        for number in range(20_000):
+            kept.append(rpc.remote("w1", int, args=(number,)))
+            kept[-1].to_here(30.0)
+
+
+def flood_answers() -> None:
+    """Long answers, of which this process reads none: its interpreter is held."""
+    calls = [rpc.rpc_async("w1", bodies.echo, args=("x" * MB,), timeout=60.0) for _ in range(4)]
+    calls += [rpc.rpc_async("w1", bodies.marked, args=(MB, {}), timeout=60.0) for _ in range(300)]
+    bodies.hold_the_interpreter(3.0)
+    wait_for_any(calls)
+
+
+def wait_for_any(calls: list[Any]) -> None:
+    """Until each has ended in some way, or the first that takes too long."""
+    for call in calls:
+        try:
+            call.wait()
+        except rpc.RpcTimeout:
+            return
+        except rpc.RpcError:
+            continue
+
+
+def flood(place: Place, link: Link, kind: Callable[[], None]) -> None:
+    """Body: join, do that, and tell when it is done; leave without a word."""
+    place.init_rpc(stream_window=10_000, **{**SMALL, "max_pending_calls": 100_000})
+    link.hear()
+    kind()
+    link.tell("done")
+    link.hear()
+    rpc.shutdown(graceful=False)
+
+
+def take_part(place: Place, link: Link, kind: Callable[[], None]) -> Any:
+    """Body: w1 serves with small bounds, w2 floods it."""
+    if place.name == "w2":
+        return flood(place, link, kind)
+    place.init_rpc(**SMALL)
+    return [info.name for info in rpc.shutdown().lost]
+
+
+FLOODS = [flood_calls, flood_arguments, flood_tensors, flood_streams, flood_references, flood_answers]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FLOODS)
+async def test_memory_stays_below_the_sum_of_the_options(kind: Callable[[], None]) -> None:
+    """Whatever one member floods another one with; a third one is served meanwhile."""
+    async with group(3, take_part, kind, ended=("w1", "w2"), **SMALL) as (_, children):
+        assert await rpc.call("w1", bodies.add, 1, 2) == 3
+        before = await rpc.call("w1", bodies.resident)
+        bound = (
+            1.1 * SMALL["max_unsent_bytes"]
+            + SMALL["max_queued_bytes"]
+            + 2 * SMALL["max_incoming_bytes"]
+            + 2 * SMALL["max_frame_bytes"]
+            + SMALL["max_streams"] * MB
+            + SMALL["max_queued_calls"] * 2048
+            + SMALL["max_references"] * 1024
+            + 0.75 * SMALL["shared_memory"]
+        )
+        children["w2"].tell("go")
+        done = asyncio.ensure_future(children["w2"].ahear(100))
+        most = 0
+        while not done.done():
+            most = max(most, await rpc.call("w1", bodies.aresident) - before)
+            await asyncio.sleep(0.02)
+        await done
+        assert most < bound + NOISE
+        assert await rpc.call("w1", bodies.aadd, 1, 2) == 3
+        children["w2"].tell("leave")
+        children["w1"].kill()

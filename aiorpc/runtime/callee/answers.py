@@ -44,7 +44,7 @@ class Answers:
     """The answers of one connection. Any thread.
 
     calls: those that are served; whoever takes a call out of it ends it, and may answer. queued: bytes that these had
-    as they came.
+    as they came. streams: how many of them are streams.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Answers:
     ) -> None:
         self.calls: dict[int, ServedCall] = {}
         self.queued = 0
+        self.streams = 0
         # How many of `calls` are the runtime's own; one of them (ENTER) lasts as long as its caller waits to leave.
         self.system = 0
         self._engine = engine
@@ -76,6 +77,8 @@ class Answers:
         call = self.calls.pop(call_id, None)
         if call is not None:
             self.queued -= call.size
+            if call.credit is not None:
+                self.streams -= 1
             if call.system:
                 self.system -= 1
         return call

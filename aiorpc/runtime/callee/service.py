@@ -148,6 +148,8 @@ class Service:
         if frame.segments and call.landing is None:
             size = call.size = size + sum(map(len, frame.segments))
         self._answers.queued += size
+        if call.credit is not None:
+            self._answers.streams += 1
         users = len(self.calls) - 1 - self._answers.system
         if users >= self._engine.options.max_queued_calls and not self._resolver.is_system(message.function):
             failure = Overloaded(
@@ -158,6 +160,11 @@ class Service:
             failure = Overloaded(
                 f"worker {self._engine.name!r} has {self._answers.queued} bytes of arguments for calls of "
                 f"{self.record.name!r} waiting or running (max_queued_bytes); this one was not run"
+            )
+        elif call.credit is not None and self._answers.streams > self._engine.options.max_streams:
+            failure = Overloaded(
+                f"worker {self._engine.name!r} has {self._engine.options.max_streams} streams of {self.record.name!r} "
+                "open (max_streams); this one was not"
             )
         elif message.arguments.references:
             self._home.references.coming()

@@ -75,6 +75,7 @@ def _trust(engine: Engine, decoder: FrameDecoder) -> None:
     """The worker at the other end has proved itself: from now on the limits of the options hold."""
     decoder.max_body = engine.options.max_frame_bytes + OWN_WORDS
     decoder.max_segment = engine.options.max_tensor_bytes
+    decoder.max_frame = engine.options.max_incoming_bytes
     decoder.read_size = READ_SIZE
 
 

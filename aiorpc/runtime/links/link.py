@@ -117,7 +117,12 @@ class Link:
         self.opener = opener
         options = home.engine.options
         self.second = SecondConnection(self)
-        self.bulk = Bulk(limit=options.max_tensor_bytes, wake=self.second.wake, least=options.min_bulk_bytes)
+        self.bulk = Bulk(
+            limit=options.max_tensor_bytes,
+            total=options.max_incoming_bytes,
+            wake=self.second.wake,
+            least=options.min_bulk_bytes,
+        )
         self.route_back: Route | None = None  # for tensors on devices, from the acceptor to the opener
         self.on_devices = LinkDevices(self)
         self.devices = self.on_devices.channel
