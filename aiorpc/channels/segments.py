@@ -107,6 +107,9 @@ class Mapping:
         self.array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)
         self.address: int = self.array.ctypes.data
 
+    def close(self) -> None:
+        """Nothing is to be done: it goes with the last of those who refer to it."""
+
     def touch(
         self, start: int, end: int, advice: int = MADV_POPULATE_WRITE, stop: Callable[[], bool] = lambda: False
     ) -> None:

@@ -9,6 +9,9 @@ Who owns a block
 2. A connection that ends changes nothing (`retire`): the peer may still use what it adopted. Only the proof that its
    process is gone does (`reclaim`).
 3. Each adopted block is released once: by its last view, or at once when it was copied out.
+
+What is read here is mapped only where its file is sealed. Of another one the lender could cut something off, and the
+system would end whoever reads that: it is read like any file, and each block is copied out.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from ..errors import ProtocolError
 from ..protocol.frames import Buffer
 from .arena import ALIGN, Arena, Block
 from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping
+
+# Of one peer, whose segments become ever longer: the system lets a process map only so many files.
+_MOST_SEGMENTS = 256
 
 
 def packed_size(buffers: Sequence[Buffer]) -> int:
@@ -191,7 +197,7 @@ class Borrower:
 
     def __init__(self, on_release: Callable[[], None]) -> None:
         self._on_release = on_release
-        self._mappings: dict[int, tuple[Mapping, bytes]] = {}
+        self._mappings: dict[int, tuple[Mapping | _Unsealed, bytes]] = {}
         self._loans: dict[tuple[int, int], _Loan] = {}  # by segment and offset
         #: For `drain`; public so that one can look cheaply whether there is anything.
         self.released: deque[Block] = deque()
@@ -223,22 +229,28 @@ class Borrower:
             if known[1] != nonce:
                 raise ProtocolError(f"segment {index} is mapped already, and is another one")
             return
+        if len(self._mappings) >= _MOST_SEGMENTS:
+            raise ProtocolError(f"more than {_MOST_SEGMENTS} segments of one peer")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            _check_file(fd, size, nonce)
-            mapping = Mapping(fd, size)
-            for start, end in _present(fd, size):
-                mapping.touch(start, end, MADV_POPULATE_READ)
+            mapping: Mapping | _Unsealed
+            if _check_file(fd, size, nonce):
+                mapping = Mapping(fd, size)
+                for start, end in _present(fd, size):
+                    mapping.touch(start, end, MADV_POPULATE_READ)
+            else:
+                mapping = _Unsealed(fd, size)
         finally:
             os.close(fd)
         if self._closed:
+            mapping.close()
             raise ProtocolError("closed")
         self._mappings[index] = (mapping, nonce)
 
     def touch(self, index: int, start: int, size: int) -> None:
         """Have these bytes of a mapped segment in this process's tables. Only a hint. Slow; for a thread."""
         known = self._mappings.get(index)
-        if known is not None and 0 <= start <= start + size <= known[0].size:
+        if known is not None and type(known[0]) is Mapping and 0 <= start <= start + size <= known[0].size:
             known[0].touch(start, start + size, MADV_POPULATE_READ, stop=lambda: self._closed)
 
     def adopt(self, numbers: Any, copy: bool = False) -> Bytes:
@@ -248,6 +260,10 @@ class Borrower:
         """
         mapping = self._check(numbers)
         block: Block = _new(Block, numbers)
+        if isinstance(mapping, _Unsealed):
+            read = mapping.read(block.offset, block.size)
+            self._give_back(block)
+            return read
         # Over the mmap, not over an array: a view of a view would refer to that one and let the block die.
         array: Bytes = numpy.frombuffer(mapping.memory, numpy.uint8, block.size, block.offset)
         if copy:
@@ -271,7 +287,9 @@ class Borrower:
     def close(self) -> None:
         """Nothing is adopted or released any more. What was adopted stays valid as long as it lives."""
         self._closed = True
-        self._mappings = {}
+        mappings, self._mappings = self._mappings, {}
+        for mapping, _ in mappings.values():
+            mapping.close()
         self._loans = {}  # a weak reference that is gone calls nobody
         self.released.clear()
 
@@ -280,7 +298,7 @@ class Borrower:
         (`segments`), and what was not may change at any time, once the parent has let go of it."""
         self.close()
 
-    def _check(self, numbers: Any) -> Mapping:
+    def _check(self, numbers: Any) -> Mapping | _Unsealed:
         try:
             segment, offset, size, generation = numbers
             if type(numbers) is not list or not type(segment) is type(offset) is type(size) is type(generation) is int:
@@ -310,23 +328,44 @@ class Borrower:
         self._on_release()
 
 
-def _check_file(fd: int, size: Any, nonce: bytes) -> None:
+class _Unsealed:
+    """A segment in a file that cannot be sealed."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.size = size
+        self._fd = os.dup(fd)
+
+    def read(self, offset: int, size: int) -> Bytes:
+        """A copy of these bytes. Raises ProtocolError if they were cut off."""
+        array: Bytes = numpy.empty(size, numpy.uint8)
+        rest = array.data
+        while rest:
+            count = os.preadv(self._fd, [rest], offset + size - len(rest))
+            if not count:
+                raise ProtocolError("the peer has cut off the memory that it shares")
+            rest = rest[count:]
+        return array
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _check_file(fd: int, size: Any, nonce: bytes) -> bool:
+    """Whether it is safe to map it. Raises ProtocolError if it is not what the peer says it is."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != size or size < HEADER:
         raise ProtocolError(f"a segment of {status.st_size} bytes where the peer said {size}")
-    if not _cannot_shrink(fd):
-        raise ProtocolError("a segment that is not sealed")
     if len(nonce) != NONCE_SIZE or os.pread(fd, NONCE_SIZE, 0) != nonce:
         raise ProtocolError("a segment without the peer's nonce: not the same memory")
-
-
-def _cannot_shrink(fd: int) -> bool:
-    """Whether nobody can make the file shorter, which would kill its readers; true where files cannot be sealed."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        return error.errno == errno.EINVAL  # a file system without seals
-    return bool(seals & fcntl.F_SEAL_SHRINK) or seals == fcntl.F_SEAL_SEAL
+        if error.errno != errno.EINVAL:
+            raise
+        return False  # a file system without seals
+    if not seals & fcntl.F_SEAL_SHRINK and seals != fcntl.F_SEAL_SEAL:  # nobody has to leave them out
+        raise ProtocolError("a segment that is not sealed")
+    return bool(seals & fcntl.F_SEAL_SHRINK)
 
 
 def _present(fd: int, size: int) -> Iterator[tuple[int, int]]:

@@ -706,6 +706,27 @@ def test_an_unnamed_file_can_be_lent_from(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert pair.arena.segments[0].reserved
 
 
+@pytest.mark.parametrize("folder", ["/dev/shm", None])
+def test_a_file_that_is_cut_harms_nobody(tmp_path: Path, folder: str | None) -> None:
+    """Of one that cannot be sealed blocks are read, and copied out: what is missing is an error, and no signal."""
+    nonce = bytes(range(NONCE_SIZE))
+    fd = os.open(folder or str(tmp_path), os.O_TMPFILE | os.O_RDWR, 0o600)
+    borrower = Borrower(lambda: None)
+    try:
+        os.pwrite(fd, nonce.ljust(HEADER) + b"x" * MIB, 0)
+        borrower.map(0, f"/proc/self/fd/{fd}", HEADER + MIB, nonce)
+        adopted = borrower.adopt([0, HEADER, MIB, 1])
+        assert bytes(adopted) == b"x" * MIB
+        assert [block.generation for block in borrower.drain()] == [1]
+        os.ftruncate(fd, HEADER + PAGE)
+        assert bytes(adopted) == b"x" * MIB
+        with pytest.raises(ProtocolError, match="cut off"):
+            borrower.adopt([0, HEADER, MIB, 2])
+    finally:
+        borrower.close()
+        os.close(fd)
+
+
 def test_a_segment_is_mapped_once() -> None:
     """Naming it again is nothing, with another nonce it breaks the protocol."""
     with paired() as pair:
