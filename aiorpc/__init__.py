@@ -26,7 +26,7 @@ from .errors import (
 )
 from .functions import async_execution, batched
 from .futures import Future, collect_all, wait_all
-from .options import RpcBackendOptions
+from .options import RpcBackendOptions, Tls
 from .protocol.identity import WorkerInfo
 from .rights import exposed
 from .runtime.caller.handle import PeerHandle
@@ -70,6 +70,7 @@ __all__ = [
     "Statistics",
     "Stream",
     "TensorPipeRpcBackendOptions",
+    "Tls",
     "UnknownWorker",
     "Worker",
     "WorkerClosed",

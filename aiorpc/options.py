@@ -57,6 +57,45 @@ def _check_host(value: object, name: str) -> None:
     raise RpcUsageError(f"{name} must be a host name or an address, not {value!r}")
 
 
+@dataclass(frozen=True)
+class Tls:
+    """Files by which workers prove over TCP who they are. Read when a worker joins, and anew when they have changed.
+
+    cert: this worker's certificate, in PEM, with those between it and the authority behind it, if there are any. Its
+    DNS names say which workers may show it: ``*`` stands for any characters (``actor-*``). key: its key, in PEM,
+    without a password, readable by its owner alone. ca: certificates of the authorities that others' must come from.
+    verify_names: whether the certificate of a worker has to bear its name; if not, any of the authority will do.
+    """
+
+    cert: str | os.PathLike[str]
+    key: str | os.PathLike[str]
+    ca: str | os.PathLike[str]
+    verify_names: bool = True
+
+    def __post_init__(self) -> None:
+        """RpcUsageError for what can be no path."""
+        for name in ("cert", "key", "ca"):
+            value = getattr(self, name)
+            if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+                raise RpcUsageError(f"{name} of Tls must be the path of a file, not {value!r}")
+        if not isinstance(self.verify_names, bool):
+            raise RpcUsageError(f"verify_names of Tls must be True or False, not {self.verify_names!r}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Tls | None:
+        """What AIORPC_TLS_CERT, _KEY, _CA and _VERIFY_NAMES say; None if none of them is set. RpcUsageError."""
+        said = {name: environment.get(f"AIORPC_TLS_{name.upper()}") for name in ("cert", "key", "ca", "verify_names")}
+        if all(value is None for value in said.values()):
+            return None
+        missing = [f"AIORPC_TLS_{name.upper()}" for name in ("cert", "key", "ca") if not said[name]]
+        if missing:
+            raise RpcUsageError(f"TLS needs {', '.join(missing)} too, or none of the variables AIORPC_TLS_*")
+        verify = said["verify_names"] or "1"
+        if verify not in ("0", "1"):
+            raise RpcUsageError(f"AIORPC_TLS_VERIFY_NAMES must be 0 or 1, not {verify!r}")
+        return cls(said["cert"] or "", said["key"] or "", said["ca"] or "", verify == "1")
+
+
 def _as_set(maps: dict[str, DeviceMap]) -> dict[str, dict[Device, Device]]:
     """The type of the field, which allows what users write; what stands in it are torch's devices."""
     return cast("dict[str, dict[Device, Device]]", maps)
@@ -103,13 +142,16 @@ class RpcBackendOptions:
         group that lives on one host does not even listen on TCP then.
     authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
         counter and the bytes), so that whoever is in between can end a connection but not change what it says; the same
-        on all workers. Costs large tensors over fast networks most of their speed. Unix sockets need none.
+        on all workers. Costs large tensors over fast networks most of their speed. Unix sockets need none, and neither
+        does TLS, which does the same.
     require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
         where they meet, are on another host or in another container. False: there the secret of the group goes through
         the store, and whoever reaches that may run code on all workers. The same on all workers.
     serve: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, and
         ``rpc.exposed`` for what bears that mark; one list for all callers, or a dict of lists by their role, with
         ``"*"`` for all other roles. Everything by default, and where a list is ``"*"``.
+    tls: files by which workers prove who they are; then all that goes over TCP is TLS 1.3, on all workers or on none.
+        None takes what AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.
@@ -148,6 +190,7 @@ class RpcBackendOptions:
     authenticate_frames: bool = True
     require_secret: bool | None = None
     serve: Serve = None
+    tls: Tls | None = None
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)
     device_channel: str = "auto"
@@ -197,6 +240,8 @@ class RpcBackendOptions:
             raise RpcUsageError(f"authenticate_frames must be True or False, not {self.authenticate_frames!r}")
         if self.require_secret is not None and not isinstance(self.require_secret, bool):
             raise RpcUsageError(f"require_secret must be True, False or None, not {self.require_secret!r}")
+        if self.tls is not None and not isinstance(self.tls, Tls):
+            raise RpcUsageError(f"tls must be a Tls (rpc.Tls(cert=, key=, ca=)) or None, not {self.tls!r}")
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import bulk, counting, dropin, gradients, hardware, idle, latency, memory, scaling, throughput, training
+from . import bulk, counting, dropin, gradients, hardware, idle, latency, memory, scaling, throughput, tls, training
 from .stage import Plan, Stage, progress
 from .stats import Failure, Outcome, Row
 
@@ -31,6 +31,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("tensors", "4 KB to 256 MB sent and echoed, blocking, µs", bulk.tensors),
     Measurement("first_transfer", "the first tensor of each size between new processes, µs", bulk.first_transfer),
     Measurement("tcp_only", "tensors with nothing but TCP between the two, µs", bulk.tcp_only),
+    Measurement("tls", "calls and tensors by TLS against plain TCP, times as long", tls.tls, compared=False),
     Measurement("concurrent", "four 64 MB sent at once, GB/s", bulk.concurrent),
     Measurement("state_dict", "weights of a ResNet-50 sent, 1/s", bulk.state_dict),
     Measurement("loop_lag", "lag of the event loops while 256 MB are sent, ms", bulk.loop_lag),

@@ -33,6 +33,7 @@ TABLES: tuple[AnyTable, ...] = (
     states.SERVED,
     states.MESSAGE,
     states.TRANSFER,
+    states.TLS,
     states.OPENER,
     states.ACCEPTOR,
     states.LEAVING,

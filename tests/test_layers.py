@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Top to bottom; a module may import its own layer and those below it. Names are modules or subpackages of aiorpc.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("",),  # aiorpc/__init__.py
+    ("__main__",),  # the commands of python -m aiorpc
+    ("commands",),
     ("examples",),
     ("compat",),
     ("testing",),

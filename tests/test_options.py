@@ -6,6 +6,7 @@ import inspect
 import math
 from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from aiorpc.devices import DeviceClaims, check_device_maps
 from aiorpc.errors import DeviceMapError, RpcUsageError
-from aiorpc.options import RpcBackendOptions, seconds
+from aiorpc.options import RpcBackendOptions, Tls, seconds
 
 COUNTS = [
     "num_worker_threads",
@@ -273,3 +274,33 @@ def test_device_buffer_holds_two_pieces(value: Any) -> None:
     with pytest.raises(RpcUsageError, match="device_buffer must be a number of bytes >= 4194304"):
         RpcBackendOptions(device_buffer=value)
     assert RpcBackendOptions(device_buffer=4 << 20).device_buffer == 4 << 20
+
+
+@pytest.mark.parametrize("value", ["cert.pem", True, {"cert": "c", "key": "k", "ca": "a"}])
+def test_tls_is_a_tls(value: Any) -> None:
+    """What is no Tls is refused with how to make one; whether its files are there is seen at joining."""
+    with pytest.raises(RpcUsageError, match=r"tls must be a Tls \(rpc.Tls"):
+        RpcBackendOptions(tls=value)
+    assert RpcBackendOptions(tls=Tls("c", "k", "a")).copy().tls == Tls("c", "k", "a")
+
+
+@pytest.mark.parametrize(("name", "value"), [("cert", ""), ("key", None), ("ca", 5)])
+def test_files_of_tls_are_paths(name: str, value: Any) -> None:
+    """The error names the one that is none."""
+    given: dict[str, Any] = {"cert": "c", "key": "k", "ca": Path("a"), name: value}
+    with pytest.raises(RpcUsageError, match=f"{name} of Tls must be the path"):
+        Tls(**given)
+    with pytest.raises(RpcUsageError, match="verify_names of Tls must be True or False"):
+        Tls("c", "k", "a", verify_names=1)  # type: ignore[arg-type]  # misuse
+
+
+def test_tls_of_the_environment() -> None:
+    """All three files or none; a name check that is turned off is 0."""
+    every = {"AIORPC_TLS_CERT": "c", "AIORPC_TLS_KEY": "k", "AIORPC_TLS_CA": "a"}
+    assert Tls.from_environment({}) is None
+    assert Tls.from_environment(every) == Tls("c", "k", "a")
+    assert Tls.from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "0"}) == Tls("c", "k", "a", verify_names=False)
+    with pytest.raises(RpcUsageError, match="TLS needs AIORPC_TLS_KEY, AIORPC_TLS_CA too"):
+        Tls.from_environment({"AIORPC_TLS_CERT": "c", "AIORPC_TLS_CA": ""})
+    with pytest.raises(RpcUsageError, match="AIORPC_TLS_VERIFY_NAMES must be 0 or 1"):
+        Tls.from_environment(every | {"AIORPC_TLS_VERIFY_NAMES": "no"})

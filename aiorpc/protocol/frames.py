@@ -43,6 +43,8 @@ FIRST_READ_SIZE = 4 * 1024
 # Segments of at least so many bytes are written from where they are; below it a copy into the frame is cheaper.
 DIRECT_SIZE = 32 * 1024
 MAX_SEGMENTS = 1 << 20
+# The first bytes of TLS: a record of the handshake, in whatever version.
+_TLS_BEGINS = b"\x16\x03"
 
 
 class Kind(IntEnum):
@@ -186,6 +188,8 @@ class FrameDecoder:
         self._large: _LargeFrame | None = None
         #: Whether a large buffer is under way.
         self.filling = False
+        #: Whether what came began as TLS does: the other side has it, and this one has not.
+        self.saw_tls = False
 
     @property
     def empty(self) -> bool:
@@ -254,6 +258,11 @@ class FrameDecoder:
 
     def _check(self, magic: int, body_length: int, count: int) -> None:
         if magic != MAGIC:
+            if not self._start and self._buffer[: len(_TLS_BEGINS)] == _TLS_BEGINS:
+                self.saw_tls = True
+                raise ProtocolError(
+                    "it speaks TLS, and this worker does not; give all workers of the group tls=, or none"
+                )
             raise ProtocolError("not an aiorpc stream: a frame does not begin as frames do")
         if body_length > self.max_body:
             raise ProtocolError(f"a frame announces a body of {body_length} bytes; the limit is {self.max_body}")

@@ -108,6 +108,8 @@ class Handshake:
     `keys`. session_of: asked by the acceptor for the `session` of the first connection of the link of that worker with
     that number. The proofs of a second connection are made with it, which both sides of the first one know alone: no
     other member opens it in their name.
+    binding: what both ends of the connection below have in common and nobody in between can have (`TlsLayer.binding`);
+    proofs and keys are made over it. It has to be set before the first frame; empty where there is no such thing.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Handshake:
         self.link = link
         self.pipe = pipe
         self.sealed = sealed
+        self.binding = b""
         self._table = OPENER if opener else ACCEPTOR
         self.state = self._table.initial
         self.peer: WorkerRecord | None = None
@@ -242,8 +245,8 @@ class Handshake:
 
     def _keyed(self, label: str) -> bytes:
         hellos = (self._mine, self._theirs) if self._opener else (self._theirs, self._mine)
-        digests = [hashlib.sha256(hello).digest() for hello in hellos]
-        message = b"\0".join((b"aiorpc", label.encode(), *digests, _hashes(self._acceptor)[1]))
+        hashes = [hashlib.sha256(said).digest() for said in (*hellos, self.binding)]
+        message = b"\0".join((b"aiorpc", label.encode(), *hashes, _hashes(self._acceptor)[1]))
         return hmac.digest(self._secret, message, "sha256")
 
     def _check_proof(self, role: str, proof: Buffer) -> None:

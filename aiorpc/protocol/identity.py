@@ -49,6 +49,7 @@ class WorkerRecord:
     namespaces (equal on both sides: unix sockets and pidfd work). hostname, pid: for people. main: identity of the
     main module. unix_path: path of its unix socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if
     nowhere. role: what it says it is in the group, by which others decide what they run for it; "" if nothing.
+    tls: "1.3" if it speaks nothing but TLS there, and over TCP at all; "" if it speaks none.
     """
 
     name: str
@@ -62,6 +63,7 @@ class WorkerRecord:
     tcp_host: str
     tcp_port: int
     role: str = ""
+    tls: str = ""
 
     @property
     def info(self) -> WorkerInfo:

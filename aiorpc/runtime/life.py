@@ -14,18 +14,19 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from .. import foreign
 from ..channels import layout
 from ..errors import RendezvousError, RpcUsageError, WorkerClosed
-from ..options import seconds
+from ..options import Tls, seconds
 from ..protocol.identity import WorkerRecord
 from ..protocol.states import WorkerEvent, WorkerState
 from ..rights import Rights
 from ..transport import sockets
+from ..transport.certificates import Credentials
 from .calls.functions import check_pattern
 from .engine.bounds import Bounds
 from .engine.host import host_identity, main_identity
@@ -108,6 +109,8 @@ class Life:
         except OSError as error:
             raise RendezvousError(f"worker {plan.name!r} has no directory for its sockets: {error}") from error
         sockets.remove_stale(directory)
+        tls = plan.options.tls or Tls.from_environment(os.environ)
+        credentials = None if tls is None else Credentials(tls, plan.name, plan.role)
         ending = self._ending
         stack.push_async_callback(ending.end, steps, lambda: self.node)
         rendezvous = ending.rendezvous = await steps.run(
@@ -140,16 +143,19 @@ class Life:
                 tcp_host=plan.options.address or listeners.host,
                 tcp_port=listeners.port,
                 role=plan.role,
+                tls="" if credentials is None else "1.3",
             )
             made.append(record)
             return record
 
         records = await steps.run(lambda: rendezvous.join(make_record, plan.claims))
         record = ending.record = made[-1]  # what the store says of us is for others
+        _check_tls(record, records)
         if not rendezvous.dynamic and all(_is_beside(record, other) for other in records):
             listeners.close_tcp()
         secret = await steps.run(lambda: rendezvous.agree_secret(record, records, directory))
-        node = Node(Meeting(rendezvous, listeners, record, records, secret), plan, self.lifetime, steps, stack)
+        meeting = Meeting(rendezvous, listeners, record, records, secret, credentials)
+        node = Node(meeting, plan, self.lifetime, steps, stack)
         await node.start()
         if rendezvous.dynamic:
             node.engine.tasks.spawn(_serve_rendezvous(node))
@@ -338,6 +344,17 @@ async def _serve_rendezvous(node: Node) -> None:
             return
         except RendezvousError as error:
             logger.debug("%s serves no secrets just now: %s", node.engine.name, error)
+
+
+def _check_tls(own: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
+    """RendezvousError if some members have TLS and others have not: it would do nothing for either."""
+    others = [record.describe() for record in records if record.tls != own.tls]
+    if others:
+        mine, theirs = ("has", "have none") if own.tls else ("has no", "have")
+        raise RendezvousError(
+            f"worker {own.name!r} {mine} TLS (tls= or AIORPC_TLS_*), and {', '.join(others)} {theirs}: it has to be "
+            "set for all workers or for none"
+        )
 
 
 def _is_beside(own: WorkerRecord, record: WorkerRecord) -> bool:

@@ -25,6 +25,7 @@ from ..devices import DeviceClaims
 from ..options import RpcBackendOptions
 from ..protocol.identity import WorkerInfo, WorkerRecord
 from ..protocol.states import WorkerEvent, WorkerState
+from ..transport.certificates import Credentials
 from .callee.service import Service
 from .caller.peer import Peer
 from .caller.peers import Peers
@@ -75,13 +76,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The result of joining: how the group is reached, who is in it, and the secret that its members share."""
+    """The result of joining: how the group is reached, who is in it, and the secret that its members share.
+
+    credentials: for TLS, None without.
+    """
 
     rendezvous: Rendezvous
     listeners: Listeners
     record: WorkerRecord
     records: Sequence[WorkerRecord]
     secret: bytes = field(repr=False)
+    credentials: Credentials | None = None
 
 
 class Node:
@@ -111,6 +116,7 @@ class Node:
             meeting.record,
             steps,
             prepare=lambda: current_node.set(self),
+            credentials=meeting.credentials,
             on_handler_error=hooks.on_handler_error,
         )
         self.accelerators = Accelerators(engine, plan.accelerator, plan.claims)

@@ -42,8 +42,10 @@ from typing import Any
 from ..errors import ProtocolError
 from ..foreign import log_error
 from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_length, whole_frames
+from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from .send_queue import SendQueue
+from .tls import TlsLayer
 
 logger = logging.getLogger("aiorpc")
 
@@ -72,6 +74,8 @@ class Connection:
     on_closed: called once on the loop with the cause, None when `close` was called here.
     on_drained: called on the loop when all that was queued has been written, by whomever.
     queue: what waits to be written; to be looked at by whoever is about to send more.
+    on_open: with TLS, called once on the loop when the other side has shown its certificate; nothing may be sent before
+    that. An error it raises closes the connection.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Connection:
         decoder: FrameDecoder,
         *,
         label: str,
+        tls: TlsLayer | None = None,
     ) -> None:
         self._patient = sock.family == socket.AF_UNIX
         # Blocking, as far as the system knows: each system call says for itself whether it waits.
@@ -91,12 +96,14 @@ class Connection:
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, int(PATIENCE * 1e6)))
         self.label = label
         self.decoder = decoder
-        self._source: FrameDecoder | Unsealer = decoder  # what takes the bytes that arrive
+        self.tls = tls
+        self._source: FrameDecoder | Unsealer | TlsLayer = tls or decoder  # what takes the bytes that arrive
         self._unsealer: Unsealer | None = None
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.on_drained: Callable[[], None] | None = None
         self.session = b""  # what its handshake has left for second connections
+        self.on_open: Callable[[], None] | None = None
         self.bytes_sent = 0
         self.bytes_received = 0
         self._loop = loop
@@ -104,6 +111,8 @@ class Connection:
         self._sock = sock
         self._fd = sock.fileno()
         self.queue = SendQueue()
+        if tls is not None:
+            self.queue.use_tls(tls)
         self._lock = threading.RLock()  # reentrant as it knows its owner; nobody enters it twice
         self._scheduled = False
         self._blocked = False  # the socket was full; the loop waits until it takes more
@@ -119,6 +128,18 @@ class Connection:
     def start(self) -> None:
         """Begin to read. On the loop's thread, with `on_frames` and `on_closed` set."""
         self._loop.add_reader(self._fd, self._readable)
+        if self.tls is not None:
+            self.tls.start()
+            self._attend_to(self.tls)
+
+    def _attend_to(self, tls: TlsLayer) -> None:
+        """Send what TLS has to say, and tell when it is open. On the loop."""
+        if tls.outgoing.pending and not self.queue:
+            self.queue.wake_tls()
+            self._flush()
+        if tls.open and self.on_open is not None:
+            on_open, self.on_open = self.on_open, None
+            on_open()
 
     def seal(self, key: bytes) -> None:
         """Seal all that is sent from now on. On the loop's thread, when the other side has all that was sent before."""
@@ -239,6 +260,8 @@ class Connection:
         if _is_owned(self._lock):
             self._lock.release()
         self.queue.recount()
+        if self.tls is not None and _is_owned(self.tls.lock):
+            self.tls.lock.release()
         self._blocked = False  # maybe before the loop was asked to wait for the socket
         self._call_on_loop(self._flush)
 
@@ -279,12 +302,13 @@ class Connection:
         if not self._reading.acquire(False):  # a waiter reads; it tells us of what it leaves to us
             return
         try:
-            if self._unread:
+            if self._unread or (self.tls is not None and self.tls.left):
                 self._take_unread()
             self._read()
         except (BlockingIOError, InterruptedError):
             pass
         except (OSError, ProtocolError) as error:
+            self._say_why(error)
             self._fail(error)
         except Exception as error:
             log_error(logger, logging.ERROR, error, "%s: a frame could not be handled", self.label)
@@ -306,12 +330,28 @@ class Connection:
             taken += count
             self.bytes_received += count  # now: whoever is told of an end below looks at it
             frames = decoder.received(count)
+            if self.tls is not None:
+                self._attend_to(self.tls)
             if frames and self.on_frames is not None:
                 self.on_frames(frames)
             if taken > TURN_BYTES or (count < len(buffer) and not decoder.filling):
                 return
 
+    def _say_why(self, error: Exception) -> None:
+        """The last word to somebody whose bytes this side cannot take, if it can be said in their words."""
+        if self.tls is not None:
+            data = self.tls.last_words()
+        else:
+            data = b"".join(refusal(str(error))) if self.decoder.saw_tls else b""
+        if data and not self._closed:
+            with self._lock, contextlib.suppress(OSError):
+                self._sock.send(data, _DONT_WAIT)
+
     def _take_unread(self) -> None:
+        if self.tls is not None:
+            frames = self.tls.feed()
+            if frames and self.on_frames is not None:
+                self.on_frames(frames)
         while self._unread and not self._closed:
             data = self._unread.popleft()
             if not data:
@@ -334,15 +374,16 @@ class Connection:
             return ()
         if self._closed or _is_owned(self._reading) or not self._reading.acquire(False):
             return ()
+        tls = self.tls
         try:
             if self._unread or self._closed or not self._source.empty:
                 return ()
             self._epoll.modify(self._fd, 0)  # the loop sleeps on
             if self.queue.frames:
                 self._write_here()  # rather than wait until the loop does
-            return self._read_answers(enough)
+            return self._read_answers(enough) if tls is None else self._read_encrypted(tls, enough)
         except BaseException:
-            if self._unread:  # the loop will have them
+            if self._unread or (tls is not None and tls.left):  # the loop will have them
                 self.answers = ()
             self._interrupted()
             raise
@@ -391,13 +432,54 @@ class Connection:
                 break  # the end, garbage, a long one
         return ()
 
+    def _read_encrypted(self, tls: TlsLayer, enough: Callable[[], bool]) -> Sequence[Frame]:
+        """As `_read_answers`. What is decrypted stays in `tls` until it is used, or until the loop takes it."""
+        unread, receive = self._unread, self._sock.recv
+        if _is_owned(tls.lock):  # ours already: this is a signal handler's call
+            return ()
+        while not self._closed:
+            try:
+                unread.extend(map(receive, (READ_HERE,), (_DONT_WAIT,)))
+            except (BlockingIOError, InterruptedError):
+                if enough():
+                    break
+                os.sched_yield()
+                continue
+            except OSError:
+                break
+            if not unread[-1]:  # the end
+                break
+            arrived = len(unread[-1])
+            try:
+                clear = tls.look(unread, READ_HERE)
+            except (OSError, ProtocolError) as error:  # it is said once, so the loop would not hear of it
+                self._call_on_loop(self._broke, error)
+                break
+            self.bytes_received += arrived
+            frames, length = whole_frames(clear)
+            for frame in frames:
+                if frame.kind not in _ANSWERS:
+                    return ()
+            if frames and length == len(clear):
+                self.answers = frames
+                tls.take()
+                return frames
+            if not len(clear) - length < least_length(clear, length) <= READ_HERE - length:
+                break
+        return ()
+
+    def _broke(self, error: Exception) -> None:
+        if not self._closed:
+            self._say_why(error)
+            self._fail(error)
+
     def read_on_loop(self) -> None:
         """This thread reads no more here. Idempotent."""
         if _is_owned(self._reading):
             if not self._closed and self._epoll is not None:
                 self._epoll.modify(self._fd, select.EPOLLIN)
             self._reading.release()
-        if self._unread:  # only now: the loop does not wait for us
+        if self._unread or (self.tls is not None and self.tls.left):  # only now: the loop does not wait for us
             self._call_on_loop(self._readable)
 
     def _share_reading(self) -> None:

@@ -9,7 +9,9 @@ Invariants
 2. Frames go from `frames` to `begun` by one call of C, and so does what a system call took into `sent`: if a signal
    handler raises, between any two instructions of a writer on the main thread, no frame is broken or lost.
 3. Once it seals (protocol/seal.py), `begun` holds the piece that is being written; frames leave `frames` with the piece
-   that has their last byte. One call of C does that, and notes the number and where the next piece begins.
+   that has their last byte. One call of C does that, and notes the number and where the next piece begins. With TLS
+   (tls.py) a piece is what waits to be sent there: so before one is encrypted `_announced` says what will be in it, and
+   whoever writes next after an interruption sees by what waits whether that was done.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from operator import call
 
 from ..protocol.frames import Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
+from .tls import PIECE, RECORD, TlsLayer
 
 # Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.
 JOIN_SIZE = 16 * 1024
@@ -31,13 +34,14 @@ MAX_BUFFERS = 256
 # What a frame takes in memory beside its bytes, about.
 FRAME_COST = 128
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
+_READ: Callable[[Callable[[], bytes]], bytes] = call
 
 
 class SendQueue:
     """See the module. `frames`, `begun` and `size` are there to be looked at: a call costs more than the look.
 
-    size: bytes that it takes up; a piece with a seal counts as written when it is begun. Counted without a lock, in
-    steps that no other thread gets between.
+    size: bytes that it takes up; a piece with a seal, or encrypted, counts as written when it is begun. Counted without
+    a lock, in steps that no other thread gets between.
     """
 
     def __init__(self) -> None:
@@ -46,9 +50,13 @@ class SendQueue:
         self.size = 0
         self._sent: deque[int] = deque()
         self._seal: Seal | None = None
+        self._in_pieces = False
         self._piece_size = MAX_PAYLOAD
         # Number of the next piece, and how much of the first frame is in those before.
         self._next_piece = deque(((0, 0),), maxlen=1)
+        self._tls: TlsLayer | None = None
+        # How many frames end in the piece, how much of the next one is in it, and its size.
+        self._announced: deque[tuple[int, int, int]] = deque(maxlen=1)
 
     def __len__(self) -> int:
         """Frames that are not written as a whole; one of very many buffers counts as several."""
@@ -69,7 +77,15 @@ class SendQueue:
 
         piece_size: bytes of the stream that one seal covers, at most; the other side takes no more than MAX_PAYLOAD.
         """
-        self._seal, self._piece_size = seal, piece_size
+        self._seal, self._piece_size, self._in_pieces = seal, piece_size, True
+
+    def use_tls(self, tls: TlsLayer) -> None:
+        """From now on what is written is encrypted, and TLS itself may say something. Nothing may be under way."""
+        self._tls, self._in_pieces = tls, True
+
+    def wake_tls(self) -> None:
+        """TLS has something to say. Any thread."""
+        self.append((b"",))
 
     def clear(self) -> None:
         """Forget all of them. No writer may be at work."""
@@ -79,7 +95,7 @@ class SendQueue:
 
     def recount(self) -> None:
         """Set `size` anew: a writer was interrupted before it had changed that."""
-        frames = [*self.frames.copy(), *(() if self._seal is not None else self.begun.copy())]
+        frames = [*self.frames.copy(), *(() if self._in_pieces else self.begun.copy())]
         self.size = sum(map(len, chain.from_iterable(frames))) + FRAME_COST * len(frames)
 
     def write(self, sock: socket.socket, flags: int) -> tuple[int, bool]:
@@ -102,10 +118,10 @@ class SendQueue:
         else:
             sent.extend(map(sock.sendmsg, (buffers,), ((),), (flags,)))
         count = sent[-1]
-        if self._seal is None:
+        if not self._in_pieces:
             self.size -= count
         if count == left:
-            if self._seal is None:
+            if not self._in_pieces:
                 self.size -= FRAME_COST * len(begun)
             begun.clear()
         return count, count == size
@@ -114,6 +130,8 @@ class SendQueue:
         """The next frames, as buffers to write, and their size."""
         if self._seal is not None:
             return self._begin_piece(self._seal)
+        if self._tls is not None:
+            return self._begin_records(self._tls)
         frames, begun = self.frames, self.begun
         begun.extend(map(deque.popleft, (frames,)))
         first = begun[0]
@@ -134,6 +152,26 @@ class SendQueue:
         list(map(_RUN, steps))
         self.size -= size + FRAME_COST * taken
         return piece, sum(map(len, piece))
+
+    def _begin_records(self, tls: TlsLayer) -> tuple[Sequence[Buffer], int]:
+        frames, announced = self.frames, self._announced
+        with tls.lock:
+            if not tls.outgoing.pending:
+                start = self._next_piece[0][1]
+                parts, size, taken, rest = _cut_records(list(islice(frames, MAX_BUFFERS)), start)
+                announced.append((taken, rest, size))
+                if size:
+                    tls.encrypt(parts[0] if len(parts) == 1 else b"".join(parts))
+            # Else it is what an interrupted writer has encrypted; or TLS itself has something to say, before all else.
+            taken, rest, size = announced[0] if announced else (0, self._next_piece[0][1], 0)
+            steps: list[Callable[[], object]] = [frames.popleft] * taken
+            steps += (partial(self._next_piece.append, (0, rest)), announced.clear)
+            records: Iterable[tuple[bytes]] = zip(map(_READ, (tls.outgoing.read,)), strict=True)
+            steps.append(partial(self.begun.extend, records))
+            list(map(_RUN, steps))
+        self.size -= size + FRAME_COST * taken
+        piece = self.begun[0]
+        return piece, len(piece[0])
 
     def _next_frames(self) -> Iterator[Sequence[Buffer]]:
         yield self.begun[0]
@@ -191,6 +229,15 @@ def _cut(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[lis
                 whole = done == sum(map(len, frame))
                 return parts, most, taken + whole, 0 if whole else done
     return parts, most - room, len(frames), 0
+
+
+def _cut_records(frames: Sequence[Sequence[Buffer]], start: int) -> tuple[list[Buffer], int, int, int]:
+    """`_cut` for TLS: no record will have a single byte, as readers could not tell whether they had read that one."""
+    parts, size, taken, rest = _cut(frames, start, PIECE)
+    lone = rest and sum(map(len, frames[taken])) - rest == 1
+    if lone or (size > 1 and size % RECORD == 1):
+        return _cut(frames, start, size - 1)
+    return parts, size, taken, rest
 
 
 def _rest(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:

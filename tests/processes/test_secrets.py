@@ -22,7 +22,7 @@ async def test_a_stranger_learns_nothing_of_the_worker(transport: str) -> None:
     async with group(1, transports=(transport,)) as (worker, _):
         record = worker.node.engine.record
         target = targets(record)[transport]
-        mine = ["stranger", 7, "ab" * 16, "host", "name", 4711, "main", "", "127.0.0.1", 1, ""]
+        mine = ["stranger", 7, "ab" * 16, "host", "name", 4711, "main", "", "127.0.0.1", 1, "", ""]
         sealed = transport == "tcp"
         for wanted in (record.to_wire(), mine):
             greeting = hello(wanted, sealed, record=mine)
@@ -63,7 +63,7 @@ async def test_a_stranger_does_not_write_in_our_log(caplog: pytest.LogCaptureFix
     async with group(1, transports=("tcp",)) as (worker, _):
         record = worker.node.engine.record
         said = [frame(Kind.REFUSED, forged), frame(Kind.CALL, forged), frame(Kind.HELLO, forged)]
-        long = [*record.to_wire()[:3], "h" * 4000, forged[:4000].decode(), 1, "m" * 4000, "", "127.0.0.1", 1, ""]
+        long = [*record.to_wire()[:3], "h" * 4000, forged[:4000].decode(), 1, "m" * 4000, "", "127.0.0.1", 1, "", ""]
         said.append(hello(record.to_wire(), True, record=long) + frame(Kind.PROOF, bytes(32)))
         for data in said:
             assert len(data) < handshake.MAX_BODY + 100

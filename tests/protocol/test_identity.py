@@ -73,6 +73,7 @@ def test_bad_names_are_refused_in_torchs_words(name: object, text: str) -> None:
         tcp_host=TEXTS,
         tcp_port=st.integers(0, 65535),
         role=NAMES | st.just(""),
+        tls=st.sampled_from(["", "1.3"]),
     )
 )
 def test_a_record_survives_the_wire(record: WorkerRecord) -> None:
@@ -112,7 +113,7 @@ def test_a_malformed_part_of_a_record_is_a_protocol_error(index: int, value: obj
 @pytest.mark.parametrize("value", [None, 3, "abcdefghijk", b"abcdefghijk", {}, [], RECORD.to_wire()[:-1]])
 def test_what_is_no_record_is_a_protocol_error(value: object) -> None:
     """Other types and other lengths are refused."""
-    with pytest.raises(ProtocolError, match="a list of 11 items"):
+    with pytest.raises(ProtocolError, match="a list of 12 items"):
         WorkerRecord.from_wire(value)
 
 

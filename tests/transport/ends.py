@@ -14,6 +14,7 @@ from typing import Any
 
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport.connection import Connection
+from aiorpc.transport.tls import TlsLayer
 
 LONG = 20.0
 SOON = 6.0  # for what would otherwise never happen; no test waits for it that passes
@@ -22,10 +23,11 @@ SOON = 6.0  # for what would otherwise never happen; no test waits for it that p
 class End:
     """A connection with what it has received, and the socket that it was given."""
 
-    def __init__(self, sock: socket.socket, label: str) -> None:
+    def __init__(self, sock: socket.socket, label: str, tls: Callable[[FrameDecoder], TlsLayer] | None = None) -> None:
         self.sock = sock
         decoder = FrameDecoder(max_body=1 << 24, max_segment=1 << 28)
-        self.connection = Connection(asyncio.get_running_loop(), sock, decoder, label=label)
+        layer = None if tls is None else tls(decoder)
+        self.connection = Connection(asyncio.get_running_loop(), sock, decoder, label=label, tls=layer)
         self.frames: list[Frame] = []
         self.causes: list[BaseException | None] = []
         self.changed = asyncio.Event()

@@ -9,6 +9,7 @@ from .message import MESSAGE, MessageEvent, MessageState
 from .peer import PEER, PeerEvent, PeerState
 from .served import SERVED, ServedEvent, ServedState
 from .table import IllegalTransition, Table, Transition, from_each
+from .tls import TLS, TlsEvent, TlsState
 from .transfer import TRANSFER, TransferEvent, TransferState
 from .worker import WORKER, WorkerEvent, WorkerState
 
@@ -20,6 +21,7 @@ __all__ = [
     "PEER",
     "ROUNDS",
     "SERVED",
+    "TLS",
     "TRANSFER",
     "WORKER",
     "HandshakeEvent",
@@ -35,6 +37,8 @@ __all__ = [
     "ServedState",
     "Step",
     "Table",
+    "TlsEvent",
+    "TlsState",
     "TransferEvent",
     "TransferState",
     "Transition",

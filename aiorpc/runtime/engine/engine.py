@@ -14,6 +14,7 @@ from ...errors import WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...rights import Rights
+from ...transport.certificates import Credentials
 from ...transport.connection import Connection
 from .bounds import Bounds
 from .counters import Counters
@@ -49,18 +50,21 @@ class Engine:
         steps: Steps,
         *,
         prepare: Callable[[], object],
+        credentials: Credentials | None = None,
         on_handler_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         """To be called on the worker's loop.
 
-        prepare: called first in each thread of the pools, to set its context variables. on_handler_error: called with
-        each error of a handler after that was sent as an answer, in any thread.
+        prepare: called first in each thread of the pools, to set its context variables. credentials: what TLS uses on
+        TCP connections; None if they are plain. on_handler_error: called with each error of a handler after that was
+        sent as an answer, in any thread.
         """
         self.lifetime = lifetime
         self.name = lifetime.name
         self.options = options
         self.rights = Rights(options.serve)
         self.record = record
+        self.credentials = credentials
         self.steps = steps
         self.loop = asyncio.get_running_loop()
         self.thread = threading.get_ident()

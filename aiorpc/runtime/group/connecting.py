@@ -27,6 +27,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.states import HandshakeState
 from ...transport import sockets
 from ...transport.connection import Connection
+from ...transport.tls import TlsLayer
 from ..callee import service as callee
 from ..callee.service import Service
 from ..caller.peer import Peer
@@ -64,11 +65,27 @@ def _descriptors() -> int:
     return limit if limit != resource.RLIM_INFINITY else 1 << 31
 
 
-def _connection(engine: Engine, sock: socket.socket, label: str) -> Connection:
+def _connection(engine: Engine, sock: socket.socket, label: str, *, opener: bool) -> Connection:
     decoder = FrameDecoder(max_body=handshake.MAX_BODY, read_size=FIRST_READ_SIZE, allocate=allocate)
-    connection = Connection(engine.loop, sock, decoder, label=label)
+    tls = None
+    if engine.credentials is not None and sock.family != socket.AF_UNIX:
+        context, own = engine.credentials.context(opener=opener)
+        tls = TlsLayer(context, decoder, opener=opener, own=own)
+    connection = Connection(engine.loop, sock, decoder, label=label, tls=tls)
     engine.connections.add(connection)
     return connection
+
+
+def _seals(engine: Engine, connection: Connection) -> bool:
+    """Whether what follows the handshake bears seals. With TLS they would do once more what that does."""
+    return engine.options.authenticate_frames and not connection.local and connection.tls is None
+
+
+def _objection(engine: Engine, connection: Connection, record: WorkerRecord) -> str | None:
+    """Why the other side of a TLS connection cannot be that worker; None if it can, or without TLS."""
+    if engine.credentials is None or connection.tls is None or connection.tls.peer is None:
+        return None
+    return engine.credentials.objection(connection.tls.peer, record.name, record.role)
 
 
 def _trust(engine: Engine, decoder: FrameDecoder) -> None:
@@ -190,6 +207,9 @@ async def _reach(engine: Engine, record: WorkerRecord, transports: Sequence[str]
             missing = error
         # Nothing else is tried over TCP: there it no longer listens, and whoever does is somebody else.
     if "tcp" in transports and record.tcp_port:
+        if record.tls != engine.record.tls:
+            has = "has TLS, and this worker has none" if record.tls else "has no TLS, and this worker has"
+            raise PeerRefused(f"{record.describe()} {has}; give all workers of the group tls=, or none")
         return await sockets.connect_tcp(record.tcp_host, record.tcp_port)
     # This is no OSError where nothing was tried: it would be tried again, and that would not help.
     raise missing or RpcError(f"{record.describe()} and this worker have no transport in common")
@@ -209,9 +229,10 @@ class _Opening:
         pipe: bool = False,
     ) -> None:
         self._engine = engine
-        self.connection = _connection(engine, sock, f"{engine.name} to {record.name}")
+        self._record = record
+        self.connection = _connection(engine, sock, f"{engine.name} to {record.name}", opener=True)
         self._process = sockets.peer_pid(sock)
-        sealed = engine.options.authenticate_frames and not self.connection.local
+        sealed = _seals(engine, self.connection)
         self.handshake = Handshake(
             engine.record, secret, opener=True, expect=record, link=link, pipe=pipe, sealed=sealed
         )
@@ -225,8 +246,10 @@ class _Opening:
         self._attach = attach
         connection.on_frames = self._on_frames
         connection.on_closed = self._on_closed
+        connection.on_open = self._on_open
         connection.start()
-        connection.send(self.handshake.start(), urgent=True)
+        if connection.tls is None:
+            self._on_open()
         try:
             # Without a bound: the other side may be stopped, or hold its interpreter. Calls have their deadlines, and
             # the end of the socket or of the process tells of death.
@@ -235,6 +258,16 @@ class _Opening:
             connection.abort()
             raise
         return connection
+
+    def _on_open(self) -> None:
+        """The handshake may begin: at once, or when the other side has shown its certificate. Raises PeerRefused."""
+        tls = self.connection.tls
+        if tls is not None:
+            objection = _objection(self._engine, self.connection, self._record)
+            if objection is not None:
+                raise PeerRefused(objection)
+            self.handshake.binding = tls.binding()
+        self.connection.send(self.handshake.start(), urgent=True)
 
     def _on_frames(self, frames: list[Frame]) -> None:
         for index, frame in enumerate(frames):
@@ -338,11 +371,14 @@ class Acceptor:
         oldest = next(iter(self._handshakes))
         oldest.connection.abort(ConnectionError(f"it had not proved itself when {cause}"))
 
-    def reason_against(self, process: int | None, record: WorkerRecord) -> str | None:
+    def reason_against(self, connection: Connection, process: int | None, record: WorkerRecord) -> str | None:
         """Why a worker that has proved itself is refused all the same; None if it is not.
 
         process: which one has connected, as the kernel says of a unix socket; None over TCP.
         """
+        objection = _objection(self._engine, connection, record)
+        if objection is not None:
+            return objection
         if self.home.group.contradicts(record):
             return f"worker {record.name!r} does not say of itself what stands in the roster of worker {self._name!r}"
         if process is not None and (process, self._engine.record.host) != (record.pid, record.host):
@@ -408,14 +444,14 @@ class _Accepting:
         engine = acceptor.home.engine
         self.acceptor = acceptor
         self._home = acceptor.home
-        self.connection = _connection(engine, sock, f"to {engine.name}")
+        self.connection = _connection(engine, sock, f"to {engine.name}", opener=False)
         self._process = sockets.peer_pid(sock)
-        sealed = engine.options.authenticate_frames and not self.connection.local
+        sealed = _seals(engine, self.connection)
         self.handshake = Handshake(
             engine.record,
             acceptor.secret,
             opener=False,
-            accept=partial(acceptor.reason_against, self._process),
+            accept=partial(acceptor.reason_against, self.connection, self._process),
             sealed=sealed,
             session_of=acceptor.session_of,
         )
@@ -424,7 +460,12 @@ class _Accepting:
         self._serving: Callable[[BaseException | None], None] | None = None
         self.connection.on_frames = self._on_frames
         self.connection.on_closed = self._on_closed
+        self.connection.on_open = self._on_open
         self.connection.start()
+
+    def _on_open(self) -> None:
+        if self.connection.tls is not None:
+            self.handshake.binding = self.connection.tls.binding()
 
     def _on_frames(self, frames: list[Frame]) -> None:
         try:

@@ -1,0 +1,1 @@
+"""What ``python -m aiorpc`` can do, a module for each command."""

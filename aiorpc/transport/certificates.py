@@ -1,0 +1,216 @@
+"""What a worker shows over TLS, whom it believes, and what a certificate says of who may stand behind it.
+
+A certificate names workers in its DNS names, where ``*`` stands for any characters (``actor-*``, or ``*`` alone), and
+roles in URIs of the form ``aiorpc:role:actor``. The names of workers are no names of hosts, so they are compared here,
+as a whole and by case, and not by the rules for host names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import ssl
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import RpcUsageError
+from ..options import Tls
+
+logger = logging.getLogger("aiorpc")
+
+ROLE = "aiorpc:role:"
+# Bytes that a handshake takes in each direction are far below this; what is read of them at once, in the rehearsal.
+_STEPS = 8
+
+_Stamp = tuple[tuple[int, int, int, int], ...]
+
+
+class Certificate(NamedTuple):
+    """What a certificate says. digest: SHA-256 of the whole."""
+
+    names: tuple[str, ...]
+    roles: tuple[str, ...]
+    digest: bytes
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any] | None, whole: bytes | None) -> Certificate:
+        """Of what ssl tells of it."""
+        alternatives = (said or {}).get("subjectAltName", ())
+        return cls(
+            tuple(value for kind, value in alternatives if kind == "DNS"),
+            tuple(value.removeprefix(ROLE) for kind, value in alternatives if kind == "URI" and value.startswith(ROLE)),
+            hashlib.sha256(whole or b"").digest(),
+        )
+
+    def permits(self, name: str, role: str = "") -> bool:
+        """Whether a worker of that name and role may stand behind it; a role has to be named by it, if there is one.
+
+        Where it names roles and no workers, any worker of these roles may.
+        """
+        named = any(_matches(pattern, name) for pattern in self.names) or (not self.names and bool(self.roles))
+        return named and (role in self.roles if role or not self.names else True)
+
+    def describe(self) -> str:
+        """Whom it is for, for error messages."""
+        said = [repr(name[:100]) for name in self.names[:5]] + [f"role {role[:100]!r}" for role in self.roles[:5]]
+        return ", ".join(said) if said else "nobody (it has no DNS name and no role)"
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
+
+
+class Credentials:
+    """The files of a `Tls`, as what new connections use: read anew when they have changed.
+
+    Made in any thread, used on the loop. RpcUsageError if the files cannot be used, with the worker and the reason.
+    """
+
+    def __init__(self, tls: Tls, name: str, role: str = "") -> None:
+        self.tls = tls
+        self._name, self._role = name, role
+        self._stamp = _stamp(tls)
+        self._failed: _Stamp | None = None
+        self._loaded = _Loaded.read(tls, name, role)
+
+    def context(self, *, opener: bool) -> tuple[ssl.SSLContext, bytes]:
+        """For the next connection, and the hash of the certificate that it shows.
+
+        Files that changed are taken if they are right as a whole; until then the old ones go on, with one line in the
+        log: whoever replaces three files does so one after the other.
+        """
+        self._look()
+        loaded = self._loaded
+        return (loaded.opener if opener else loaded.acceptor), loaded.digest
+
+    def objection(self, certificate: Certificate, name: str, role: str = "") -> str | None:
+        """Why whoever showed that certificate cannot be the worker of that name; None if it can."""
+        if not self.tls.verify_names or certificate.permits(name, role):
+            return None
+        who = f"worker {name!r}" + (f" in the role {role!r}" if role else "")
+        return f"the certificate that it shows is for {certificate.describe()}, and not for {who}"
+
+    def _look(self) -> None:
+        try:
+            stamp = _stamp(self.tls)
+            if stamp in (self._stamp, self._failed):
+                return
+            self._failed = stamp
+            self._loaded = _Loaded.read(self.tls, self._name, self._role)
+            self._stamp, self._failed = stamp, None
+            logger.info("worker %s uses new TLS files from now on", self._name)
+        except (OSError, RpcUsageError) as error:
+            logger.warning("new TLS files are not used yet: %s", error)
+
+
+class _Loaded(NamedTuple):
+    """Contexts for both roles, and the hash of the certificate."""
+
+    opener: ssl.SSLContext
+    acceptor: ssl.SSLContext
+    digest: bytes
+
+    @classmethod
+    def read(cls, tls: Tls, name: str, role: str) -> _Loaded:
+        """Read the files and try them. RpcUsageError."""
+        try:
+            _check_files(tls)
+            opener, acceptor = (_context(tls, kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
+            own = _rehearse(opener, acceptor, tls)
+        except _Unusable as error:
+            raise RpcUsageError(f"worker {name!r} cannot use TLS: {error}") from None
+        if tls.verify_names and not own.permits(name, role):
+            it = f"it in the role {role!r}" if role else "it"
+            raise RpcUsageError(
+                f"worker {name!r} cannot use TLS: the certificate {tls.cert} is for {own.describe()}, and not for {it}"
+            )
+        return cls(opener, acceptor, own.digest)
+
+
+class _Unusable(Exception):
+    """Why files cannot be used."""
+
+
+def _stamp(tls: Tls) -> _Stamp:
+    found = []
+    for path in (tls.cert, tls.key, tls.ca):
+        try:
+            status = os.stat(path)
+            found.append((status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size))
+        except OSError:
+            found.append((0, 0, 0, 0))
+    return tuple(found)
+
+
+def _check_files(tls: Tls) -> None:
+    for what, path in (("certificate", tls.cert), ("key", tls.key), ("authority", tls.ca)):
+        try:
+            status = os.stat(path)
+            Path(path).read_bytes()
+        except OSError as error:
+            raise _Unusable(f"the file of the {what} cannot be read: {error}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise _Unusable(f"the file of the {what} is no file: {path}")
+    mode = os.stat(tls.key).st_mode
+    if stat.S_IMODE(mode) & 0o077:
+        raise _Unusable(
+            f"others can read or write the key {tls.key} (mode {stat.S_IMODE(mode):04o}): make a new one, or if they "
+            "never did, chmod 600"
+        )
+
+
+def _context(tls: Tls, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False  # the names of workers are compared in `Certificate.permits`
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # nothing is resumed: each connection proves both certificates
+    try:
+        context.load_verify_locations(tls.ca)
+    except (ssl.SSLError, OSError) as error:
+        raise _Unusable(f"{tls.ca} holds no certificate of an authority: {error}") from None
+    try:
+        context.load_cert_chain(tls.cert, tls.key, password=_no_password)
+    except _Encrypted:
+        raise _Unusable(f"the key {tls.key} is encrypted; workers need it without a password, in mode 0600") from None
+    except (ssl.SSLError, OSError) as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            raise _Unusable(f"the key {tls.key} does not fit the certificate {tls.cert}") from None
+        raise _Unusable(f"{tls.cert} and {tls.key} are no certificate and its key: {error}") from None
+    return context
+
+
+class _Encrypted(Exception):
+    """A key that wants a password."""
+
+
+def _no_password() -> str:
+    raise _Encrypted
+
+
+def _rehearse(opener: ssl.SSLContext, acceptor: ssl.SSLContext, tls: Tls) -> Certificate:
+    """Shake hands with ourselves, which shows what others would object to; our certificate, as others see it."""
+    to_opener, to_acceptor = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        opener.wrap_bio(to_opener, to_acceptor),
+        acceptor.wrap_bio(to_acceptor, to_opener, server_side=True),
+    )
+    for _ in range(_STEPS):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                raise _Unusable(
+                    f"the certificate {tls.cert} is none that the authority {tls.ca} vouches for now: "
+                    f"{error.verify_message}"
+                ) from None
+            except ssl.SSLError as error:
+                raise _Unusable(f"the certificate {tls.cert} cannot be used: {error}") from None
+    return Certificate.of(ends[0].getpeercert(), ends[0].getpeercert(True))

@@ -1,0 +1,301 @@
+"""TLS on one connection: bytes of the wire to frames, and frames to bytes of the wire. It does no I/O.
+
+It stands where seals stand (protocol/seal.py): between the socket and the decoder of frames, and between the queue of
+frames and the socket. So the system calls, the turns of the loop and the threads that read their own answers are those
+of any connection, and all of it can be tried on bytes. Its states are the table `TLS` of `protocol.states`.
+
+Who may call what. One side of TLS is no object for two threads at once, in whichever directions: `lock` is held around
+each use of it, for some 100 KB at most. It is the innermost lock.
+
+Interruptions. A signal handler may raise between any two instructions of a thread that sends or reads for itself, and
+inside of the calls of the ssl module, which look for signals when their work is done. Nothing may be lost or done twice
+by that. So each step is announced first, in one assignment, and whoever comes next finds out from TLS itself whether it
+was done: by what waits to be sent (`SendQueue`), or by what is left of a record that was begun (`_settle`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import NamedTuple, cast
+
+from ..errors import PeerRefused, ProtocolError
+from ..protocol.frames import READ_SIZE, Buffer, Frame, FrameDecoder
+from ..protocol.handshake import refusal
+from ..protocol.states import TLS, TlsEvent, TlsState
+from .certificates import Certificate
+
+# What one record of TLS carries at most.
+RECORD = 16 * 1024
+# As much is encrypted by one call, at most: whole records; more no longer fits into the caches beside its copy.
+PIECE = 8 * RECORD
+# Read at once from somebody who has not shown a certificate yet, and from a member.
+_FIRST_READ = 4 * 1024
+_LATER_READ = READ_SIZE
+# The first byte that a side of TLS may send: a record of the handshake, or an alert. A frame begins with 0.
+_TLS_BEGINS = (22, 21)
+
+# What is said of a side without TLS here, and what it is told.
+_PLAIN = (
+    "it does not speak TLS, and this worker takes nothing else over TCP; give all workers of the group tls=, or none"
+)
+_TOLD = "this worker speaks nothing but TLS over TCP; give all workers of the group tls=, or none"
+
+
+class _Step(NamedTuple):
+    """How much is decrypted for whoever reads next, and which read was begun: what was left of a record, and the size.
+
+    size: 0 if none was begun.
+    """
+
+    end: int = 0
+    left: int = 0
+    size: int = 0
+
+
+_NOTHING = _Step()
+
+
+class TlsLayer:
+    """See the module. `outgoing` is what waits to be sent; `SendQueue` takes it.
+
+    peer: what the certificate of the other side says, once OPEN. own: the hash of our own certificate, which ssl does
+    not tell.
+    """
+
+    filling = False  # whatever is under way: it is read in records
+
+    def __init__(self, context: ssl.SSLContext, decoder: FrameDecoder, *, opener: bool, own: bytes = b"") -> None:
+        self.state = TLS.initial
+        self.peer: Certificate | None = None
+        self.lock = threading.RLock()  # reentrant as it knows its owner
+        self.outgoing = ssl.MemoryBIO()
+        self._incoming = ssl.MemoryBIO()
+        self._opener = opener
+        self._own = own
+        self._decoder = decoder
+        self._object = context.wrap_bio(self._incoming, self.outgoing, server_side=not opener)
+        # With a buffer it says how many bytes it has put there, which the stubs do not know.
+        self._read = cast(Callable[[int, memoryview], int], self._object.read)
+        self._untouched = True  # nothing has come yet
+        self._plain = False
+        self._buffer = bytearray(_FIRST_READ)
+        self._clear = bytearray()
+        self._step = _NOTHING
+
+    # --- what is sent -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The opener's first step; the acceptor waits for what comes."""
+        if self._opener:
+            self._shake()
+
+    def encrypt(self, piece: Buffer) -> None:
+        """Have `outgoing` take a piece of the stream of frames, as a whole. With `lock` held."""
+        self._object.write(piece)
+
+    def last_words(self) -> bytes:
+        """What tells the other side why the connection is closed: an alert, or a frame if it does not speak TLS."""
+        if self._plain:
+            return b"".join(refusal(_TOLD))
+        with self.lock:
+            return self.outgoing.read()
+
+    # --- what has come, on the loop -----------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether the other side has shown its certificate, and frames go both ways."""
+        return self.state is TlsState.OPEN
+
+    @property
+    def empty(self) -> bool:
+        """Whether all that was decrypted were whole frames, and nothing waits for the loop. Of a record a part may."""
+        return not self._step.end and self._decoder.empty
+
+    @property
+    def left(self) -> bool:
+        """Whether a thread has taken something off the socket, and left it to the loop."""
+        return self._step != _NOTHING or self._incoming.pending > 0
+
+    def get_buffer(self) -> memoryview:
+        """Where the next bytes of the wire belong."""
+        return memoryview(self._buffer)
+
+    def received(self, count: int) -> list[Frame]:
+        """`count` bytes were put into the last buffer; the frames that this completed.
+
+        Raises PeerRefused for a side that cannot show what it should, ProtocolError for what was changed on the way.
+        """
+        with memoryview(self._buffer)[:count] as data:
+            frames = self.feed(data)
+        if self.open and count == len(self._buffer) < _LATER_READ:
+            self._buffer = bytearray(_LATER_READ)
+        return frames
+
+    def feed(self, data: Buffer = b"") -> list[Frame]:
+        """Take bytes of the wire that were read elsewhere, after what a thread has left here; as `received`."""
+        frames: list[Frame] = []
+        with self.lock:
+            self._settle()
+            if self._step.end:
+                frames += self._decoder.feed(self._clear[: self._step.end])
+                self._step = _NOTHING
+            if len(data):
+                self._look_at_first(data)
+                self._incoming.write(data)
+            if self.state is TlsState.SHAKING:
+                self._shake()
+        if not self.open:
+            return frames
+        decoder = self._decoder
+        while True:
+            buffer = decoder.get_buffer()
+            count = self._read_into(buffer)
+            if not count:
+                return frames
+            frames += decoder.received(count)
+
+    def _look_at_first(self, data: Buffer) -> None:
+        if self._untouched and data[0] not in _TLS_BEGINS:
+            self._plain = True
+            self._wrong()
+            raise PeerRefused(_PLAIN)
+        self._untouched = False
+
+    def _shake(self) -> None:
+        try:
+            self._object.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        except ssl.SSLError as error:
+            self._wrong()
+            raise PeerRefused(_explained(error)) from error
+        self.peer = Certificate.of(self._object.getpeercert(), self._object.getpeercert(True))
+        self.state = TLS.next(self.state, TlsEvent.PROVED)
+
+    def _read_into(self, buffer: memoryview) -> int:
+        """Decrypt as much of what has come as fits: how many bytes."""
+        taken = 0
+        read, incoming, pending = self._read, self._incoming, self._object.pending
+        with self.lock:
+            try:
+                while taken < len(buffer) and (incoming.pending or pending()):
+                    taken += read(len(buffer) - taken, buffer[taken:])
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                raise self._broken(error) from error
+        return taken
+
+    # --- what has come, in a thread that waits for it -----------------------------------------------------------------
+
+    def look(self, unread: deque[bytes], most: int) -> bytes:
+        """What is decrypted, with that of what is unread, which is emptied. Nothing is settled by it: see `take`.
+
+        most: bytes; if there are more the rest is left to the loop. Raises what `feed` raises.
+        """
+        pending, read, incoming = self._object.pending, self._read, self._incoming
+        with self.lock:
+            self._settle()
+            if len(self._clear) < most:
+                self._clear = bytearray(most)
+            # By one call of C: no signal handler runs between the two.
+            deque(map(incoming.write, map(deque.popleft, repeat(unread, len(unread)))), maxlen=0)
+            clear = memoryview(self._clear)
+            try:
+                while (left := pending()) or incoming.pending:
+                    end, size = self._step.end, left or 1
+                    if end + size > most:
+                        break
+                    self._step = _Step(end, left, size)
+                    read(size, clear[end : end + size])
+                    self._step = _Step(end + size)
+            except ssl.SSLWantReadError:
+                self._step = _Step(self._step.end)
+            except ssl.SSLError as error:
+                raise self._broken(error) from error
+            return bytes(clear[: self._step.end])
+
+    def take(self) -> None:
+        """All that was looked at is used."""
+        self._step = _NOTHING
+
+    def _settle(self) -> None:
+        """Find out whether a read was done that was begun when something was raised. With `lock` held.
+
+        One that was to take all that was left of a record was done if that is gone now. One of the first byte of a
+        record was done if there is more of that record: `SendQueue` never makes one of a single byte.
+        """
+        end, left, size = self._step
+        if size:
+            done = self._object.pending() != left
+            self._step = _Step(end + size if done else end)
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _broken(self, error: ssl.SSLError) -> ProtocolError | PeerRefused | ConnectionResetError:
+        """What to raise for an error of a connection that was open."""
+        if isinstance(error, ssl.SSLZeroReturnError):
+            if self.open:
+                self.state = TLS.next(self.state, TlsEvent.ENDED)
+            return ConnectionResetError("the other side closed the connection")
+        self._wrong()
+        if "ALERT" in (error.reason or ""):
+            return PeerRefused(_explained(error))
+        return ProtocolError(f"what arrived was changed on its way: TLS says {_reason(error)}")
+
+    def _wrong(self) -> None:
+        if self.state in (TlsState.SHAKING, TlsState.OPEN):
+            self.state = TLS.next(self.state, TlsEvent.WRONG)
+
+    # --- what it proves -----------------------------------------------------------------------------------------------
+
+    def binding(self) -> bytes:
+        """32 bytes that both sides of this TLS connection have in common, and no other connection has. Once OPEN.
+
+        The proof of the secret is made over it (protocol/handshake.py), so that whoever ends TLS himself and relays
+        the handshake, with whatever certificates, is found out. Python's ssl cannot export keying material (RFC 9266).
+        What it gives as "tls-unique" is in TLS 1.3 the Finished message of the opener: a keyed hash over all that was
+        said in the handshake, certificates and fresh keys included, by a key that only the two ends of this connection
+        have. What makes it unfit in TLS 1.2 (resumed sessions, handshakes that are made to look alike) does not exist
+        here: the key depends on the transcript, and we resume nothing. The hashes of both certificates, the opener's
+        first, stand beside it, so that a build of OpenSSL without it still tells certificates apart.
+        """
+        assert self.peer is not None, "it is there once both certificates were shown"
+        certificates: Sequence[bytes] = (self._own, self.peer.digest)
+        if not self._opener:
+            certificates = certificates[::-1]
+        finished = self._object.get_channel_binding("tls-unique") or b""
+        said = b"".join((b"aiorpc tls", len(finished).to_bytes(2, "big"), finished, *certificates))
+        return hashlib.sha256(said).digest()
+
+
+_REASONS = {
+    "WRONG_VERSION_NUMBER": "what it sends is no TLS",
+    "UNSUPPORTED_PROTOCOL": "it does not speak TLS 1.3",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "it does not speak TLS 1.3",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate, and got none",
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not know the authority (ca) of our certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it says that our certificate has expired, or is not valid yet",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "it says that our certificate is not right",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it refuses our certificate",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "it says that our certificate is not made for this",
+    "TLSV1_ALERT_DECRYPT_ERROR": "it says that the proof of our certificate's key is wrong",
+}
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).replace("_", " ").lower()
+
+
+def _explained(error: ssl.SSLError) -> str:
+    """Why the other side is refused, or has refused us."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not one that we take: {error.verify_message}"
+    return "TLS: " + _REASONS.get(error.reason or "", _reason(error))

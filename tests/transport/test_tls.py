@@ -1,0 +1,303 @@
+"""One side of TLS, on bytes: what is sent arrives however it is cut, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.protocol.frames import CHUNK, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.states import TlsState
+from aiorpc.transport import tls as tls_module
+from aiorpc.transport.certificates import Credentials
+from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
+from tests.authority import Authority
+from tests.tiers import examples
+from tests.transport.ends import Interruption, interrupted
+
+MOST = 128 * 1024
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def credentials(authority: Authority) -> Iterator[dict[str, Credentials]]:
+    yield {name: Credentials(authority.tls(name), name) for name in ("w0", "w1")}
+
+
+def side(credentials: Credentials, *, opener: bool) -> TlsLayer:
+    context, own = credentials.context(opener=opener)
+    decoder = FrameDecoder(max_body=1 << 24, max_segment=1 << 24)
+    return TlsLayer(context, decoder, opener=opener, own=own)
+
+
+def shaken(credentials: dict[str, Credentials]) -> tuple[TlsLayer, TlsLayer]:
+    """An opener and an acceptor that are open."""
+    opener, acceptor = side(credentials["w0"], opener=True), side(credentials["w1"], opener=False)
+    opener.start()
+    acceptor.start()
+    for _ in range(4):
+        for source, target in ((opener, acceptor), (acceptor, opener)):
+            if data := source.outgoing.read():
+                assert target.feed(data) == []
+    assert opener.open and acceptor.open
+    return opener, acceptor
+
+
+def frame(number: int, size: int = 0, *segments: bytes, kind: Kind = Kind.REPLY) -> bytes:
+    return b"".join(bytes(part) for part in encode_frame(kind, number, b"x" * size, segments))
+
+
+def encrypted(source: TlsLayer, data: bytes) -> bytes:
+    source.encrypt(data)
+    return source.outgoing.read()
+
+
+def found(frames: list[Frame]) -> list[tuple[int, int, list[bytes]]]:
+    return [(each.call_id, len(each.body), [bytes(segment) for segment in each.segments]) for each in frames]
+
+
+def test_both_sides_see_the_other_certificate(credentials: dict[str, Credentials]) -> None:
+    """Once both are open, each knows the other's names, and both have one binding, which no other pair has."""
+    opener, acceptor = shaken(credentials)
+    assert opener.peer is not None and acceptor.peer is not None
+    assert (opener.peer.names, acceptor.peer.names) == (("w1",), ("w0",))
+    assert opener.binding() == acceptor.binding() and len(opener.binding()) == 32
+    other, _ = shaken(credentials)
+    assert other.binding() != opener.binding()
+
+
+def test_a_binding_tells_certificates_apart_without_finished(
+    credentials: dict[str, Credentials], authority: Authority
+) -> None:
+    """Whoever ends TLS himself has other bindings on his two sides, each of them right for its own two ends."""
+    relay = {"w0": Credentials(authority.tls("w0"), "w0"), "w1": credentials["w1"]}
+    first, second = shaken(credentials), shaken(relay)
+    assert first[0].binding() == first[1].binding()
+    assert second[0].binding() == second[1].binding()
+    assert first[0].binding() != second[1].binding()
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(
+    st.lists(st.sampled_from([0, 1, 100, RECORD - 18, RECORD, RECORD + 1, 150_000]), max_size=4),
+    st.lists(st.integers(1, PIECE), max_size=6),
+    st.lists(st.sampled_from([1_000, 16_384, 70_000]), min_size=1, max_size=3),
+)
+def test_frames_arrive_however_they_are_cut_and_read(
+    credentials: dict[str, Credentials], sizes: list[int], cuts: list[int], reads: list[int]
+) -> None:
+    """Records end anywhere in frames, reads anywhere in records; bodies, segments and their order are the same."""
+    opener, acceptor = shaken(credentials)
+    stream = b"".join(frame(number, size, b"s" * size, b"t") for number, size in enumerate(sizes))
+    data = bytearray()
+    for size in [*cuts, *[PIECE] * len(stream)]:
+        if not stream:
+            break
+        data += encrypted(opener, stream[:size])
+        stream = stream[size:]
+    frames: list[Frame] = []
+    while data:
+        count = reads[len(data) % len(reads)]
+        frames += acceptor.feed(bytes(data[:count]))
+        del data[:count]
+    assert found(frames) == [(number, size, [b"s" * size, b"t"]) for number, size in enumerate(sizes)]
+    assert acceptor.empty and not acceptor.left
+
+
+def test_chunks_are_decrypted_into_their_place(credentials: dict[str, Credentials]) -> None:
+    """The memory of a large buffer is filled without another copy of it."""
+    opener, acceptor = shaken(credentials)
+    place, content = bytearray(1 << 20), os.urandom(1 << 20)
+    acceptor._decoder.place = lambda transfer, body, length: memoryview(place)
+    data = b"".join(bytes(part) for part in encode_frame(CHUNK, 3, b"\x90", [content]))
+    frames = acceptor.feed(encrypted(opener, data))
+    assert len(frames) == 1 and bytes(place) == content
+
+
+SPOILT: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
+    "a flipped bit": lambda one, two, back: one[:-1] + bytes([one[-1] ^ 1]),
+    "one is missing": lambda one, two, back: two,
+    "repeated": lambda one, two, back: one + one,
+    "sent back": lambda one, two, back: back,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT.keys())
+def test_what_was_changed_is_refused(
+    credentials: dict[str, Credentials], spoil: Callable[[bytes, bytes, bytes], bytes]
+) -> None:
+    """It ends with an alert for the other side."""
+    opener, acceptor = shaken(credentials)
+    one, two = encrypted(opener, frame(1)), encrypted(opener, frame(2))
+    with pytest.raises(ProtocolError, match="changed on its way"):
+        acceptor.feed(spoil(one, two, encrypted(acceptor, frame(3))))
+    assert acceptor.state is TlsState.FAILED
+    assert acceptor.last_words()
+
+
+@pytest.mark.parametrize("opener", [True, False])
+def test_whoever_does_not_speak_tls_is_told_so(credentials: dict[str, Credentials], opener: bool) -> None:
+    """Frames in the clear are no TLS: the last word is a frame that says it, in the clear."""
+    layer = side(credentials["w0"], opener=opener)
+    layer.start()
+    with pytest.raises(PeerRefused, match="does not speak TLS"):
+        layer.feed(frame(0, 40, kind=Kind.HELLO))
+    (said,) = FrameDecoder(max_body=1000).feed(layer.last_words())
+    assert said.kind == Kind.REFUSED and b"TLS" in said.body
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01\x00\x05hello", b"\x16" * 4096, b"\x15\x03\x03\x00\x02\x02\x28", b"\x16\x03\x01\xff\xff"]
+)
+@pytest.mark.parametrize("opener", [True, False])
+def test_rubbish_is_refused_or_waited_for(credentials: dict[str, Credentials], data: bytes, opener: bool) -> None:
+    """Nothing but PeerRefused comes of it, and no frame."""
+    layer = side(credentials["w0"], opener=opener)
+    layer.start()
+    try:
+        assert layer.feed(data) == []
+    except PeerRefused:
+        assert layer.state is TlsState.FAILED
+
+
+def test_a_certificate_of_another_authority_is_refused(credentials: dict[str, Credentials], tmp_path: Path) -> None:
+    """By the opener at once; the acceptor hears of it by the alert."""
+    stranger = Credentials(Authority(tmp_path).tls("w1"), "w1")
+    opener, acceptor = side(credentials["w0"], opener=True), side(stranger, opener=False)
+    opener.start()
+    acceptor.feed(opener.outgoing.read())
+    with pytest.raises(PeerRefused, match="its certificate is not one that we take"):
+        opener.feed(acceptor.outgoing.read())
+    with pytest.raises(PeerRefused, match="does not know the authority"):
+        acceptor.feed(opener.last_words())
+
+
+def test_a_side_without_a_certificate_is_refused(credentials: dict[str, Credentials], authority: Authority) -> None:
+    """Both have to show one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(authority.folder / "ca.pem")
+    opener = TlsLayer(context, FrameDecoder(max_body=1000), opener=True)
+    acceptor = side(credentials["w1"], opener=False)
+    opener.start()
+    acceptor.feed(opener.outgoing.read())
+    opener.feed(acceptor.outgoing.read())
+    with pytest.raises(PeerRefused, match="shows no certificate"):
+        acceptor.feed(opener.outgoing.read())
+    with pytest.raises(PeerRefused, match="it wants a certificate"):
+        opener.feed(acceptor.last_words())
+
+
+def test_an_older_tls_is_refused(credentials: dict[str, Credentials], authority: Authority) -> None:
+    """Nothing below 1.3 is spoken."""
+    tls = authority.tls("w0")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(tls.ca)
+    context.load_cert_chain(tls.cert, tls.key)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    opener = TlsLayer(context, FrameDecoder(max_body=1000), opener=True)
+    opener.start()
+    with pytest.raises(PeerRefused, match=r"TLS 1\.3"):
+        side(credentials["w1"], opener=False).feed(opener.outgoing.read())
+
+
+# --- a thread that reads for itself -----------------------------------------------------------------------------------
+
+
+def test_what_is_looked_at_stays_until_it_is_taken(credentials: dict[str, Credentials]) -> None:
+    """A second look sees it again; whoever feeds gets it first; taken, it is gone."""
+    opener, acceptor = shaken(credentials)
+    unread = deque([encrypted(opener, frame(1, 10))])
+    assert acceptor.look(unread, MOST) == frame(1, 10)
+    assert len(unread) == 0
+    unread.append(encrypted(opener, frame(2)))
+    assert acceptor.look(unread, MOST) == frame(1, 10) + frame(2)
+    assert found(acceptor.feed(encrypted(opener, frame(3)))) == [(1, 10, []), (2, 0, []), (3, 0, [])]
+    assert acceptor.look(deque([encrypted(opener, frame(4))]), MOST) == frame(4)
+    acceptor.take()
+    assert acceptor.feed() == []
+
+
+def test_what_is_too_long_to_look_at_is_left(credentials: dict[str, Credentials]) -> None:
+    """No more than asked for is decrypted; the rest comes with the next feed."""
+    opener, acceptor = shaken(credentials)
+    seen = acceptor.look(deque([encrypted(opener, frame(1, 40_000))]), 20_000)
+    assert frame(1, 40_000).startswith(seen) and len(seen) <= 20_000
+    assert acceptor.left
+    assert found(acceptor.feed()) == [(1, 40_000, [])]
+
+
+@pytest.mark.parametrize(
+    "cut", [pytest.param(0, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), 30], ids=str
+)
+def test_a_look_that_is_interrupted_loses_nothing(credentials: dict[str, Credentials], cut: int) -> None:
+    """At whichever instruction: what came is there for whoever looks or feeds next, once and in order."""
+    expected = frame(1, 10) + frame(2, 20_000) + frame(3)
+    opener, acceptor = shaken(credentials)
+
+    def look(unread: deque[bytes]) -> None:
+        acceptor.look(unread, MOST)
+
+    for at in range(10_000):
+        data = encrypted(opener, expected[:50]) + encrypted(opener, expected[50:])
+        unread = deque([data[: len(data) - cut]])
+        place = interrupted(partial(look, unread), at, tls_module.__file__)
+        release(acceptor)
+        unread.append(data[len(data) - cut :])
+        if at % 2:
+            assert acceptor.look(unread, MOST) == expected, place
+            acceptor.take()
+        else:
+            frames = acceptor.feed(b"".join(unread))
+            assert found(frames) == [(1, 10, []), (2, 20_000, []), (3, 0, [])], place
+        if place is None:
+            break
+    else:
+        raise AssertionError("it never ends")
+
+
+def release(layer: TlsLayer) -> None:
+    """As a connection does after an interruption."""
+    if layer.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+        layer.lock.release()
+
+
+class Raising:
+    """A TLS object that raises when its work is done, as the ssl module does if a signal handler raised meanwhile."""
+
+    def __init__(self, layer: TlsLayer, after: int) -> None:
+        self.read, self.left = layer._read, after
+        layer._read = self
+
+    def __call__(self, size: int, buffer: memoryview) -> int:
+        count = self.read(size, buffer)
+        self.left -= 1
+        if self.left < 0:
+            raise Interruption
+        return count
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_read_that_raises_when_it_is_done_counts(credentials: dict[str, Credentials], after: int) -> None:
+    """The first byte of a record, and all that was left of it."""
+    opener, acceptor = shaken(credentials)
+    expected = frame(1, 10) + frame(2)
+    unread = deque([encrypted(opener, expected[:9]) + encrypted(opener, expected[9:])])
+    raising = Raising(acceptor, after)
+    with pytest.raises(Interruption):
+        acceptor.look(unread, MOST)
+    acceptor._read = raising.read
+    assert acceptor.look(unread, MOST) == expected

@@ -1,0 +1,413 @@
+"""Connections with TLS over real sockets: frames, ends, threads that read and write for themselves, interruptions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import pytest
+
+from aiorpc.errors import PeerRefused, ProtocolError
+from aiorpc.protocol.frames import CHUNK, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.transport import connection as connection_module
+from aiorpc.transport import send_queue
+from aiorpc.transport import tls as tls_module
+from aiorpc.transport.certificates import Credentials
+from aiorpc.transport.connection import READ_HERE
+from aiorpc.transport.tls import PIECE, RECORD, TlsLayer
+from tests.authority import Authority
+from tests.transport.ends import LONG, SOON, End, encoded, interrupted, takes_little, unread, until
+
+FILES = (connection_module.__file__, send_queue.__file__, tls_module.__file__)
+
+
+@pytest.fixture(scope="module")
+def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return Credentials(Authority(tmp_path_factory.mktemp("authority")).tls("w"), "w")
+
+
+def layer(credentials: Credentials, opener: bool, decoder: FrameDecoder) -> TlsLayer:
+    context, own = credentials.context(opener=opener)
+    return TlsLayer(context, decoder, opener=opener, own=own)
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+        return near, far
+
+
+@pytest.fixture
+async def ends(credentials: Credentials) -> AsyncIterator[tuple[End, End]]:
+    """Two connections, tied together, that are open; small socket buffers, so that writes are often partial."""
+    near, far = connected()
+    pair = End(near, "left", partial(layer, credentials, True)), End(far, "right", partial(layer, credentials, False))
+    told: list[End] = []
+    for end in pair:
+        takes_little(end.sock)
+        end.connection.on_open = partial(told.append, end)
+        end.connection.start()
+    await until(lambda: len(told) == 2)
+    yield pair
+    for end in pair:
+        end.connection.abort()
+
+
+class Far:
+    """The bare socket at the other end of a connection, and its side of TLS."""
+
+    def __init__(self, sock: socket.socket, tls: TlsLayer) -> None:
+        self.sock, self._tls = sock, tls
+        sock.setblocking(False)
+
+    def send(self, data: bytes) -> None:
+        self.send_raw(self.encrypted(data))
+
+    def encrypted(self, data: bytes) -> bytes:
+        self._tls.encrypt(data)
+        return self._tls.outgoing.read()
+
+    def send_raw(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def shake(self) -> None:
+        """Take what has come of TLS itself, and answer."""
+        with contextlib.suppress(BlockingIOError):
+            self._tls.feed(self.sock.recv(1 << 16))
+        if data := self._tls.outgoing.read():
+            self.send_raw(data)
+
+    def frames(self) -> list[Frame]:
+        """What has come."""
+        found: list[Frame] = []
+        with contextlib.suppress(BlockingIOError):
+            while data := self.sock.recv(1 << 16):
+                found += self._tls.feed(data)
+        return found
+
+
+@pytest.fixture
+async def half(credentials: Credentials) -> AsyncIterator[tuple[End, Far]]:
+    """A connection that is open, and the bare socket at its other end."""
+    near, far = connected()
+    with far:
+        end = End(near, "half", partial(layer, credentials, True))
+        other = Far(far, layer(credentials, False, FrameDecoder(max_body=1 << 24, max_segment=1 << 24)))
+        opened: list[None] = []
+        end.connection.on_open = partial(opened.append, None)
+        end.connection.start()
+
+        def shaken() -> bool:
+            other.shake()
+            return bool(opened)
+
+        await until(shaken)
+        other.shake()
+        yield end, other
+        end.connection.abort()
+
+
+@pytest.fixture
+async def shared(half: tuple[End, Far]) -> tuple[End, Far]:
+    """A connection that threads may read on, and its other end."""
+    looked = threading.Event()
+
+    def enough() -> bool:
+        looked.set()
+        return True
+
+    async with asyncio.timeout(LONG):
+        while not looked.is_set():
+            await asyncio.to_thread(half[0].connection.read_here, enough)
+    return half
+
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+async def test_frames_arrive_in_order(ends: tuple[End, End], urgent: bool) -> None:
+    """Frames of all sizes arrive once each, in the order of send, in both directions."""
+    left, right = ends
+    sizes = [0, 1, 100, RECORD, 20_000, PIECE - 17, PIECE - 18, PIECE - 19, 300_000, 5, 2_000_000, 0]
+    for sender, receiver in ((left, right), (right, left)):
+        for number, size in enumerate(sizes):
+            sender.send(number, bytes([number]) * size, urgent=urgent)
+        frames = await receiver.received(len(sizes))
+        assert [(frame.call_id, frame.body) for frame in frames] == [
+            (number, bytes([number]) * size) for number, size in enumerate(sizes)
+        ]
+        assert sender.connection.unsent == 0
+    assert left.connection.bytes_sent == right.connection.bytes_received
+
+
+async def test_large_buffers_arrive_in_their_place(ends: tuple[End, End]) -> None:
+    """Segments, and chunks in the memory that was meant for them."""
+    left, right = ends
+    content, place = os.urandom(3_000_001), bytearray(1 << 20)
+    right.connection.decoder.place = lambda transfer, body, length: memoryview(place)[:length]
+    left.send(1, b"body", content)
+    left.connection.send(encode_frame(CHUNK, 2, b"\x90", [content[: 1 << 20]]))
+    left.send(3)
+    frames = await right.received(3)
+    assert [frame.call_id for frame in frames] == [1, 2, 3]
+    assert bytes(frames[0].segments[0]) == content
+    assert bytes(place) == content[: 1 << 20]
+
+
+async def test_both_ways_at_once_from_many_threads(ends: tuple[End, End]) -> None:
+    """Each thread's frames arrive in its order, while both sides send and read."""
+
+    def send(end: End, thread: int) -> None:
+        for number in range(50):
+            end.send(thread << 16 | number, bytes(number * 400), urgent=number % 3 == 0)
+
+    await asyncio.gather(*(asyncio.to_thread(send, end, thread) for end in ends for thread in range(3)))
+    for end in ends:
+        frames = await end.received(150)
+        for thread in range(3):
+            assert [f.call_id & 0xFFFF for f in frames if f.call_id >> 16 == thread] == list(range(50))
+
+
+def test_no_record_has_a_single_byte() -> None:
+    """However frames are cut: a thread that was interrupted could not tell whether it had read that one."""
+    for size in [1, 2, 17, 18, RECORD, RECORD + 1, PIECE, PIECE + 1, PIECE + 2, 2 * PIECE + 1]:
+        frames, start = [[b"x" * size], [b"y" * 18]], 0
+        while frames:
+            _, length, taken, rest = send_queue._cut_records(frames, start)
+            assert length % RECORD != 1 or size == 1 or length > 1
+            assert length % RECORD != 1 or (length, size) == (1, 1), (size, length)
+            frames, start = frames[taken:], rest
+
+
+async def test_the_end_is_told(half: tuple[End, Far]) -> None:
+    """An end of the socket is one, with or without a word of TLS."""
+    end, far = half
+    far.send(encoded(1))
+    far.sock.close()
+    assert isinstance(await end.closed(), ConnectionResetError)
+    assert [frame.call_id for frame in end.frames] == [1]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["a thread reads", "the loop reads"])
+async def test_one_flipped_bit_ends_the_connection(shared: tuple[End, Far], waits: bool) -> None:
+    """Whoever reads: nothing of it is handed out, and the other side gets an alert."""
+    end, far = shared
+    waiter = await Waiter(end).looks() if waits else None
+    data = bytearray(far.encrypted(encoded(7)))
+    data[9] ^= 1
+    far.send_raw(bytes(data))
+    if waiter is not None:
+        await waiter.ended()
+        assert waiter.taken == []
+    assert isinstance(await end.closed(), ProtocolError)
+    assert end.frames == []
+    with pytest.raises(PeerRefused, match="bad record mac"):
+        far.frames()
+
+
+async def test_an_error_of_on_open_closes_the_connection(credentials: Credentials) -> None:
+    """Whoever looks at the certificate may refuse it: nothing is sent."""
+    near, far = connected()
+    left = End(near, "left", partial(layer, credentials, True))
+    right = End(far, "right", partial(layer, credentials, False))
+
+    def refuse() -> None:
+        raise PeerRefused("not you")
+
+    left.connection.on_open = refuse
+    right.connection.start()
+    left.connection.start()
+    cause = await left.closed()
+    assert isinstance(cause, PeerRefused) and "not you" in str(cause)
+    await right.closed()
+    assert right.frames == []
+
+
+# --- threads that read for themselves ---------------------------------------------------------------------------------
+
+
+class Waiter:
+    """A thread that reads on a connection until an answer is there, or until it is told to stop."""
+
+    def __init__(self, end: End) -> None:
+        self.connection = end.connection
+        self.taken: list[Frame] = []
+        self.stop = threading.Event()
+        self.looking = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.taken += self.connection.read_here(self._enough)
+
+    def _enough(self) -> bool:
+        self.looking.set()
+        return self.stop.is_set()
+
+    async def looks(self) -> Waiter:
+        assert await asyncio.to_thread(self.looking.wait, LONG)
+        return self
+
+    async def ended(self) -> None:
+        """Wait until it has gone by itself."""
+        try:
+            await asyncio.to_thread(self.thread.join, SOON)
+            assert not self.thread.is_alive(), "it reads on"
+        finally:
+            self.stop.set()
+            await asyncio.to_thread(self.thread.join, LONG)
+
+
+ITEM = encoded(7, kind=Kind.ITEM)
+
+
+async def test_waiter_takes_answers_in_pieces(shared: tuple[End, Far]) -> None:
+    """Once all of them are there, however the records are cut; the loop goes on behind them."""
+    end, far = shared
+    data = far.encrypted(encoded(7)[:11]) + far.encrypted(encoded(7)[11:] + encoded(8, b"x" * 20_000))
+    waiter = await Waiter(end).looks()
+    for start in range(0, len(data), 700):
+        far.send_raw(data[start : start + 700])
+        if start + 700 < len(data):
+            await until(lambda: not unread(end.sock))
+    await waiter.ended()
+    assert [frame.call_id for frame in waiter.taken] == [7, 8]
+    far.send(encoded(9))
+    assert [frame.call_id for frame in await end.received(1)] == [9]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (ITEM, [7]),
+        (encoded(8) + ITEM, [8, 7]),
+        (encoded(8) + encoded(9, b"x" * READ_HERE), [8, 9]),
+        (encoded(7, b"x" * 3 * READ_HERE), [7]),
+    ],
+    ids=["no answer", "something before it", "a long one behind it", "too long"],
+)
+async def test_waiter_leaves_all_else_to_the_loop(shared: tuple[End, Far], data: bytes, expected: list[int]) -> None:
+    """The loop gets all of it, in order."""
+    end, far = shared
+    waiter = await Waiter(end).looks()
+    sending = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(far.sock, far.encrypted(data)))
+    await waiter.ended()
+    await sending
+    await end.received(len(expected))
+    assert [frame.call_id for frame in end.frames] == expected
+    assert waiter.taken == []
+
+
+async def test_the_end_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[End, Far]) -> None:
+    """Behind what was said before."""
+    end, far = shared
+    waiter = await Waiter(end).looks()
+    far.send(ITEM)
+    far.sock.shutdown(socket.SHUT_WR)
+    await waiter.ended()
+    assert isinstance(await end.closed(), ConnectionResetError)
+    assert [frame.call_id for frame in end.frames] == [7]
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "urgent"), [(10, True), pytest.param(2 * PIECE, True, marks=pytest.mark.long), (10, False)]
+)
+async def test_interruption_of_a_sender_loses_and_doubles_nothing(
+    half: tuple[End, Far], size: int, urgent: bool
+) -> None:
+    """An exception between any two instructions of send in a thread: what was queued arrives once, in order."""
+    end, far = half
+    takes_little(end.sock, 4096 if size < PIECE else 64 * 1024)
+    found: list[int] = []
+    stuck: list[str] = []
+    at = 0
+
+    def read() -> bool:
+        written = not end.connection.unsent
+        found.extend(frame.call_id for frame in far.frames())
+        return written
+
+    for at in range(5_000):
+        frame = encode_frame(Kind.CALL, at, bytes(size))
+        place = await asyncio.to_thread(interrupted, partial(end.connection.send, frame, urgent=urgent), at, *FILES)
+        try:
+            await until(read, SOON)
+        except TimeoutError:
+            stuck.append(f"{place}: waits for ever")
+        if place is None or len(stuck) >= 3:
+            break
+    end.send(1 << 32)
+    await until(lambda: read() and found[-1:] == [1 << 32])
+    assert stuck == []
+    assert found == sorted(set(found)), "in order, and none twice"
+    assert at + 1 - len(found) < 60, "more than what was interrupted before it was queued"
+    assert 50 < at < 4_999, "it was not interrupted"
+    assert end.causes == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [["7"], pytest.param(["7", "8"], marks=pytest.mark.long), ["8"]], ids="+".join)
+async def test_interruption_of_a_waiter_loses_and_doubles_nothing(shared: tuple[End, Far], pieces: list[str]) -> None:
+    """An exception between any two instructions of read_here: taken here or by the loop, each frame is had once."""
+    end, far = shared
+    lost: list[str] = []
+    done: set[int] = set()
+    at = 0
+    for at in range(3_000):
+        first, second = 2 * at + 1, 2 * at + 2
+        frames = {"7": encoded(first), "8": encoded(second, kind=Kind.ITEM)}
+        expected = [{"7": first, "8": second}[piece] for piece in pieces]
+        rest = [far.encrypted(frames[piece]) for piece in pieces]
+        looks: list[None] = []
+        taken: list[Frame] = []
+
+        def more(rest: list[bytes] = rest, looks: list[None] = looks) -> bool:
+            if rest:
+                far.send_raw(rest.pop(0))
+            looks.append(None)
+            return len(looks) > 3
+
+        def work(at: int = at, taken: list[Frame] = taken, more: Callable[[], bool] = more) -> str | None:
+            def read() -> None:
+                taken.extend(end.connection.read_here(more))
+
+            place = interrupted(read, at, *FILES)
+            if place is not None:
+                taken.extend(end.connection.answers)
+            end.connection.read_on_loop()
+            return place
+
+        before = len(end.frames)
+        place = await asyncio.to_thread(work)
+        if left := b"".join(rest):
+            far.send_raw(left)
+
+        def had(taken: list[Frame] = taken, before: int = before, done: set[int] = done) -> list[int]:
+            # An answer that was read in an earlier turn is none of this one's: its call is not pending any more.
+            return sorted({frame.call_id for frame in taken} - done) + [each.call_id for each in end.frames[before:]]
+
+        try:
+            await until(lambda: len(had()) >= len(expected), SOON)  # noqa: B023  # within this turn
+        except TimeoutError:
+            lost.append(f"{place}: {had()} of {expected}, and waits for ever")
+        else:
+            if had() != expected:
+                lost.append(f"{place}: {had()} instead of {expected}")
+        done |= {first, second}
+        if place is None or len(lost) >= 3:
+            break
+    assert lost == []
+    assert 50 < at < 2_999, "it was not interrupted"
+    assert end.causes == []
