@@ -28,6 +28,7 @@ from .functions import async_execution, batched
 from .futures import Future, collect_all, wait_all
 from .options import RpcBackendOptions, Tls
 from .protocol.identity import WorkerInfo
+from .protocol.registered import register_safe
 from .rights import exposed
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.stream import Stream
@@ -97,6 +98,7 @@ __all__ = [
     "nn",
     "optim",
     "peer",
+    "register_safe",
     "remote",
     "rpc_async",
     "rpc_sync",

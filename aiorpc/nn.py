@@ -24,6 +24,8 @@ import torch
 from .errors import RpcError, RpcUsageError
 from .futures import Future
 from .protocol import codec
+from .protocol.registered import register_safe
+from .protocol.trees import fill
 from .runtime.caller.peers import To
 from .runtime.calls.current import permits
 from .runtime.gradients.contexts import current_autograd
@@ -63,6 +65,7 @@ class _Refused:
         return refuse
 
 
+@register_safe
 class RemoteModule(Module):
     """A ``torch.nn.Module`` that is made, and runs, on another worker.
 
@@ -330,6 +333,24 @@ class RemoteModule(Module):
             )
         return super().__reduce_ex__(protocol)
 
+    def _take_apart(self) -> dict[str, Any]:
+        """What travels of it without pickle (`protocol.trees`)."""
+        plain = Module().__dict__
+        own = {name: value for name, value in self.__dict__.items() if name not in plain}
+        return {**own, "training": self.training}
+
+    @classmethod
+    def _put_together(cls, parts: dict[str, Any]) -> Self:
+        """What `_take_apart` was asked of. Raises for parts of other types, and for names that are methods."""
+        sorts: dict[str, Any] = {"on": (str, int), "device": str, "module_rref": RRef, "training": bool}
+        for name, sort in sorts.items():
+            if not isinstance(parts.get(name), sort):
+                raise RpcUsageError(f"a RemoteModule whose {name} is {parts.get(name)!r:.80}")
+        made = cls.__new__(cls)
+        Module.__init__(made)
+        fill(made, parts)
+        return made
+
     def _node(self) -> Node:
         node: Node = node_of(self.module_rref)
         node.engine.lifetime.check_open()
@@ -393,6 +414,10 @@ def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -
     )
     setattr(made, "_metadata", OrderedDict(_metadata_of(state)))  # noqa: B010  # an attribute that only torch knows of
     return made
+
+
+# What `load_state_dict` returns.
+register_safe(torch.nn.modules.module._IncompatibleKeys)
 
 
 # --- on the owner -----------------------------------------------------------------------------------------------------

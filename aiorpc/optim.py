@@ -25,6 +25,7 @@ import torch
 
 from .errors import RpcError, RpcTimeout, RpcUsageError
 from .futures import Future, block_observer, call_site
+from .protocol.registered import register_safe
 from .runtime.calls.current import check_cancelled, current_call, permits
 from .runtime.node import Node, node_of, registry, serving
 from .runtime.references.rref import RRef
@@ -40,6 +41,7 @@ class NoGradients(RpcUsageError):
     """A step that would do nothing: no parameter of the optimizer has a gradient in the context."""
 
 
+@register_safe
 class DistributedOptimizer:
     """One optimizer of class `optimizer_class` on each worker that owns some of the parameters.
 

@@ -152,6 +152,10 @@ class RpcBackendOptions:
         ``"*"`` for all other roles. Everything by default, and where a list is ``"*"``.
     tls: files by which workers prove who they are; then all that goes over TCP is TLS 1.3, on all workers or on none.
         None takes what AIORPC_TLS_CERT, AIORPC_TLS_KEY and AIORPC_TLS_CA name, if they are set.
+    serialization: ``free``: whatever pickles is sent, so that who may call may run any code here. ``safe``: nothing is
+        unpickled; plain values, containers, tensors, arrays, references, and objects of classes that were registered
+        (`aiorpc.register_safe`); exceptions arrive as RemoteError. The same on all workers. `serve` is ``rpc.exposed``
+        then, if it is not set.
     device_maps: where tensors go, by the name of the callee and the device that they are on here: ``{"ps": {0: 1}}``;
         results come back the other way. A tensor on a device that the map leaves out is refused here; those of the cpu
         stay on the cpu if it is left out. One-to-one.
@@ -191,6 +195,7 @@ class RpcBackendOptions:
     require_secret: bool | None = None
     serve: Serve = None
     tls: Tls | None = None
+    serialization: str = "free"
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)
     device_channel: str = "auto"
@@ -242,6 +247,8 @@ class RpcBackendOptions:
             raise RpcUsageError(f"require_secret must be True, False or None, not {self.require_secret!r}")
         if self.tls is not None and not isinstance(self.tls, Tls):
             raise RpcUsageError(f"tls must be a Tls (rpc.Tls(cert=, key=, ca=)) or None, not {self.tls!r}")
+        if self.serialization not in ("free", "safe"):
+            raise RpcUsageError(f"serialization must be 'free' or 'safe', not {self.serialization!r:.80}")
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -26,7 +26,9 @@ from ..foreign import text_of
 from . import reductions
 from .frames import Buffer
 from .messages import Values
+from .reductions import TensorRoute, is_dense
 from .reference_messages import PassedReference
+from .trees import read_tree, write_tree
 
 # Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
@@ -38,20 +40,7 @@ _STACK_GLOBAL = b"\x93"  # the opcode by which a pickle of protocol 4 or later n
 _new: Any = tuple.__new__
 
 Tensor = torch.Tensor
-Parameter = torch.nn.Parameter
-
-
-class TensorRoute(Protocol):
-    """Says which tensors that lie on devices may go to a worker."""
-
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor can go as it is; False if it has to be taken apart.
-
-        Raises SerializationError if it cannot go at all.
-        """
-
-    def leads(self, device: torch.device) -> bool:
-        """Whether tensors on that device can go to the worker."""
+Past = reductions.Past
 
 
 class Outgoing:
@@ -59,18 +48,37 @@ class Outgoing:
 
     target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so
     that what it defines can go by name. route: for tensors on devices; None: there is none. apart: whether to note the
-    sparse tensors that require gradients; they are taken apart. on_unsent: what to undo if the frame never leaves.
+    sparse tensors that require gradients; they are taken apart. safe: whether the group reads no pickles, so that
+    values go as a tree (`trees`). on_unsent: what to undo if the frame never leaves.
     places: where in `tensors` those are that are values by themselves, by id: one that is given twice arrives as one.
     """
 
-    __slots__ = ("apart", "buffers", "on_unsent", "places", "references", "route", "same_main", "target", "tensors")
+    __slots__ = (
+        "apart",
+        "buffers",
+        "on_unsent",
+        "places",
+        "references",
+        "route",
+        "safe",
+        "same_main",
+        "target",
+        "tensors",
+    )
 
     def __init__(
-        self, target: Any = None, *, same_main: bool = False, route: TensorRoute | None = None, apart: bool = False
+        self,
+        target: Any = None,
+        *,
+        same_main: bool = False,
+        route: TensorRoute | None = None,
+        apart: bool = False,
+        safe: bool = False,
     ) -> None:
         self.target = target
         self.apart: list[Tensor] | None = [] if apart else None
         self.route = route
+        self.safe = safe
         self.same_main = same_main
         self.tensors: list[Tensor] = []
         self.places: dict[int, int] = {}
@@ -85,37 +93,21 @@ class Outgoing:
         self.on_unsent.clear()
 
 
-# Gives a tensor that was taken apart, by its number among those, the place in its graph that the message says.
-Past = Callable[[int, Tensor], Tensor]
-
-
 class Incoming(NamedTuple):
-    """What the pickle of a message being decoded can refer to. past: None if no tensor that was taken apart has one."""
+    """What the pickle of a message being decoded can refer to. past: None if no tensor that was taken apart has one.
+
+    safe: whether the group reads no pickles: what the message calls its pickle is a tree.
+    """
 
     tensors: Sequence[Tensor]
     references: Sequence[Any]
     past: Past | None = None
+    safe: bool = False
 
 
 # Objects with a meaning of their own on the wire (RRef) ask these while they are pickled and unpickled.
 outgoing: ContextVar[Outgoing | None] = ContextVar("aiorpc_outgoing", default=None)
 incoming: ContextVar[Incoming | None] = ContextVar("aiorpc_incoming", default=None)
-
-
-def is_dense(tensor: Tensor, route: TensorRoute | None = None) -> bool:
-    """Whether a tensor is described by dtype, shape and strides over bytes, on a CPU or a device that the route takes.
-
-    See `reductions` for others.
-    """
-    if route is not None and not tensor.is_cpu:
-        return route.takes(tensor)
-    return (
-        (type(tensor) is Tensor or type(tensor) is Parameter)
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-    )
 
 
 def encode_values(values: list[Any], out: Outgoing) -> Values:
@@ -191,7 +183,7 @@ def decode_values(message: Values, inside: Incoming, buffers: Sequence[Buffer]) 
     except (TypeError, IndexError, ValueError) as error:
         raise ProtocolError(f"a message whose tensors or references have no place: {error}") from None
     if message.pickled:
-        opaque = loads(message.pickled, inside, buffers)
+        opaque = (read_tree if inside.safe else loads)(message.pickled, inside, buffers)
         try:
             for position, value in zip(message.opaque_at, opaque, strict=True):
                 values[position] = value
@@ -229,6 +221,8 @@ def is_simple(items: Sequence[Any], depth: int = 3) -> bool:
 
 def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes:
     opaque = tuple([values[position] for position in positions])
+    if out.safe:
+        return _write_all(opaque, positions, out)
     if is_simple(opaque):
         return pickle.dumps(opaque, 5)  # what the pickler of ours would write, in a fraction of the time
     token = outgoing.set(out)
@@ -248,6 +242,26 @@ def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes
         raise SerializationError(reason, positions[0]) from error
     finally:
         outgoing.reset(token)
+
+
+def _write_all(opaque: tuple[Any, ...], positions: list[int], out: Outgoing) -> bytes:
+    """The same as a tree."""
+    tensors, buffers = len(out.tensors), len(out.buffers)
+    try:
+        return write_tree(opaque, out)
+    except Exception as error:
+        for position, value in zip(positions, opaque, strict=True):
+            out.places.clear()  # as `_pickle_all`: the message will not be sent
+            del out.tensors[tensors:], out.buffers[buffers:]
+            try:
+                write_tree(value, out)
+            except SerializationError as cause:
+                raise SerializationError(text_of(cause), position) from cause
+            except Exception as cause:
+                kind = type(value).__qualname__
+                raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
+        reason = f"cannot be serialised together with the others: {text_of(error)}"
+        raise SerializationError(reason, positions[0]) from error
 
 
 def dumps(value: object, out: Outgoing) -> bytes:

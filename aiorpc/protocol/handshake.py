@@ -81,6 +81,7 @@ class Introduction(NamedTuple):
     #: The number that the opener gave to its link with the acceptor.
     link: int
     #: PIPE: this is the second connection of that link, for chunks. SEALED: what follows the handshake bears seals.
+    #: SAFE: whoever says this reads no pickles, and sends none.
     flags: int
 
 
@@ -91,11 +92,11 @@ class Challenge(NamedTuple):
     version: int
     #: 32 random bytes, never used again.
     nonce: bytes
-    #: SEALED, as in an Introduction.
+    #: SEALED and SAFE, as in an Introduction.
     flags: int
 
 
-PIPE, SEALED = 1, 2
+PIPE, SEALED, SAFE = 1, 2, 4
 
 
 class Handshake:
@@ -110,6 +111,7 @@ class Handshake:
     other member opens it in their name.
     binding: what both ends of the connection below have in common and nobody in between can have (`TlsLayer.binding`);
     proofs and keys are made over it. It has to be set before the first frame; empty where there is no such thing.
+    safe: whether we read no pickles.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Handshake:
         pipe: bool = False,
         sealed: bool = False,
         session_of: Callable[[WorkerRecord, int], bytes | None] | None = None,
+        safe: bool = False,
     ) -> None:
         if opener != (expect is not None):
             raise RpcUsageError("an opener says whom it wants, and an acceptor does not")
@@ -132,6 +135,7 @@ class Handshake:
         self.pipe = pipe
         self.sealed = sealed
         self.binding = b""
+        self.safe = safe
         self._table = OPENER if opener else ACCEPTOR
         self.state = self._table.initial
         self.peer: WorkerRecord | None = None
@@ -152,7 +156,7 @@ class Handshake:
             side = "opener's" if self._opener else "acceptor's"
             raise RpcUsageError(f"an {side} handshake that is {self.state.value} cannot be started")
         whom, known = _hashes(self._acceptor)
-        flags = (PIPE if self.pipe else 0) | (SEALED if self.sealed else 0)
+        flags = (PIPE if self.pipe else 0) | self._flags()
         record = tuple(self.record.to_wire())
         self._mine = write_introduction(Introduction(VERSION, record, self._nonce, whom, known, self.link, flags))
         self.state = self._table.next(self.state, HandshakeEvent.BEGUN)
@@ -189,13 +193,12 @@ class Handshake:
         if self.state is HandshakeState.START and not self._opener and frame.kind == Kind.HELLO:
             self._theirs = read_hello(frame.body).introduction
             self._candidate = self._check_introduction()
-            flags = SEALED if self.sealed else 0
-            self._mine = write_introduction(Challenge(VERSION, self._nonce, flags))
+            self._mine = write_introduction(Challenge(VERSION, self._nonce, self._flags()))
             self.state = self._table.next(self.state, HandshakeEvent.HELLO)
             return encode_frame(Kind.HELLO, 0, write_hello(Hello(self._mine, b"")))
         if self.state is HandshakeState.SENT and frame.kind == Kind.HELLO:
             self._theirs = read_hello(frame.body).introduction
-            self._check_seals(self._acceptor, read_challenge(self._theirs).flags)
+            self._check_flags(self._acceptor, read_challenge(self._theirs).flags)
             self.state = self._table.next(self.state, HandshakeEvent.HELLO)
             return encode_frame(Kind.PROOF, 0, self._keyed("opener"))
         if self.state is HandshakeState.PROVED and frame.kind == Kind.WELCOME and self._candidate is not None:
@@ -229,18 +232,29 @@ class Handshake:
                 "the worker that is wanted is here, but it says something else of itself than the rendezvous store "
                 "says of it: somebody else has written into the store"
             )
-        self._check_seals(peer, theirs.flags)
+        self._check_flags(peer, theirs.flags)
         if self.pipe and self._session_of is not None:
             self._secret = self._session_of(peer, self.link) or self._secret
         return peer
 
-    def _check_seals(self, peer: WorkerRecord, flags: int) -> None:
+    def _flags(self) -> int:
+        return (SEALED if self.sealed else 0) | (SAFE if self.safe else 0)
+
+    def _check_flags(self, peer: WorkerRecord, flags: int) -> None:
         sealed = bool(flags & SEALED)
         if sealed != self.sealed:
             says, we = ("seals", "do not") if sealed else ("does not seal", "do")
             raise PeerRefused(
                 f"worker {peer.name!r} {says} what it sends on this connection, and we {we}; give authenticate_frames "
                 "the same value on all workers"
+            )
+        if bool(flags & SAFE) != self.safe:
+            ours, theirs = ("safe", "free") if self.safe else ("free", "safe")
+            # To a stranger we do not say who we are; the opener knows whom it has called.
+            we = f"worker {self.record.name!r} has" if self._opener else "the worker that it called has"
+            raise PeerRefused(
+                f"worker {peer.name!r} has serialization={theirs!r}, and {we} {ours!r}; give it the same value on all "
+                "workers"
             )
 
     def _keyed(self, label: str) -> bytes:
@@ -317,7 +331,7 @@ def _fields(data: Buffer, kind: type[Introduction | Challenge]) -> list[Any]:
 def _check_fields(nonce: Any, flags: Any) -> None:
     if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
         raise ProtocolError("a HELLO without a nonce")
-    if type(flags) is not int or not 0 <= flags <= PIPE | SEALED:
+    if type(flags) is not int or not 0 <= flags <= PIPE | SEALED | SAFE:
         raise ProtocolError("a HELLO that does not say what the connection is for")
 
 

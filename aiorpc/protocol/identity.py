@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ProtocolError, RpcUsageError
 from ..rights import check_role
+from .registered import register_safe
 
 NAME_LIMIT = 128
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*")
@@ -30,6 +31,7 @@ def check_name(name: object) -> str:
     return name
 
 
+@register_safe
 @dataclass(frozen=True, order=True, repr=False)
 class WorkerInfo:
     """Name and id (rank) of a worker; usable wherever a worker is named. Hashable, comparable, picklable."""

@@ -53,7 +53,8 @@ class Values(NamedTuple):
     tensors_at: Sequence[int] = ()
     #: Positions in `values` that were pickled.
     opaque_at: Sequence[int] = ()
-    #: One pickle (protocol 5) of the tuple of those, so that what they share stays shared; nil if there are none.
+    #: One pickle (protocol 5) of the tuple of those, so that what they share stays shared; nil if there are none. In a
+    #: group with safe serialization it is a tree (`trees`).
     pickled: bytes | None = None
     #: How many segments of the frame are out-of-band buffers of that pickle; they come last.
     buffers: int = 0

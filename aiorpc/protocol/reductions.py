@@ -15,7 +15,7 @@ subclasses, meta tensors and Parameters of these kinds are left to torch; the te
 travel. Hooks, graphs and ``grad`` stay behind, as with ``torch.save``; tensors that require gradients arrive as leaves
 that require them, but for sparse ones inside of an autograd context (`codec.load_past`).
 
-Devices: what lies on one travels if the route of the message leads from it (`codec.Route`; None: there is no route).
+Devices: what lies on one travels if the route of the message leads from it (`TensorRoute`; None: there is no route).
 The parts say where they arrived, and what is made of them is made there.
 
 The functions ``load_*`` are named in pickles.
@@ -26,7 +26,7 @@ from __future__ import annotations
 import copyreg
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -41,11 +41,44 @@ UninitializedBuffer = torch.nn.parameter.UninitializedBuffer
 # Arrays up to this many bytes may be written into the pickle.
 _SMALL = 4096
 # Stored integers of quantised types; those not here put several elements into a byte.
-_STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 _SPARSE_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 _SPARSE = (torch.sparse_coo, *_SPARSE_BY_ROW, *_SPARSE_BY_COLUMN)
 _KNOWN_LAYOUTS = (torch.strided, *_SPARSE, torch.jagged)
+
+
+class TensorRoute(Protocol):
+    """Says which tensors that lie on devices may go to a worker."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor can go as it is; False if it has to be taken apart.
+
+        Raises SerializationError if it cannot go at all.
+        """
+
+    def leads(self, device: torch.device) -> bool:
+        """Whether tensors on that device can go to the worker."""
+
+
+# Gives a tensor that was taken apart, by its number among those, the place in its graph that the message says.
+Past = Callable[[int, Tensor], Tensor]
+
+
+def is_dense(tensor: Tensor, route: TensorRoute | None = None) -> bool:
+    """Whether a tensor is described by dtype, shape and strides over bytes, on a CPU or a device that the route takes.
+
+    The functions below are for others.
+    """
+    if route is not None and not tensor.is_cpu:
+        return route.takes(tensor)
+    return (
+        (type(tensor) is Tensor or type(tensor) is Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
 
 
 def reduce_tensor(tensor: Tensor, route: Any = None) -> Any:
@@ -79,6 +112,12 @@ def _refuse(tensor: Tensor, route: Any) -> None:
 def _is_fake(tensor: Tensor) -> bool:
     module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # imported by whoever made one
     return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def jagged_class() -> Any:
+    """The class of nested tensors of the jagged layout; None while nobody has made one."""
+    module: Any = sys.modules.get("torch.nested._internal.nested_tensor")  # imported by whoever made one
+    return None if module is None else module.NestedTensor
 
 
 def _reduce_plain(tensor: Tensor) -> Any:
@@ -132,8 +171,10 @@ def _reduce_sparse(tensor: Tensor) -> tuple[Any, ...]:
     return load_sparse, (tensor.layout, tensor.size(), coalesced, grad, *parts)
 
 
-def load_sparse(layout: torch.layout, size: torch.Size, coalesced: bool, grad: bool, *parts: Tensor) -> Tensor:
-    """Used in pickles: a sparse tensor of these parts.
+def load_sparse(
+    layout: torch.layout, size: torch.Size, coalesced: bool, grad: bool, *parts: Tensor, check: bool = False
+) -> Tensor:
+    """Used in pickles: a sparse tensor of these parts. check: whether its indices are looked at.
 
     Not torch's own function: that keeps all it makes in a list, for a check that only the end of `torch.load` makes.
     """
@@ -141,12 +182,12 @@ def load_sparse(layout: torch.layout, size: torch.Size, coalesced: bool, grad: b
     if layout is torch.sparse_coo:
         indices, values = parts
         made = torch.sparse_coo_tensor(
-            indices, values, size, device=device, is_coalesced=coalesced, check_invariants=False
+            indices, values, size, device=device, is_coalesced=coalesced, check_invariants=check
         )
     else:
         compressed, plain, values = parts
         made = torch.sparse_compressed_tensor(
-            compressed, plain, values, size, layout=layout, device=device, check_invariants=False
+            compressed, plain, values, size, layout=layout, device=device, check_invariants=check
         )
     return made.requires_grad_() if grad else made
 
@@ -159,14 +200,14 @@ def _reduce_quantised(tensor: Tensor) -> tuple[Any, ...]:
         scale: tuple[Any, ...] = (tensor.q_scale(), tensor.q_zero_point())
     else:
         scale = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis())
-    kind = _STORED.get(tensor.dtype)
+    kind = STORED.get(tensor.dtype)
     stored = _over_memory(tensor, kind) if kind is not None else _over_storage(tensor.untyped_storage())
     return load_quantised, (tensor.dtype, tensor.size(), stored, *scale)
 
 
 def load_quantised(dtype: torch.dtype, size: torch.Size, stored: Tensor, *scale: Any) -> Tensor:
     """Used in pickles: a quantised tensor over stored integers. scale: it and the zero point; per channel the axis."""
-    packed = dtype not in _STORED
+    packed = dtype not in STORED
     if len(scale) == 2:
         made = torch._empty_affine_quantized(
             size if packed else (0,), scale=scale[0], zero_point=scale[1], dtype=dtype, device=stored.device
@@ -195,6 +236,14 @@ def load_nested(buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor,
     """Used in pickles: a nested tensor over one buffer."""
     made: Tensor = torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
     return made.requires_grad_() if grad else made
+
+
+def load_jagged(values: Tensor, offsets: Tensor, lengths: Tensor | None, dim: int, grad: bool) -> Tensor:
+    """A nested tensor of the jagged layout. dim: which dimension is, counted with that of the batch in front."""
+    from torch.nested._internal.nested_tensor import NestedTensor  # imports half of torch's compiler
+
+    made: Tensor = NestedTensor(values, offsets, lengths=lengths, _ragged_idx=dim, requires_grad=grad)
+    return made
 
 
 # --- subclasses -------------------------------------------------------------------------------------------------------

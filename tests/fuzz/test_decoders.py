@@ -46,6 +46,7 @@ class To:
     same_main = True
     max_body = 1 << 24
     max_segment = 1 << 40
+    safe = False
 
 
 def bodies() -> list[tuple[bytes, list[bytes]]]:

@@ -32,7 +32,6 @@ from aiorpc.protocol.codec import (
     dumps,
     encode_values,
     find_main,
-    is_dense,
     load_main,
     load_reference,
     load_tensor,
@@ -40,6 +39,7 @@ from aiorpc.protocol.codec import (
 )
 from aiorpc.protocol.messages import Reply, Values, read_values, write
 from aiorpc.protocol.packing import pack, unpack
+from aiorpc.protocol.reductions import is_dense
 from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 
 

@@ -212,6 +212,25 @@ def test_sides_that_do_not_agree_on_seals_are_refused(seals: bool) -> None:
         opener.feed(answer)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_sides_that_do_not_agree_on_serialization_are_refused(safe: bool) -> None:
+    """Whoever reads no pickles does not talk to whoever sends some; the refusal names both, on either side."""
+
+    def sides() -> tuple[Handshake, Handshake]:
+        opener = Handshake(OPENER, SECRET, opener=True, expect=ACCEPTOR, safe=safe)
+        return opener, Handshake(ACCEPTOR, SECRET, opener=False, safe=not safe)
+
+    opener, acceptor = sides()
+    with pytest.raises(PeerRefused, match=r"'opener' has serialization=.* and the worker that it called has .* same"):
+        acceptor.feed(one(opener.start()))
+    opener, _ = sides()
+    opener.start()
+    other = Handshake(OPENER, SECRET, opener=True, expect=ACCEPTOR, safe=not safe)
+    answer = one(sides()[1].feed(one(other.start())))
+    with pytest.raises(PeerRefused, match=r"'acceptor' has serialization=.* and worker 'opener' has .* the same"):
+        opener.feed(answer)
+
+
 def test_keys_belong_to_one_connection_and_direction() -> None:
     """What one side seals with, the other opens with; all four keys of two connections differ."""
     keys: set[bytes] = set()
@@ -310,11 +329,11 @@ BROKEN_FIELDS: list[list[object]] = [
     [[[]] * 10, NONCE, *HASHES, 0, 2],
     [RECORD, NONCE, *HASHES, "0", 2],
     [RECORD, NONCE, *HASHES, 0, True],
-    [RECORD, NONCE, *HASHES, 0, 4],
+    [RECORD, NONCE, *HASHES, 0, 64],
     [RECORD, NONCE, *HASHES, 0, -1],
     [b"short", 2],
     [NONCE, True],
-    [NONCE, 4],
+    [NONCE, 64],
     [NONCE, -1],
 ]
 BROKEN = [

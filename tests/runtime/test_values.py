@@ -28,6 +28,7 @@ class To:
     def __init__(self, max_body: int = 1 << 20, max_segment: int = 1 << 40) -> None:
         self.max_body = max_body
         self.max_segment = max_segment
+        self.safe = False
 
 
 def deliver(values: list[Any], *, to: To | None = None) -> list[Any]:

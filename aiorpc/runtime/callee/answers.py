@@ -199,7 +199,7 @@ class Answers:
         self._engine.counters.failed += 1
         if logger.isEnabledFor(logging.DEBUG):
             foreign.log_error(logger, logging.DEBUG, error, "%s for %s raised", call.function, call.caller)
-        self._send(ERROR, call, write(encode_error(error, self._engine.name)))
+        self._send(ERROR, call, write(encode_error(error, self._engine.name, self._engine.safe)))
         if self._engine.on_handler_error is not None:
             try:
                 self._engine.on_handler_error(error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
-from ...errors import ProtocolError, RpcUsageError
+from ...errors import ProtocolError, RpcUsageError, SerializationError
 from ...futures import AnyFuture, Future, outcome, when_done
 from ...protocol.messages import ByName, Fetch, Function, Method, Values
 from ..calls import functions
@@ -95,6 +95,10 @@ class Resolver:
                 value = self._references.value(worker, number, self._caller)
                 answer = partial(self._answers.answer_future, call, False)
                 when_done(value, answer if self._permits is None else partial(self._fetch, worker, call))
+            case _ if self._engine.safe:
+                raise SerializationError(
+                    f"worker {self._engine.name!r} runs no function that is sent by value: it uses safe serialization"
+                )
             case _:  # by value: it comes out of the arguments, which may take long
                 if self._permits is not None:
                     self._permits.check_by_value()

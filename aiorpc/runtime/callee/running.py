@@ -14,8 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ... import foreign
 from ...channels.landing import LandedCoroutine, current_landing
-from ...errors import Overloaded, RpcCancelled, RpcUsageError
+from ...errors import Overloaded, RpcCancelled, RpcUsageError, SerializationError
 from ...futures import is_future, when_done
 from ...protocol.codec import names_nothing
 from ..calls.batching import Batch, get_batcher
@@ -110,15 +111,25 @@ class Runner:
 
     def decode(self, call: ServedCall) -> list[Any]:
         """The values of a call. In the thread that will use them. Raises whatever unpickling raises."""
-        if call.handler is not None and call.handler.plain and not names_nothing(call.arguments.pickled):
+        safe = self._engine.safe
+        # A tree can only name what was registered.
+        if not safe and call.handler is not None and call.handler.plain and not names_nothing(call.arguments.pickled):
             assert call.permits is not None, "else nothing need be plain"
             self.discard_arguments(call)
             raise call.permits.refusal(f"{call.function} with arguments whose pickle names classes or functions,")
-        landing = call.landing or (self._devices and self._accelerators.landing())
-        if not landing:
-            return decode(call.arguments, call.segments, self._load_references, self._track)
-        with landing.entered():
-            return decode(call.arguments, call.segments, self._load_references, self._track, landing)
+        landing = call.landing or (self._devices and self._accelerators.landing()) or None
+        try:
+            if landing is None:
+                return decode(call.arguments, call.segments, self._load_references, self._track, None, safe)
+            with landing.entered():
+                return decode(call.arguments, call.segments, self._load_references, self._track, landing, safe)
+        except SerializationError as error:
+            if not safe:
+                raise
+            raise SerializationError(
+                f"an argument of {call.function} that {call.caller.name!r} has sent to worker {self._engine.name!r} "
+                f"{foreign.text_of(error)}"
+            ) from error.__cause__
 
     def _take_arguments(self, call: ServedCall) -> tuple[list[Any], dict[str, Any]]:
         values = self.decode(call)

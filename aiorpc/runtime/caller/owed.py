@@ -237,10 +237,12 @@ class OwedCalls:
         try:
             landing = landing or (self._devices and self._accelerators.landing()) or None
             if landing is None:
-                values = decode(result, segments, self._peer.load_references, self._peer.track)
+                values = decode(result, segments, self._peer.load_references, self._peer.track, None, self._engine.safe)
             else:
                 with landing.entered():
-                    values = decode(result, segments, self._peer.load_references, self._peer.track, landing)
+                    values = decode(
+                        result, segments, self._peer.load_references, self._peer.track, landing, self._engine.safe
+                    )
                     future.arrival = landing.arrival()
             value = values[0] if len(values) < 2 else Results(values)
         except BaseException as error:  # even SystemExit is that call's alone
@@ -252,7 +254,8 @@ class OwedCalls:
 
     def _settle_error(self, future: CallFuture, frame: Frame) -> None:
         try:
-            error = self._home.read_error(future.function, decode_error(read_error(frame.body), future.function))
+            told = read_error(frame.body)
+            error = self._home.read_error(future.function, decode_error(told, future.function, self._engine.safe))
             if not foreign.is_a(error, BaseException):
                 raise TypeError("read_error gave something that is no exception")
         except BaseException as broken:

@@ -76,10 +76,11 @@ class Home(OwedHome, Protocol):
 class Peer:
     """Another worker, as it is called from here. See the module.
 
-    name, record: of the worker; the record is None until it is known where the worker is. same_main: whether it runs
-    the same main module as this worker, so that what that defines can go by name. devices: whether this
-    worker has devices on which tensors may arrive. route: where tensors on devices go; None if tensors need not be
-    looked at. gone: the error that calls end with, once the peer is GONE.
+    name, record: of the worker; the record is None until it is known where the worker is. same_main: whether it
+    runs the same main module as this worker, so that what that defines can go by name. safe: whether it reads no
+    pickles, as this worker. devices: whether this worker has devices on which tensors may arrive. route: where
+    tensors on devices go; None if tensors need not be looked at. gone: the error that calls end with, once the peer
+    is GONE.
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, name: str, record: WorkerRecord | None) -> None:
@@ -94,6 +95,7 @@ class Peer:
         if record is not None:
             self.identify(record)
         self.state = PEER.initial
+        self.safe = self.engine.safe
         self.max_body = self.engine.options.max_frame_bytes
         self.max_segment = self.engine.options.max_tensor_bytes
         self.owed = OwedCalls(home, deadlines, self)
@@ -199,6 +201,11 @@ class Peer:
                 named = entry.number
             elif entry.number >= 0:
                 named = ByName(entry.number, entry.name)
+            elif self.safe:
+                raise SerializationError(
+                    f"the function {entry.name} for worker {self.name!r} is not sent: it would travel by value, and "
+                    "this group uses safe serialization; define it at the top of a module that both workers can import"
+                )
             else:
                 named = None
                 values.insert(0, function)

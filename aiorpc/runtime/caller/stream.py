@@ -94,9 +94,9 @@ class Stream(AsyncIterator[Any]):
         peer = self._peer
         landing = landing or (peer.devices and peer.accelerators.landing()) or None
         if landing is None:
-            return decode(item, segments, peer.load_references, peer.track)[0]
+            return decode(item, segments, peer.load_references, peer.track, None, peer.safe)[0]
         with landing.entered():
-            value = decode(item, segments, peer.load_references, peer.track, landing)[0]
+            value = decode(item, segments, peer.load_references, peer.track, landing, peer.safe)[0]
             arrival = landing.arrival()
         if arrival is not None:
             arrival.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ... import foreign
+from ... import errors, foreign
 from ...errors import RemoteError
 from ...protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
 from ...protocol.messages import Error
@@ -13,6 +13,12 @@ from ...protocol.messages import Error
 MAX_TEXT = 64 * 1024
 # An exception whose pickle is longer than this travels as text, because it must never break the limit on a frame.
 MAX_PICKLE = 1024 * 1024
+# The errors of aiorpc's own, by which a worker that reads no pickles can tell why a call was not run.
+_OWN: dict[str, type[errors.RpcError]] = {
+    f"{kind.__module__}.{name}": kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.RpcError) and kind is not RemoteError
+}
 # These would not report an error if they were raised as themselves at the caller: they end loops and generators.
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
 
@@ -28,19 +34,26 @@ class RemoteTraceback(Exception):
         return f"\n{self.text}"
 
 
-def encode_error(error: BaseException, worker: str) -> Error:
-    """The Error that tells of an exception. Never raises."""
-    pickled = _pickle(error) if foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF) else None
+def encode_error(error: BaseException, worker: str, safe: bool = False) -> Error:
+    """The Error that tells of an exception. safe: only by its name and text. Never raises."""
+    whole = not safe and foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF)
+    pickled = _pickle(error) if whole else None
     name = _valid(_type_name(type(error)))
     return Error(name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled)
 
 
-def decode_error(told: Error, function: str) -> BaseException:
-    """The exception to raise at the caller, with the remote traceback as its cause."""
+def decode_error(told: Error, function: str, safe: bool = False) -> BaseException:
+    """The exception to raise at the caller, with the remote traceback as its cause.
+
+    safe: nothing is unpickled, and only errors of aiorpc's own become themselves, with their text alone.
+    """
     name, message, text, worker, pickled = told
     cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
     error: BaseException | None = None
-    if pickled is not None:
+    if safe:
+        kind = _OWN.get(name)
+        error = None if kind is None else kind(message)  # the fields of all of them have defaults
+    elif pickled is not None:
         try:
             loaded = loads(pickled, Incoming((), ()))
             error = loaded if foreign.is_a(loaded, Exception) else None

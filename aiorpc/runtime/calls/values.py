@@ -63,6 +63,10 @@ class Destination(Protocol):
     def same_main(self) -> bool: ...
 
     @property
+    def safe(self) -> bool:
+        """Whether it reads no pickles."""
+
+    @property
     def max_body(self) -> int: ...
 
     @property
@@ -100,7 +104,7 @@ def encode(
         if alone is not None:
             said, buffers = alone
         else:
-            out = Outgoing(target, same_main=target.same_main, route=route, apart=tape is not None)
+            out = Outgoing(target, same_main=target.same_main, route=route, apart=tape is not None, safe=target.safe)
             said, buffers = _in_general(values, out, route, tape)
         if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
             raise _too_many(buffers, target.max_segment)
@@ -207,11 +211,13 @@ def decode(
     load: ReferenceLoader,
     track: GradientLoader | None = None,
     landing: Landing | None = None,
+    safe: bool = False,
 ) -> list[Any]:
     """The values of a message.
 
     segments: its buffers. load: makes handles of its references. landing: where tensors on devices arrive; its streams
     must be the current ones. None if there can be no such tensors. track: for what the message says about gradients.
+    safe: whether no pickles are read.
     Raises whatever unpickling raises, and ProtocolError for a message that is none.
     """
     values, tensors_at, _, pickled, count, table, passed, said = message
@@ -234,4 +240,4 @@ def decode(
         except (TypeError, IndexError) as error:
             raise ProtocolError(f"a message whose tensor has no place: {error}") from None
         return values
-    return decode_values(message, Incoming(tensors, references, past), buffers)
+    return decode_values(message, Incoming(tensors, references, past, safe), buffers)

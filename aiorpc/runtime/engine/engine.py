@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import WorkerClosed, WouldBlockLoop
 from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
-from ...rights import Rights
+from ...rights import Rights, exposed
 from ...transport.certificates import Credentials
 from ...transport.connection import Connection
 from .bounds import Bounds
@@ -37,6 +37,7 @@ class Engine:
     connections: all connections that exist, including those in their handshake, because a forked child has to close
     its copies of all of them.
     rights: what this worker runs for whom.
+    safe: whether the worker reads no pickles (option ``serialization``).
     bounds: replaced as a whole, by tests alone.
     observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
     whole and never changed.
@@ -62,7 +63,9 @@ class Engine:
         self.lifetime = lifetime
         self.name = lifetime.name
         self.options = options
-        self.rights = Rights(options.serve)
+        self.safe = options.serialization == "safe"
+        # Where nothing is unpickled, nothing is run either that nobody has named.
+        self.rights = Rights((exposed,) if self.safe and options.serve is None else options.serve)
         self.record = record
         self.credentials = credentials
         self.steps = steps

@@ -234,7 +234,7 @@ class _Opening:
         self._process = sockets.peer_pid(sock)
         sealed = _seals(engine, self.connection)
         self.handshake = Handshake(
-            engine.record, secret, opener=True, expect=record, link=link, pipe=pipe, sealed=sealed
+            engine.record, secret, opener=True, expect=record, link=link, pipe=pipe, sealed=sealed, safe=engine.safe
         )
         self.done: asyncio.Future[None] = engine.loop.create_future()
         self.on_closed: Callable[[BaseException | None], None] | None = None
@@ -454,6 +454,7 @@ class _Accepting:
             accept=partial(acceptor.reason_against, self.connection, self._process),
             sealed=sealed,
             session_of=acceptor.session_of,
+            safe=engine.safe,
         )
         patience = engine.bounds.handshake
         self._timer = engine.loop.call_later(patience, self._too_slow, patience)

@@ -226,7 +226,7 @@ class RRef(Generic[T]):
         number = self._references.encode(self, out)
         return codec.load_reference, (number,)
 
-    def _travel(self, out: codec.Outgoing, position: int) -> None:
+    def _travel(self, out: codec.Outgoing, position: int | None) -> None:
         """Put this reference into a message in which it is a value by itself. See `codec.refer`."""
         self._references.encode(self, out, position)
 

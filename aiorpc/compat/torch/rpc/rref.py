@@ -129,7 +129,7 @@ class PyRRef(BaseRRef[T]):
         self._check()
         return super().__reduce_ex__(2)
 
-    def _travel(self, out: Outgoing, position: int) -> None:
+    def _travel(self, out: Outgoing, position: int | None) -> None:
         self._check_there()
         super()._travel(out, position)
 

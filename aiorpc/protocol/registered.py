@@ -1,0 +1,134 @@
+"""Which classes and functions of a program may be named in messages that are written without pickle (`trees`).
+
+An entry is an exact object under the one name that it has, ``module:qualname``. A name in a message is only looked up
+here: nothing is imported for it, and no attribute is walked. What stands in the registry of
+``torch.serialization.add_safe_globals`` does not count. It says which names files may hold that the user has chosen to
+load, often added because an error message said so, and functions that build anything may be among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..errors import RpcUsageError, SerializationError
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+# Their instances are callables, classes or modules that are made of arguments: a sender could name anything by them.
+_MAKE_ANYTHING = (
+    type,
+    types.FunctionType,
+    types.CodeType,
+    types.MethodType,
+    types.ModuleType,
+    functools.partial,
+    functools.partialmethod,
+    operator.attrgetter,
+    operator.methodcaller,
+)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_MAIN = ("__main__", "__mp_main__")  # spawned children call theirs by the second name
+
+
+class Registered:
+    """A registry. It is read by any thread, and entries are only added."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Any] = {}
+        self._names: dict[Any, str] = {}
+
+    def add(self, thing: Any) -> None:
+        """Enter a class or a function; again, it changes nothing.
+
+        RpcUsageError for what is neither, for what would let a sender name anything, for what was defined inside of a
+        function, and if another object is entered under that name, unless that one's module has gone.
+        """
+        if not isinstance(thing, (type, *_FUNCTIONS)):
+            raise RpcUsageError(
+                f"register_safe takes classes, and functions that are passed as values, not {type(thing).__qualname__}"
+            )
+        if isinstance(thing, type) and issubclass(thing, _MAKE_ANYTHING):
+            raise RpcUsageError(
+                f"{thing.__qualname__} cannot be registered: whoever sends one could name anything by it"
+            )
+        name = name_of(thing)
+        if name is None or "<" in name:
+            raise RpcUsageError(
+                f"{thing!r:.200} cannot be registered: it was defined inside of a function, or has no name, so that no "
+                "other worker finds it; define it at the top of a module"
+            )
+        there = self._by_name.setdefault(name, thing)
+        if there is not thing and _stands(name, there):
+            raise RpcUsageError(
+                f"{name} is registered twice, as {there!r:.200} and now as another object, {thing!r:.200}; give one of "
+                "them another name, and register each class once"
+            )
+        self._by_name[name] = thing
+        self._names[thing] = name
+
+    def name(self, thing: Any) -> str | None:
+        """The name under which an object is entered; None if it is not."""
+        try:
+            return self._names.get(thing)
+        except TypeError:  # not hashable, so it was never entered
+            return None
+
+    def find(self, name: object) -> Any:
+        """What is entered under that name. SerializationError if nothing is."""
+        found = self._by_name.get(name) if type(name) is str else None
+        if found is None:
+            raise SerializationError(
+                f"names {name!r:.200}, which is not registered here. This worker reads safe serialization alone; if "
+                "the other one may send that, call aiorpc.register_safe with it on both"
+            )
+        return found
+
+    def find_class(self, name: object) -> Any:
+        """The same, where only a class will do."""
+        found = self.find(name)
+        if not isinstance(found, type):
+            raise SerializationError(f"has an object of {name!r:.200}, which is registered as a function")
+        return found
+
+
+def name_of(thing: Any) -> str | None:
+    """The name of a class or a function in messages; None if it has none."""
+    module, qualname = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(qualname, str):
+        return None
+    return f"{_MAIN[0] if module in _MAIN else module}:{qualname}"
+
+
+def _stands(name: str, thing: Any) -> bool:
+    """Whether the module that defined it still has it under its name."""
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module) if module != _MAIN[0] else sys.modules.get(thing.__module__)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found is thing
+
+
+#: What the programs of this process have registered; as with the pickle registry of Python, all workers in it share it.
+registered = Registered()
+registered.add(Counter)
+
+
+def register_safe(thing: T, *others: Callable[..., Any]) -> T:
+    """Allow that messages name these classes and functions, in a group with ``serialization="safe"``.
+
+    Returns the first, so that it may stand above a class as a decorator. All workers that receive such objects have to
+    register them under the same name, before they arrive. Any member may then send objects of the class with whatever
+    attributes: they are made by ``__new__`` without ``__init__`` and filled by ``__setstate__``, or as the class's own
+    ``__reduce__`` asks for, by calling the class. The class itself may be passed as a value, too. A registered function
+    may be passed as a value, and is never called because a message asks for it. Any thread. RpcUsageError for something
+    else, for a name that is taken, and for classes by which anything could be named.
+    """
+    for each in (thing, *others):
+        registered.add(each)
+    return thing

@@ -1,0 +1,550 @@
+"""Values as a tree and back, and bytes that are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import os
+import pickle
+import sys
+import uuid
+from collections import OrderedDict, deque
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiorpc.errors import ProtocolError, RemoteError, RpcError, SerializationError
+from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values
+from aiorpc.protocol.identity import WorkerInfo
+from aiorpc.protocol.messages import Reply, Values, read_values, write
+from aiorpc.protocol.registered import register_safe
+from aiorpc.protocol.trees import Mark, read_tree, write_tree
+from tests.tiers import examples
+
+Tensor = torch.Tensor
+
+
+@register_safe
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: Any = None
+
+    def norm(self) -> float:
+        return float(self.x)
+
+
+@register_safe
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@register_safe
+class Color(enum.Enum):
+    RED = 1
+
+
+@register_safe
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+@register_safe
+class Named(dict[str, Any]):
+    label = "none"
+
+
+@register_safe
+class Slots:
+    __slots__ = ("slot",)
+    slot: Any
+
+
+@register_safe
+class Tagged(torch.Tensor):
+    """A class of tensors."""
+
+
+@register_safe
+class Stateful:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __getstate__(self) -> Any:
+        return ("state", self.value)
+
+    def __setstate__(self, state: Any) -> None:
+        assert state[0] == "state"
+        self.value = state[1]
+
+
+class Unknown:
+    """Nobody has registered it."""
+
+
+class Evil:
+    """What a pickle can make of anything."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+@register_safe
+class ByFunction:
+    """Registered, but it pickles itself by a function."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+register_safe(torch.nn.Linear)
+
+
+def travel(value: Any) -> Any:
+    """What arrives of it, in a message by itself."""
+    out = Outgoing(safe=True)
+    said = read_values(write(Reply(encode_values([value], out))))
+    buffers = [bytearray(buffer) for buffer in out.buffers]
+    return decode_values(said, Incoming(out.tensors, (), None, True), buffers)[0]
+
+
+def read(*tree: Any, tensors: Any = (), buffers: Any = (), references: Any = ()) -> Any:
+    """What a tree of the test's own making is read as."""
+    return read_tree(msgpack.packb([mark(Mark.TUPLE), *tree]), Incoming(tensors, references, None, True), buffers)
+
+
+def mark(number: int) -> msgpack.ExtType:
+    return msgpack.ExtType(2, bytes((number,)))
+
+
+def tensor(number: int) -> msgpack.ExtType:
+    return msgpack.ExtType(1, number.to_bytes(4, "big"))
+
+
+MOMENT = datetime.datetime(2026, 2, 3, 4, 5, 6, 7)
+VALUES: list[Any] = [
+    (),
+    (1, (2, [3, {"a": (4,)}])),
+    {1, "a"},
+    frozenset((1, (2, 3))),
+    1 << 64,
+    -(1 << 200),
+    1.5 - 2j,
+    range(1, 9, 2),
+    slice(1, None, 2),
+    ...,
+    OrderedDict([("b", 1), ("a", 2)]),
+    deque([1, 2], 3),
+    MOMENT.date(),
+    MOMENT.time(),
+    MOMENT,
+    MOMENT.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
+    datetime.timedelta(-1, 2, 3),
+    decimal.Decimal("1.50"),
+    uuid.UUID(int=7),
+    [torch.float32, torch.Size((1, 2)), torch.Size(()), torch.device("cpu"), torch.sparse_csr, torch.channels_last],
+    {(1, 2): 3, None: 4, 1.5: 5, True: 6, b"b": 7},
+    ["\ud800", "", "\N{SNOWMAN}"],
+    Point(1, [2, Point(3)]),
+    Pair(1, (2,)),
+    [Color.RED, Access.READ | Access.WRITE],
+    Named(a=1),
+    WorkerInfo("w", 1),
+    [Point, torch.nn.Linear],
+    [np.float32(1.5), np.int64(7), np.True_, np.datetime64("2026-01-02"), np.str_("text")],
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_values_arrive_as_they_were(value: Any) -> None:
+    """Types included."""
+    arrived = travel([value])[0]
+    assert type(arrived) is type(value)
+    assert arrived == value
+    assert repr(arrived) == repr(value)
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=20,
+)
+
+
+@given(plain)
+@settings(max_examples=examples(200), deadline=None)
+def test_any_plain_value_arrives_as_it_was(value: Any) -> None:
+    """Tuples stay tuples, integers have any size."""
+    assert travel((value,)) == (value,)
+
+
+ARRAYS = [
+    np.arange(5),
+    np.arange(5)[::2],
+    np.zeros((0, 3)),
+    np.array(7),
+    np.ones((50, 50)),
+    np.ones((50, 60))[:, ::2],
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.asfortranarray(np.arange(3000.0).reshape(50, 60)),
+    np.array(["a", "bcd"]),
+    np.array([b"a", b"bcd"]),
+    np.array(["2026-01-01"], dtype="M8[D]"),
+    np.arange(3, dtype=">i4"),
+    np.array([1 + 2j]),
+    np.array([True, False]),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{array.shape}")
+def test_arrays_arrive_as_they_were(array: Any) -> None:
+    """With their order, and writable, as they were."""
+    for writeable in (True, False):
+        array.flags.writeable = writeable
+        arrived = travel({"a": array})["a"]
+        assert (arrived.dtype, arrived.shape, arrived.flags.writeable) == (array.dtype, array.shape, writeable)
+        assert arrived.flags.fnc == array.flags.fnc
+        np.testing.assert_array_equal(arrived, array)
+
+
+TENSORS: dict[str, Tensor] = {
+    "dense": torch.arange(6.0).reshape(2, 3).t(),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "coo": torch.tensor([[0, 2.0], [3, 0]]).to_sparse().coalesce(),
+    "csr": torch.tensor([[0, 2.0], [3, 0]]).to_sparse_csr(),
+    "csc": torch.tensor([[0, 2.0], [3, 0]]).to_sparse_csc(),
+    "bsr": torch.tensor([[0, 2.0], [3, 0]]).to_sparse_bsr((1, 1)),
+    "bsc": torch.tensor([[0, 2.0], [3, 0]]).to_sparse_bsc((1, 1)),
+    "quantised": torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8),
+    "by channel": torch.quantize_per_channel(
+        torch.arange(6.0).reshape(3, 2), torch.full((3,), 0.5), torch.zeros(3, dtype=torch.int64), 0, torch.quint8
+    ),
+    "packed": torch.quantize_per_channel(
+        torch.arange(6.0).reshape(3, 2), torch.full((3,), 0.5), torch.zeros(3), 0, torch.quint4x2
+    ),
+    "subclass": torch.ones(2).as_subclass(Tagged),
+}
+
+
+def dense(value: Tensor) -> Tensor:
+    return (
+        value.dequantize() if value.is_quantized else value.to_dense() if value.layout is not torch.strided else value
+    )
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_tensors_arrive_as_they_were(kind: str) -> None:
+    """Of each layout."""
+    sent = TENSORS[kind]
+    arrived = travel((sent,))[0]
+    assert (type(arrived), arrived.dtype, arrived.layout) == (type(sent), sent.dtype, sent.layout)
+    assert torch.equal(dense(arrived.detach()), dense(sent.detach()))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("grad", [False, True])
+def test_nested_tensors_arrive_as_they_were(layout: torch.layout, grad: bool) -> None:
+    """Part by part."""
+    sent = torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)], layout=layout, requires_grad=grad)
+    arrived = travel((sent,))[0]
+    assert (arrived.layout, arrived.requires_grad, arrived.is_leaf) == (layout, grad, True)
+    for mine, theirs in zip(arrived.detach().unbind(), sent.detach().unbind(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_tensors_without_values_arrive() -> None:
+    """Of the meta device, and parameters that have no shape yet."""
+    arrived = travel(
+        (torch.ones(2, 3, device="meta"), torch.nn.UninitializedParameter(), torch.nn.UninitializedBuffer())
+    )
+    assert (arrived[0].is_meta, arrived[0].shape) == (True, (2, 3))
+    assert type(arrived[1]) is torch.nn.UninitializedParameter
+    assert type(arrived[2]) is torch.nn.UninitializedBuffer
+
+
+def test_tensors_keep_their_attributes_and_what_they_share() -> None:
+    """One that is sent twice arrives as one."""
+    sent = torch.ones(2)
+    sent.label = "here"  # type: ignore[attr-defined]  # any attribute may be set
+    first, second = travel([sent, {"again": sent}])
+    assert first.label == "here"
+    assert first is second["again"]
+    storage, typed = travel((sent.untyped_storage(), sent.storage()))
+    assert bytes(storage) == bytes(sent.untyped_storage())
+    assert (typed.dtype, typed.tolist()) == (torch.float32, [1.0, 1.0])
+
+
+def test_results_of_torch_operators_keep_their_names() -> None:
+    """torch has types of its own for these."""
+    arrived = travel(torch.max(torch.arange(4.0).reshape(2, 2), 1))
+    assert (type(arrived), arrived.indices.tolist()) == (torch.return_types.max, [1, 1])
+
+
+def test_a_module_arrives_whole() -> None:
+    """Parameters, flags and all, if its class is registered."""
+    sent = torch.nn.Linear(2, 3)
+    arrived = travel(sent)
+    assert type(arrived) is torch.nn.Linear
+    assert torch.equal(arrived(torch.ones(2)), sent(torch.ones(2)))
+
+
+def test_objects_have_the_state_that_they_say() -> None:
+    """In slots, and by methods of their own."""
+    sent = Slots()
+    sent.slot = (1, 2)
+    assert travel(sent).slot == (1, 2)
+    assert travel(Stateful([1])).value == [1]
+    named = Named(a=1)
+    named.label = "label"
+    assert travel(named).label == "label"
+
+
+def test_exceptions_arrive_as_remote_errors() -> None:
+    """Name and text."""
+    arrived = travel([ValueError("no")])[0]
+    assert (type(arrived), arrived.type_name, arrived.remote_message) == (RemoteError, "ValueError", "no")
+
+
+# --- what is refused at once ------------------------------------------------------------------------------------------
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+REFUSED: dict[str, Any] = {
+    "object": Unknown(),
+    "class": Unknown,
+    "gadget": Evil(),
+    "function": os.system,
+    "builtin": eval,
+    "lambda": lambda: 1,
+    "partial": functools.partial(os.system, "true"),
+    "method": [].append,
+    "module": os,
+    "objects": np.array([object()]),
+    "fields": np.zeros(2, dtype=[("a", "i4")]),
+    "by function": ByFunction(),
+    "circle": CIRCLE,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_in_a_tree_is_named_at_once(name: str) -> None:
+    """With its place among the values, also inside of others."""
+    for value in (REFUSED[name], [(REFUSED[name],)]):
+        with pytest.raises(SerializationError) as refused:
+            encode_values([1, (2,), value, [torch.ones(1)]], Outgoing(safe=True))
+        assert refused.value.position == 2
+
+
+def test_the_error_says_how_to_register() -> None:
+    """And names the class."""
+    with pytest.raises(SerializationError, match=r"test_trees:Unknown.*register_safe\(Unknown\)"):
+        encode_values([Unknown()], Outgoing(safe=True))
+
+
+# --- bytes that an honest worker does not send ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("payload", [Evil(), eval, [1, (2,)], Point(1)], ids=["gadget", "builtin", "plain", "object"])
+def test_no_pickle_is_read(payload: Any, protocol: int) -> None:
+    """Of whatever protocol."""
+    data = pickle.dumps(payload, protocol)
+    with pytest.raises((ProtocolError, SerializationError)):
+        decode_values(Values([None], [], [0], data, 0, None, [], None), Incoming((), (), None, True), ())
+
+
+NOTHING: list[Any] = [False, [], {}, None, None, None]
+ONE = torch.ones(4)
+INDEX = torch.tensor([[0, 9]])
+BAD: dict[str, list[Any]] = {
+    "a name": [mark(Mark.NAMED), "os:system"],
+    "a builtin": [mark(Mark.NAMED), "builtins:eval"],
+    "a dotted name": [mark(Mark.NAMED), f"{__name__}:Point.norm"],
+    "a name that is none": [mark(Mark.NAMED), 7],
+    "an object": [mark(Mark.OBJECT), f"{__name__}:Unknown", *NOTHING],
+    "an object of a function": [mark(Mark.OBJECT), "builtins:eval", *NOTHING],
+    "a method replaced": [mark(Mark.OBJECT), f"{__name__}:Point", False, [], {}, {"norm": 7}, None, None],
+    "a class replaced": [mark(Mark.OBJECT), f"{__name__}:Point", False, [], {}, {"__class__": 7}, None, None],
+    "a dictionary replaced": [mark(Mark.OBJECT), f"{__name__}:Point", False, [], {}, {"__dict__": {}}, None, None],
+    "a state that is none": [mark(Mark.OBJECT), f"{__name__}:Point", False, [], {}, 7, None, None],
+    "parts of a class without": [mark(Mark.PARTS), f"{__name__}:Point", {}],
+    "a tensor of no tensor": [mark(Mark.SUBCLASS), f"{__name__}:Point", tensor(0), False],
+    "a tensor as an object": [mark(Mark.OBJECT), f"{__name__}:Tagged", *NOTHING],
+    "a tensor's method replaced": [mark(Mark.ATTRIBUTES), tensor(0), {"add_": 7}],
+    "a tensor's hooks": [mark(Mark.ATTRIBUTES), tensor(0), {"_backward_hooks": {}}],
+    "attributes of a list": [mark(Mark.ATTRIBUTES), [], {"a": 1}],
+    "objects in an array": [mark(Mark.ARRAY), "|O", [1], False, True, bytes(8)],
+    "fields in an array": [mark(Mark.ARRAY), "i4,O", [1], False, True, bytes(12)],
+    "an array of an array": [mark(Mark.ARRAY), "(2,)i4", [1], False, True, bytes(8)],
+    "a wide array": [mark(Mark.ARRAY), "<i4", [1 << 62, 4], False, True, bytes(4)],
+    "a negative array": [mark(Mark.ARRAY), "<i4", [-1], False, True, bytes(4)],
+    "an array of nothing": [mark(Mark.ARRAY), "|S0", [1 << 60], False, True, b""],
+    "an array without its buffer": [mark(Mark.ARRAY), "<i4", [1], False, True, 7],
+    "a buffer from behind": [mark(Mark.ARRAY), "<i4", [1], False, True, -1],
+    "a scalar of objects": [mark(Mark.SCALAR), "|O", bytes(8)],
+    "a scalar that is short": [mark(Mark.SCALAR), "<i8", b"1"],
+    "a tensor that is not there": [tensor(99)],
+    "a reference that is not there": [mark(Mark.REFERENCE), 7],
+    "a reference from behind": [mark(Mark.REFERENCE), -1],
+    "a mark that does not exist": [msgpack.ExtType(2, b"\xff")],
+    "a mark that is long": [msgpack.ExtType(2, b"\x00\x00")],
+    "an extension": [msgpack.ExtType(7, b"")],
+    "a mark in the middle": [1, mark(Mark.SET)],
+    "a set of lists": [mark(Mark.SET), []],
+    "a named tuple": [mark(Mark.NAMED_TUPLE), "SequenceKey", 1],
+    "a dtype": [mark(Mark.DTYPE), "load"],
+    "a device": [mark(Mark.DEVICE), "nowhere:7"],
+    "a device that is none": [mark(Mark.DEVICE), [mark(Mark.OBJECT), "builtins:eval", *NOTHING]],
+    "a range of text": [mark(Mark.RANGE), "a", "b", "c"],
+    "an error of lists": [mark(Mark.ERROR), [], [], []],
+    "a size below zero": [mark(Mark.SIZE), -1],
+    "too few items": [mark(Mark.COMPLEX), 1.0],
+    "a storage of a list": [mark(Mark.STORAGE), []],
+    "sparse indices outside": [
+        *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_coo"], [mark(Mark.SIZE), 3], False, False),
+        *(tensor(1), tensor(2)),
+    ],
+    "sparse of a dense layout": [
+        *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "strided"], [mark(Mark.SIZE), 3], False, False),
+        *(tensor(1), tensor(1), tensor(2)),
+    ],
+    "compressed indices outside": [
+        *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_csr"], [mark(Mark.SIZE), 1, 3], False, False),
+        *(tensor(3), tensor(3), tensor(2)),
+    ],
+    "quantised of too few": [
+        *(mark(Mark.QUANTISED), [mark(Mark.DTYPE), "qint8"], [mark(Mark.SIZE), 99], tensor(4), 0.5, 0),
+    ],
+    "packed of too few": [
+        *(mark(Mark.QUANTISED), [mark(Mark.DTYPE), "quint4x2"], [mark(Mark.SIZE), 99], tensor(4), 0.5, 0),
+    ],
+    "quantised as something else": [
+        *(mark(Mark.QUANTISED), [mark(Mark.DTYPE), "float32"], [mark(Mark.SIZE), 4], tensor(4), 0.5, 0),
+    ],
+    "scales of another axis": [
+        *(mark(Mark.QUANTISED), [mark(Mark.DTYPE), "qint8"], [mark(Mark.SIZE), 4], tensor(4), tensor(2), tensor(2), 0),
+    ],
+    "nested outside": [mark(Mark.NESTED), tensor(0), tensor(5), tensor(5), tensor(6), False],
+    "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(7), None, 1, False],
+    "jagged that falls": [mark(Mark.JAGGED), tensor(0), tensor(8), None, 1, False],
+    "jagged with long parts": [mark(Mark.JAGGED), tensor(0), tensor(9), tensor(6), 1, False],
+}
+PARTS = (
+    *(ONE, INDEX, torch.ones(2), torch.tensor([0, 9]), torch.ones(4, dtype=torch.int8)),
+    *(torch.tensor([[9]]), torch.tensor([7]), torch.tensor([0, 99]), torch.tensor([3, 1]), torch.tensor([0, 4])),
+)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_no_honest_worker_sends_is_refused(name: str) -> None:
+    """With an error that is documented, wherever it stands."""
+    for tree in (BAD[name], [[BAD[name]]], [{"key": BAD[name]}]):
+        with pytest.raises((ProtocolError, SerializationError)):
+            read(tree, tensors=PARTS)
+
+
+@pytest.mark.parametrize("name", ["sparse indices outside", "nested outside", "jagged outside"])
+def test_the_parts_that_are_refused_would_do_in_another_tensor(name: str) -> None:
+    """The cases above fail for the reason that they name."""
+    good = (
+        torch.tensor([[0, 2]]),
+        torch.ones(2),
+        torch.tensor([[2], [1]]),
+        torch.tensor([[1], [1]]),
+        torch.tensor([0, 3]),
+    )
+    trees: dict[str, list[Any]] = {
+        "sparse indices outside": [
+            *(mark(Mark.SPARSE), [mark(Mark.LAYOUT), "sparse_coo"], [mark(Mark.SIZE), 3], False, False),
+            *(tensor(1), tensor(2)),
+        ],
+        "nested outside": [mark(Mark.NESTED), tensor(0), tensor(3), tensor(4), tensor(5), False],
+        "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(5), None, 1, False],
+    }
+    assert isinstance(read(trees[name], tensors=(ONE, *good))[0], Tensor)
+
+
+def test_what_a_sender_changes_afterwards_changes_no_indices() -> None:
+    """They may have arrived in memory that it shares."""
+    index = torch.tensor([[0, 2]])
+    tree = [
+        mark(Mark.SPARSE),
+        [mark(Mark.LAYOUT), "sparse_coo"],
+        [mark(Mark.SIZE), 3],
+        False,
+        False,
+        tensor(0),
+        tensor(1),
+    ]
+    (made,) = read(tree, tensors=(index, torch.ones(2)))
+    index.fill_(1 << 40)
+    assert made.coalesce().to_dense().tolist() == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdc\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"]
+)
+def test_what_is_only_announced_takes_no_memory(head: bytes) -> None:
+    """Lists of as many items as the tree has bytes, one inside of the other, would take thousands of times its size."""
+    tree = b"\xdc\xff\xff" * 500 + head * 500 + bytes(200_000)
+    before = memory()
+    with pytest.raises(ProtocolError):
+        read_tree(tree, Incoming((), (), None, True))
+    assert memory() - before < 32 << 20
+
+
+def memory() -> int:
+    """The most that this process has had, in bytes."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=examples(400), deadline=None)
+def test_any_bytes_are_a_tree_or_a_documented_error(data: bytes) -> None:
+    """Nothing else is raised."""
+    read_anything(data)
+
+
+@given(st.data())
+@settings(max_examples=examples(200), deadline=None)
+def test_a_tree_with_changed_bytes_is_a_tree_or_a_documented_error(data: st.DataObject) -> None:
+    """One that says much."""
+    out = Outgoing(safe=True)
+    tree = bytearray(write_tree([value for value in VALUES[:-2]] + list(TENSORS.values()), out))
+    for _ in range(data.draw(st.integers(1, 3))):
+        tree[data.draw(st.integers(0, len(tree) - 1))] = data.draw(st.integers(0, 255))
+    read_anything(bytes(tree), out.tensors, out.buffers)
+
+
+def read_anything(tree: bytes, tensors: Any = (ONE,), buffers: Any = ()) -> None:
+    try:
+        read_tree(tree, Incoming(tensors, (), None, True), buffers)
+    except RpcError as error:
+        assert type(error) in (ProtocolError, SerializationError)  # it may also raise nothing
+
+
+def test_reading_imports_nothing() -> None:
+    """Not even the module of a name."""
+    before = set(sys.modules)
+    with pytest.raises(SerializationError):
+        read([mark(Mark.NAMED), "antigravity:fly"])
+    assert set(sys.modules) == before
