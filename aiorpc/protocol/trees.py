@@ -567,7 +567,7 @@ def _quantised(_: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: Any) -
     _tensors(stored)
     _exact(dtype, torch.dtype)
     size = _exact(size, torch.Size)
-    count = _count(list(size))
+    _count(list(size))
     if len(scale) == 3:
         scales, zeros, axis = scale
         _tensors(scales, zeros)
@@ -578,17 +578,17 @@ def _quantised(_: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: Any) -
         scale = (_exact(scale[0], float), _exact(scale[1], int))
     else:
         raise ValueError(f"{len(scale)} parts of a scale")
-    made = reductions.load_quantised(dtype, size, stored, *scale) if _fits(dtype, count, stored) else None
-    if made is None:
-        raise ValueError(f"{stored.untyped_storage().nbytes()} bytes for {count} elements of {dtype}")
-    return made
+    if not _fits(dtype, size, stored):
+        raise ValueError(f"{stored.untyped_storage().nbytes()} bytes for {dtype} of the size {tuple(size)}")
+    return reductions.load_quantised(dtype, size, stored, *scale)
 
 
-def _fits(dtype: torch.dtype, count: int, stored: Tensor) -> bool:
-    """Whether the stored integers are those of that many elements."""
+def _fits(dtype: torch.dtype, size: torch.Size, stored: Tensor) -> bool:
+    """Whether the stored integers are those of a tensor of that size."""
     kind = reductions.STORED.get(dtype)
     if kind is not None:
-        return stored.dtype is kind and stored.numel() == count
+        return stored.dtype is kind and stored.shape == size
+    count = math.prod(size)
     # Those that put several elements into a byte: their storages are copied as a whole.
     packed = {torch.quint4x2: 2, torch.quint2x4: 4}.get(dtype, 0)
     return packed > 0 and stored.dtype is torch.uint8 and stored.untyped_storage().nbytes() >= -(-count // packed)
@@ -597,7 +597,10 @@ def _fits(dtype: torch.dtype, count: int, stored: Tensor) -> bool:
 def _nested(_: _Reader, buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
     _tensors(buffer)
     sizes, strides, offsets = _own(sizes), _own(strides), _own(offsets)
-    if sizes.dim() != 2 or sizes.shape != strides.shape or offsets.shape != sizes.shape[:1] or buffer.dim() != 1:
+    # One of no parts ends the process where it is used, and the parts are looked for in the memory, not in a view.
+    if buffer.dim() != 1 or not buffer.is_contiguous() or sizes.dim() != 2 or not len(sizes):
+        raise ValueError("no buffer or no parts")
+    if sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
         raise ValueError("sizes, strides and offsets that do not belong together")
     # As Python's integers: these cannot overflow.
     for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
@@ -645,8 +648,10 @@ def _subclass(_: _Reader, name: str, plain: Tensor, grad: bool) -> Tensor:
 
 
 def _uninitialized(_: _Reader, parameter: bool, grad: bool, device: Any, dtype: Any) -> Tensor:
+    if _exact(device, torch.device).type not in ("cpu", "meta"):
+        raise ValueError(f"one on {device}: no message wakes a device here")
     kind: Any = reductions.UninitializedParameter if _flag(parameter) else reductions.UninitializedBuffer
-    made: Tensor = kind(_flag(grad), _exact(device, torch.device), _exact(dtype, torch.dtype))
+    made: Tensor = kind(_flag(grad), device, _exact(dtype, torch.dtype))
     return made
 
 

@@ -442,6 +442,14 @@ BAD: dict[str, list[Any]] = {
         *(mark(Mark.QUANTISED), [mark(Mark.DTYPE), "qint8"], [mark(Mark.SIZE), 4], tensor(4), tensor(2), tensor(2), 0),
     ],
     "nested outside": [mark(Mark.NESTED), tensor(0), tensor(5), tensor(5), tensor(6), False],
+    "nested without parts": [mark(Mark.NESTED), tensor(0), tensor(10), tensor(10), tensor(11), False],
+    "nested in one element": [mark(Mark.NESTED), tensor(12), tensor(13), tensor(14), tensor(15), False],
+    "quantised of another shape": [
+        *(mark(Mark.QUANTISED), [mark(Mark.DTYPE), "qint8"], [mark(Mark.SIZE), 2, 2], tensor(4), 0.5, 0),
+    ],
+    "a parameter on a device": [
+        *(mark(Mark.UNINITIALIZED), True, False, [mark(Mark.DEVICE), "cuda:0"], [mark(Mark.DTYPE), "float32"]),
+    ],
     "jagged outside": [mark(Mark.JAGGED), tensor(0), tensor(7), None, 1, False],
     "jagged that falls": [mark(Mark.JAGGED), tensor(0), tensor(8), None, 1, False],
     "jagged with long parts": [mark(Mark.JAGGED), tensor(0), tensor(9), tensor(6), 1, False],
@@ -449,6 +457,8 @@ BAD: dict[str, list[Any]] = {
 PARTS = (
     *(ONE, INDEX, torch.ones(2), torch.tensor([0, 9]), torch.ones(4, dtype=torch.int8)),
     *(torch.tensor([[9]]), torch.tensor([7]), torch.tensor([0, 99]), torch.tensor([3, 1]), torch.tensor([0, 4])),
+    *(torch.zeros((0, 2), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)),
+    *(torch.ones(1).expand(4), torch.tensor([[4]]), torch.tensor([[1]]), torch.tensor([0])),
 )
 
 
