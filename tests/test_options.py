@@ -101,6 +101,14 @@ def test_port_range_is_two_ports(ports: Any) -> None:
     assert RpcBackendOptions(port_range=(80, 80)).port_range == (80, 80)
 
 
+@pytest.mark.parametrize("serialization", ["pickle", "", None, True, b"safe"])
+def test_serialization_is_free_or_safe(serialization: Any) -> None:
+    """Nothing else: a word that is misspelt must not mean free."""
+    with pytest.raises(RpcUsageError, match="serialization must be 'free' or 'safe'"):
+        RpcBackendOptions(serialization=serialization)
+    assert RpcBackendOptions(serialization="safe").serialization == "safe"
+
+
 @pytest.mark.parametrize("transports", [(), ("carrier pigeon",), ("unix", "udp")])
 def test_transports_are_known(transports: tuple[str, ...]) -> None:
     """Unknown transports, or none, are refused."""
