@@ -11,13 +11,14 @@ TEST_ARGS ?=
 TEST_JOBS ?= 2
 LONG_JOBS ?= 3
 ARGS ?=
+SECONDS ?= 60
 BENCH_ARGS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong conformance lint format types check bench wheel hooks clean distclean
+.PHONY: help demo test testlong fuzz conformance lint format types check bench wheel hooks clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -30,6 +31,9 @@ test: $(VENV)/.installed-test ## run the quick tests: all there is, once (TEST_A
 
 testlong: $(VENV)/.installed-test ## run the rest: the other loop, mutants, storms, more random cases (TEST_ARGS)
 	$(BIN)/python -m pytest -q -n $(LONG_JOBS) --dist loadfile -m "long or random" $(TEST_ARGS)
+
+fuzz: $(VENV)/.installed-fuzz ## feed broken input to every decoder and to live workers (SECONDS; ARGS)
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 conformance: $(VENV)/.installed-test ## run PyTorch's own RPC tests on aiorpc (ARGS; see tests/conformance/README.md)
 	$(BIN)/python -m tests.conformance $(ARGS)

@@ -31,6 +31,7 @@ RUNTIME = PACKAGE / "runtime"
 DOCUMENTS = (
     "README.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     *(f"docs/{name}.md" for name in ("guide", "migrating", "cuda", "design", "contributing", "counting", "glossary")),
 )
 LIMIT = 60.0  # seconds for what takes about four

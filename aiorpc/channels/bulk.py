@@ -236,9 +236,11 @@ class Bulk:
     def place(self, number: int, body: bytes, length: int) -> memoryview:
         """Where the chunk belongs that is about to be read. Raises ProtocolError."""
         offset, size = read_chunk(body)
-        incoming = self._incoming.get(number) or self._begin(number, size)
-        if size != incoming.size or offset != incoming.placed or not 0 < length <= size - offset:
+        incoming = self._incoming.get(number)
+        expected = (size, 0) if incoming is None else (incoming.size, incoming.placed)
+        if (size, offset) != expected or not 0 < length <= size - offset:  # nothing is begun for a chunk that is none
             raise ProtocolError(f"bytes {offset} to {offset + length} of transfer {number}, which is at another place")
+        incoming = incoming or self._begin(number, size)
         incoming.enter(TransferEvent.CHUNK)
         incoming.placed += length
         if incoming.buffer is None:

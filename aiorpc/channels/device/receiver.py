@@ -301,9 +301,9 @@ class Receiver:
 
     def open(self, offer: BoxOffer) -> None:
         """In a thread: open an outbox of the other end and look whether it is what it says."""
-        driver = self._accelerator
         number, uuid, target, handle, event_handles, slots, nonce = offer
         try:
+            driver = self._accelerator
             if driver.interprocess is None:
                 raise RpcError(f"{driver.kind} devices of this worker share no memory with other processes")
             reason = driver.interprocess.obstacle(target)
