@@ -1,0 +1,428 @@
+"""Trees to values, see the package."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from types import MemberDescriptorType
+from typing import Any
+
+import msgpack
+import numpy
+import torch
+
+from ... import foreign
+from ...errors import ProtocolError, RemoteError, RpcError, SerializationError
+from .. import reductions
+from ..frames import Buffer
+from ..registered import registered
+from .marks import (
+    DTYPE,
+    DTYPES,
+    FORMATS,
+    LAYOUTS,
+    MARK,
+    NAMED_TUPLES,
+    NUMBERS,
+    TENSOR,
+    Brought,
+    Mark,
+    Tensor,
+)
+
+# Trees longer than this are looked through once before anything is made of them: a list may announce as many items as
+# the tree has bytes, and one inside of another may do so again.
+_LONG = 1024
+
+
+class _Read:
+    """A mark as msgpack hands it over, before the list that begins with it is whole."""
+
+    __slots__ = ("mark",)
+
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
+
+
+_READ = {bytes((mark,)): _Read(mark) for mark in Mark}
+_READ_TUPLE = _READ[bytes((Mark.TUPLE,))]
+
+
+def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> Any:
+    """The value of a tree.
+
+    Raises SerializationError for what is not registered or cannot be, ProtocolError for bytes that are no tree, and
+    whatever is no Exception that the code of a registered class raises.
+    """
+    reader, tensors = _Reader(message, buffers), message.tensors
+    open_marks = 0  # whose list is not whole
+
+    # Functions of this one, not methods: they are called for each tensor, and each list.
+    def extension(code: int, data: bytes) -> Any:
+        nonlocal open_marks
+        if code == MARK:
+            open_marks += 1
+            return _READ[data]
+        if code == TENSOR:
+            return tensors[NUMBERS[data] if data in NUMBERS else int.from_bytes(data, "big")]
+        raise ProtocolError(f"an extension of type {code}, which does not exist")
+
+    def whole(items: list[Any]) -> Any:
+        nonlocal open_marks
+        if not items or type(items[0]) is not _Read:
+            return items
+        open_marks -= 1
+        read = items.pop(0)
+        return tuple(items) if read is _READ_TUPLE else reader.read(read.mark, items)
+
+    try:
+        if len(tree) > _LONG:
+            look = msgpack.Unpacker(max_buffer_size=len(tree), strict_map_key=False)
+            look.feed(tree)
+            look.skip()
+        value = msgpack.unpackb(
+            tree, ext_hook=extension, list_hook=whole, strict_map_key=False, unicode_errors="surrogatepass"
+        )
+    except RpcError:
+        raise
+    except Exception as error:
+        raise ProtocolError(
+            f"values that are no tree: {type(error).__name__}: {foreign.text_of(error):.200}"
+        ) from error
+    if open_marks:
+        raise ProtocolError("values that are no tree: a mark stands where none belongs")
+    return value
+
+
+class _Reader:
+    """What reads the lists that begin with a mark."""
+
+    __slots__ = ("_buffers", "_message")
+
+    def __init__(self, message: Brought, buffers: Sequence[Buffer]) -> None:
+        self._message = message
+        self._buffers = buffers
+
+    def read(self, mark: Mark, items: list[Any]) -> Any:
+        """What that list stands for."""
+        try:
+            return _READERS[mark](self, *items)
+        except RpcError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {foreign.text_of(error):.200}"
+            raise SerializationError(f"has a {mark.name.lower()} that cannot be read: {said}") from error
+
+    # --- each mark ----------------------------------------------------------------------------------------------------
+
+    def array(self, dtype: str, shape: list[int], fortran: bool, writeable: bool, data: bytes | int) -> Any:
+        kind, count = _dtype(dtype), _count(shape)
+        memory: Any = bytearray(data) if type(data) is bytes else self._buffers[_index(data)]
+        if count * kind.itemsize != memoryview(memory).nbytes:
+            raise ValueError(f"{memoryview(memory).nbytes} bytes for the shape {shape!r:.80} of {dtype}")
+        array: Any = numpy.ndarray(tuple(shape), kind, memory, order="F" if fortran else "C")
+        if not writeable:
+            array.flags.writeable = False
+        return array
+
+    def past(self, number: int, tensor: Tensor) -> Tensor:
+        _dense_or_sparse(tensor)
+        if self._message.past is None:  # the context was left meanwhile
+            return tensor.requires_grad_()
+        return self._message.past(_index(number), tensor)
+
+    def reference(self, number: int) -> Any:
+        return self._message.references[_index(number)]
+
+
+def _index(number: object) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r:.80} is no number of something")
+    return number
+
+
+def _count(shape: object) -> int:
+    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r:.80} is no shape")
+    return math.prod(shape)
+
+
+def _dtype(text: object) -> numpy.dtype[Any]:
+    if type(text) is not str or not DTYPE.fullmatch(text):
+        raise ValueError(f"{text!r:.80} is no plain type of numpy's")
+    return numpy.dtype(text)
+
+
+def _tensors(*tensors: object) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise TypeError("no plain tensor stands where one belongs")
+
+
+def _dense_or_sparse(tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError("no tensor stands where one belongs")
+
+
+def _flag(value: object) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{value!r:.80} is no truth value")
+    return value
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy that its sender cannot change any more. For whole numbers that say where to look in memory."""
+    _tensors(tensor)
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"indices of {tensor.dtype}")
+    return tensor.detach().clone()
+
+
+def _exact(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} stands where a {kind.__name__} belongs")
+    return value
+
+
+def _sparse(_: _Reader, layout: Any, size: Any, coalesced: bool, grad: bool, *parts: Tensor) -> Tensor:
+    *indices, values = parts
+    _tensors(values)
+    _exact(layout, torch.layout)
+    if len(indices) != (1 if layout is torch.sparse_coo else 2):
+        raise ValueError(f"{len(indices)} tensors of indices")
+    own = [_own(each) for each in indices]
+    size = _exact(size, torch.Size)
+    return reductions.load_sparse(layout, size, _flag(coalesced), _flag(grad), *own, values, check=True)
+
+
+def _quantised(_: _Reader, dtype: Any, size: Any, stored: Tensor, *scale: Any) -> Tensor:
+    _tensors(stored)
+    _exact(dtype, torch.dtype)
+    size = _exact(size, torch.Size)
+    _count(list(size))
+    if len(scale) == 3:
+        scales, zeros, axis = scale
+        _tensors(scales, zeros)
+        if not (0 <= _index(axis) < len(size)) or not scales.numel() == zeros.numel() == size[axis]:
+            raise ValueError("scales that do not fit the axis")
+        scale = (scales.clone(), zeros.clone(), axis)
+    elif len(scale) == 2:
+        scale = (_exact(scale[0], float), _exact(scale[1], int))
+    else:
+        raise ValueError(f"{len(scale)} parts of a scale")
+    if not _fits(dtype, size, stored):
+        raise ValueError(f"{stored.untyped_storage().nbytes()} bytes for {dtype} of the size {tuple(size)}")
+    return reductions.load_quantised(dtype, size, stored, *scale)
+
+
+def _fits(dtype: torch.dtype, size: torch.Size, stored: Tensor) -> bool:
+    """Whether the stored integers are those of a tensor of that size."""
+    kind = reductions.STORED.get(dtype)
+    if kind is not None:
+        return stored.dtype is kind and stored.shape == size
+    count = math.prod(size)
+    # Those that put several elements into a byte: their storages are copied as a whole.
+    packed = {torch.quint4x2: 2, torch.quint2x4: 4}.get(dtype, 0)
+    return packed > 0 and stored.dtype is torch.uint8 and stored.untyped_storage().nbytes() >= -(-count // packed)
+
+
+def _nested(_: _Reader, buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
+    _tensors(buffer)
+    sizes, strides, offsets = _own(sizes), _own(strides), _own(offsets)
+    # One of no parts ends the process where it is used, and the parts are looked for in the memory, not in a view.
+    if buffer.dim() != 1 or not buffer.is_contiguous() or sizes.dim() != 2 or not len(sizes):
+        raise ValueError("no buffer or no parts")
+    if sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
+        raise ValueError("sizes, strides and offsets that do not belong together")
+    # As Python's integers: these cannot overflow.
+    for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+        _count(size)
+        _count(stride)
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if offset < 0 or (0 not in size and last >= buffer.numel()):
+            raise ValueError("a part that is outside of the buffer")
+    return reductions.load_nested(buffer, sizes, strides, offsets, _flag(grad))
+
+
+def _jagged(_: _Reader, values: Tensor, offsets: Any, lengths: Any, dim: int, grad: bool) -> Tensor:
+    _tensors(values)
+    offsets = _own(offsets)
+    _index(dim)
+    if offsets.dim() != 1 or not 1 <= dim <= values.dim():
+        raise ValueError("offsets that do not belong to these values")
+    starts = offsets.tolist()
+    ends = starts[1:]
+    if lengths is not None:
+        lengths = _own(lengths)
+        if lengths.shape != (len(starts) - 1,) or min(lengths.tolist(), default=0) < 0:
+            raise ValueError("lengths that do not belong to these offsets")
+        ends = [start + length for start, length in zip(starts, lengths.tolist(), strict=False)]
+    if not starts or starts != sorted(starts) or starts[0] < 0:
+        raise ValueError("offsets that do not rise")
+    if max(starts[-1], *ends, 0) > values.shape[dim - 1]:
+        raise ValueError("offsets beyond the values")
+    return reductions.load_jagged(values, offsets, lengths, dim, _flag(grad))
+
+
+def _meta(_: _Reader, dtype: Any, size: list[int], strides: list[int], grad: bool) -> Tensor:
+    _count(size)
+    _count(strides)
+    made = torch.empty_strided(size, strides, dtype=_exact(dtype, torch.dtype), device="meta")
+    return made.requires_grad_() if _flag(grad) else made
+
+
+def _subclass(_: _Reader, name: str, plain: Tensor, grad: bool) -> Tensor:
+    kind = registered.find_class(name)
+    if not issubclass(kind, Tensor):
+        raise TypeError(f"{name} is no class of tensors")
+    _dense_or_sparse(plain)
+    return reductions.load_subclass(kind, plain, _flag(grad))
+
+
+def _uninitialized(_: _Reader, parameter: bool, grad: bool, device: Any, dtype: Any) -> Tensor:
+    if _exact(device, torch.device).type not in ("cpu", "meta"):
+        raise ValueError(f"one on {device}: no message wakes a device here")
+    kind: Any = reductions.UninitializedParameter if _flag(parameter) else reductions.UninitializedBuffer
+    made: Tensor = kind(_flag(grad), device, _exact(dtype, torch.dtype))
+    return made
+
+
+def _storage(_: _Reader, tensor: Tensor) -> torch.UntypedStorage:
+    _tensors(tensor)
+    return reductions.load_storage(tensor)
+
+
+def _attributes(_: _Reader, tensor: Any, attributes: dict[str, Any]) -> Any:
+    if not isinstance(tensor, Tensor):
+        raise TypeError("attributes of something that is no tensor")
+    fill(tensor, _exact(attributes, dict))
+    return tensor
+
+
+def _ordered_dict(_: _Reader, items: dict[Any, Any], attributes: dict[str, Any]) -> OrderedDict[Any, Any]:
+    made = OrderedDict(_exact(items, dict))
+    fill(made, _exact(attributes, dict))
+    return made
+
+
+def _named_tuple(_: _Reader, name: str, *items: Any) -> Any:
+    return NAMED_TUPLES[name](items)
+
+
+def _error(_: _Reader, type_name: str, message: str, traceback: str) -> RemoteError:
+    said = (_exact(type_name, str), _exact(message, str), _exact(traceback, str))
+    return RemoteError(f"{said[0]}: {said[1]}", type_name=said[0], remote_message=said[1], remote_traceback=said[2])
+
+
+def _parts(_: _Reader, name: str, parts: Any) -> Any:
+    kind = registered.find_class(name)
+    put_together = getattr(kind, "_put_together", None)
+    if put_together is None:
+        raise TypeError(f"{name} is not put together from parts")
+    return put_together(_exact(parts, dict))
+
+
+def _object(
+    _: _Reader, name: str, calls: bool, args: list[Any], names: dict[str, Any], state: Any, items: Any, pairs: Any
+) -> Any:
+    """An object of a registered class. See `registered.register_safe` for what of the class may run."""
+    kind = registered.find_class(name)
+    if hasattr(kind, "_put_together") or issubclass(kind, Tensor):
+        raise TypeError(f"{name} is not made like this")
+    make = kind if _flag(calls) else kind.__new__
+    made = make(*([] if calls else [kind]), *_exact(args, list), **_exact(names, dict))
+    if items is not None:
+        made.extend(_exact(items, list))
+    for key, value in pairs or ():
+        made[key] = value
+    if state is None:
+        return made
+    if not isinstance(made, kind):
+        raise TypeError(f"{name} has made a {type(made).__name__}")
+    own = getattr(type(made), "__setstate__", None)
+    if own is not None:
+        own(made, state)
+        return made
+    attributes, slots = state if type(state) is tuple else (state, None)
+    fill(made, {**(attributes or {}), **(slots or {})})
+    return made
+
+
+def fill(made: Any, attributes: dict[str, Any]) -> None:
+    """Give an object attributes, in its dictionary or in its slots; never one that would replace a method."""
+    kind = type(made)
+    fields = getattr(kind, "__dataclass_fields__", ())
+    for name, value in attributes.items():
+        there = next((base.__dict__[name] for base in kind.__mro__ if _exact(name, str) in base.__dict__), _MISSING)
+        if type(there) is MemberDescriptorType and there.__objclass__.__flags__ & _MADE_IN_PYTHON:  # a slot
+            there.__set__(made, value)
+        elif there is _MISSING or name in fields or not (callable(there) or hasattr(type(there), "__get__")):
+            made.__dict__[name] = value
+        else:
+            raise TypeError(f"an attribute {name!r:.80} would replace what {kind.__qualname__} has under that name")
+
+
+def _size(_: _Reader, *sizes: int) -> torch.Size:
+    _count(list(sizes))
+    return torch.Size(sizes)
+
+
+def _scalar(_: _Reader, text: str, data: bytes) -> Any:
+    kind = _dtype(text)
+    if len(_exact(data, bytes)) != kind.itemsize:
+        raise ValueError(f"{len(data)} bytes for one {text}")
+    return numpy.frombuffer(data, kind, 1)[0]
+
+
+_MADE_IN_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
+_MISSING = object()
+
+_READERS: list[Callable[..., Any]] = [
+    lambda _, *items: items,  # TUPLE; it is read without a call
+    lambda _, *items: set(items),
+    lambda _, *items: frozenset(items),
+    lambda _, data: int.from_bytes(_exact(data, bytes), "big", signed=True),
+    lambda _, real, imaginary: complex(_exact(real, float), _exact(imaginary, float)),
+    lambda _, start, stop, step: range(start, stop, step),
+    lambda _, start, stop, step: slice(start, stop, step),
+    lambda _: ...,
+    _ordered_dict,
+    lambda _, most, *items: deque(items, most),
+    lambda _, text: date.fromisoformat(text),
+    lambda _, text: time.fromisoformat(text),
+    lambda _, text: datetime.fromisoformat(text),
+    lambda _, days, seconds, micros: timedelta(_exact(days, int), _exact(seconds, int), _exact(micros, int)),
+    lambda _, text: Decimal(_exact(text, str)),
+    lambda _, data: uuid.UUID(bytes=_exact(data, bytes)),
+    lambda _, name: DTYPES[name],
+    _size,
+    lambda _, name: torch.device(_exact(name, str)),
+    lambda _, name: LAYOUTS[name],
+    lambda _, name: FORMATS[name],
+    _Reader.array,
+    _scalar,
+    _attributes,
+    _sparse,
+    _quantised,
+    _nested,
+    _jagged,
+    _meta,
+    _subclass,
+    _uninitialized,
+    _storage,
+    lambda _, untyped, dtype: reductions.load_typed_storage(
+        _exact(untyped, torch.UntypedStorage), _exact(dtype, torch.dtype)
+    ),
+    _Reader.past,
+    _Reader.reference,
+    _named_tuple,
+    lambda _, name: registered.find(name),
+    _object,
+    _parts,
+    _error,
+]
+assert len(_READERS) == len(Mark), "each mark is read by the function at its place"
