@@ -44,6 +44,8 @@ logger = logging.getLogger("aiorpc")
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
 # Characters of a reason to refuse somebody that go into the log.
 REASON_LIMIT = 300
+# So many refusals are logged in so many seconds; all are counted (`Statistics.connections_refused`).
+REFUSALS_LOGGED, REFUSALS_EVERY = 100, 60.0
 # How many bytes the runtime adds to a body at most: for errors (calls/failures.py), and for the way of each buffer
 # (links/link.py).
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
@@ -317,6 +319,7 @@ class Acceptor:
         self._name = home.engine.name
         self._listeners = listeners
         self._handshakes: dict[_Accepting, None] = {}  # oldest first
+        self._logged, self._logged_since = 0, 0.0  # lines about refusals, in this stretch of time
 
     def start(self) -> None:
         """Begin to take connections, in the running context: handlers run in copies of it."""
@@ -393,11 +396,18 @@ class Acceptor:
         return link.connection.session if link is not None else None
 
     def refuse(self, reason: str) -> None:
-        """A stranger was turned away: count it and log it."""
+        """A stranger was turned away: count it and log it. A crowd of them fills no log: it is counted alone."""
         self._engine.counters.refused += 1
+        now = time.monotonic()
+        if now - self._logged_since >= REFUSALS_EVERY:
+            self._logged, self._logged_since = 0, now
+        self._logged += 1
+        if self._logged > REFUSALS_LOGGED:
+            return
         # Some of it may be the stranger's own words: it is one line of bounded length, whatever they are.
         said = "".join(each if each.isprintable() else "?" for each in reason[:REASON_LIMIT])
-        logger.warning("worker %s refused a connection: %s", self._engine.name, said)
+        last = "; more of them are only counted for now" if self._logged == REFUSALS_LOGGED else ""
+        logger.warning("worker %s refused a connection: %s%s", self._engine.name, said, last)
 
     def ended(self, accepting: _Accepting) -> None:
         """A handshake is over, whether it has succeeded or not."""
