@@ -547,7 +547,7 @@ class Connection:
                 self._epoll.close()
         on_closed, self.on_closed = self.on_closed, None
         # It refers to nobody any more: whoever let go of it is free at once, and no collector has to find the circle.
-        self.on_frames = self.on_drained = None
+        self.on_frames = self.on_drained = self.on_open = None
         if on_closed is not None:
             on_closed(cause)
 
