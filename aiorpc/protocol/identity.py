@@ -14,6 +14,7 @@ from .registered import register_safe
 NAME_LIMIT = 128
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*")
 _TEXT_LIMIT = 4096
+UNUSABLE = "!"
 _ID_LIMIT = 1 << 31
 _NUMBER_LIMITS = {"id": (0, _ID_LIMIT), "pid": (1, 1 << 32), "tcp_port": (0, 1 << 16)}
 
@@ -51,7 +52,8 @@ class WorkerRecord:
     namespaces (equal on both sides: unix sockets and pidfd work). hostname, pid: for people. main: identity of the
     main module. unix_path: path of its unix socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if
     nowhere. role: what it says it is in the group, by which others decide what they run for it; "" if nothing.
-    tls: "1.3" if it speaks nothing but TLS there, and over TCP at all; "" if it speaks none.
+    tls: "1.3" if it speaks nothing but TLS there, and over TCP at all; "" if it speaks none. Behind `UNUSABLE` stands
+    why it cannot: such a worker joins only to tell the others, which would wait for it.
     """
 
     name: str

@@ -22,7 +22,7 @@ from .. import foreign
 from ..channels import layout
 from ..errors import RendezvousError, RpcUsageError, WorkerClosed
 from ..options import Tls, seconds
-from ..protocol.identity import WorkerRecord
+from ..protocol.identity import UNUSABLE, WorkerRecord
 from ..protocol.states import WorkerEvent, WorkerState
 from ..rights import Rights
 from ..transport import sockets
@@ -110,7 +110,12 @@ class Life:
             raise RendezvousError(f"worker {plan.name!r} has no directory for its sockets: {error}") from error
         sockets.remove_stale(directory)
         tls = plan.options.tls or Tls.from_environment(os.environ)
-        credentials = None if tls is None else Credentials(tls, plan.name, plan.role)
+        credentials: Credentials | None = None
+        unusable: RpcUsageError | None = None
+        try:
+            credentials = None if tls is None else Credentials(tls, plan.name, plan.role)
+        except RpcUsageError as error:
+            unusable = error
         ending = self._ending
         stack.push_async_callback(ending.end, steps, lambda: self.node)
         rendezvous = ending.rendezvous = await steps.run(
@@ -124,6 +129,8 @@ class Life:
                 require_secret=plan.options.require_secret,
             )
         )
+        if unusable is not None and rendezvous.dynamic:
+            raise unusable  # nobody waits for this worker
         confined = rendezvous.dynamic and rendezvous.confined
         listeners = Listeners(plan.name, plan.options, directory, rendezvous.local_address(), confined=confined)
         stack.callback(listeners.close)
@@ -143,13 +150,15 @@ class Life:
                 tcp_host=plan.options.address or listeners.host,
                 tcp_port=listeners.port,
                 role=plan.role,
-                tls="" if credentials is None else "1.3",
+                tls=f"{UNUSABLE}{unusable}"[:1000] if unusable else "" if credentials is None else "1.3",
             )
             made.append(record)
             return record
 
         records = await steps.run(lambda: rendezvous.join(make_record, plan.claims))
         record = ending.record = made[-1]  # what the store says of us is for others
+        if unusable is not None:
+            raise unusable  # the others have read it, and need not wait for what will not be
         _check_tls(record, records)
         if not rendezvous.dynamic and all(_is_beside(record, other) for other in records):
             listeners.close_tcp()
@@ -347,7 +356,13 @@ async def _serve_rendezvous(node: Node) -> None:
 
 
 def _check_tls(own: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
-    """RendezvousError if some members have TLS and others have not: it would do nothing for either."""
+    """RendezvousError if a member cannot use its files, or if some have TLS and others have not.
+
+    It would do nothing for either.
+    """
+    for record in records:
+        if record.tls.startswith(UNUSABLE):
+            raise RendezvousError(f"{record.describe()} cannot join: {record.tls.removeprefix(UNUSABLE)}")
     others = [record.describe() for record in records if record.tls != own.tls]
     if others:
         mine, theirs = ("has", "have none") if own.tls else ("has no", "have")

@@ -108,6 +108,18 @@ def test_plain_and_tls_do_not_meet(authority: Authority) -> None:
     assert all(text.startswith("RendezvousError") for text in said)
 
 
+def test_all_members_hear_of_files_that_cannot_be_used(authority: Authority) -> None:
+    """The worker itself is told what is wrong, and the others by whom, at once: they would wait for it."""
+    with processes() as children, meeting_file() as init_method:
+        first, second = places(2, init_method)
+        children.start(first, join_by_environment, env=variables(authority.tls("w0")))
+        children.start(second, join_by_environment, env=variables(authority.tls("w1", of="somebody")))
+        said = [child.hear() for child in children]
+        children.check_ended()
+    assert said[0].startswith("RendezvousError: w1 (rank 1") and "is for 'somebody'" in said[0]
+    assert said[1].startswith("RpcUsageError: worker 'w1' cannot use TLS") and "is for 'somebody'" in said[1]
+
+
 async def test_a_worker_whose_files_are_wrong_does_not_join(authority: Authority) -> None:
     """It is told before anybody else is involved."""
     wrong = authority.tls("worker0", of="somebody")
