@@ -227,7 +227,8 @@ class Relay(threading.Thread):
 
     def stop(self) -> None:
         """No other connection is taken; that which is there goes on until one side ends it."""
-        self._listener.close()
+        with contextlib.suppress(OSError):  # it may have ended
+            self._listener.shutdown(socket.SHUT_RDWR)  # to close it alone wakes nobody who waits for a connection
 
     def _carry(self, near: socket.socket, far: socket.socket) -> None:
         heard = 0  # HELLO, WELCOME, and what comes later
