@@ -158,6 +158,7 @@ def test_counts_are_the_same_in_two_rounds(rows: dict[str, Row]) -> None:
         assert one > 0 and one == pytest.approx(other, rel=MOST_APART), row.quantity
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_listing_names_the_functions_of_an_operation(rows: dict[str, Row]) -> None:
     """Their number is that of another run, and that of all lines; the handler ran once for each call, at the callee."""

@@ -476,7 +476,9 @@ async def test_flush_writes_what_is_queued(half: tuple[End, socket.socket]) -> N
     assert far.recv(1000) == b"".join(encoded(number, kind=Kind.CALL) for number in range(3))
 
 
-@pytest.mark.parametrize(("size", "urgent"), [(20, True), (20, False), (30_000, True)])
+@pytest.mark.parametrize(
+    ("size", "urgent"), [(20, True), (20, False), pytest.param(30_000, True, marks=pytest.mark.long)]
+)
 async def test_interruption_of_a_sender_loses_and_doubles_nothing(
     half: tuple[End, socket.socket], size: int, urgent: bool
 ) -> None:
