@@ -249,9 +249,7 @@ class ReferenceTable:
             self._outputs.append(Free(rref))
         else:
             if owned is None or fork not in owned.forks:
-                said = self._said[sender] = self._said.get(sender, 0) + 1
-                if said > self._most:
-                    self._too_many(sender)
+                self._name(sender)
             self._bring_to_life(owned or _Owned(rref, _Value.AWAITED), fork, sender)
         return self._finish()
 
@@ -482,15 +480,13 @@ class ReferenceTable:
 
     def _name(self, sender: int) -> None:
         """Another worker has named one more fork of a value here. ProtocolError: it has too many."""
-        said = self._said[sender] = self._said.get(sender, 0) + 1
+        said = self._said.get(sender, 0) + 1
         if said > self._most:
-            self._too_many(sender)
-
-    def _too_many(self, sender: int) -> None:
-        self._said[sender] -= 1
-        raise ProtocolError(
-            f"worker {sender} holds {self._most} references to values of this worker, and wants more (max_references)"
-        )
+            raise ProtocolError(
+                f"worker {sender} holds {self._most} references to values of this worker, and wants more "
+                "(max_references)"
+            )
+        self._said[sender] = said
 
     def _on_never(self, sender: int, rref: ReferenceId) -> None:
         if rref.worker != sender:

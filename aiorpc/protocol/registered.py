@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 
 from ..errors import RpcUsageError, SerializationError
 
+#: What the main module is called; spawned children call theirs by the second name.
+MAIN_NAMES = ("__main__", "__mp_main__")
+
 T = TypeVar("T", bound=Callable[..., Any])
 
 # Their instances are callables, classes or modules that are made of arguments: a sender could name anything by them.
@@ -33,7 +36,6 @@ _MAKE_ANYTHING = (
     operator.methodcaller,
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_MAIN = ("__main__", "__mp_main__")  # spawned children call theirs by the second name
 
 
 class Registered:
@@ -102,13 +104,13 @@ def name_of(thing: Any) -> str | None:
     module, qualname = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(qualname, str):
         return None
-    return f"{_MAIN[0] if module in _MAIN else module}:{qualname}"
+    return f"{MAIN_NAMES[0] if module in MAIN_NAMES else module}:{qualname}"
 
 
 def _stands(name: str, thing: Any) -> bool:
     """Whether the module that defined it still has it under its name."""
     module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module) if module != _MAIN[0] else sys.modules.get(thing.__module__)
+    found: Any = sys.modules.get(module) if module != MAIN_NAMES[0] else sys.modules.get(thing.__module__)
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found is thing

@@ -30,6 +30,9 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.messages import Reply, read_values
 from aiorpc.runtime.calls.values import decode, encode
 
+from .mutations import mutate
+from .targets import To
+
 SEEDS = range(6)
 ROUNDS = 250
 # Far above what the corpus needs, far below what a length read from the wire could ask for.
@@ -40,13 +43,6 @@ MAX_SEGMENT = 1 << 24
 UNPICKLING = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, ValueError)
 
 RECORD = WorkerRecord("worker", 3, "ab", "host", "name", 17, "main", "/run/x.sock", "127.0.0.1", 1)
-
-
-class To:
-    same_main = True
-    max_body = 1 << 24
-    max_segment = 1 << 40
-    safe = False
 
 
 def bodies() -> list[tuple[bytes, list[bytes]]]:
@@ -70,27 +66,6 @@ STREAMS = [
     b"".join(bytes(part) for part in encode_frame(Kind.CALL, number, body, segments))
     for number, (body, segments) in enumerate(CORPUS)
 ]
-
-
-def mutate(data: bytes, chance: random.Random) -> bytes:
-    """A few of the usual accidents: changed, lost, doubled and foreign bytes, extreme lengths."""
-    broken = bytearray(data)
-    for _ in range(chance.randint(1, 4)):
-        at = chance.randrange(len(broken) + 1)
-        match chance.randrange(6):
-            case 0 if broken:
-                broken[at % len(broken)] = chance.randrange(256)
-            case 1 if broken:
-                broken[at % len(broken)] ^= 1 << chance.randrange(8)
-            case 2:
-                del broken[at : at + chance.randint(1, 8)]
-            case 3:
-                broken[at:at] = chance.randbytes(chance.randint(1, 8))
-            case 4:
-                broken[at : at + 4] = chance.choice([b"\xff" * 4, b"\0" * 4, b"\xff\xff\xff\x7f", b"\0\0\0\x80"])
-            case 5:
-                broken[at:] = broken[: chance.randint(0, 40)]
-    return bytes(broken)
 
 
 def inputs(corpus: list[bytes], seed: int) -> Iterator[bytes]:

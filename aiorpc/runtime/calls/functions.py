@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ...errors import RpcUsageError
-from ...protocol.codec import MAIN_NAMES, find_main
+from ...protocol.codec import find_main
+from ...protocol.registered import MAIN_NAMES
 from ...rights import FETCH
 from .batching import get_batcher
 
