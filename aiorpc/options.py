@@ -137,7 +137,8 @@ class RpcBackendOptions:
     busy_wait: seconds a thread that blocks for an answer stays awake before it sleeps, letting others run, while its
         waits are no longer than that on average; 0 turns it off: less latency for the price of idle time.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
-    loss_grace: seconds a graceful shutdown still serves after a member of the group (of fixed size) was lost.
+    shutdown_timeout: seconds a graceful shutdown that says nothing itself waits for the work of the others, as at the
+        end of ``async with``; 0 means no limit.
     transports: kinds of connection that may be used. Workers of one host that both have unix sockets use no other; a
         group that lives on one host does not even listen on TCP then.
     authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
@@ -189,7 +190,7 @@ class RpcBackendOptions:
     switch_interval: float | None = None
     busy_wait: float = 0.001
     lag_warning: float = 1.0
-    loss_grace: float = 5.0
+    shutdown_timeout: float = 0.0
     transports: tuple[str, ...] = field(default=("unix", "tcp"))
     authenticate_frames: bool = True
     require_secret: bool | None = None
@@ -209,7 +210,7 @@ class RpcBackendOptions:
     def validate(self) -> None:
         """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for device maps."""
         self.rpc_timeout = seconds(self.rpc_timeout, "rpc_timeout")
-        self.loss_grace = seconds(self.loss_grace, "loss_grace")
+        self.loss_grace = seconds(self.shutdown_timeout, "shutdown_timeout")
         self.lag_warning = seconds(self.lag_warning, "lag_warning")
         self.busy_wait = seconds(self.busy_wait, "busy_wait")
         for name in (

@@ -71,13 +71,13 @@ def host(worker: Worker) -> None:
     worker.hosted_by = thread
 
 
-def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> ShutdownReport:
+def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownReport:
     """Leave the group, then end the worker's loop and thread; blocks. Nothing happens if there is no worker.
 
     graceful: serve until every live member has called this and no call is under way; in a group without a size, until
-    no call is under way here. timeout: seconds for that, 0 for no limit. Returns who was lost, whether the time was up,
-    and what was still referred to. From any thread but the loop's, where it raises WouldBlockLoop; RpcUsageError if the
-    worker runs on a loop of yours: ``await worker.shutdown()`` there.
+    no call is under way here. timeout: seconds for that, 0 for no limit, ``shutdown_timeout`` if None. Returns who was
+    lost, whether the time was up, and what was still referred to. From any thread but the loop's, where it raises
+    WouldBlockLoop; RpcUsageError if the worker runs on a loop of yours: ``await worker.shutdown()`` there.
     """
     if not registry.nodes():
         return ShutdownReport()

@@ -345,7 +345,7 @@ async def test_a_killed_worker_is_lost(workers: Workers) -> None:
 
 async def test_the_leader_can_be_killed() -> None:
     """The next one leads; shutting down does not wait for the dead."""
-    async with cluster(3, options=RpcBackendOptions(loss_grace=1.0)) as workers:
+    async with cluster(3) as workers:
         with Faults(workers[1]) as faults:
             await faults.kill("worker0")
         with pytest.raises(aiorpc.PeerLost):

@@ -34,7 +34,7 @@ COUNTS = [
 ]
 CUDA = [torch.device("cuda", index) for index in range(4)]
 CPU = torch.device("cpu")
-DURATIONS = ["rpc_timeout", "loss_grace", "lag_warning", "busy_wait"]
+DURATIONS = ["rpc_timeout", "shutdown_timeout", "lag_warning", "busy_wait"]
 
 
 def test_defaults_are_those_of_torch() -> None:

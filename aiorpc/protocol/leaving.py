@@ -19,8 +19,8 @@ One `GroupTable` per worker. Its methods take events and return what is to be do
 be called by one thread at a time. The leader's own ENTER is a message to itself. What holds, and the test in
 `tests/protocol/test_leaving.py` that pins each:
 
-1. Nobody is let go before every live member has entered, unless a bound was passed.
-   `test_l1_nobody_is_let_go_before_all_have_entered`
+1. Nobody leaves before every live member has entered, whatever was lost before, unless its user bounds the waiting.
+   `test_l1_nobody_is_let_go_before_all_have_entered`, `test_l1_a_loss_ends_nobodys_waiting_for_the_living`
 2. Nobody is let go while a call is under way between live members, unless a bound was passed.
    `test_l2_only_two_equal_idle_rounds_let_go`
 3. Once all live members have entered and their calls are over, all are let go in a bounded number of steps.
@@ -149,11 +149,6 @@ class AwaitIdle:
 
 
 @dataclass(frozen=True, slots=True)
-class Hurry:
-    """A member was lost, so that others may wait for it in vain: call `give_up` after a grace. Comes at most once."""
-
-
-@dataclass(frozen=True, slots=True)
 class Go:
     """Leave now. complete: whether the work of all is over, as far as this worker can know. Comes at most once."""
 
@@ -173,7 +168,6 @@ Output = (
     | Rest
     | Overdue
     | AwaitIdle
-    | Hurry
     | Go
 )
 Outputs = list[Output]
@@ -239,13 +233,10 @@ class GroupTable:
         if record.id in self.gone or record.id == self.worker_id:
             return []
         led = record.id == self.leader
-        hurry = not self.lost and self.leaving not in (Leaving.WORKING, Leaving.LEFT)
         self.gone.add(record.id)
         self.lost[record.id] = record.info
         self._losses.append((record, cause))
         outputs = self._take_over() if led else self._report(self._losses[-1:])
-        if hurry and not self.free:
-            outputs.append(Hurry())
         return [*outputs, *self._part(record.id), Lost(record, cause, error), *self._after_parting()]
 
     def depart(self, record: WorkerRecord) -> Outputs:
@@ -293,8 +284,7 @@ class GroupTable:
             self._step(Step.FINISH)
             return [AwaitIdle()]
         self._step(Step.ENTER)
-        hurry: Outputs = [Hurry()] if self.lost else []
-        return [*hurry, *self._send_enter()]
+        return self._send_enter()
 
     def enter_answered(self) -> Outputs:
         """The leader has answered the ENTER of this worker."""

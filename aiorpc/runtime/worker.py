@@ -228,12 +228,12 @@ class Worker:
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
-    async def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> ShutdownReport:
+    async def shutdown(self, graceful: bool = True, timeout: float | None = None) -> ShutdownReport:
         """Leave the group. Idempotent: later calls wait for the first one. On the worker's loop.
 
-        graceful: serve until every live member has entered its own shutdown and no call is under way; bounded from the
-        moment that all have entered, a member was lost, or the timeout passed. In a group without a size: until no call
-        is under way here, bounded by the timeout alone. timeout: seconds, 0 for no limit.
+        graceful: serve until every live member has entered its own shutdown and no call is under way; from the moment
+        that all have entered the calls have ``rpc_timeout``. In a group without a size: until no call is under way
+        here. timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
         Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left,
         but for a thread inside torch if the store of the rendezvous has not answered for 5 s (a warning says so).
         A worker that is still joining gives that up: `start` raises WorkerClosed.
@@ -249,7 +249,7 @@ class Worker:
                 own.close()
         if self._life.loop is not None and asyncio.get_running_loop() is not self._life.loop:
             raise RpcUsageError(f"{self!r} runs on another loop; shut it down there")
-        return await self._life.shutdown(graceful, timeout)
+        return await self._life.shutdown(graceful, self.options.shutdown_timeout if timeout is None else timeout)
 
     @property
     def thread(self) -> LoopThread | None:

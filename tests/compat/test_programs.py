@@ -131,7 +131,7 @@ def test_a_worker_that_dies_does_not_hold_up_the_others(dead: int, tmp_path: Pat
         "children = [os.fork() for _ in range(1)]\n"
         "rank = 0 if children[0] else 1 + (os.fork() == 0)\n"
         "place = 'file://' + sys.argv[1]\n"
-        "options = rpc.TensorPipeRpcBackendOptions(init_method=place, rpc_timeout=600, loss_grace=0.5)\n"
+        "options = rpc.TensorPipeRpcBackendOptions(init_method=place, rpc_timeout=600)\n"
         "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=3, rpc_backend_options=options)\n"
         "rpc.api._barrier({'worker0', 'worker1', 'worker2'})\n"
         "if rank == int(sys.argv[2]):\n"

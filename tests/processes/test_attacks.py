@@ -335,7 +335,7 @@ def test_relay_is_refused(number: int, tmp_path: Path) -> None:
 @contextlib.asynccontextmanager
 async def relayed(seals: bool, **relaying: Any) -> AsyncIterator[tuple[list[rpc.Worker], Relay]]:
     """Two workers, and somebody on the way from the first to the second, at the address that this one gives."""
-    options = rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=seals, loss_grace=0.1)
+    options = rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=seals, shutdown_timeout=0.1)
     elsewhere = replace(options, address="127.0.0.2")
     async with cluster(2, options=[options, elsewhere]) as workers:
         port = workers[1].node.engine.record.tcp_port
@@ -382,7 +382,7 @@ async def test_what_is_changed_on_the_way_ends_the_connection(caplog: pytest.Log
 async def test_workers_that_do_not_agree_on_seals_do_not_talk(seals: bool) -> None:
     """Nobody is talked into doing without, and the error names the option."""
     each = [
-        rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=value, loss_grace=0.1)
+        rpc.RpcBackendOptions(transports=("tcp",), authenticate_frames=value, shutdown_timeout=0.1)
         for value in (seals, not seals)
     ]
     async with cluster(2, options=each) as workers:

@@ -181,7 +181,7 @@ async def test_a_report_of_a_loss_is_looked_into(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 async def test_a_member_that_has_died_is_lost_all_the_same(transport: str) -> None:
     """Also where nobody but the leader had a connection to it: it is asked, and does not answer."""
-    async with group(3, ended=("w2",), transports=(transport,), rpc_timeout=20.0, loss_grace=0.1) as (worker, children):
+    async with group(3, ended=("w2",), transports=(transport,), rpc_timeout=20.0) as (worker, children):
         assert await rpc.call("w1", reach, "w2") == 3
         assert await rpc.call("w2", reach, "w1") == 3
         next(child for child in children if child.place.name == "w2").kill()

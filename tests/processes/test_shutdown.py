@@ -40,6 +40,22 @@ async def test_workers_that_enter_shutdown_at_once_go_on_serving() -> None:
         assert [await child.ahear() for child in children] == [[], []]
 
 
+@pytest.mark.long
+async def test_a_death_ends_nobody_who_is_needed() -> None:
+    """One of three servers is killed: seconds later the others still serve the one that works, and leave with it."""
+    async with group(4, ended=("w3",)) as (worker, children):
+        for name in ("w1", "w2", "w3"):
+            await in_shutdown(name)
+        children["w3"].kill()
+        killed = time.monotonic()
+        while time.monotonic() - killed < 7.0:  # once a loss ended them after five
+            for name in ("w1", "w2"):
+                assert await rpc.call(name, bodies.add, 1, 2) == 3
+            await asyncio.sleep(0.2)
+        assert [info.name for info in (await worker.shutdown()).lost] == ["w3"]
+        assert [await children[name].ahear() for name in ("w1", "w2")] == [["w3"], ["w3"]]
+
+
 async def in_shutdown(name: str) -> None:
     """Wait until a worker has called shutdown()."""
     await wait_for_async(lambda: rpc.rpc_sync(name, is_leaving))

@@ -129,7 +129,7 @@ async def test_port_range_without_a_free_port_is_an_error() -> None:
 
 async def test_workers_without_a_transport_in_common_say_so() -> None:
     """The error names the worker that cannot be reached and why, at once; leaving is bounded."""
-    mixed = [rpc.RpcBackendOptions(transports=(kind,), loss_grace=0.2) for kind in ("unix", "tcp")]
+    mixed = [rpc.RpcBackendOptions(transports=(kind,), shutdown_timeout=0.2) for kind in ("unix", "tcp")]
     started = time.monotonic()
     async with cluster(2, options=mixed) as workers:
         with pytest.raises(rpc.PeerLost, match=r"worker1.*no transport in common"):

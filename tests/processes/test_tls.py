@@ -46,7 +46,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def options(tls: rpc.Tls | None, **more: Any) -> rpc.RpcBackendOptions:
-    return rpc.RpcBackendOptions(transports=("tcp",), tls=tls, loss_grace=0.1, **more)
+    return rpc.RpcBackendOptions(transports=("tcp",), tls=tls, shutdown_timeout=0.1, **more)
 
 
 def connections(worker: rpc.Worker) -> list[Any]:
@@ -231,7 +231,7 @@ async def test_a_stranger_who_goes_in_the_midst_of_tls_is_nothing(
 async def test_a_worker_that_is_killed_while_it_shakes_hands(authority: Authority) -> None:
     """It was stopped before the other connected: the call fails with its death, and nothing is left of the attempt."""
     tls = authority.tls("w*")
-    async with group(3, transports=("tcp",), tls=tls, loss_grace=0.1, ended=("w2",)) as (worker, children):
+    async with group(3, transports=("tcp",), tls=tls, ended=("w2",)) as (worker, children):
         assert await rpc.call("w1", bodies.add, 1, 2) == 3
         children["w2"].kill(signal.SIGSTOP)
         call = rpc.call("w2", bodies.add, 1, 2)

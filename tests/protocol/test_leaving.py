@@ -20,7 +20,6 @@ from aiorpc.protocol.leaving import (
     Follow,
     Go,
     GroupTable,
-    Hurry,
     Joined,
     Left,
     Lost,
@@ -89,6 +88,22 @@ def test_l1_nobody_is_let_go_before_all_have_entered() -> None:
     assert table.enter(2) == [Poll(tuple(W[:3]), first=True)]
     assert table.polled(answers(table, IDLE, IDLE, IDLE), overdue=False) == [Poll(tuple(W[:3]), first=False)]
     assert table.polled(answers(table, IDLE, IDLE, IDLE), overdue=False) == [AnswerEnters((1, 0, 2))]
+
+
+@pytest.mark.parametrize("leader", [0, 1])
+def test_l1_a_loss_ends_nobodys_waiting_for_the_living(leader: int) -> None:
+    """L1: whether a member or the leader was lost: the rounds begin with the ENTER of the last that lives."""
+    table = make(leader, 4)
+    table.leave()
+    table.enter(2)
+    if leader:
+        table.lose(W[0], "why")
+        table.enter_failed(0)
+    else:
+        table.lose(W[1], "why")
+    assert table.enter(leader) == []
+    assert table.leaving is Leaving.ENTERED and table.rounds is Rounds.GATHERING
+    assert table.enter(3) == [Poll((W[leader], W[2], W[3]), first=True)]
 
 
 QUIET = (IDLE, IDLE)
@@ -189,7 +204,7 @@ def test_l4_who_leads_after_a_goodbye_looks_after_the_rest() -> None:
     assert table.enter_failed(0) == [Follow(W[3]), ReportLost(W[3], W[2], "why"), SendEnter(W[1])]
     table = make(1)
     table.lose(W[0], "why")
-    assert table.leave() == [Hurry(), SendEnter(W[1])]
+    assert table.leave() == [SendEnter(W[1])]
 
 
 def test_l5_the_live_member_with_the_lowest_id_leads() -> None:
@@ -248,20 +263,6 @@ def test_newcomers_are_news_once() -> None:
     table = make(0, 1, free=True)
     assert table.join(W[1]) == [Joined(W[1])] and table.join(W[1]) == []
     assert table.live() == W[:2]
-
-
-def test_a_loss_bounds_the_leaving() -> None:
-    """Once, from the later of the two; not in a free group, where nobody waits for the lost."""
-    table = make(0, 4)
-    table.leave()
-    assert Hurry() in table.lose(W[1], "why") and Hurry() not in table.lose(W[2], "why")
-    table = make(0, 4)
-    assert Hurry() not in table.lose(W[1], "why")
-    assert table.leave() == [Hurry(), SendEnter(W[0])]
-    assert Hurry() not in table.lose(W[2], "why")
-    table = make(0, 4, free=True)
-    table.leave()
-    assert Hurry() not in table.lose(W[1], "why")
 
 
 def test_a_leader_that_refuses_is_left_alone() -> None:
@@ -352,7 +353,7 @@ class Node:
     enters: dict[int, list[Request]] = field(default_factory=dict)
     found: dict[int, Activity | None] | None = None  # the answers of the round that is under way
     asked: int = 0
-    hurried: bool = False
+    bounded: bool = False  # its user has given a timeout, which has passed
 
 
 Frame = tuple[str, object]
@@ -458,13 +459,9 @@ class World:
     def _do_Overdue(self, worker: int, output: Overdue) -> None:
         pass
 
-    def _do_Hurry(self, worker: int, output: Hurry) -> None:
-        require(not self.nodes[worker].hurried, "two bounds", worker)
-        self.nodes[worker].hurried = True
-
     def _do_Go(self, worker: int, output: Go) -> None:
-        if output.complete:
-            self.let_go += 1
+        self.let_go += output.complete
+        if not self.nodes[worker].bounded:
             self._check_let_go(worker)
         self.quit(worker)
 
@@ -623,6 +620,7 @@ class World:
         self.carry_out(worker, self.nodes[worker].table.leave())
 
     def give_up(self, worker: int) -> None:
+        self.nodes[worker].bounded = True
         self.carry_out(worker, self.nodes[worker].table.give_up())
 
     # the oracle
@@ -773,10 +771,9 @@ class Actions:
             self.world.fail(self.source.choice(polls))
 
     def give_up(self) -> None:
-        """The bound after a loss was passed, or the one that the user gave."""
+        """The bound that the user gave has passed."""
         worker = self._any()
-        node = self.world.nodes[worker]
-        if not node.working and (node.hurried or self.bounds):
+        if not self.world.nodes[worker].working and self.bounds:
             self.world.give_up(worker)
 
 
@@ -902,6 +899,14 @@ class PollsTheFirst(GroupTable):
         return [self._poll(first=True)]
 
 
+class LeavesAfterALoss(GroupTable):
+    """Waits for the living no longer once somebody is lost."""
+
+    def lose(self, record, cause, error=None):  # type: ignore[no-untyped-def]  # as what it replaces
+        outputs = super().lose(record, cause, error)
+        return [*outputs, *self.give_up()] if self.leaving is Leaving.ENTERED else outputs
+
+
 class WaitsForTheGone(GroupTable):
     """Does not look again at who has entered when a member is gone."""
 
@@ -1015,6 +1020,7 @@ MUTANTS = {
     TakesBusyForIdle: "L2",
     TakesSilenceForIdle: "L2",
     PollsTheFirst: "L1",
+    LeavesAfterALoss: "L1",
     WaitsForTheGone: "L4",
     EntersOnce: "L4",
     ForgetsEarlyEnters: "L4",

@@ -247,7 +247,7 @@ async def test_connecting_is_tried_again_after_growing_pauses(
 
 async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
     """The system would try for minutes; the worker is lost when the time for connecting is up."""
-    elsewhere = RpcBackendOptions(transports=("tcp",), address="127.0.0.2", loss_grace=0.1)
+    elsewhere = RpcBackendOptions(transports=("tcp",), address="127.0.0.2", shutdown_timeout=0.1)
     with ExitStack() as stack:
         async with cluster(2, options=[TCP, elsewhere]) as workers:
             address = ("127.0.0.2", workers[1].node.engine.record.tcp_port)
@@ -262,7 +262,7 @@ async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
 
 async def test_what_goes_wrong_on_the_way_is_told_at_once() -> None:
     """An error that trying again cannot mend is an error of the calls, with the reason, not a hang."""
-    ways = [RpcBackendOptions(transports=(each,), loss_grace=0.1) for each in ("unix", "tcp")]
+    ways = [RpcBackendOptions(transports=(each,), shutdown_timeout=0.1) for each in ("unix", "tcp")]
     async with cluster(2, options=ways) as workers:
         with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: .* have no transport in common"):
             await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))

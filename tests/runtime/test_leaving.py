@@ -173,16 +173,28 @@ async def test_work_that_does_not_end_keeps_nobody_for_ever(
     assert "still had calls under way" in record.getMessage() and "worker0" in record.getMessage()
 
 
-async def test_a_loss_bounds_the_wait_for_those_who_work_on() -> None:
-    """A member that never enters is waited for only until `loss_grace` after somebody was lost."""
-    async with cluster(3, options=RpcBackendOptions(loss_grace=0.1)) as (a, b, c):
-        leaving = asyncio.ensure_future(a.shutdown())
-        await until(lambda: a.id in a.node.group.entered)
-        a.node.group.on_lost(c.node.engine.record, "for the test")
-        report = await asyncio.wait_for(leaving, LONG)
-        assert report == ShutdownReport(lost=(c.info,), timed_out=True)
+@pytest.mark.parametrize("dead", [0, 3])
+async def test_a_loss_lets_nobody_go_whom_a_living_member_needs(dead: int) -> None:
+    """Those that have entered serve the one that works; when that enters, too, all leave, and say who was lost."""
+    async with cluster(4) as workers:
+        *servers, works = [each for each in workers if each.id != dead]
+        leaving = [asyncio.ensure_future(each.shutdown()) for each in servers]
+        await until(lambda: len(workers[0].node.group.entered) >= 2)
+        await workers[dead].drop()
+        await until(lambda: all(dead in each.node.group.lost for each in workers if each.id != dead))
+        for each in servers:
+            assert await works.call(each.info, abs, -3) == 3
+        await asyncio.wait(leaving, timeout=0.1)
+        assert not any(each.done() for each in leaving)
+        reports = await asyncio.wait_for(asyncio.gather(*leaving, works.shutdown()), LONG)
+        assert reports == [ShutdownReport(lost=(workers[dead].info,))] * 3
+
+
+async def test_a_bound_on_the_wait_for_those_who_work_on() -> None:
+    """`shutdown_timeout` is the timeout of a shutdown that has none of its own."""
+    async with cluster(2, options=RpcBackendOptions(shutdown_timeout=0.1)) as (a, b):
+        assert (await asyncio.wait_for(a.shutdown(), LONG)).timed_out
         assert b.state.value == "running"
-        await asyncio.gather(b.shutdown(graceful=False), c.shutdown(graceful=False))
 
 
 # --- cancelled, from a handler, again ---------------------------------------------------------------------------------

@@ -492,7 +492,7 @@ async def test_without_a_second_connection_chunks_go_over_the_first(
 @pytest.mark.parametrize("side", [0, 1])
 async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
     """What was on it is lost: calls under way fail with PeerLost, whichever side it breaks at."""
-    options = RpcBackendOptions(transports=("tcp",), loss_grace=0.1)
+    options = RpcBackendOptions(transports=("tcp",), shutdown_timeout=0.1)
     with pytest.raises(PeerLost) as caught:
         async with cluster(2, options=options) as workers:
             await ready(workers)

@@ -63,7 +63,7 @@ async def test_a_loop_that_ends_closes_its_worker(
     end: Callable[..., Any], kind: type[BaseException], cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Verbs raise at once, what was pending fails, one line says why, and the other worker sees a loss."""
-    options = RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT, loss_grace=0.1)
+    options = RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT, shutdown_timeout=0.1)
     async with cluster(2, options=options) as (first, second):
         pending = second.call("worker0", block, 0.5)
         await until(lambda: any(call.direction == "served" for call in first.pending_calls()))

@@ -106,7 +106,6 @@ class Group:
         self._go: asyncio.Future[bool] | None = None
         self._context = contextvars.Context()
         self._waits: set[asyncio.Task[None]] = set()
-        self._bounds: list[asyncio.TimerHandle] = []
 
     @property
     def leader(self) -> int:
@@ -177,8 +176,6 @@ class Group:
                 self._spawn(self._enter_at(to))
             case leaving.AwaitIdle():
                 self._spawn(self._until_idle())
-            case leaving.Hurry():
-                self._bound(self._engine.options.loss_grace)
             case leaving.Go(complete):
                 if self._go is not None and not self._go.done():
                     self._go.set_result(complete)
@@ -347,22 +344,17 @@ class Group:
         """Serve until the work of the group is over; False if that took too long. timeout: seconds, 0 for no limit."""
         self._go = asyncio.get_running_loop().create_future()
         self._context = contextvars.copy_context()
-        if timeout:
-            self._bound(timeout)
+        bound = self._engine.loop.call_later(timeout, self._give_up) if timeout else None
         self._carry_out(self._table.leave(hosts_store=self._home.rendezvous.hosts_store))
         try:
             return await self._go
         finally:
             self._table.give_up()  # if the waiting was cancelled, the table has not heard of it yet
-            for bound in self._bounds:
+            if bound is not None:
                 bound.cancel()
             for task in self._waits:
                 task.cancel()
             await asyncio.gather(*self._waits, return_exceptions=True)
-
-    def _bound(self, seconds: float) -> None:
-        """Wait for the others at most so many seconds from now on."""
-        self._bounds.append(self._engine.loop.call_later(seconds, self._give_up))
 
     def _give_up(self) -> None:
         self._carry_out(self._table.give_up())
