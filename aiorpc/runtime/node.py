@@ -35,6 +35,7 @@ from .calls.pending import PendingCall
 from .engine.engine import Engine
 from .engine.lag import LoopMonitor
 from .engine.lifetime import Lifetime
+from .engine.lines import LineWatch
 from .engine.steps import Steps
 from .gradients.contexts import Gradients
 from .group.connecting import Acceptor, Connector
@@ -148,6 +149,8 @@ class Node:
             engine.loop, warn_after=options.lag_warning, describe=self.describe_running, name=engine.name
         )
         stack.callback(self.monitor.stop)
+        self.lines = LineWatch(engine.loop, engine.connections)
+        stack.callback(self.lines.stop)
         stack.callback(self.news.end)
 
     async def start(self) -> None:
@@ -156,6 +159,7 @@ class Node:
         # Handlers run in a copy of the context in which the reader was registered: not in that of whoever started us.
         contextvars.Context().run(self.acceptor.start)
         self.monitor.start()
+        self.lines.start()
 
     # --- taking it down -----------------------------------------------------------------------------------------------
 

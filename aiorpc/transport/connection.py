@@ -45,6 +45,7 @@ from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_l
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from .send_queue import SendQueue
+from .silence import Silence, hear
 from .tls import TlsLayer
 
 logger = logging.getLogger("aiorpc")
@@ -123,6 +124,7 @@ class Connection:
         self._unread: deque[bytes] = deque()
         self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
         self._sharing = False
+        self._silence = Silence()
         self.answers: Sequence[Frame] = ()  # that a waiter has read last, and the loop will not
 
     def start(self) -> None:
@@ -158,6 +160,11 @@ class Connection:
     def local(self) -> bool:
         """Whether the other end is on this host for sure: a unix socket."""
         return self._patient
+
+    def silence(self, now: float) -> float:
+        """Seconds for which the other host has owed an answer; see `silence.Silence.look`. On the loop's thread."""
+        heard = None if self._closed else hear(self._sock)
+        return 0.0 if heard is None else self._silence.look(heard, now)
 
     @property
     def ended(self) -> bool:

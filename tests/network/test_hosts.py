@@ -211,6 +211,54 @@ def test_a_cut_link_is_noticed_in_the_middle_of_a_transfer(kind: str) -> None:
         children.check_ended()
 
 
+async def push_to_the_busy(worker: rpc.Worker, link: Link, seconds: float) -> list[Any]:
+    """Large tensors, and small calls as many as fit, for a worker that blocks its loop."""
+    await rpc.call("w1", length, pattern(8 * MIB))  # now there is a connection for large ones
+    blocked = rpc.call("w1", block_loop, seconds)
+    await asyncio.sleep(0.1)
+    large = [rpc.call("w1", length, pattern(60 * MIB)) for _ in range(2)]
+    small = [rpc.call("w1", length, pattern(128 * 1024)) for _ in range(200)]
+    return [await blocked, *await asyncio.gather(*large), set(await asyncio.gather(*small))]
+
+
+async def block_loop(seconds: float) -> str:
+    """Handler: nothing is read meanwhile."""
+    await asyncio.to_thread(int)
+    time.sleep(seconds)  # noqa: ASYNC251  # as a program's own step would
+    return "done"
+
+
+@pytest.mark.long
+def test_a_busy_worker_is_not_dead() -> None:
+    """Its loop is blocked for several times the timeout while much is pushed to it: its host answers for it."""
+    with linked("veth") as network, group(network, push_to_the_busy, 6.0, patience=2) as children:
+        assert result_of(children) == ["done", 60 * MIB, 60 * MIB, {128 * 1024}]
+
+
+@pytest.mark.long
+def test_a_host_that_vanishes_while_its_worker_is_busy_is_found() -> None:
+    """The window of its connections is closed then; the probes are no longer answered."""
+    with linked("relay") as network, group(network, call_the_busy, patience=2) as children:
+        assert children["w0"].hear() == "blocked"
+        before = network.right.received()
+        wait_for(lambda: network.right.received() > before + MIB // 8)
+        network.cut()
+        assert children["w0"].hear(60.0) == ["PeerLost"] * 3
+        children["w1"].kill()
+        assert children["w0"].hear() == (None, ["w1"])
+        children.check_ended(but=("w1",))
+
+
+async def call_the_busy(worker: rpc.Worker, link: Link) -> None:
+    """Large tensors for a worker that blocks its loop; what became of the calls."""
+    await rpc.call("w1", length, pattern(8 * MIB))  # now there is a connection for large ones
+    calls = [rpc.call("w1", block_loop, 60.0)]
+    await asyncio.sleep(0.1)
+    link.tell("blocked")
+    calls += [rpc.call("w1", length, pattern(60 * MIB)) for _ in range(2)]
+    link.tell([type(error).__name__ for error in await asyncio.gather(*calls, return_exceptions=True)])
+
+
 async def fetch(worker: rpc.Worker, link: Link) -> Any:
     """A large result; what became of it."""
     await rpc.call("w1", bodies.add, 1, 2)

@@ -278,7 +278,7 @@ async def test_connect_tcp_notices_dead_networks(host: str) -> None:
     ):
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == sockets.TCP_TIMEOUT * 1000
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0  # a busy worker is not dead
         assert sockets.peer_uid(sock) is None
         assert sockets.peer_pid(sock) is None
 

@@ -1,0 +1,56 @@
+"""Whether the host at the other end of a TCP connection still answers: a host that vanished closes no connection.
+
+The system is asked (``TCP_INFO``), not the other process. A process that is stopped, or whose loop is blocked, reads
+nothing, and the window of its connection closes; but its host goes on to acknowledge what reaches it, and to answer the
+probes of a closed window. ``TCP_USER_TIMEOUT`` would take a window that stays closed for a dead host, so it is not
+used. An idle connection is the matter of keep-alive (`sockets.tune_tcp`).
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from typing import NamedTuple
+
+# Of the kernel's tcp_info: eight bytes, of which the fourth counts probes that were not answered; then words of four
+# bytes each, among them how many segments are not acknowledged, and milliseconds since the last acknowledgement.
+_INFO = struct.Struct("@3xB4x16xI28xI")
+
+
+class Heard(NamedTuple):
+    """What the system knows of the other end of a connection."""
+
+    #: Whether something was sent that the other host would have answered by now.
+    owes: bool
+    #: Seconds since anything was acknowledged.
+    ago: float
+
+
+def hear(sock: socket.socket) -> Heard | None:
+    """What the system says of that connection; None where it does not say."""
+    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    except OSError:  # it has ended
+        return None
+    probes, unacknowledged, milliseconds = _INFO.unpack(info)
+    # One probe may have left a moment ago. Of data that did, `Silence` sees it at its first look.
+    return Heard(unacknowledged > 0 or probes > 1, milliseconds / 1000)
+
+
+class Silence:
+    """For how long one connection has owed an answer, as somebody finds who looks from time to time."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None  # the first look that saw it owe an answer, none having come since
+
+    def look(self, heard: Heard, now: float) -> float:
+        """Seconds of silence until now; 0.0 if no answer is owed."""
+        if not heard.owes:
+            self._since = None
+            return 0.0
+        heard_at = now - heard.ago
+        self._since = now if self._since is None else max(self._since, heard_at)
+        return now - self._since
