@@ -220,6 +220,28 @@ async def test_a_listener_may_stop(pair: list[Worker]) -> None:
     assert listeners == [1, 0, 1, 0]
 
 
+async def test_events_reach_a_task_that_nobody_holds() -> None:
+    """What waits for news is not collected as garbage, although asyncio's loop holds its task weakly."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        heard: list[Any] = []
+
+        async def watch() -> None:
+            async for event in worker.events():
+                heard.append(event)
+
+        asyncio.create_task(watch())  # noqa: RUF006  # nobody holds it: that is what is tried
+        await until(lambda: worker.node.news.listeners)
+        gc.collect()
+        for name in ("b", "c"):
+            async with aiorpc.init(name, store=store) as late:
+                info = late.info
+                await until(lambda: heard and heard[-1] == WorkerJoined(info))  # noqa: B023  # waited for at once
+            gc.collect()
+            await until(lambda: heard[-1] == WorkerLeft(info))  # noqa: B023  # as above
+        assert len(heard) == 4
+
+
 async def test_events_before_the_first_look_are_kept() -> None:
     """Events come from the moment of the call on, in order, the end behind them, on whichever loop they are read."""
     store = HashStore()

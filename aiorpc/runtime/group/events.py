@@ -44,6 +44,9 @@ class Events:
     def __init__(self) -> None:
         self._ended = False
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        # Of a task that waits asyncio itself holds no more than a weak reference. What it waits for is held here: it
+        # leads to the task, so that a program need not keep the task for the news to come.
+        self._awaited: set[Listener] = set()
         self._lock = threading.Lock()
 
     @property
@@ -54,7 +57,7 @@ class Events:
     def listen(self) -> Listener:
         """Events from now on, until `end`."""
         with self._lock:
-            listener = Listener(self._drop)
+            listener = Listener(self._drop, self._awaited)
             if self._ended:
                 listener.put(None)
             else:
@@ -82,8 +85,10 @@ class Events:
 class Listener(AsyncIterator[Event]):
     """Gets each event once, in order. `put` from any thread; iterated on any loop, by one task at a time."""
 
-    def __init__(self, on_close: Callable[[Listener], None]) -> None:
+    def __init__(self, on_close: Callable[[Listener], None], awaited: set[Listener]) -> None:
+        """on_close: is called when it is to hear no more. awaited: it is in there while somebody waits for it."""
         self._on_close = on_close
+        self._awaited = awaited
         self._events: deque[Event | None] = deque()
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
@@ -99,7 +104,11 @@ class Listener(AsyncIterator[Event]):
         arrived = asyncio.Event()
         self._waiting = asyncio.get_running_loop(), arrived  # before the look: what comes now wakes us
         if not self._events:
-            await arrived.wait()
+            self._awaited.add(self)
+            try:
+                await arrived.wait()
+            finally:
+                self._awaited.discard(self)
         event = self._events[0]
         if event is None:
             raise StopAsyncIteration
