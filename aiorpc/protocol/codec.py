@@ -25,6 +25,7 @@ from ..errors import ProtocolError, SerializationError
 from ..foreign import text_of
 from . import reductions
 from .frames import Buffer
+from .main_module import unite
 from .messages import Values
 from .reductions import TensorRoute, is_dense
 from .reference_messages import PassedReference
@@ -385,6 +386,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in MAIN_NAMES:
             return load_main(name)
+        if module not in sys.modules:
+            unite(module)
         return super().find_class(module, name)
 
 

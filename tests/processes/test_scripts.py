@@ -110,6 +110,34 @@ def test_script_whose_ranks_share_functions_classes_locks_and_globals_of_main(tm
     run_ranks([script, script])
 
 
+@pytest.mark.long
+def test_a_script_whose_functions_are_imported_by_another_one_serves_with_its_own_globals(tmp_path: Path) -> None:
+    """The caller names them by the script's module, which the callee does not import a second time."""
+    server, client = tmp_path / "serving_script.py", tmp_path / "client.py"
+    path = "sys.path.insert(0, os.path.dirname(__file__))\n"
+    server.write_text(f"""{HEADER}{path}
+model, runs = None, 0
+@dataclass
+class Row:
+    x: int
+async def predict(row):
+    return model, type(row) is Row, __name__
+if __name__ == "__main__":
+    runs += 1
+    model = "loaded"
+    rpc.init_rpc("server")
+    rpc.shutdown()
+    assert runs == 1 and sys.modules.get("serving_script") is sys.modules["__main__"]
+""")
+    client.write_text(f"""{HEADER}{path}
+from serving_script import Row, predict
+rpc.init_rpc("client")
+assert rpc.rpc_sync("server", predict, args=(Row(1),)) == ("loaded", True, "__main__")
+rpc.shutdown()
+""")
+    run_ranks([server, client])
+
+
 def test_scripts_with_different_mains_send_functions_and_classes_by_value(tmp_path: Path) -> None:
     """A function the callee's script does not have travels with what it needs; results are of the caller's class."""
     first, second = tmp_path / "trainer.py", tmp_path / "server.py"

@@ -12,7 +12,9 @@ import pathlib
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,12 +223,27 @@ async def test_coroutine_functions_that_travel_by_value(pair: list[Worker]) -> N
 async def test_bound_class_and_static_methods(pair: list[Worker]) -> None:
     """A bound method takes its object along; a class method the class it was taken from."""
     call = pair[0].call
-    assert await call("worker1", Scale(3).times, 4) == 12
-    assert await call("worker1", Scale(3).times_later, 4) == 12
+    with pytest.warns(UserWarning, match="with a copy of its object"):
+        assert await call("worker1", Scale(3).times, 4) == 12
+        assert await call("worker1", Scale(3).times_later, 4) == 12
     assert await call("worker1", Scale.double, 4) == 8
     assert await call("worker1", Half.double, 4) == 4
     assert await call("worker1", Scale.negate, 4) == -4
     assert await call("worker1", Scale(5), 4) == 20
+
+
+async def test_a_method_whose_object_is_copied_is_said_once(pair: list[Worker]) -> None:
+    """The warning names the line of the program, and what to write; a loop gets one, another line another one."""
+    scale, results = Scale(3), []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            results.append(await pair[0].call("worker1", scale.times, 4))
+        results.append(await pair[0].peer("worker1").call(scale.times, 4))
+    assert results == [12] * 4 and [Path(each.filename).name for each in said] == ["test_calls.py"] * 2
+    text = str(said[0].message)
+    assert "Scale.times goes to worker 'worker1'" in text and "rpc.remote('worker1', Scale, ...)" in text
+    assert said[1].lineno > said[0].lineno
 
 
 async def test_what_main_defines_goes_by_name(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:

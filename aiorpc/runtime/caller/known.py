@@ -32,6 +32,11 @@ class FunctionEntry:
                 self._function = weakref.ref(function)
 
     @property
+    def of_main(self) -> bool:
+        """Whether it stands for a function that the main module defines, and that goes by name."""
+        return self.number >= 0 and self.name.startswith("__main__:")
+
+    @property
     def function(self) -> Callable[..., Any] | None:
         return None if self._function is None else self._function()
 
@@ -48,6 +53,15 @@ class KnownFunctions(dict[Any, FunctionEntry]):
 
     def __missing__(self, function: Any) -> FunctionEntry:
         name = find_name(function, self._peer.same_main)
-        if name is None:
-            return FunctionEntry(describe(function), function=function)
-        return self.setdefault(function, FunctionEntry(name, next(self._numbers)))
+        if name is not None:
+            entry = self.setdefault(function, FunctionEntry(name, next(self._numbers)))
+            if self._peer.same_main or not entry.of_main:
+                return entry
+            self.pop(function, None)  # the peer has become known meanwhile, and this came too late for `forget_main`
+        return FunctionEntry(describe(function), function=function)
+
+    def forget_main(self) -> None:
+        """The peer runs another main module, it turns out: what ours defines does not go by name."""
+        for function, entry in list(self.items()):
+            if entry.of_main:
+                self.pop(function, None)

@@ -12,7 +12,9 @@ Invariants
 2. GONE is final: a worker that comes back under the same name is a new peer (it has another incarnation).
 3. Whoever holds the lock of the references may send here, and sending takes `_lock`. So nothing that holds `_lock` may
    take the lock of the references.
-4. While there is no link, messages wait in `_waiting`. `ready` posts them in their order under the lock, and whoever
+4. While it is not known which worker it is, it is not known either whether that runs our main module. Calls are
+   written for one that does, with the form for one that does not beside it where that is another; the link decides.
+5. While there is no link, messages wait in `_waiting`. `ready` posts them in their order under the lock, and whoever
    sends meanwhile waits for the lock, so that no message overtakes them.
 """
 
@@ -23,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -44,11 +47,11 @@ from ..engine.observing import Passage
 from ..gradients.contexts import Gradients, Tape
 from ..links.link import FEW, KindMethod, Link
 from ..links.observed import ask, frame_passage
-from .future import CallFuture, name_argument
+from .future import CallFuture, name_argument, warn_of_copy
 from .known import FunctionEntry, KnownFunctions
 from .owed import Home as OwedHome
 from .owed import ItemSink, OwedCalls
-from .waiting import WaitingCall, WaitingFrame, WaitingMessages, nothing
+from .waiting import Form, WaitingCall, WaitingFrame, WaitingMessages, nothing
 
 
 class ReferencesForPeer(Protocol):
@@ -77,10 +80,10 @@ class Peer:
     """Another worker, as it is called from here. See the module.
 
     name, record: of the worker; the record is None until it is known where the worker is. same_main: whether it
-    runs the same main module as this worker, so that what that defines can go by name. safe: whether it reads no
-    pickles, as this worker. devices: whether this worker has devices on which tensors may arrive. route: where
-    tensors on devices go; None if tensors need not be looked at. gone: the error that calls end with, once the peer
-    is GONE.
+    runs the same main module as this worker, so that what that defines can go by name; true until it is known. safe:
+    whether it reads no pickles, as this worker. devices: whether this worker has devices on which tensors may arrive.
+    route: where tensors on devices go; None if tensors need not be looked at. gone: the error that calls end with, once
+    the peer is GONE.
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, name: str, record: WorkerRecord | None) -> None:
@@ -91,7 +94,8 @@ class Peer:
         self.name = name
         self.route = self.accelerators.route_to(name)
         self.record: WorkerRecord | None = None
-        self.same_main = False
+        self.same_main = True
+        self._known = KnownFunctions(self)
         if record is not None:
             self.identify(record)
         self.state = PEER.initial
@@ -115,7 +119,6 @@ class Peer:
         self._waiting = WaitingMessages()
         # It may be taken twice by one thread: a message that cannot be sent is called off while the lock is held.
         self._lock = threading.RLock()
-        self._known = KnownFunctions(self)
 
     def rename(self, name: str) -> None:
         """The worker's name is known now, and with it the device map that leads to the worker."""
@@ -124,8 +127,10 @@ class Peer:
 
     def identify(self, record: WorkerRecord) -> None:
         """It is known now which worker it is."""
-        self.record = record
-        self.same_main = record.main == self.engine.record.main
+        if record.main != self.engine.record.main:
+            self.same_main = False
+            self._known.forget_main()
+        self.record = record  # at last: whoever sees it relies on the above
 
     def describe(self) -> str:
         """Name, rank, host and pid, for errors."""
@@ -182,6 +187,7 @@ class Peer:
             tape = None if system else self._home.gradients.calls(autograd, self)
 
         # What is called, and with which arguments.
+        unknown = self.record is None
         values = list(args)
         names: list[str] | None = None
         if kwargs:
@@ -202,13 +208,12 @@ class Peer:
             elif entry.number >= 0:
                 named = ByName(entry.number, entry.name)
             elif self.safe:
-                raise SerializationError(
-                    f"the function {entry.name} for worker {self.name!r} is not sent: it would travel by value, and "
-                    "this group uses safe serialization; define it at the top of a module that both workers can import"
-                )
+                raise self._not_by_value(entry)
             else:
                 named = None
                 values.insert(0, function)
+                if kind is MethodType and not self._home.gradients.as_torch:
+                    warn_of_copy(function, self.name, depth + 1)
         try:
             remaining = None if deadline is None else deadline - now
             head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates)
@@ -216,6 +221,9 @@ class Peer:
         except SerializationError as error:
             what = name_argument(error.position, named is None, len(args), names, entry.name)
             raise SerializationError(f"{what} for worker {self.name!r} {error}") from error.__cause__
+        otherwise = None
+        if unknown:
+            otherwise = self._for_other_main(entry, function, head, values, tape, Form(body, buffers, out))
 
         future = CallFuture(self, entry, now, deadline, system)
         if not system:
@@ -225,7 +233,9 @@ class Peer:
             # Entered before the frame is queued: the answer may come before this function has returned.
             call_id = owed.enter(future, stream)
             link = self.link  # read once: the loop takes it away when the connection ends
-            if buffers and not (link is not None and link.distribution.rides(buffers)):
+            if otherwise is not None:
+                self._send_buffers(WaitingCall(future, body, buffers, out, False, otherwise))
+            elif buffers and not (link is not None and link.distribution.rides(buffers)):
                 self._send_buffers(WaitingCall(future, body, buffers, out))
             else:
                 whole = encode_frame(CALL, call_id, body, buffers)
@@ -240,6 +250,59 @@ class Peer:
         if self.gone is not None:
             owed.settle(call_id, self.gone)
         return future
+
+    def _for_other_main(
+        self,
+        entry: FunctionEntry,
+        function: Any,
+        head: tuple[Any, ...],
+        values: list[Any],
+        tape: Tape | None,
+        form: Form,
+    ) -> Form | SerializationError | None:
+        """A call that was written for a worker with our main module, as one with another needs it; None if so, too.
+
+        Or the error that it ends with, if the worker turns out to be of that kind.
+        """
+        if entry.of_main:
+            if self.safe:
+                return self._not_by_value(entry)
+            head, values = (None, *head[1:]), [function, *values]
+        try:
+            other = Form(*encode(Call, head, values, self, self.route, tape, other_main=True))
+        except SerializationError as error:
+            named = name_argument(error.position, head[0] is None, 0, None, entry.name)
+            return SerializationError(f"{named} for worker {self.name!r}, which runs another main module, {error}")
+        if other.body == form.body:
+            self._unsend(other)
+            return None
+        return other
+
+    def _not_by_value(self, entry: FunctionEntry) -> SerializationError:
+        return SerializationError(
+            f"the function {entry.name} for worker {self.name!r} is not sent: it would travel by value, and "
+            "this group uses safe serialization; define it at the top of a module that both workers can import"
+        )
+
+    def _formed(self, message: WaitingCall) -> WaitingCall | None:
+        """The same message in the form for the worker, now that it is known; None if it has none: its call ends."""
+        other = message.otherwise
+        if isinstance(other, Form) and not self.same_main:
+            self._unsend(message)
+            return message._replace(body=other.body, buffers=other.buffers, out=other.out, otherwise=None)
+        if isinstance(other, Form):
+            self._unsend(other)
+        elif other is not None and not self.same_main:
+            self._unsend(message)
+            self.engine.call_on_loop(self.owed.settle, message.call_id, other)  # not here: as in `_post`
+            return None
+        return message._replace(otherwise=None)
+
+    def _unsend(self, form: Form | WaitingCall) -> None:
+        """That one does not leave."""
+        if form.out is not None:
+            # Not here: `ready` holds our lock, and who holds that of the references may wait for it.
+            self.engine.call_on_loop(form.out.unsend)
 
     def _overloaded(self, unsent: int) -> Overloaded:
         pending = len(self.owed.pending)
@@ -290,7 +353,10 @@ class Peer:
         """Send a call that has buffers: from here, or from a thread if that takes too long here. Any thread."""
         link = self.link
         if self.connection is None or link is None:
-            message = self._settled(message)
+            formed = self._settled(message) if self.record is None else self._formed(self._settled(message))
+            if formed is None:
+                return
+            message = formed
             if not message.passed and self.record is not None and self.engine.observers:
                 size = len(message.body) + sum(map(len, message.buffers))
                 passage = Passage(CALL, message.call_id, message.body, size, message.call, self.record)
@@ -304,6 +370,11 @@ class Peer:
                     return
             if link is None:  # gone again, and the call with it
                 return
+        if message.otherwise is not None:  # it has become known just now
+            formed = self._formed(message)
+            if formed is None:
+                return
+            message = formed
         if link.distribution.too_long_for_loop(message.buffers):
             self.engine.in_background(self._post, link, self._settled(message))
         else:
@@ -313,7 +384,10 @@ class Peer:
         """The same message, ready to be sent later or by another thread: buffers on devices are cloned now."""
         if self.route is None:
             return message
-        return message._replace(buffers=self.accelerators.settled(message.buffers))
+        settled, other = self.accelerators.settled, message.otherwise
+        if isinstance(other, Form):
+            other = other._replace(buffers=settled(other.buffers))
+        return message._replace(buffers=settled(message.buffers), otherwise=other)
 
     def _post(self, link: Link, message: WaitingCall) -> None:
         call_id, owed = message.call_id, self.owed
@@ -327,9 +401,7 @@ class Peer:
         if parcel is None or call_id not in owed.pending:  # given up meanwhile
             if parcel is not None:
                 link.distribution.withdraw(parcel)
-            if message.out is not None:
-                # Not here: `ready` holds our lock, and who holds that of the references may wait for it.
-                self.engine.call_on_loop(message.out.unsend)
+            self._unsend(message)
             return
         link.post(
             parcel,
@@ -411,10 +483,12 @@ class Peer:
                 for each in self._waiting.take_all():
                     if isinstance(each, WaitingFrame):
                         self._send_waiting(link, each)
-                    elif link.distribution.too_long_for_loop(each.buffers):
-                        self.engine.in_background(self._post, link, each)
-                    else:
-                        self._post(link, each)
+                        continue
+                    call = self._formed(each)
+                    if call is not None and link.distribution.too_long_for_loop(call.buffers):
+                        self.engine.in_background(self._post, link, call)
+                    elif call is not None:
+                        self._post(link, call)
             self.connection = connection
             self.state = PEER.next(self.state, PeerEvent.CONNECTED)
 

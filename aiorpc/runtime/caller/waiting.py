@@ -7,15 +7,26 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...channels import AnyBuffer
+from ...errors import SerializationError
 from ...protocol.codec import Outgoing
 from ...protocol.frames import CALL, Buffer
 from .future import CallFuture
 
 
-class WaitingCall(NamedTuple):
-    """A call with buffers that has not been handed to a link yet. out: what to `unsend` if it never is.
+class Form(NamedTuple):
+    """A message as it is written for one kind of receiver. out: what to `unsend` if it is not sent."""
 
-    passed: whether observers have been asked about it, and have let it go.
+    body: bytes
+    buffers: Sequence[AnyBuffer]
+    out: Outgoing | None
+
+
+class WaitingCall(NamedTuple):
+    """A call that has not been handed to a link yet: with buffers, or made before it was known whom it goes to.
+
+    out: what to `unsend` if it never is. passed: whether observers have been asked about it, and have let it go.
+    otherwise: the form that it has if the worker turns out to run another main module, or why it has none; None if it
+    is the same.
     """
 
     call: CallFuture
@@ -23,6 +34,7 @@ class WaitingCall(NamedTuple):
     buffers: Sequence[AnyBuffer]
     out: Outgoing | None
     passed: bool = False
+    otherwise: Form | SerializationError | None = None
 
     @property
     def call_id(self) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from ...errors import RpcUsageError
 from ...protocol.codec import find_main
+from ...protocol.main_module import is_main, unite
 from ...protocol.registered import MAIN_NAMES
 from ...rights import FETCH
 from .batching import get_batcher
@@ -172,7 +173,7 @@ def name_of(function: Any) -> str | None:
 def normal(name: str) -> str:
     """The same wire name, with the one name that the main module has there."""
     module, colon, qualname = name.partition(":")
-    return f"__main__:{qualname}" if colon and module in MAIN_NAMES else name
+    return f"__main__:{qualname}" if colon and is_main(module) else name
 
 
 def _lookup(module: str, qualname: str) -> Any:
@@ -200,6 +201,11 @@ def resolve(name: str, check: Callable[[str], None] | None = None) -> Handler:
     module, _, qualname = name.partition(":")
     try:
         if module and module not in MAIN_NAMES:
+            if module not in sys.modules:
+                parent = module.rpartition(".")[0]
+                if parent:
+                    importlib.import_module(parent)
+                unite(module)
             importlib.import_module(module)  # also waits for a thread that is importing it
         if check is not None:
             check(name)
@@ -267,6 +273,11 @@ def check_pattern(pattern: str) -> None:
         return
     if not _is_there(module):
         raise RpcUsageError(f"serve has {pattern!r}, which matches nothing: there is no module {module!r} here")
+    if module not in MAIN_NAMES and is_main(module):
+        raise RpcUsageError(
+            f"serve has {pattern!r}, and {module!r} is the script that runs here: serve '__main__:{qualname}', which "
+            "is what that is called, also for workers that import it from there"
+        )
     parts = [*itertools.takewhile(lambda part: not _WILD.search(part), qualname.split("."))]
     if not parts or not is_loaded(pattern):
         return

@@ -52,7 +52,7 @@ class Permits:
                 return handler
             raise self.refusal(f"{name:.{_SHOWN}}, which is {true or 'defined nowhere'}")
         # Nothing is imported or asked for it: only what stands in modules that this worker has, and bears a mark.
-        place = functions.find_place(sent, ask=False) if functions.is_loaded(name) else None
+        place = functions.find_place(sent, ask=False) if functions.is_loaded(sent) else None
         if place is not None:
             if functions.is_intrinsic(place.found):
                 return functions.classify(place.found, sent)._replace(plain=True)

@@ -80,12 +80,14 @@ def encode(
     target: Destination,
     route: Route | None = None,
     tape: Recorder | None = None,
+    other_main: bool = False,
 ) -> tuple[bytes, Sequence[Any], Outgoing | None]:
     """The body and the buffers of a message, and what to `unsend` if the message does not leave after all, or None.
 
     kind, head: the class of the message, and its fields in front of the values. target: the worker that it goes to.
     route: where tensors on devices go, whose buffers are `DeviceBuffer`; None if there can be none. tape: of the
-    autograd context that the message is made in. Raises SerializationError, and has then undone everything. The buffers
+    autograd context that the message is made in. other_main: whether to write it for a worker with another main module
+    than ours, whatever the target says. Raises SerializationError, and has then undone everything. The buffers
     borrow the tensors' memory.
     """
     for value in values:
@@ -104,7 +106,8 @@ def encode(
         if alone is not None:
             said, buffers = alone
         else:
-            out = Outgoing(target, same_main=target.same_main, route=route, apart=tape is not None, safe=target.safe)
+            same_main = target.same_main and not other_main
+            out = Outgoing(target, same_main=same_main, route=route, apart=tape is not None, safe=target.safe)
             said, buffers = _in_general(values, out, route, tape)
         if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
             raise _too_many(buffers, target.max_segment)
