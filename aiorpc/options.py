@@ -145,9 +145,13 @@ class RpcBackendOptions:
         counter and the bytes), so that whoever is in between can end a connection but not change what it says; the same
         on all workers. Costs large tensors over fast networks most of their speed. Unix sockets need none, and neither
         does TLS, which does the same.
+    secret_file: the file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None
+        takes what AIORPC_SECRET_FILE names, if it is set.
     require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
-        where they meet, are on another host or in another container. False: there the secret of the group goes through
-        the store, and whoever reaches that may run code on all workers. The same on all workers.
+        where they meet, are on another host or in another container, and there are no certificates (`tls`) that bear
+        the names of workers. False: there the secret of the group goes through the store, and whoever reaches that may
+        run code on all workers; with `tls` it does not, and any certificate of the authority will do. The same on all
+        workers.
     serve: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, and
         ``rpc.exposed`` for what bears that mark; one list for all callers, or a dict of lists by their role, with
         ``"*"`` for all other roles. Everything by default, and where a list is ``"*"``.
@@ -193,6 +197,7 @@ class RpcBackendOptions:
     shutdown_timeout: float = 0.0
     transports: tuple[str, ...] = field(default=("unix", "tcp"))
     authenticate_frames: bool = True
+    secret_file: str | os.PathLike[str] | None = None
     require_secret: bool | None = None
     serve: Serve = None
     tls: Tls | None = None
@@ -246,6 +251,10 @@ class RpcBackendOptions:
             raise RpcUsageError(f"authenticate_frames must be True or False, not {self.authenticate_frames!r}")
         if self.require_secret is not None and not isinstance(self.require_secret, bool):
             raise RpcUsageError(f"require_secret must be True, False or None, not {self.require_secret!r}")
+        if self.secret_file is not None and not (
+            isinstance(self.secret_file, (str, os.PathLike)) and os.fspath(self.secret_file)
+        ):
+            raise RpcUsageError(f"secret_file must be the path of a file or None, not {self.secret_file!r}")
         if self.tls is not None and not isinstance(self.tls, Tls):
             raise RpcUsageError(f"tls must be a Tls (rpc.Tls(cert=, key=, ca=)) or None, not {self.tls!r}")
         if self.serialization not in ("free", "safe"):

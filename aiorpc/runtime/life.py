@@ -127,6 +127,8 @@ class Life:
                 stop=steps.stop,
                 store=plan.store,
                 require_secret=plan.options.require_secret,
+                secret_file=plan.options.secret_file,
+                certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
             )
         )
         if unusable is not None and rendezvous.dynamic:

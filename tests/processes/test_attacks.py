@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.messages import ByName, Call, Values, write
 from aiorpc.protocol.seal import Seal, Unsealer
 from aiorpc.protocol.states import HandshakeState
+from aiorpc.runtime.meeting.secret import CERTIFIED
 from aiorpc.testing import cluster
+from aiorpc.transport.certificates import Credentials
+from tests.authority import Authority
 
 from .workers import Link, Place, processes, until
 
@@ -185,7 +189,7 @@ def ask_in_a_free_group(place: Place, link: Link, path: str) -> bool:
         owner = record_in(roster["members"][0])
         port = silent.getsockname()[1]
         stranger = replace(owner, name="stranger", id=7, incarnation="ab" * 16, host="elsewhere:1:1", tcp_port=port)
-        roster["members"].append([stranger.to_wire(), False, False, roster["members"][0][3]])
+        roster["members"].append([stranger.to_wire(), False, False, *roster["members"][0][3:]])
         store.set("1/roster", json.dumps(roster))
         link.tell("forged")
 
@@ -265,10 +269,73 @@ def relay_in_a_free_group(place: Place, link: Link, path: str) -> bool:
     return ran
 
 
+def join_and_call(place: Place, link: Link, options: dict[str, Any]) -> str:
+    """Body: join, and call the first member; what became of both."""
+    try:
+        place.init_rpc(rpc_timeout=5.0, **options)
+    except rpc.RendezvousError as error:
+        return str(error)
+    link.tell("joined")
+    try:
+        said = f"it answered {rpc.rpc_sync('w0', abs, args=(-3,), timeout=5.0)}"
+    except rpc.RpcError as error:
+        said = f"{type(error).__name__}: {error}"
+    link.hear()
+    rpc.shutdown(graceful=False)
+    return said
+
+
+def stand_in_with_other_certificates(place: Place, link: Link, path: str, tls: rpc.Tls) -> bool:
+    """Body of an attacker: say that the first member is where we are, and play it; and call it, with and without TLS.
+
+    tls: a certificate for that member, of an authority of our own.
+    """
+    store = reach(place)
+    roster = read(store, "1/roster")
+    owner = record_in(roster["members"][0])
+    credentials = Credentials(replace(tls, verify_names=False), "w0")
+    believed: list[bytes] = []
+
+    def call_with_tls() -> None:
+        sock = socket.create_connection((owner.tcp_host, owner.tcp_port), 2)
+        with sock, credentials.context(opener=True)[0].wrap_socket(sock) as shaken:
+            mine = replace(owner, name="w1", id=1, incarnation="ab" * 16)
+            shaken.sendall(b"".join(Handshake(mine, CERTIFIED, opener=True, expect=owner).start()))
+            believed.append(shaken.recv(1))  # an alert is an error
+
+    def play() -> None:
+        listener.settimeout(0.2)
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(2)
+            with credentials.context(opener=False)[0].wrap_socket(sock, server_side=True) as shaken:
+                believed.append(shaken.recv(1))
+
+    def attempt() -> None:
+        for way in (play, call_with_tls, partial(run_code, owner, CERTIFIED, path)):
+            with contextlib.suppress(OSError, rpc.RpcError):
+                way()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        roster["members"][0][0][9] = listener.getsockname()[1]
+        roster["version"] += 1
+        store.set("1/roster", json.dumps(roster))
+        link.tell("forged")
+        ran = try_until_it_runs(attempt, path)
+    return ran or any(believed)
+
+
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def attack(body: Callable[..., bool], path: Path, world_size: int | None, **env: str) -> list[str]:
+def attack(
+    body: Callable[..., bool],
+    path: Path,
+    world_size: int | None,
+    *with_it: Any,
+    newcomer: Callable[..., str] = join_and_stay,
+    **env: str,
+) -> list[str]:
     """Two workers and an attacker between them: what joining said to each; AssertionError if code has run."""
     options = {"transports": ("tcp",)} if env else {}
     method = f"tcp://127.0.0.1:{free_port()}"
@@ -277,15 +344,15 @@ def attack(body: Callable[..., bool], path: Path, world_size: int | None, **env:
         first = children.start(victims[0], join_and_stay, options, env=env)
         # A free group has formed when its first member is in: a forgery that comes earlier keeps that one out, too.
         said = [first.hear()] if world_size is None else []
-        attacker = children.start(Place("attacker", 9, None, method), body, str(path))
+        attacker = children.start(Place("attacker", 9, None, method), body, str(path), *with_it)
         assert attacker.hear() == "forged"
-        second = children.start(victims[1], join_and_stay, options, env=env)
+        second = children.start(victims[1], newcomer, options, env=env)
         ran = attacker.hear()
         said += [child.hear() for child in (first, second)[len(said) :]]
-        for child, word in zip((first, second), said, strict=True):
+        for child, word in zip((first, second), tuple(said), strict=True):
             if word == "joined":
                 child.tell("end")
-                child.hear()
+                said.append(child.hear())
         assert not ran and not path.exists(), f"the attacker's code has run; joining said {said}"
         children.check_ended()
     return said
@@ -330,6 +397,32 @@ def test_relay_is_refused(number: int, tmp_path: Path) -> None:
     """With AIORPC_SECRET, somebody who changes an address in the store is noticed by whoever reads it."""
     said = attack(relay_in_a_free_group, tmp_path / "ran", None, AIORPC_SECRET="long enough, and random")
     assert said[0] == "joined" and "AIORPC_SECRET" in said[1], said
+
+
+def variables(tls: rpc.Tls) -> dict[str, str]:
+    return {f"AIORPC_TLS_{name}": str(getattr(tls, name.lower())) for name in ("CERT", "KEY", "CA")}
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(120)
+def test_a_relay_is_refused_with_certificates_alone(tmp_path: Path) -> None:
+    """Without AIORPC_SECRET what stands in the store may be a lie: TLS shows who is there, and that it is not he."""
+    tls = Authority(tmp_path / "authority").tls("w*")
+    said = attack(relay_in_a_free_group, tmp_path / "ran", None, newcomer=join_and_call, **variables(tls))
+    assert said[:2] == ["joined", "joined"], said
+    assert "PeerRefused" in said[3] and "somebody else has written into the store" in said[3], said
+
+
+@pytest.mark.slow
+@pytest.mark.time_limit(120)
+def test_nobody_stands_in_for_a_worker_whose_certificate_he_has_not(tmp_path: Path) -> None:
+    """Whoever can write the store and has certificates of his own is neither called nor served: he keeps some out."""
+    tls = Authority(tmp_path / "authority").tls("w*")
+    own = Authority(tmp_path / "other").tls("w0")
+    body = stand_in_with_other_certificates
+    said = attack(body, tmp_path / "ran", None, own, newcomer=join_and_call, **variables(tls))
+    assert said[:2] == ["joined", "joined"], said
+    assert "w0" in said[3] and "certificate" in said[3], said
 
 
 @contextlib.asynccontextmanager

@@ -323,8 +323,11 @@ async def test_a_member_with_another_name_cannot_stand_in_between(authority: Aut
 
 
 @pytest.mark.slow
-async def test_stolen_certificates_do_not_carry_the_proof(authority: Authority) -> None:
+async def test_stolen_certificates_do_not_carry_the_proof(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever has the certificates of both, but not the secret, relays an honest handshake: the proof is another's."""
+    monkeypatch.setenv("AIORPC_SECRET", "long enough, and random")
     each = [options(authority.tls(name)) for name in ("worker0", "worker1")]
 
     def between() -> tuple[rpc.Tls, rpc.Tls]:
@@ -337,8 +340,11 @@ async def test_stolen_certificates_do_not_carry_the_proof(authority: Authority) 
 
 
 @pytest.mark.slow
-async def test_the_acceptor_looks_at_names_too(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_acceptor_looks_at_names_too(
+    authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A member of the group who shows somebody else's certificate is not served."""
+    monkeypatch.setenv("AIORPC_SECRET", "long enough, and random")  # one that verifies no names needs it
     each = [options(authority.tls("worker0")), options(nameless(authority.tls("worker1", of="worker7")))]
     with caplog.at_level("WARNING", "aiorpc"):
         async with cluster(2, options=each) as workers:

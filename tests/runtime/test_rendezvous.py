@@ -847,7 +847,15 @@ def test_a_member_in_the_store_is_read_strictly() -> None:
     member = Member(make_record("a", 0), True, False, mapped(2, "b", {0: 1}))
     whole = member.to_json()
     assert Member.from_json(whole) == member
-    for wrong in (whole[:3], [*whole, 0], [*whole[:3], None], [*whole[:3], [0, "cuda", [], []]], None):
+    asking = replace(member, require_secret=False, certificates=True)
+    assert Member.from_json(asking.to_json()) == asking
+    for wrong in (
+        whole[:3],
+        [*whole, 0],
+        [*whole[:3], None, *whole[4:]],
+        [*whole[:3], [0, "cuda", [], []], *whole[4:]],
+        None,
+    ):
         with pytest.raises(RendezvousError, match="something that is no worker"):
             Member.from_json(wrong)
 
@@ -901,7 +909,7 @@ def test_members_beside_each_other_need_no_secret(here: Group, tmp_path: Path) -
     here.close()
     here.require_secret = True
     with pytest.raises(RendezvousError, match="this worker has require_secret=True: set AIORPC_SECRET"):
-        here.open(0, 1)
+        here.open(None, None)
 
 
 def test_a_store_on_another_host_needs_a_secret(

@@ -33,6 +33,10 @@ from .stores import Board, Patience
 
 MakeRecord = Callable[[int], WorkerRecord]
 
+SET_IT = (
+    "set AIORPC_SECRET (or secret_file) for all workers, to the same random text of at least 16 bytes (openssl rand "
+    "-hex 32)"
+)
 _NO_WORKER = "something that is no worker"
 _COMPLETE = "complete"
 _TIMEOUT = "timeout"
@@ -41,11 +45,37 @@ _VOID = "void"
 
 
 @dataclass(frozen=True)
+class Proof:
+    """By what a worker lets itself be known as a member, and by what it knows the others.
+
+    key: made of AIORPC_SECRET; None without. require_secret: the option. certificates: without AIORPC_SECRET they will
+    do, as every connection shows one that bears the name of its worker.
+    """
+
+    key: bytes | None = field(default=None, repr=False)
+    require_secret: bool | None = None
+    certificates: bool = False
+
+    @property
+    def lacks_secret(self) -> bool:
+        """Whether the worker cannot join, as it requires a secret and has none."""
+        return self.require_secret is True and self.key is None
+
+    def member(self, record: WorkerRecord, claims: DeviceClaims, generation: int, *, trusted: bool = False) -> Member:
+        """The worker of that record, as it enters that generation."""
+        own = self.key is not None
+        member = Member(record, own, trusted and own, claims, "", self.require_secret, self.certificates)
+        return member.sealed(self.key, generation)
+
+
+@dataclass(frozen=True)
 class Member:
     """A member as it stands in the store: its record, and what the others need only to join.
 
     own_secret: the worker brought AIORPC_SECRET. trusted: it holds the group's secret. claims: what it says of its
-    devices; not in the record, which goes over each connection. seal: made of all that with AIORPC_SECRET; "" without.
+    devices; not in the record, which goes over each connection. require_secret: its option of that name. certificates:
+    it takes them for the proof of membership, where there is no AIORPC_SECRET. seal: made of all that with
+    AIORPC_SECRET; "" without.
     """
 
     record: WorkerRecord
@@ -53,6 +83,8 @@ class Member:
     trusted: bool = False
     claims: DeviceClaims = field(default_factory=DeviceClaims)
     seal: str = ""
+    require_secret: bool | None = None
+    certificates: bool = False
 
     def sealed(self, key: bytes | None, generation: int) -> Member:
         """As a member that has AIORPC_SECRET enters it into that generation; as it is without one."""
@@ -73,21 +105,24 @@ class Member:
         return hmac.compare_digest(self._seal(key, generation).encode(), self.seal.encode())
 
     def _seal(self, key: bytes, generation: int) -> str:
-        said = json.dumps(["aiorpc member", generation, self.record.to_wire(), self.own_secret, self.claims.to_json()])
-        return hmac.digest(key, said.encode(), "sha256").hex()
+        asked = [self.require_secret, self.certificates]
+        said = ["aiorpc member", generation, self.record.to_wire(), self.own_secret, self.claims.to_json(), *asked]
+        return hmac.digest(key, json.dumps(said).encode(), "sha256").hex()
 
     def to_json(self) -> list[object]:
         """The form `from_json` reads."""
-        return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json(), self.seal]
+        asked = [self.require_secret, self.certificates]
+        return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json(), self.seal, *asked]
 
     @classmethod
     def from_json(cls, value: object) -> Member:
         """The member; RendezvousError if something else stands there."""
-        if not isinstance(value, list) or len(value) != 5 or not (isinstance(value[4], str) and value[4].isascii()):
+        if not isinstance(value, list) or len(value) != 7 or not (isinstance(value[4], str) and value[4].isascii()):
             raise RendezvousError(_NO_WORKER)
         try:
             record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[3])
-            return cls(record, value[1] is True, value[2] is True, claims, value[4])
+            required = value[5] if isinstance(value[5], bool) else None
+            return cls(record, value[1] is True, value[2] is True, claims, value[4], required, value[6] is True)
         except (ProtocolError, DeviceMapError) as error:
             raise RendezvousError(f"{_NO_WORKER} ({error})") from None
 
@@ -165,14 +200,12 @@ def check_unmixed(board: Board, here: str, patience: Patience) -> None:
 class FixedWorld:
     """A group whose size all its members know beforehand."""
 
-    def __init__(
-        self, board: Board, rank: int, world_size: int, *, own_secret: bytes | None, hosts_store: bool
-    ) -> None:
+    def __init__(self, board: Board, rank: int, world_size: int, *, proof: Proof, hosts_store: bool) -> None:
         self.board = board
         self.rank = rank
         self.world_size = world_size
         self.generation = 0
-        self._own_secret = own_secret
+        self._proof = proof
         self._hosts_store = hosts_store
         self._here = host_identity()
         self._entry = ""  # what we wrote into our slot
@@ -232,9 +265,8 @@ class FixedWorld:
         """Hold this rank's slot in the current generation. True if that generation had its verdict already."""
         self.board.swap("generation", "", "1")
         self.generation = self.board.number("generation")
-        member = Member(record, self._own_secret is not None, claims=claims)
         while True:
-            entry = self._entry = json.dumps(member.sealed(self._own_secret, self.generation).to_json())
+            entry = self._entry = json.dumps(self._proof.member(record, claims, self.generation).to_json())
             self._check_previous(record)
             late = self.board.has(self._key("verdict"))
             key = self._key(f"slot/{self.rank}")
@@ -279,6 +311,8 @@ class FixedWorld:
             problem = f"world_size differs: {who} says {size}, {record.describe()} says {self.world_size}"
         elif self.rank >= self.world_size:
             problem = f"rank {self.rank} of {record.describe()} is not below the world_size of {self.world_size}"
+        elif self._proof.lacks_secret:  # the others would wait for this worker
+            problem = f"AIORPC_SECRET is not set, and {record.describe()} has require_secret=True: {SET_IT}"
         if problem:
             self._settle(_ABORT, problem)
             self._fail(problem, self.world_size)
@@ -346,7 +380,7 @@ class FixedWorld:
 
     def _check_members(self) -> None:
         for rank, member in enumerate(self._members):
-            member.check(self._own_secret, self.generation)
+            member.check(self._proof.key, self.generation)
             if member.record.id != rank:
                 raise RendezvousError(
                     f"the store has {member.record.describe()} in the place of rank {rank}: somebody who is no member "
@@ -380,10 +414,10 @@ class FreeWorld:
     generation = 1
     _ROSTER = "1/roster"
 
-    def __init__(self, board: Board, rank: int | None, *, own_secret: bytes | None) -> None:
+    def __init__(self, board: Board, rank: int | None, *, proof: Proof) -> None:
         self.board = board
         self.rank = rank
-        self._own_secret = own_secret
+        self._proof = proof
         self._here = host_identity()
 
     def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
@@ -403,14 +437,13 @@ class FreeWorld:
                     f"leave the rank of {record.name} out, or give another"
                 )
             for member in alive:
-                member.check(self._own_secret, self.generation)
+                member.check(self._proof.key, self.generation)
             for other in (member.record for member in alive):
                 if other.name == record.name:
                     raise RendezvousError(f"name {record.name!r} is not unique: {other.describe()} has it")
                 if other.id == record.id:
                     raise RendezvousError(f"rank {record.id} is taken by {other.describe()}, so {record.name} cannot")
-            own = self._own_secret is not None
-            members = [*alive, Member(record, own, own, claims).sealed(self._own_secret, self.generation)]
+            members = [*alive, self._proof.member(record, claims, self.generation, trusted=True)]
             check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
             return members
 
@@ -439,9 +472,9 @@ class FreeWorld:
         """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
         _, members, _ = self._parse(self.board.get(self._ROSTER) or "")
         for member in self.alive(members):
-            member.check(self._own_secret, self.generation)
+            member.check(self._proof.key, self.generation)
         # Of the dead some may be left of another group.
-        return [member for member in members if member.is_known(self._own_secret, self.generation)]
+        return [member for member in members if member.is_known(self._proof.key, self.generation)]
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of the members that are not known to be dead."""

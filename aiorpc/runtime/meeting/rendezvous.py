@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from ...protocol.identity import WorkerRecord
 from ...transport import sockets
 from ...transport.sockets import SECRET_SUFFIX
 from ..engine.host import host_identity, main_identity
-from .membership import FixedWorld, FreeWorld, Member
-from .secret import SALT_SIZE, Secret, from_environment, make_key
+from .membership import SET_IT, FixedWorld, FreeWorld, Member, Proof
+from .secret import CERTIFIED, SALT_SIZE, Secret, given_secret, make_key
 from .stores import (
     LAST_PAUSE,
     Board,
@@ -58,7 +58,6 @@ _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
 _READING_TIME = 2.0
-_SET_IT = "set AIORPC_SECRET for all workers, to the same random text of at least 16 bytes (openssl rand -hex 32)"
 _ADVICE = "which is a way to run code in workers: set AIORPC_SECRET for all, or meet in a file of this user's (file://)"
 
 
@@ -77,7 +76,7 @@ class Rendezvous:
         hosts_store: bool,
         patience: Patience,
         own_secret: Secret | None,
-        require_secret: bool | None,
+        proof: Proof,
     ) -> None:
         self.rank = place.rank
         self.world_size = place.world_size
@@ -86,7 +85,7 @@ class Rendezvous:
         self._patience = patience
         self._board = Board(store, str(place))
         self._own_secret = own_secret
-        self._require_secret = require_secret
+        self._proof = proof
         self._key: tuple[str, Secret] | None = None  # made of our own secret, and the salt that it was made with
         self._world = self._make_world()
         self.claims: dict[str, DeviceClaims] = {}
@@ -104,23 +103,30 @@ class Rendezvous:
         stop: threading.Event | None = None,
         store: Store | None = None,
         require_secret: bool | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
+        certificates: bool = False,
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
 
         timeout: seconds for this, `join` and `agree_secret` together; 0 means no limit. require_secret: whether nobody
-        joins without AIORPC_SECRET; None: only where members or store are on another host. RendezvousError: a variable
-        of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time. RpcUsageError: the
-        arguments make no sense.
+        joins without AIORPC_SECRET; None: only where members or store are on another host. secret_file: where the
+        secret stands, in place of AIORPC_SECRET. certificates: without a secret they say who is a member.
+        RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time.
+        RpcUsageError: the arguments make no sense.
         """
         patience = Patience(timeout, stop)
-        own_secret = from_environment()
-        if require_secret and own_secret is None:
-            raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {_SET_IT}")
-        make = partial(cls, patience=patience, own_secret=own_secret, require_secret=require_secret)
+        own_secret = given_secret(secret_file)
+        proof = Proof(None, require_secret, certificates and own_secret is None)
+        make = partial(cls, patience=patience, own_secret=own_secret, proof=proof)
         if store is not None:
             check_ranks(rank, world_size)
-            return make(MeetingPlace(rank, world_size), store, False)
-        place = parse(init_method, rank, world_size, os.environ)
+            place = MeetingPlace(rank, world_size)
+        else:
+            place = parse(init_method, rank, world_size, os.environ)
+        if require_secret and own_secret is None and place.world_size is None:  # else those who wait are told as well
+            raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {SET_IT}")
+        if store is not None:
+            return make(place, store, False)
         if place.path:
             return make(place, open_file(place), False)
         made, hosts_store = open_tcp(place, patience)
@@ -137,11 +143,11 @@ class Rendezvous:
 
     @property
     def confined(self) -> bool:
-        """Whether all members have to be on this host: they meet at a loopback address, without AIORPC_SECRET.
+        """Whether all members have to be on this host: they meet at a loopback address, and know each other by it.
 
-        With AIORPC_SECRET the address may be the near end of a tunnel: then members know each other without the store.
+        With AIORPC_SECRET or certificates the address may be the near end of a tunnel.
         """
-        return self._own_secret is None and is_loopback(self._place)
+        return self._own_secret is None and not self._proof.certificates and is_loopback(self._place)
 
     @property
     def generation(self) -> int:
@@ -263,14 +269,17 @@ class Rendezvous:
     def agree_secret(self, record: WorkerRecord, records: Sequence[WorkerRecord], directory: str | Path) -> bytes:
         """The 32 bytes by which the group's members know each other.
 
-        Made of AIORPC_SECRET if it is set (on all, or RendezvousError). Else the first member makes them and leaves
-        them in a 0600 file in a directory like `directory`, private to this user. If there are members on other hosts
-        that is a RendezvousError, unless `require_secret` is False: then they get the secret through the store, and
-        whoever reaches that may join. RendezvousError, too, where somebody else was at what the store says of it.
+        Made of AIORPC_SECRET if it is set (on all, or RendezvousError). Else, where certificates say who is a member,
+        they are the same everywhere, and no secret. Else the first member makes them and leaves them in a 0600 file in
+        a directory like `directory`, private to this user. If there are members on other hosts that is a
+        RendezvousError, unless `require_secret` is False: then they get the secret through the store, and whoever
+        reaches that may join. RendezvousError, too, where somebody else was at what the store says of it.
         """
-        self._check_environment()
+        self._check_agreement()
         if self._key is not None:
             return self._key[1]
+        if self._proof.certificates:
+            return CERTIFIED
         self._check_confined(record, records)
         self._check_required(record, records)
         held = _HeldSecret(record, Path(directory))
@@ -298,7 +307,7 @@ class Rendezvous:
         raw, offer = self._offer()
         asker = self._asker(alive)
         far = asker is not None and asker.host != held.record.host and not self.confined
-        far = far and self._require_secret is False
+        far = far and self._proof.require_secret is False
         if self._owner(offer, alive) is None:
             heirs = [member.record.incarnation for member in alive if member.trusted]
             if heirs[:1] == [held.record.incarnation]:
@@ -310,11 +319,11 @@ class Rendezvous:
                 held.write()  # somebody may have tidied up
 
     def _make_world(self) -> FixedWorld | FreeWorld:
-        own = self._key[1] if self._key is not None else None
+        proof = replace(self._proof, key=self._key[1] if self._key is not None else None)
         if self.world_size is None:
-            return FreeWorld(self._board, self.rank, own_secret=own)
+            return FreeWorld(self._board, self.rank, proof=proof)
         assert self.rank is not None, "checked with the arguments"
-        return FixedWorld(self._board, self.rank, self.world_size, own_secret=own, hosts_store=self.hosts_store)
+        return FixedWorld(self._board, self.rank, self.world_size, proof=proof, hosts_store=self.hosts_store)
 
     def _make_key(self) -> None:
         """Make the key of our own secret, if we have one, with the salt of the store, and the world anew with it."""
@@ -358,14 +367,19 @@ class Rendezvous:
                     if not probe.recv(1):
                         return
 
-    def _check_environment(self) -> None:
+    def _check_agreement(self) -> None:
+        """Members that know each other by different things would find that out at their first call."""
         members = self._world.members()
-        with_it = [member.record.describe() for member in members if member.own_secret]
-        without = [member.record.describe() for member in members if not member.own_secret]
+        with_it, without = _parted(members, [member.own_secret for member in members])
         if with_it and without:
             raise RendezvousError(
-                f"AIORPC_SECRET must be set for all workers or for none: {', '.join(with_it)} have it, "
-                f"{', '.join(without)} have not"
+                f"AIORPC_SECRET must be set for all workers or for none: {with_it} have it, {without} have not"
+            )
+        with_them, without = _parted(members, [member.certificates for member in members])
+        if with_them and without:
+            raise RendezvousError(
+                f"{with_them} know members by their certificates alone, {without} do not: give all workers tls= with "
+                f"the same verify_names and require_secret, or {SET_IT}"
             )
 
     def _check_confined(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
@@ -379,15 +393,23 @@ class Rendezvous:
     def _check_required(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
         far = [other.describe() for other in records if other.host != record.host]
         place = self._place
-        if self._require_secret is False or not (
-            far or (place.host and not is_loopback(place) and not is_local(place))
-        ):
+        if not (far or (place.host and not is_loopback(place) and not is_local(place))):
             return
+        members = self._world.members()
+        careless, others = _parted(members, [member.require_secret is False for member in members])
+        if self._proof.require_secret is False and not others:
+            return
+        if careless and others:
+            raise RendezvousError(
+                f"require_secret has to be the same on all workers where they or their store are on several hosts: "
+                f"{careless} have require_secret=False, {others} have not. {_upper(SET_IT)}"
+            )
         where = f"{', '.join(far)} would be" if far else f"the store at {place} is"
         raise RendezvousError(
             f"AIORPC_SECRET is not set, and {where} on another host than {record.describe()}, or in another container. "
-            f"{_SET_IT}. Or give require_secret=False to all workers: then their secret goes through the store, and "
-            f"whoever reaches {place} is trusted to run code on all of them"
+            f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. Or give "
+            "require_secret=False to all: then their secret goes through the store, and whoever reaches "
+            f"{place} is trusted to run code on all of them"
         )
 
     def _check_offer(self, held: _HeldSecret) -> None:
@@ -476,6 +498,18 @@ class Rendezvous:
         if won:
             held.published = offer
         return won
+
+
+def _parted(members: Sequence[Member], marks: Sequence[bool]) -> tuple[str, str]:
+    """Those with the mark and those without it, as one phrase each."""
+    parts = [
+        [m.record.describe() for m, has in zip(members, marks, strict=True) if has is side] for side in (True, False)
+    ]
+    return ", ".join(parts[0]), ", ".join(parts[1])
+
+
+def _upper(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _offer_from_json(value: Any) -> dict[str, str]:

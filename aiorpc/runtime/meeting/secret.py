@@ -1,4 +1,4 @@
-"""The secret that people give to a group in AIORPC_SECRET, and the key that its members make of it.
+"""The secret that people give to a group in AIORPC_SECRET or a file, and the key that its members make of it.
 
 What people choose can be guessed, and whoever has heard a handshake or read a record in the store can try guesses by
 himself (`protocol/handshake.py`). So the key is made by scrypt (RFC 7914), which takes memory as well as time, with its
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from typing import Any, NoReturn
 
 from ...errors import RendezvousError, SerializationError
@@ -20,6 +21,8 @@ from ...errors import RendezvousError, SerializationError
 #: Bytes. A random text of that length cannot be guessed: 128 bits, as RFC 9257 (section 6) asks for.
 MIN_SIZE = 16
 SALT_SIZE = 16
+# Bytes of a file that are looked at.
+_MAX_SIZE = 64 * 1024
 _COST: dict[str, Any] = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 1 << 26, "dklen": 32}
 _ADVICE = "give all workers the same random text, for example from: openssl rand -hex 32"
 
@@ -39,20 +42,58 @@ class Secret(bytes):
         raise SerializationError("the secret of a group is not sent to anybody")
 
 
-def from_environment() -> Secret | None:
-    """What AIORPC_SECRET says, None if it is not set. RendezvousError if it is empty or too short."""
-    text = os.environ.get("AIORPC_SECRET")
-    if text is None:
-        return None
-    secret = Secret(os.fsencode(text))
-    if not secret:
-        raise RendezvousError(f"AIORPC_SECRET is set, and empty: take it out of the environment, or {_ADVICE}")
-    if len(secret) < MIN_SIZE:
+#: What stands in place of the key where certificates say who is a member. It is no secret: it proves nothing.
+CERTIFIED = Secret(hashlib.sha256(b"aiorpc: members are known by their certificates").digest())
+
+
+def given_secret(path: str | os.PathLike[str] | None = None) -> Secret | None:
+    """What stands in that file, or that of AIORPC_SECRET_FILE, or what AIORPC_SECRET says; None if nothing is set.
+
+    RendezvousError if it is empty or too short, in a file that others may read, or given twice.
+    """
+    text, path = os.environ.get("AIORPC_SECRET"), path or os.environ.get("AIORPC_SECRET_FILE")
+    if path is not None and text is not None:
         raise RendezvousError(
-            f"AIORPC_SECRET has {len(secret)} bytes, and whoever guesses it can run code on all workers. It needs at "
-            f"least {MIN_SIZE}: {_ADVICE}"
+            "the secret of the group is given twice, by AIORPC_SECRET and by a file (secret_file or "
+            "AIORPC_SECRET_FILE); give one of them"
         )
-    return secret
+    if path is not None:
+        return _checked(_in_file(path), f"the secret in {os.fspath(path)}", "write one there")
+    if text is not None:
+        return _checked(os.fsencode(text), "AIORPC_SECRET", "take it out of the environment")
+    return None
+
+
+def _checked(text: bytes, name: str, instead: str) -> Secret:
+    if not text:
+        raise RendezvousError(f"{name} is set, and empty: {instead}, or {_ADVICE}")
+    if len(text) < MIN_SIZE:
+        raise RendezvousError(
+            f"{name} has {len(text)} bytes, and whoever guesses it can run code on all workers. It needs at least "
+            f"{MIN_SIZE}: {_ADVICE}"
+        )
+    return Secret(text)
+
+
+def _in_file(path: str | os.PathLike[str]) -> bytes:
+    """What stands in a file of ours, or of root, that nobody else may read, without the space around it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            mode = stat.S_IMODE(status.st_mode)
+            if not stat.S_ISREG(status.st_mode):
+                raise RendezvousError(f"the secret's file {path} is no file")
+            if mode & 0o077 or status.st_uid not in (os.geteuid(), 0):
+                raise RendezvousError(
+                    f"others than this user can read or write the secret's file {path} (mode {mode:04o}, owner "
+                    f"{status.st_uid}): make a new secret, or if they never did, chmod 600"
+                )
+            return os.read(descriptor, _MAX_SIZE).strip()
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise RendezvousError(f"the secret's file {path} cannot be read: {error}") from None
 
 
 def make_key(secret: Secret, salt: bytes) -> Secret:
