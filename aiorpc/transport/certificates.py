@@ -54,6 +54,10 @@ class Certificate(NamedTuple):
         named = any(_matches(pattern, name) for pattern in self.names) or (not self.names and bool(self.roles))
         return named and (role in self.roles if role or not self.names else True)
 
+    def is_of(self, name: str) -> bool:
+        """Whether it is for the worker of that name and for no other one."""
+        return {*self.names} == {name} and "*" not in name
+
     def describe(self) -> str:
         """Whom it is for, for error messages."""
         said = [repr(name[:100]) for name in self.names[:5]] + [f"role {role[:100]!r}" for role in self.roles[:5]]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import aiorpc as rpc
-from aiorpc.protocol.frames import FrameDecoder, Kind
+from aiorpc.protocol.frames import FrameDecoder, Kind, encode_frame
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from aiorpc.transport.certificates import Credentials
@@ -352,6 +352,29 @@ async def test_the_acceptor_looks_at_names_too(
                 await workers[1].peer("worker0", timeout=PATIENCE).call(abs, -3)
             await workers[0].shutdown(graceful=False)  # nobody tells it that the other leaves
     assert "is for 'worker7', and not for worker 'worker1'" in caplog.text
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a certificate for one", "a certificate for many"])
+async def test_a_goodbye_is_sure_with_a_certificate_for_one_worker(
+    authority: Authority, caplog: pytest.LogCaptureFixture, own: bool
+) -> None:
+    """It is believed at once; where others may have said it in its name the worker is asked, and says that it stays."""
+    each = [options(authority.tls("worker*", of=f"worker{rank}" if own else "")) for rank in range(2)]
+    with caplog.at_level("WARNING", "aiorpc"):
+        async with cluster(2, options=each) as (first, second):
+            assert await second.call("worker0", abs, -3) == 3
+            link = second.node.peers.find("worker0").link
+            assert link is not None
+            link.connection.send(encode_frame(Kind.GOODBYE, 0, b""), urgent=True)
+            record = second.node.engine.record
+            if own:
+                await until(lambda: first.node.group.is_gone(record))
+            else:
+                await until(lambda: "a member may be lying" in caplog.text)
+                assert not first.node.group.is_gone(record)
+                assert await second.call("worker0", abs, -4) == 4
+            await second.shutdown(graceful=False)
+            await first.shutdown(graceful=False)
 
 
 async def test_new_connections_use_new_files(authority: Authority) -> None:

@@ -46,6 +46,15 @@ def test_names_are_compared_as_a_whole(patterns: list[str], name: str, permitted
     assert names(*patterns).permits(name) is permitted
 
 
+def test_a_certificate_for_one_worker_is_told_from_others() -> None:
+    """What is said over a connection with such a one was said by that worker, and not by another one of its pattern."""
+    assert names("w1").is_of("w1") and names("w1", "w1").is_of("w1")
+    assert not names("w1").is_of("w2")
+    for other in (names("w*"), names("w1", "w2"), names("*"), names()):
+        assert not other.is_of("w1")
+    assert not names("*").is_of("*")
+
+
 def test_roles_are_compared_too() -> None:
     """A role has to be in the certificate; one that names roles alone is for any worker of them."""
     assert names("w1").permits("w1", "learner")

@@ -90,6 +90,12 @@ def _objection(engine: Engine, connection: Connection, record: WorkerRecord) -> 
     return engine.credentials.objection(connection.tls.peer, record.name, record.role)
 
 
+def _is_proved(connection: Connection, record: WorkerRecord) -> bool:
+    """Whether the certificate of the other side proves that it is that worker, and no other one of its group."""
+    shown = connection.tls.peer if connection.tls is not None else None
+    return shown is not None and shown.is_of(record.name)
+
+
 def _trust(engine: Engine, decoder: FrameDecoder) -> None:
     """The worker at the other end has proved itself: from now on the limits of the options hold."""
     decoder.max_body = engine.options.max_frame_bytes + OWN_WORDS
@@ -423,7 +429,8 @@ class Acceptor:
     def serve(self, record: WorkerRecord, connection: Connection, link_number: int, sure: bool) -> Service:
         """A worker has connected to us and proved that it is a member; serve it.
 
-        link_number: the number of the link. sure: the kernel has said that it is the one that it says it is.
+        link_number: the number of the link. sure: the kernel, or a certificate for that one worker, has said that it is
+        the one that it says it is.
         """
         service = Service(self.home, record, connection, link_number, sure)
         self.home.services.add(service)
@@ -502,7 +509,8 @@ class _Accepting:
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return
-            service = self.acceptor.serve(record, self.connection, self.handshake.link, self._process is not None)
+            sure = self._process is not None or _is_proved(self.connection, record)
+            service = self.acceptor.serve(record, self.connection, self.handshake.link, sure)
             self._serving = partial(self.acceptor.served, service)
 
     def _become_pipe(self, record: WorkerRecord) -> None:
