@@ -74,18 +74,20 @@ class ByName(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A method of the value of a reference, which `worker` and `number` name."""
+    """A method of the value of a reference, which the first three name (`ReferenceId`)."""
 
     worker: int
     number: int
+    key: int
     name: str
 
 
 class Fetch(NamedTuple):
-    """The value of a reference, which `worker` and `number` name."""
+    """The value of a reference, which is named as a `ReferenceId`."""
 
     worker: int
     number: int
+    key: int
 
 
 #: What a call names: a function by the number that a ByName gave to it; one that is the first of the values (nil).
@@ -95,8 +97,8 @@ Function = int | ByName | Method | Fetch | None
 class Call(NamedTuple):
     """Run a function. Sent by the side that opened the connection."""
 
-    #: A number; [number, name]; [worker, number, name] for a method of a reference, [worker, number] for its value; nil
-    #: if the function itself is the first of the values.
+    #: A number; [number, name]; [worker, number, key, name] for a method of a reference, [worker, number, key] for its
+    #: value; nil if the function itself is the first of the values.
     function: Function
     #: Names of the last values, which are keyword arguments; nil if there are none.
     names: list[str] | None
@@ -108,8 +110,8 @@ class Call(NamedTuple):
     autograd: int | None
     #: How many items of a stream may be sent; nil if the call is no stream.
     credit: int | None
-    #: The ids of the reference that the result becomes the value of, and of the caller's fork of it, each as worker and
-    #: number; nil if the result is wanted itself.
+    #: The reference that the result becomes the value of, as worker, number and key; the caller's fork of it has the
+    #: next number. nil if the result is wanted itself.
     creates: Sequence[int] | None
     #: The arguments.
     arguments: Values
@@ -250,7 +252,7 @@ def read_call(body: Buffer) -> Call:
         or not (trace is None or type(trace) is int)
         or not (autograd is None or type(autograd) is int)
         or not (credit is None or type(credit) is int)
-        or not (creates is None or (type(creates) is list and len(creates) == 4 and _are_ints(creates)))
+        or not (creates is None or (type(creates) is list and len(creates) == 3 and _are_ints(creates)))
     ):
         raise ProtocolError(f"a call with a field of a wrong type: {_shown(fields)}")
     if references:
@@ -262,12 +264,12 @@ def read_call(body: Buffer) -> Call:
 
 
 def _read_function(wire: list[Any]) -> Function:
-    match [type(part) for part in wire[:4]]:
+    match [type(part) for part in wire[:5]]:
         case [builtins.int, builtins.str]:
             return ByName(*wire)
-        case [builtins.int, builtins.int, builtins.str]:
+        case [builtins.int, builtins.int, builtins.int, builtins.str]:
             return Method(*wire)
-        case [builtins.int, builtins.int]:
+        case [builtins.int, builtins.int, builtins.int]:
             return Fetch(*wire)
     raise ProtocolError(f"a call of {wire!r:.80}")
 

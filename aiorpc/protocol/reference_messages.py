@@ -6,14 +6,20 @@
 from __future__ import annotations
 
 import enum
+import os
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
 from .families import Family
 
-_LARGEST = (1 << 63) - 1  # of the numbers in an id
-_FIVE_INTS = [int] * 5
+LARGEST = (1 << 63) - 1  # of the numbers in an id; a key has one bit more
+_KEYS = struct.Struct("=512Q")
+_SEVEN_INTS = [int] * 7
 _new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
 
 
@@ -24,6 +30,22 @@ class ReferenceId(NamedTuple):
     worker: int
     #: That worker's running number.
     number: int
+    #: Random for a reference, so that who has none cannot name it; 0 for a fork, which is worth nothing by itself.
+    key: int = 0
+
+    def __repr__(self) -> str:
+        """Without the key: it is nobody's business who reads logs and errors."""
+        return f"({self.worker}, {self.number})"
+
+
+def unguessable() -> Iterator[int]:
+    """Keys of references. Each is taken by one call in C, which asks the system for many at once."""
+    return chain.from_iterable(map(_KEYS.unpack, iter(partial(os.urandom, _KEYS.size), None)))
+
+
+def fork_of_creator(rref: ReferenceId) -> ReferenceId:
+    """The fork of the worker that has named a reference."""
+    return ReferenceId(rref.worker, rref.number + 1)
 
 
 class PassedReference(NamedTuple):
@@ -215,7 +237,7 @@ def read(fields: Any) -> Message:
     """The message that these fields of a body are. Raises ProtocolError."""
     message = MESSAGES.read(fields)
     for part in message:
-        if type(part) is ReferenceId and not (0 <= part.worker <= _LARGEST and 0 <= part.number <= _LARGEST):
+        if type(part) is ReferenceId and (min(part) < 0 or max(part.worker, part.number) > LARGEST):
             raise ProtocolError(f"{part} is no id of a reference")
     return message
 
@@ -227,15 +249,15 @@ def read_passed(fields: Any) -> PassedReference:
     """
     try:
         rref, owner, fork, position = fields
-        worker, number = rref
-        fork_worker, fork_number = fork
+        worker, number, key = rref
+        fork_worker, fork_number, fork_key = fork
     except (TypeError, ValueError):
         raise ProtocolError(f"not a reference: {shortened(fields)}") from None
-    numbers = (worker, number, owner, fork_worker, fork_number)
+    numbers = (worker, number, key, owner, fork_worker, fork_number, fork_key)
     if (
-        [*map(type, numbers)] != _FIVE_INTS
+        [*map(type, numbers)] != _SEVEN_INTS
         or min(numbers) < 0
-        or max(numbers) > _LARGEST
+        or max(worker, number, owner, fork_worker, fork_number) > LARGEST
         or not (position is None or type(position) is int)
     ):
         raise ProtocolError(f"not a reference: {shortened(fields)}")

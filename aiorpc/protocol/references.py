@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ProtocolError, RpcUsageError
 from .reference_messages import (
     FREED,
+    LARGEST,
     PASSED_TWICE,
     REFUSED,
     UNSENT,
@@ -42,6 +43,8 @@ from .reference_messages import (
     ReferenceId,
     Role,
     Send,
+    fork_of_creator,
+    unguessable,
 )
 
 _new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
@@ -96,15 +99,23 @@ class ReferenceTable:
 
     worker_id: this worker's id. Ids of workers are never used twice, not even by a worker that comes back. members: the
     ids that workers of this group can have; None where others may join. most: how many forks of values here another
-    worker may have by what it says itself, before that is a ProtocolError.
+    worker may have by what it says itself, before that is a ProtocolError. keys: of the references named here.
     """
 
-    def __init__(self, worker_id: int, *, members: Container[int] | None = None, most: int = 1 << 62) -> None:
+    def __init__(
+        self,
+        worker_id: int,
+        *,
+        members: Container[int] | None = None,
+        most: int = 1 << 62,
+        keys: Iterator[int] | None = None,
+    ) -> None:
         self.worker_id = worker_id
         self._members = members
         self._most = most
         self._said: dict[int, int] = {}  # how many forks of values here each worker has named
         self._next = 0
+        self._keys = keys or unguessable()
         self._forks: dict[ReferenceId, _Fork] = {}  # held here, by fork
         self._owned: dict[ReferenceId, _Owned] = {}  # owned here, by rref
         self._pinned: dict[ReferenceId, ReferenceId] = {}  # child -> fork it pins
@@ -131,7 +142,7 @@ class ReferenceTable:
 
         Exactly one of `create_failed_to_send`, `created`, `creation_failed`, or `lost(owner)` has to follow.
         """
-        rref, fork = self._new_id(), self._new_id()
+        rref, fork = self._new_id(next(self._keys)), self._new_id()
         self._forks[fork] = _Fork(rref, fork, owner, _State.PENDING, counted=False, creator=True)
         if owner == self.worker_id:
             self._owned[rref] = _Owned(rref, _Value.AWAITED, {fork: owner})
@@ -222,7 +233,7 @@ class ReferenceTable:
         Raises RpcUsageError if `rref` is given and does not exist here.
         """
         if rref is None:
-            fork = rref = self._new_id()  # as torch has it: programs compare the numbers
+            fork = rref = self._new_id(next(self._keys))  # as torch has it: programs compare the numbers
             self._owned[rref] = _Owned(rref, _Value.CREATED)
         else:
             fork = self._new_id()
@@ -241,7 +252,7 @@ class ReferenceTable:
         nothing, on impossible ids.
         """
         owned = self._owned.get(rref)
-        if rref.worker != sender or fork != (sender, rref.number + 1):
+        if rref.worker != sender or fork != fork_of_creator(rref) or not (0 <= rref.number < LARGEST and rref.key >= 0):
             raise ProtocolError(f"worker {sender} cannot create {rref} with fork {fork}")
         if owned is not None and owned.value is _Value.CREATED:
             raise ProtocolError(f"reference {rref} was created twice")
@@ -316,10 +327,10 @@ class ReferenceTable:
 
     # -- the holder's half ------------------------------------------------------------------------------------------
 
-    def _new_id(self) -> ReferenceId:
+    def _new_id(self, key: int = 0) -> ReferenceId:
         number = self._next
         self._next += 1
-        return ReferenceId(self.worker_id, number)
+        return ReferenceId(self.worker_id, number, key)
 
     def _creation(self, rref: ReferenceId, fork: ReferenceId) -> _Fork | None:
         """Our fork of a creation that is still undecided."""
@@ -422,7 +433,7 @@ class ReferenceTable:
     def _on_ask(self, sender: int, rref: ReferenceId) -> None:
         if rref.worker != self.worker_id:
             raise ProtocolError(f"asked about {rref}, which this worker did not create")
-        held = self._forks.get(ReferenceId(self.worker_id, rref.number + 1))
+        held = self._forks.get(fork_of_creator(rref))
         if held is None or not held.creator or held.rref != rref or held.owner != sender:
             self._send(sender, Never(rref))
         # Else silence: CREATE or ABANDON is on its way, or the answer to it is.
@@ -497,7 +508,7 @@ class ReferenceTable:
             self._reap(owned)
 
     def _on_abandon(self, sender: int, rref: ReferenceId, fork: ReferenceId, coming: bool, reason: str) -> None:
-        if rref.worker != sender or fork != (sender, rref.number + 1):
+        if rref.worker != sender or fork != fork_of_creator(rref):
             raise ProtocolError(f"ABANDON of {rref} from worker {sender}, which did not create it")
         owned = self._owned.get(rref) or _Owned(rref, _Value.AWAITED)
         if owned.value is _Value.CREATED:  # users can fetch the error, which is its value

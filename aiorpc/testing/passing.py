@@ -85,14 +85,14 @@ def describe(passage: Passage) -> SentMessage | None:
 def _describe_call(message: Call, entry: FunctionEntry, worker: str) -> SentMessage:
     kind, function, reference = MessageKind.CALL, None, None
     match message.function:
-        case Fetch(owner, number):
+        case Fetch(owner, number, _):
             kind, reference = MessageKind.FETCH, (owner, number)
-        case Method(owner, number, _):
+        case Method(owner, number, _, _):
             reference = (owner, number)
         case _:
             function = entry.function if entry.number < 0 else resolve(entry.name).function
     if message.creates is not None:
-        owner, number, _, _ = message.creates
+        owner, number, _ = message.creates
         kind, reference = MessageKind.REMOTE, (owner, number)
     elif entry.name.startswith((_AUTOGRAD + ".", _AUTOGRAD + ":")):
         kind = MessageKind.CONTEXT if entry.name.endswith(":forget") else MessageKind.GRADIENT

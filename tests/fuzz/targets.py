@@ -248,7 +248,7 @@ def bodies() -> list[tuple[int, bytes]]:
     referring = Values([None], references=[passed], table=None)
     table = [[-2, b"abcdefgh", 6, [2], None, 0, None]]
     tensors = Values([None], tensors_at=[0], table=table, gradients=messages.Recorded(1, 2, [0], [None]))
-    functions: list[messages.Function] = [ByName(1, "operator:add"), 1, Method(0, 1, "f"), Fetch(0, 1), None]
+    functions: list[messages.Function] = [ByName(1, "operator:add"), 1, Method(0, 1, 2, "f"), Fetch(0, 1, 2), None]
     calls: list[Any] = [
         Call(function, None, None, None, None, None, None, values)
         for function, values in zip(functions, (plain, opaque, referring, tensors, opaque), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiorpc.errors import ProtocolError, RpcUsageError
 from aiorpc.protocol.reference_messages import (
+    FREED,
     MESSAGES,
     Abandon,
     Add,
@@ -371,11 +373,39 @@ def made(world: World, creator: int = A) -> Fork:
 
 def test_ids_are_one_counter_under_the_workers_id() -> None:
     """The first create gives reference number 0 and fork number 1; the next go on from there. A value's own handle has
-    the number of the reference."""
-    table = ReferenceTable(7)
-    assert table.create(3) == ((7, 0), (7, 1))
-    assert table.own() == ((7, 2), (7, 2))
-    assert table.own(ReferenceId(7, 2)) == ((7, 2), (7, 3))
+    the number of the reference. References have a key besides."""
+    table = ReferenceTable(7, keys=itertools.count(100))
+    assert table.create(3) == (ReferenceId(7, 0, 100), ReferenceId(7, 1))
+    assert table.own() == (ReferenceId(7, 2, 101), ReferenceId(7, 2, 101))
+    assert table.own(ReferenceId(7, 2, 101)) == (ReferenceId(7, 2, 101), ReferenceId(7, 3))
+
+
+def test_keys_have_64_bits_and_are_not_in_sequence() -> None:
+    """Of many tables none has a key of another, each bit is as often set as not, and none is shown."""
+    tables = [ReferenceTable(7) for _ in range(4)]
+    keys = [table.own()[0].key for table in tables for _ in range(600)]
+    assert len({*keys}) == len(keys) and 1 << 60 < max(keys) < 1 << 64
+    for bit in range(64):
+        assert 0.4 < sum(key >> bit & 1 for key in keys) / len(keys) < 0.6
+    assert not any(b - a in (0, 1) for a, b in itertools.pairwise(keys))
+    rref, fork = tables[0].create(3)
+    assert str(rref.key) not in f"{rref!r} {rref} {[rref]}" and fork.key == 0
+
+
+@pytest.mark.parametrize("off", [-1, 1, 1 << 63])
+def test_a_reference_beside_a_known_one_is_none(off: int) -> None:
+    """Whoever has one reference of a worker cannot name another: it is answered, and reaches nothing."""
+    owner, guesser = ReferenceTable(OWNER), A
+    known, _ = owner.own()
+    secret, _ = owner.own()
+    before = owner.counts()
+    for guess in (known._replace(number=secret.number), secret._replace(key=(secret.key + off) % (1 << 64))):
+        fork = ReferenceId(guesser, 5)
+        assert owner.on_message(guesser, Add(guess, fork)) == [Send(guesser, Gone(guess, fork, FREED))]
+        assert owner.on_message(guesser, Del(guess, fork)) == []
+        assert owner.on_message(guesser, Ask(guess)) == [Send(guesser, Never(guess))]
+        assert not owner.holds(guess)
+    assert owner.counts() == before and owner.holds(secret)
 
 
 def test_g1_the_value_is_freed_when_the_last_of_several_forks_is_dropped(world: World) -> None:
@@ -902,7 +932,7 @@ MALFORMED: list[object] = [
 
 def settled_pair() -> tuple[ReferenceTable, ReferenceTable, ReferenceId, ReferenceId]:
     """A value at OWNER that A created, both tables knowing it."""
-    owner, user = ReferenceTable(OWNER), ReferenceTable(A)
+    owner, user = ReferenceTable(OWNER), ReferenceTable(A, keys=itertools.repeat(0))
     rref, fork = user.create(OWNER)
     owner.on_create(rref, fork, A)
     user.created(rref, fork)
@@ -1018,7 +1048,8 @@ class Deceived:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.tables = [ReferenceTable(number) for number in range(3)]
+        # Keys would keep the fourth from naming anything that is there: it has been told all.
+        self.tables = [ReferenceTable(number, keys=itertools.repeat(0)) for number in range(3)]
         self.under_way: deque[tuple[int, int, Message]] = deque()
         self.held: list[tuple[int, ReferenceId, ReferenceId]] = []  # by whom, and of what
         self.refused = 0  # what the fourth said itself, and was caught at

@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import Overloaded, RpcBackendOptions, RpcError, UnknownWorker, Worker
-from aiorpc.protocol.messages import Fetch
+from aiorpc.protocol.messages import Fetch, Method
 from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 from aiorpc.runtime.references.rref import RRef
 from aiorpc.testing import cluster
@@ -74,11 +74,11 @@ async def test_values_that_are_waited_for_by_their_creator_go_with_it() -> None:
     async with cluster(2) as workers:
         owner = workers[0].node.references
         peer = workers[1].node.peers.find("worker0")
-        calls = [peer.call(Fetch(1, 1_000_000 + number), (), None, 0.0) for number in range(50)]
+        calls = [peer.call(Fetch(1, 1_000_000 + number, 0), (), None, 0.0) for number in range(50)]
         await until(lambda: workers[0].statistics().calls_running == 50)
         for call in calls:
             call.cancel()
-        values = [owner.value(1, 1_000_000 + number, 1) for number in range(50)]
+        values = [owner.value(1, 1_000_000 + number, 0, 1) for number in range(50)]
         await workers[1].shutdown(graceful=False)
         for value in values:
             with pytest.raises(RpcError, match="never created"):
@@ -108,9 +108,23 @@ async def test_values_that_one_peer_waits_for_have_a_limit() -> None:
     options = [RpcBackendOptions(max_references=5), RpcBackendOptions()]
     async with cluster(2, options=options) as workers:
         peer = workers[1].node.peers.find("worker0")
-        calls = [peer.call(Fetch(1, 1_000_000 + number), (), None, 0.0) for number in range(8)]
+        calls = [peer.call(Fetch(1, 1_000_000 + number, 0), (), None, 0.0) for number in range(8)]
         for call in calls[5:]:
             with pytest.raises(Overloaded, match="max_references"):
                 await asyncio.wait_for(call, LIMIT)
         for call in calls:
             call.cancel()
+
+
+async def test_a_reference_beside_a_known_one_cannot_be_named() -> None:
+    """Whoever has one reference to a value of a worker fetches no other, and calls no method of it."""
+    async with cluster(2) as (owner, guesser):
+        known, other = (owner.node.references.own(value)[0] for value in ("known", "other"))
+        peer = guesser.node.peers.find("worker0")
+        assert await peer.call(Fetch(*known), (), None, 10.0) == "known"
+        for guess in (known._replace(number=other.number), other._replace(key=known.key), other._replace(key=0)):
+            for function in (Fetch(*guess), Method(guess.worker, guess.number, guess.key, "upper")):
+                with pytest.raises(RpcError, match=rf"reference \(0, {other.number}\) names no value") as caught:
+                    await peer.call(function, (), None, 10.0)
+                assert str(other.key) not in str(caught.value)
+        assert await peer.call(Fetch(*other), (), None, 10.0) == "other"

@@ -422,11 +422,12 @@ async def test_methods_and_values_are_refused_before_they_are_unpickled(tmp_path
         await made  # that is allowed
         for rref in (given._rref, made._rref):
             for method in ("get", "put", "asked", "attribute", "nothing", "__init__", "__setattr__"):
+                wanted = Method(rref.worker, rref.number, rref.key, method)
                 for fields in STREAMED:
                     with pytest.raises(rpc.NotAllowed, match=f"Box.{method}"):
-                        await send(worker, Method(rref.worker, rref.number, method), bomb(tmp_path / "ran"), **fields)
+                        await send(worker, wanted, bomb(tmp_path / "ran"), **fields)
         with pytest.raises(rpc.NotAllowed, match=r"Box\.to_here"):
-            await send(worker, Fetch(given._rref.worker, given._rref.number), bomb(tmp_path / "ran"))
+            await send(worker, Fetch(*given._rref), bomb(tmp_path / "ran"))
         assert not (tmp_path / "ran").exists()
         assert callee.node.references.value(*given._rref).value().value == 5
 

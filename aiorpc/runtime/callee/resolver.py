@@ -25,7 +25,7 @@ from .running import Runner
 class ReferencesForResolver(Protocol):
     """The values that this worker owns (`References`)."""
 
-    def value(self, worker: int, number: int, asker: int = -1) -> Future[Any]:
+    def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[Any]:
         """The Future of the value of a reference, also of one that does not exist yet. asker: who wants it."""
 
 
@@ -86,13 +86,13 @@ class Resolver:
                         return
                     handler = self._functions[number] = self._find(name)
                 self._runner.start(call, handler)
-            case Method(worker, number, name):
+            case Method(worker, number, key, name):
                 call.function = f"{name} of a reference"
-                value = self._references.value(worker, number, self._caller)
+                value = self._references.value(worker, number, key, self._caller)
                 when_done(value, partial(self._found_value, name, call))
-            case Fetch(worker, number):
+            case Fetch(worker, number, key):
                 call.function = "to_here"
-                value = self._references.value(worker, number, self._caller)
+                value = self._references.value(worker, number, key, self._caller)
                 answer = partial(self._answers.answer_future, call, False)
                 when_done(value, answer if self._permits is None else partial(self._fetch, worker, call))
             case _ if self._engine.safe:

@@ -40,6 +40,7 @@ from ...protocol.reference_messages import (
     ReferenceId,
     Role,
     Send,
+    fork_of_creator,
 )
 from ...protocol.references import ReferenceTable
 from ..calls.current import ServedCall
@@ -156,7 +157,7 @@ class References:
         handle._confirmed = False
         self._handles[fork] = handle
         try:
-            call = peer.call(function, args, kwargs, timeout, creates=(*rref, *fork), depth=depth + 1)
+            call = peer.call(function, args, kwargs, timeout, creates=rref, depth=depth + 1)
         except BaseException:
             self._run(self._table.create_failed_to_send, rref, fork)
             raise
@@ -211,13 +212,13 @@ class References:
 
     # --- values, on the owner -----------------------------------------------------------------------------------------
 
-    def value(self, worker: int, number: int, asker: int = -1) -> Future[Any]:
+    def value(self, worker: int, number: int, key: int, asker: int = -1) -> Future[Any]:
         """The Future of a value of this worker; also of one whose creation has not arrived yet.
 
         asker: the worker that wants it. If that is the creator of the reference, the value cannot have been freed, as
         the creator holds a reference: the creation is still on its way, overtaken because its arguments are long.
         """
-        rref = ReferenceId(worker, number)
+        rref = ReferenceId(worker, number, key)
         with self._lock:
             future = self._values.get(rref)
             if future is None:
@@ -232,7 +233,7 @@ class References:
                         self._values[rref] = future
                         early.add(rref)
                 else:
-                    gone = f"reference {tuple(rref)} names no value of this worker; it was freed"
+                    gone = f"reference {rref} names no value of this worker; it was freed"
                     future.settle(None, RpcError(gone))
         return future
 
@@ -245,10 +246,9 @@ class References:
 
     def on_create(self, creates: Sequence[int], sender: int, call: ServedCall) -> None:
         """A call that creates a reference arrived; its result will be the value. On the loop."""
-        worker, number, fork_worker, fork_number = creates
-        rref, fork = ReferenceId(worker, number), ReferenceId(fork_worker, fork_number)
+        rref = ReferenceId(*creates)
         with self._lock:
-            outputs = self._table.on_create(rref, fork, sender)
+            outputs = self._table.on_create(rref, fork_of_creator(rref), sender)
             if rref not in self._values:
                 self._values[rref] = self._new_value()
             elif sender in self._early:
@@ -378,7 +378,7 @@ class References:
             holder = "" if record.holder == self.engine.id else f", held by {self.home.peers.describe(record.holder)}"
             found.append(
                 LeakedReference(
-                    f"{tuple(record.rref)}{holder}",
+                    f"{record.rref}{holder}",
                     record.role.value,
                     self.home.peers.describe(record.owner),
                     kind,
