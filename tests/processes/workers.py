@@ -27,8 +27,11 @@ import torch
 
 import aiorpc as rpc
 from aiorpc.transport import sockets
+from tests.conditions import unmet
 
-END = 20.0  # seconds a process has to end by itself before the test fails
+# Seconds; of use only to a test that fails, on however slow a machine.
+END = 30.0  # that a process has to end by itself before the test fails
+LIMIT = 30.0  # for a condition to come true
 Body = Callable[..., Any]
 
 
@@ -62,7 +65,7 @@ class Link:
         """Send a value to the test."""
         self._pipe.send((None, value))
 
-    def hear(self, timeout: float = 30.0) -> Any:
+    def hear(self, timeout: float = 50.0) -> Any:
         """The next value that the test tells this process; TimeoutError after so many seconds."""
         if not self._pipe.poll(timeout):
             raise TimeoutError(f"the test said nothing for {timeout:g} s")
@@ -87,7 +90,7 @@ class Child:
         """Send the body a value; see `Link.hear`."""
         self.pipe.send(value)
 
-    def hear(self, timeout: float = 30.0) -> Any:
+    def hear(self, timeout: float = 50.0) -> Any:
         """The next value the body told, or what it returned at last; raises AssertionError with its traceback."""
         if not self.pipe.poll(timeout):
             raise AssertionError(f"{self.place.name} (pid {self.pid}) said nothing for {timeout:g} s")
@@ -99,7 +102,7 @@ class Child:
             raise AssertionError(f"{self.place.name}: {failure}")
         return value
 
-    async def ahear(self, timeout: float = 30.0) -> Any:
+    async def ahear(self, timeout: float = 50.0) -> Any:
         """`hear`, without keeping the running loop from its work."""
         return await asyncio.to_thread(self.hear, timeout)
 
@@ -261,28 +264,30 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = LIMIT) -> Any:
     """Poll until the condition holds, and return it; fails after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {condition}"
+        assert time.monotonic() < deadline, unmet(condition, value, seconds)
         time.sleep(0.01)
     return value
 
 
-async def wait_for_async(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+async def wait_for_async(condition: Callable[[], Any], seconds: float = LIMIT) -> Any:
     """`wait_for` beside a running loop."""
     return await asyncio.to_thread(wait_for, condition, seconds)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = LIMIT) -> None:
     """Poll on this loop until the condition, plain or async, holds; fails after so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
         held = condition()
-        if await held if inspect.isawaitable(held) else held:
+        if inspect.isawaitable(held):
+            held = await held
+        if held:
             return
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {condition}"
+        assert time.monotonic() < deadline, unmet(condition, held, seconds)
         await asyncio.sleep(0.005)
 
 

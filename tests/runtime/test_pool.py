@@ -15,16 +15,18 @@ import pytest
 
 from aiorpc.errors import WorkerClosed
 from aiorpc.runtime.engine.pool import ThreadPool
+from tests.conditions import unmet
 from tests.limits import busy
 
 LIMIT_S = 20.0
+AWAKE = 0.05  # seconds that a thread stays awake: more than a busy machine keeps it from its first look
 
 
 def wait_until(condition: Callable[[], bool], limit: float = LIMIT_S) -> None:
     """Return when the condition holds; fail after the limit."""
     end = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
+        assert time.monotonic() < end, unmet(condition, False, limit)
         time.sleep(0.001)
 
 
@@ -494,8 +496,8 @@ def test_a_thread_stays_awake_until_it_is_done(pools: Callable[..., ThreadPool])
     assert looked(pool, done.is_set) > 0
     assert done.is_set()
     timer.join()
-    assert looked(pools(2, busy=0.01)) > 0
-    assert looked(pool, timeout=0.01) > 0
+    assert looked(pools(2, busy=AWAKE)) > 0
+    assert looked(pool, timeout=AWAKE) > 0
     assert looked(pool, lambda: True) == 0
 
 
@@ -508,7 +510,7 @@ def test_without_time_for_it_threads_sleep(pools: Callable[..., ThreadPool]) -> 
 
 def test_a_thread_whose_waits_are_long_sleeps_at_once(pools: Callable[..., ThreadPool]) -> None:
     """Until they are short again; one long wait among short ones does not count; each thread has its own mean."""
-    pool = pools(2, busy=0.01)
+    pool = pools(2, busy=AWAKE)
     pool.waited(60.0)
     assert looked(pool) > 0
     for _ in range(8):
@@ -565,4 +567,4 @@ def test_one_thread_at_a_time_stays_awake(pools: Callable[..., ThreadPool]) -> N
     with pytest.raises(ZeroDivisionError):
         pool.stay_awake(look, lambda: False, None)
     assert inside == [0]
-    assert looked(pool, timeout=0.001) > 0
+    assert looked(pool, timeout=AWAKE) > 0

@@ -9,23 +9,24 @@ from collections.abc import Callable, Sequence
 
 from aiorpc import Worker
 from aiorpc.protocol.reference_messages import Counts
+from tests.conditions import unmet
 
-LIMIT = 10.0
+LIMIT = 30.0  # seconds for what has to happen; of use only to a test that fails, on however slow a machine
 
 
 async def until(condition: Callable[[], object], limit: float = LIMIT) -> None:
     """Return once `condition()` is true; fail after `limit` seconds."""
     deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"not true within {limit:g} s: {condition}"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, unmet(condition, value, limit)
         await asyncio.sleep(0.002)
 
 
 def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:
     """As `until`, in a thread."""
     deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"not true within {limit:g} s: {condition}"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, unmet(condition, value, limit)
         time.sleep(0.002)
 
 

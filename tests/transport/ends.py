@@ -9,12 +9,14 @@ import socket
 import struct
 import sys
 import termios
+import time
 from collections.abc import Callable
 from typing import Any
 
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport.connection import Connection
 from aiorpc.transport.tls import TlsLayer
+from tests.conditions import unmet
 
 LONG = 20.0
 SOON = 6.0  # for what would otherwise never happen; no test waits for it that passes
@@ -63,9 +65,11 @@ class End:
 
 
 async def until(condition: Callable[[], bool], seconds: float = LONG) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  # nothing announces it
-            await asyncio.sleep(0.0005)
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(unmet(condition, value, seconds))
+        await asyncio.sleep(0.0005)
 
 
 def encoded(call_id: int, body: bytes = b"", kind: Kind = Kind.REPLY) -> bytes:
