@@ -11,6 +11,7 @@ import pytest
 
 from aiorpc.compat.torch.children import SITE, lead
 from tests.limits import busy
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +73,7 @@ def run(arguments: list[str], directory: Path, python_path: str | Path = ROOT) -
     """The lines that a Python process prints; it has to end well."""
     # Buffered: lines of several processes do not mix.
     environment = os.environ | {"PYTHONPATH": str(python_path), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
-    command, patience = [sys.executable, *arguments], 60 * busy()
+    command, patience = [sys.executable, *arguments], 120 * busy()
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=patience)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -306,15 +307,13 @@ def test_a_shutdown_that_is_over_before_all_have_come(late: int, tmp_path: Path)
 def test_a_group_without_a_size(tmp_path: Path) -> None:
     """``init_rpc(name, rank=rank)`` alone, with a place in the environment: workers find each other, as with torch."""
     (tmp_path / "script.py").write_text(
-        "import os, socket, threading, time\n"
+        "import os, sys, threading, time\n"
         "import torch.distributed.rpc as rpc\n"
         "called = threading.Event()\n"
         "def call(rank):\n"
         "    called.set()\n"
         "    return rank + 1\n"
-        "with socket.socket() as probe:\n"
-        "    probe.bind(('127.0.0.1', 0))\n"
-        "    os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(probe.getsockname()[1]))\n"
+        "os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=sys.argv[1])\n"
         "for name in ('RANK', 'WORLD_SIZE'):\n"
         "    os.environ.pop(name, None)\n"
         "rank = int(os.fork() == 0)\n"
@@ -327,7 +326,7 @@ def test_a_group_without_a_size(tmp_path: Path) -> None:
         "    os.wait()\n"
         "rpc.shutdown()\n"
     )
-    assert sorted(run(["-m", "aiorpc.compat.torch", "script.py"], tmp_path)) == ["0 1", "1 2"]
+    assert sorted(run(["-m", "aiorpc.compat.torch", "script.py", str(free_port())], tmp_path)) == ["0 1", "1 2"]
 
 
 @pytest.mark.long
@@ -440,7 +439,7 @@ def test_not_over_torchs_own_rpc(tmp_path: Path) -> None:
 def test_what_cannot_be_run() -> None:
     """The command line says how it is used."""
     done = subprocess.run(
-        [sys.executable, "-m", "aiorpc.compat.torch"], cwd=ROOT, capture_output=True, text=True, timeout=60 * busy()
+        [sys.executable, "-m", "aiorpc.compat.torch"], cwd=ROOT, capture_output=True, text=True, timeout=120 * busy()
     )
     assert done.returncode == 2
     assert "usage: python -m aiorpc.compat.torch" in done.stderr

@@ -57,6 +57,6 @@ def test_a_trainer_that_fails_holds_nobody_up(order: str, tmp_path: Path) -> Non
     program.write_text(TRAINER_FAILS)
     command = [sys.executable, "-m", "aiorpc.compat.torch", str(program), str(tmp_path / "meeting"), order]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60 * busy())
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120 * busy())
     assert done.stdout.splitlines() == ["[0, 0, 1]"], done.stderr
     assert "a trainer fails" in done.stderr

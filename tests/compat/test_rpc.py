@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
+from tests.ports import free_port
+
 
 def add(x: Any, y: Any) -> Any:
     return x + y
@@ -84,13 +86,10 @@ def a_store() -> None:
 @pytest.fixture
 def environment(a_store: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What env:// looks for: a place where nobody is, and nothing else."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 def has_ipv6() -> bool:

@@ -30,6 +30,7 @@ from aiorpc.runtime.meeting.secret import CERTIFIED
 from aiorpc.testing import cluster
 from aiorpc.transport.certificates import Credentials
 from tests.authority import Authority
+from tests.ports import free_port
 
 from .workers import Link, Place, processes, until
 
@@ -44,17 +45,10 @@ def no_secret_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIORPC_SECRET", raising=False)
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def join_and_stay(place: Place, link: Link, options: dict[str, Any]) -> str:
     """Body: join, stay until told; the error of joining instead if there is one."""
     try:
-        place.init_rpc(rpc_timeout=5.0, **options)
+        place.init_rpc(rpc_timeout=15.0, **options)
     except rpc.RendezvousError as error:
         return str(error)
     link.tell("joined")
@@ -453,7 +447,7 @@ async def test_what_is_put_in_on_the_way_is_not_run(seals: bool, tmp_path: Path)
             await until(ran.exists)
             return
         with pytest.raises(rpc.PeerLost, match="worker1"):
-            await workers[0].peer("worker1", timeout=5).call(abs, -3)
+            await workers[0].peer("worker1", timeout=30).call(abs, -3)
     assert not ran.exists()
 
 
@@ -467,7 +461,7 @@ async def test_what_is_changed_on_the_way_ends_the_connection(caplog: pytest.Log
     with caplog.at_level("WARNING", "aiorpc"):
         async with relayed(True, change=change) as (workers, _):
             with pytest.raises(rpc.PeerLost, match="worker1"):
-                await workers[0].peer("worker1", timeout=5).call(abs, -3)
+                await workers[0].peer("worker1", timeout=30).call(abs, -3)
     assert "does not bear the other side's seal" in caplog.text
 
 
@@ -480,4 +474,4 @@ async def test_workers_that_do_not_agree_on_seals_do_not_talk(seals: bool) -> No
     ]
     async with cluster(2, options=each) as workers:
         with pytest.raises(rpc.RpcError, match="authenticate_frames"):
-            await workers[0].peer("worker1", timeout=5).call(abs, -3)
+            await workers[0].peer("worker1", timeout=30).call(abs, -3)

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import aiorpc as rpc
 from tests.examples.programs import run_program, torchrun
 from tests.limits import busy
+from tests.ports import free_port
 
 from . import bodies
-from .test_shutdown import free_port
 from .workers import Link, Place, group, meeting_file, places, processes, wait_for
 
 HEADER = """
@@ -449,7 +449,7 @@ async def test_dedicated_loop_serves_while_the_program_blocks_its_own() -> None:
         done = rpc.call("w1", calls_back, 20)
         wait_for(done.done, 20)  # this loop turns no more until the answer is there
         assert await done == 20
-        assert await asyncio.wait_for(rpc.call("w1", bodies.aadd, 1, 2), 5) == 3
+        assert await asyncio.wait_for(rpc.call("w1", bodies.aadd, 1, 2), 20) == 3
         assert rpc.rpc_sync("w1", bodies.add, args=(1, 2)) == 3
         assert [item async for item in rpc.stream("w1", numbers, 30)] == list(range(30))
         assert await rpc.remote("w1", bodies.Counter, 3).rpc_async().add(1) == 4

@@ -33,6 +33,7 @@ from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
 from aiorpc.runtime.meeting.secret import Secret, make_key
 from tests.limits import busy
+from tests.ports import free_port
 from tests.processes.workers import process_state
 from tests.processes.zygote import Zygote, zygote
 
@@ -69,14 +70,6 @@ def together(*actions: Callable[[], T]) -> list[T | Exception]:
     return [result for result in results if result is not None]
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def native_threads() -> list[str]:
     """Names of all threads of this process, those of libraries too."""
     names = []
@@ -90,7 +83,7 @@ def native_threads() -> list[str]:
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Poll a condition for a bounded time."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.005)
@@ -282,11 +275,12 @@ def test_a_second_holder_is_refused_while_others_form_the_next_generation(here: 
 def test_missing_ranks_are_named_when_the_time_is_up(group: Group) -> None:
     """Every waiting rank is told within its timeout who is missing and who is here."""
     started = time.monotonic()
-    results = together(lambda: group.join(0, 4, timeout=SOON), lambda: group.join(2, 4, timeout=SOON))
+    patience = 4 * SOON  # by then both are there
+    results = together(*(lambda rank=rank: group.join(rank, 4, timeout=patience) for rank in (0, 2)))
     for text in texts(results):
-        assert f"waited {SOON:g} s for ranks 1, 3 of 4" in text
+        assert f"waited {patience:g} s for ranks 1, 3 of 4" in text
         assert "here: worker0 (rank 0," in text and "worker2 (rank 2," in text
-    assert SOON <= time.monotonic() - started < SOON + 3 * busy()
+    assert patience <= time.monotonic() - started < patience + 3 * busy()
 
 
 def test_the_group_can_be_formed_after_one_gave_up(group: Group) -> None:
@@ -336,7 +330,7 @@ def test_32_ranks_meet_within_seconds() -> None:
     elapsed = time.monotonic() - started
     assert {len(result) for result in results if isinstance(result, list)} == {32}
     group.leave_all()
-    assert elapsed < 10
+    assert elapsed < PATIENCE
 
 
 def test_a_timeout_of_zero_waits_until_it_is_stopped(group: Group) -> None:
@@ -435,7 +429,7 @@ def hosted_elsewhere(prepared: Zygote, folder: Path, rank: int | None, size: int
 def test_a_store_that_goes_away_is_an_error_for_those_who_wait(prepared: Zygote, tmp_path: Path) -> None:
     """The host dies before the group is complete: the others say that they cannot reach it."""
     with hosted_elsewhere(prepared, tmp_path, 0, 3) as (group, _):
-        opened = group.open(1, 3, timeout=SOON)
+        opened = group.open(1, 3, timeout=10 * SOON)
     with pytest.raises(RendezvousError, match=r"the store at .* no longer answers|cannot reach the store at"):
         opened.join(lambda number: make_record("b", number))
     group.close()
@@ -665,15 +659,21 @@ def test_a_stale_holder_on_another_host_is_named(here: Group) -> None:
 
 def stop_while_joining(group: Group, *, host: str = "", pid: int = 0) -> None:
     """Take rank 1 of 3 as another process would, and end while waiting, without leaving."""
-    stop = threading.Event()
-    opened = Rendezvous.open(group.method, rank=1, world_size=3, timeout=20, stop=stop, store=group.store)
+    stop, store = threading.Event(), group.store
+    assert store is not None
+    opened = Rendezvous.open(group.method, rank=1, world_size=3, timeout=20, stop=stop, store=store)
     group.opened.append(opened)
-    timer = threading.Timer(0.2, stop.set)
-    timer.start()
+
+    def stop_once_there() -> None:
+        wait_until(lambda: bool(store.check(["aiorpc/1/slot/1"])), "rank 1 has its place")
+        stop.set()
+
+    stopping = threading.Thread(target=stop_once_there)
+    stopping.start()
     try:
         opened.join(lambda number: make_record("stale", number, host=host, pid=pid))
     finally:
-        timer.join()
+        stopping.join()
 
 
 # ---- a group that is joined freely

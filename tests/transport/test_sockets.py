@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from aiorpc.transport import sockets
+from tests.ports import free_range
 
 
 @pytest.fixture
@@ -226,19 +227,6 @@ def test_cleaning_never_takes_a_socket_that_is_just_being_made(folder: Path) -> 
 
 
 # --- TCP --------------------------------------------------------------------------------------------------------------
-
-
-def free_range(count: int) -> tuple[int, int]:
-    """Neighbouring ports that were all free just now."""
-    start = os.getpid() * 64  # processes that test side by side look at different ones
-    for first in (20_000 + (start + at) % 10_000 for at in range(0, 10_000, count)):
-        try:
-            for port in range(first, first + count):
-                sockets.listen_tcp("127.0.0.1", (port, port)).close()
-        except OSError:
-            continue
-        return first, first + count - 1
-    raise AssertionError("no free ports")
 
 
 def test_port_range_is_kept_and_ends() -> None:
