@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-GRACE = 2.0  # seconds: closing is often finished by another thread or process
+GRACE = 8.0  # seconds: closing is often finished by another thread or process
 POLL = 0.01  # seconds between two looks
 DEVICES = ("/dev/nvidia",)  # the driver opens these once for the life of the process
 

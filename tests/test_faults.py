@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc
 from aiorpc import RpcBackendOptions, autograd
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.testing import Faults, MessageKind, SentMessage, cluster
+from aiorpc.testing import Fault, Faults, MessageKind, SentMessage, cluster
 
 from .runtime.waiting import until
 
@@ -71,6 +72,7 @@ async def forever() -> None:
 async def workers() -> AsyncIterator[Workers]:
     Log.seen.clear()
     async with cluster(3) as workers:
+        assert await workers[0].call("worker1", add, 1) == 2  # to connect is no matter of the timeouts below
         yield workers
 
 
@@ -88,19 +90,24 @@ async def test_a_dropped_call_never_runs(workers: Workers) -> None:
 async def test_a_dropped_reply_is_a_timeout(workers: Workers) -> None:
     """The call has run; what is lost is its answer."""
     with Faults(workers[1]) as faults:
-        faults.drop("reply", function=note)
-        with pytest.raises(aiorpc.RpcTimeout):
-            await workers[0].peer("worker1", timeout=SHORT).call(note, 1)
+        rule = faults.drop("reply", function=note)
+        await time_out(workers[0], rule, note, 1)
         assert await workers[0].call("worker1", add, 1) == 2
-    assert Log.seen == [1]
+    assert set(Log.seen) == {1}
+
+
+async def time_out(worker: aiorpc.Worker, rule: Fault, *call: Any) -> None:
+    """Make the call until its answer is hit: on a busy machine its time may be up before there is one."""
+    while not rule.count:
+        with pytest.raises(aiorpc.RpcTimeout):
+            await worker.peer("worker1", timeout=SHORT).call(*call)
 
 
 async def test_a_dropped_error_is_a_timeout(workers: Workers) -> None:
     """Errors are answers too."""
     with Faults(workers[1]) as faults:
         rule = faults.drop("reply")
-        with pytest.raises(aiorpc.RpcTimeout):
-            await workers[0].peer("worker1", timeout=SHORT).call(add, "x", 1)
+        await time_out(workers[0], rule, add, "x", 1)
         assert [message.name.partition(":")[2] for message in rule.messages] == ["add"]
 
 
@@ -206,12 +213,10 @@ async def test_large_messages_are_hit_like_small_ones(workers: Workers, size: in
     """Tensors in the frame and tensors that go by a channel: the call or its answer is lost, and others are right."""
     tensor = torch.ones(size)
     await workers[0].call("worker1", double, tensor)
-    short = workers[0].peer("worker1", timeout=SHORT)
     for sender, kind in ((workers[0], "call"), (workers[1], "reply")):
         with Faults(sender) as faults:
             rule = faults.drop(kind, times=1)
-            with pytest.raises(aiorpc.RpcTimeout):
-                await short.call(double, tensor)
+            await time_out(workers[0], rule, double, tensor)
             faults.delay(0.01, kind, times=1)
             assert torch.equal(await workers[0].call("worker1", double, tensor), tensor * 2)
             assert rule.count == 1
@@ -382,7 +387,7 @@ def test_a_worker_in_another_process_can_be_killed(tmp_path: object) -> None:
                     asyncio.run(faults.kill("other"))
                 with pytest.raises(aiorpc.PeerLost):
                     aiorpc.rpc_sync("other", os.getpid)
-                assert process.wait(10) == -signal.SIGKILL
+                assert process.wait(30) == -signal.SIGKILL
             finally:
                 aiorpc.shutdown(graceful=False)
         finally:

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, autograd
+from aiorpc import RpcTimeout, RpcUsageError, Worker, autograd
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.autograd import parts
@@ -1205,11 +1205,12 @@ async def test_the_deadline_of_a_pass() -> None:
     """A pass that takes longer than the worker's `rpc_timeout` fails with RpcTimeout, at all workers."""
     released = threading.Event()
 
-    async with cluster(2, options=[RpcBackendOptions(rpc_timeout=0.5), RpcBackendOptions()]) as workers:
+    async with cluster(2) as workers:
         current_node.set(workers[0].node)
         weight_of(workers[1], 0).register_hook(lambda _: released.wait(20) and None)
         async with autograd.context() as ctx:
             y = await workers[0].call("worker1", parts.layer, vector())
+            workers[0].node.engine.default_timeout = 0.5  # not before: to join and to call may take longer
             async with asyncio.timeout(20):
                 with pytest.raises(RpcTimeout):
                     await ctx.backward([y.sum()])

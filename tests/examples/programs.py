@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GRACE = 5.0  # seconds: helpers of multiprocessing end a moment after the program
+GRACE = 20.0  # seconds: helpers of multiprocessing end a moment after the program
 POLL = 0.02
 
 #: Runs a program's ``run`` for each of the settings on its command line, and prints the results as JSON; then its

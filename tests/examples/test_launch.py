@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +28,7 @@ def _by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def failure(role: Callable[[Place, str], Any], *, timeout: float = 30.0, **more: Any) -> tuple[WorkerFailed, float]:
+def failure(role: Callable[[Place, str], Any], *, timeout: float = 60.0, **more: Any) -> tuple[WorkerFailed, float]:
     """The error of a launch that must fail, and how many seconds it took."""
     started = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
@@ -36,7 +38,7 @@ def failure(role: Callable[[Place, str], Any], *, timeout: float = 30.0, **more:
 
 def test_a_worker_finds_what_torchrun_would_set() -> None:
     """Each process has its rank, the world size and one meeting point; rank 0's result is returned."""
-    result = launch(roles.describe, "some words", NAMES, timeout=30.0)
+    result = launch(roles.describe, "some words", NAMES, timeout=60.0)
     assert result["rank"] == 0 and result["settings"] == "some words"
     assert (result["RANK"], result["WORLD_SIZE"], result["MASTER_ADDR"]) == ("0", "3", "127.0.0.1")
     assert 0 < int(result["MASTER_PORT"]) < 65_536
@@ -46,7 +48,10 @@ def test_a_worker_finds_what_torchrun_would_set() -> None:
 def test_a_worker_does_not_import_torch_again() -> None:
     """Forked from the server, each of many workers is ready with little work of its own; the import costs a second."""
     result = launch(roles.describe, "", [str(i) for i in range(11)], timeout=60.0)
-    assert result["cpu_seconds"] < 0.7
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result["cpu_seconds"] < 0.7 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
 def test_a_worker_that_raises_ends_the_run_with_its_traceback() -> None:
@@ -54,7 +59,7 @@ def test_a_worker_that_raises_ends_the_run_with_its_traceback() -> None:
     error, seconds = failure(roles.raise_on_one)
     assert error.workers == ("one",)
     assert "one (rank 1, pid " in str(error) and "ValueError: some words" in str(error)
-    assert seconds < 15.0
+    assert seconds < 30.0
 
 
 def test_a_killed_worker_is_named_before_those_that_missed_it() -> None:
@@ -62,7 +67,7 @@ def test_a_killed_worker_is_named_before_those_that_missed_it() -> None:
     error, seconds = failure(roles.die_on_two)
     assert error.workers == ("two", "one")
     assert "two (rank 2, pid " in str(error).splitlines()[0] and "was killed by SIGKILL" in str(error).splitlines()[0]
-    assert seconds < 15.0
+    assert seconds < 30.0
 
 
 def test_a_worker_that_leaves_without_a_result_is_an_error() -> None:

@@ -113,7 +113,7 @@ class Victim:
         if not self._proved:
             assert not node.services, "somebody was let in without a proof"
             assert len(answers) < 2048, "a stranger was told more than a HELLO and a refusal"
-        for _ in range(200):
+        for _ in range(2000):  # some ten seconds, on a busy machine more
             if not node.services and all(each.ended for each in list(node.engine.connections)):
                 return
             await asyncio.sleep(0.005)

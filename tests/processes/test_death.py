@@ -22,6 +22,7 @@ from tests.limits import busy
 
 from . import bodies
 from .workers import (
+    LIMIT,
     Child,
     Link,
     Place,
@@ -35,13 +36,13 @@ from .workers import (
     wait_for_async,
 )
 
-SOON = 1.0  # seconds within which a death has to be known
+SOON = 4.0  # seconds within which a death has to be known: far fewer than the 20 after which silence counts as one
 
 
 async def fails_soon(awaitable: Any, killed: float, child: Child) -> rpc.PeerLost:
     """The error of something that waits for a killed worker; checks that it is complete and in time."""
     with pytest.raises(rpc.PeerLost) as caught:
-        await asyncio.wait_for(awaitable, 10)
+        await asyncio.wait_for(awaitable, LIMIT)
     assert time.monotonic() - killed < SOON * busy()
     error = caught.value
     expected = (child.place.name, child.place.rank, socket.gethostname(), child.pid)
@@ -66,7 +67,7 @@ def served_calls() -> int:
 
 
 async def test_kill_fails_pending_calls_at_once_and_names_the_worker() -> None:
-    """Calls of threads, tasks and by value that wait for a killed worker fail in under a second; a third goes on."""
+    """Calls of threads, tasks and by value that wait for a killed worker fail within seconds; a third goes on."""
     async with group(3, ended=("w1",)) as (worker, children):
         calls = [
             rpc.call("w1", bodies.block),
@@ -87,7 +88,7 @@ async def test_kill_fails_pending_calls_at_once_and_names_the_worker() -> None:
         report = await worker.shutdown()
         assert [info.name for info in report.lost] == ["w1"]
         assert not report.timed_out
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 5 * busy()
         assert await children["w2"].ahear() == ["w1"]
 
 
@@ -106,7 +107,7 @@ async def test_kill_ends_streams_and_references() -> None:
             await fails_soon(anext(stream), killed, children["w1"])
         await fails_soon(method, killed, children["w1"])
         with pytest.raises(rpc.PeerLost):
-            await asyncio.wait_for(ref, 5)
+            await asyncio.wait_for(ref, LIMIT)
         with pytest.raises(rpc.PeerLost):
             await ref.rpc_async().add(1)
 
@@ -148,7 +149,7 @@ async def test_members_without_a_connection_learn_of_a_death() -> None:
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         children["w2"].kill()
-        event = await asyncio.wait_for(waiting, SOON)
+        event = await asyncio.wait_for(waiting, SOON * busy())
         assert isinstance(event, rpc.WorkerLost)
         assert event.worker.name == "w2"
         await events.aclose()
@@ -160,7 +161,7 @@ async def test_members_without_a_connection_learn_of_a_death() -> None:
 def lost_here_soon() -> list[str]:
     """Names of the lost, once there are any."""
     lost = rpc.current().node.group.lost
-    wait_for(lambda: lost, SOON)
+    wait_for(lambda: lost, SOON * busy())
     return [info.name for info in lost.values()]
 
 
@@ -175,7 +176,7 @@ async def test_death_of_the_leader_is_survived() -> None:
         killed = time.monotonic()
         for name in ("w1", "w2"):
             assert await children[name].ahear() == (["w0"], 3)
-        assert time.monotonic() - killed < 5
+        assert time.monotonic() - killed < 5 * busy()
         await asyncio.to_thread(lambda: children.check_ended(but=("w0",)))
 
 
@@ -217,12 +218,12 @@ async def test_stopped_process_and_handler_that_keeps_the_interpreter_are_not_de
             late = [rpc.call(name, bodies.add, 2, 2) for name in ("w1", "w2")]
             through = [rpc.call("w3", bodies.call_other, name, 0.0) for name in ("w1", "w2")]
             assert await rpc.call("w3", bodies.add, 3, 3) == 6
-            assert await asyncio.wait_for(held, 15) >= 4.0
+            assert await asyncio.wait_for(held, LIMIT) >= 4.0
             assert not late[0].done() and not through[0].done()
         finally:
             children["w1"].kill(signal.SIGCONT)
-        assert await asyncio.wait_for(asyncio.gather(*late), 5) == [4, 4]
-        await asyncio.wait_for(asyncio.gather(*through), 5)
+        assert await asyncio.wait_for(asyncio.gather(*late), LIMIT) == [4, 4]
+        await asyncio.wait_for(asyncio.gather(*through), LIMIT)
         assert (await worker.shutdown()).lost == ()
 
 
@@ -320,7 +321,7 @@ async def test_handler_still_running_for_a_dead_caller_is_told() -> None:
         assert await children["w1"].ahear() == "calling"
         await until(Asked.started.is_set)
         children["w1"].kill()
-        await until(Asked.cancelled.is_set, SOON)
+        await until(Asked.cancelled.is_set, SOON * busy())
         Asked.started.clear()
         Asked.cancelled.clear()
 
@@ -335,7 +336,7 @@ class Asked:
 def until_cancelled() -> None:
     """Run until the caller has given up."""
     Asked.started.set()
-    wait_for(rpc.cancelled, 10)
+    wait_for(rpc.cancelled)
     Asked.cancelled.set()
 
 

@@ -30,7 +30,7 @@ from . import bodies
 from .test_strangers import hello, warnings_of
 from .workers import Link, Place, group, meeting_file, places, processes, until
 
-PATIENCE = 10.0
+PATIENCE = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ async def test_everything_works_over_tls(authority: Authority) -> None:
 def join_by_environment(place: Place, link: Link) -> Any:
     """Body: join, say whether TLS is used and what a call gives; the error of joining instead if there is one."""
     try:
-        place.init_rpc(transports=("tcp",), rpc_timeout=5.0)
+        place.init_rpc(transports=("tcp",), rpc_timeout=20.0)
     except rpc.RpcError as error:
         return f"{type(error).__name__}: {error}"
     result = rpc.current().node.engine.record.tls, rpc.rpc_sync("w1", bodies.add, args=(1, 2))

@@ -31,7 +31,7 @@ from . import bodies
 from .workers import Child, Children, Link, Place, group, meeting_file, process_state, processes, serve, until
 
 KIB, MIB = 1 << 10, 1 << 20
-BOUND = 20.0  # seconds for anything that has to end
+BOUND = 40.0  # seconds for anything that has to end
 
 
 def made(seed: int, size: int) -> torch.Tensor:
@@ -281,7 +281,7 @@ async def test_a_peer_killed_at_any_moment_of_a_transfer() -> None:
         kept.clear()
         await until(lambda: gc.collect() >= 0 and not foreign_memory(), BOUND)
         with contextlib.suppress(AssertionError):
-            await until(lambda: not more_than(before), 5)
+            await until(lambda: not more_than(before), 15)
         assert more_than(before) == {}
 
 
@@ -543,7 +543,8 @@ async def test_a_call_cancelled_in_the_middle_of_its_transfer() -> None:
         await warmed(worker, "w1", size=48 * MIB)
         duration = await seconds_of(rpc.call("w1", checked, made(1, 48 * MIB), 1))
         for number in range(12):
-            tensor, delay = made(number, 48 * MIB), duration * chance.random() * 0.9
+            # The first of each kind at once: how long others take is no matter of this one.
+            tensor, delay = made(number, 48 * MIB), duration * chance.random() * 0.9 * (number > 2)
             peer = rpc.peer("w1", timeout=max(delay, 0.001) if number % 3 == 2 else 0)
             kind = (arrived, checked)[number % 2]
             call = asyncio.ensure_future(await_call(peer, kind, tensor, number))

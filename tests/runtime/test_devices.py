@@ -68,7 +68,7 @@ async def group(
         assert [fake.current(index) for index in range(fake.count())] == fake.default_streams, (
             "streams of the loop's thread"
         )
-        await until(lambda: nothing_in_use(fake), 5)
+        await until(lambda: nothing_in_use(fake))
 
 
 def nothing_in_use(fake: FakeCuda) -> bool:
@@ -1186,7 +1186,7 @@ async def test_device_that_fails_once_fails_one_call_at_most(
     for after in range(4):
         x = late(fake, 0, 3)
         try:
-            async with asyncio.timeout(LIMIT / 2):
+            async with asyncio.timeout(LIMIT):
                 with failing(fake, name, after):
                     result = await worker0.call("worker1", handler, x)
                 assert is_all(result, 4)

@@ -14,7 +14,7 @@ from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from tests.limits import busy
 from tests.runtime.stores import ROSTER, Stuck, WatchedStore
-from tests.runtime.waiting import until
+from tests.runtime.waiting import LIMIT, until
 
 
 def where() -> str:
@@ -82,7 +82,7 @@ async def test_a_call_to_a_newcomer_that_is_met_otherwise_is_looked_after(store:
             assert await worker.call("late", where) == "late"
             assert {call.function for call in worker.pending_calls()} == {f"{__name__}:for_ever"}
             with pytest.raises(RpcTimeout, match=r"'late'.*no connection"):
-                await asyncio.wait_for(short, 5)
+                await asyncio.wait_for(short, LIMIT)
             assert len(worker.pending_calls()) == 1
         await worker.shutdown(graceful=False)
         assert isinstance(long.exception(), WorkerClosed)
@@ -120,8 +120,8 @@ async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Stor
         stuck.open.set()
         await leaving
         async with aiorpc.init("phoenix", store=store) as new:
-            assert await asyncio.wait_for(call, 5) == "phoenix"
-            assert await asyncio.wait_for(worker.call("phoenix", where), 5) == "phoenix" and new.id != old.id
+            assert await asyncio.wait_for(call, LIMIT) == "phoenix"
+            assert await asyncio.wait_for(worker.call("phoenix", where), LIMIT) == "phoenix" and new.id != old.id
 
 
 async def test_a_rank_is_used_once(store: Store) -> None:
@@ -162,17 +162,25 @@ async def test_who_left_is_no_longer_listed(store: Store) -> None:
 
 async def test_leaving_finishes_what_is_under_way(store: Store) -> None:
     """A graceful shutdown serves the calls that others made, and waits for its own."""
-
-    async def slow() -> str:
-        await asyncio.sleep(0.05)
-        return "done"
-
+    go_on = _go_on["it"] = asyncio.Event()
     async with cluster(1, dynamic=True, store=store) as (worker,):
         guest = await aiorpc.init("guest", store=store)
-        theirs, ours = worker.call("guest", slow), guest.call("worker0", slow)
-        await until(lambda: guest.statistics().calls_running == 1)
-        await guest.shutdown()
+        theirs, ours = worker.call("guest", once_told), guest.call("worker0", once_told)
+        await until(lambda: guest.statistics().calls_running == worker.statistics().calls_running == 1)
+        leaving = asyncio.ensure_future(guest.shutdown())
+        await asyncio.wait([leaving], timeout=0.05)
+        assert not leaving.done()
+        go_on.set()
+        await leaving
         assert [await theirs, await ours] == ["done", "done"]
+
+
+_go_on: dict[str, asyncio.Event] = {}
+
+
+async def once_told() -> str:
+    await _go_on["it"].wait()
+    return "done"
 
 
 async def test_leaving_alone_does_not_wait_for_others(store: Store) -> None:
@@ -180,7 +188,7 @@ async def test_leaving_alone_does_not_wait_for_others(store: Store) -> None:
     async with cluster(2, dynamic=True, store=store) as workers:
         busy = workers[0].call("worker1", for_ever)
         guest = await aiorpc.init("guest", store=store)
-        await asyncio.wait_for(guest.shutdown(), 5)
+        await asyncio.wait_for(guest.shutdown(), LIMIT)
         busy.cancel()
 
 
@@ -210,6 +218,6 @@ async def test_a_dozen_join_and_leave_at_once(store: Store) -> None:
     ready, everybody = asyncio.Semaphore(0), asyncio.Event()
     tasks = [asyncio.ensure_future(member(number)) for number in range(12)]
     for _ in range(12):
-        await asyncio.wait_for(ready.acquire(), 20)
+        await asyncio.wait_for(ready.acquire(), LIMIT)
     everybody.set()
     assert await asyncio.gather(*tasks) == [f"m{(number + 1) % 12}" for number in range(12)]

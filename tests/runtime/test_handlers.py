@@ -15,7 +15,7 @@ import torch
 import aiorpc
 from aiorpc import Future, RpcBackendOptions, RpcUsageError, Worker, async_execution, batched
 from aiorpc.testing import cluster
-from tests.runtime.waiting import until, wait_until
+from tests.runtime.waiting import LIMIT, until, wait_until
 
 
 def thread_name() -> str:
@@ -248,7 +248,7 @@ async def length(values: list[int]) -> int:
 
 def occupy() -> None:
     _gate["entered"].set()
-    assert _gate["open"].wait(10)
+    assert _gate["open"].wait(2 * LIMIT)
 
 
 _gate = {"entered": threading.Event(), "open": threading.Event()}
@@ -271,18 +271,18 @@ async def occupied(worker: Worker, caller: Worker) -> AsyncIterator[None]:
 async def test_handlers_that_block_hold_up_no_large_answer() -> None:
     """The answer may be what such a handler waits for: it is unpickled apart from handlers."""
     async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as (a, b), occupied(a, b):
-        assert len(await asyncio.wait_for(a.call("worker1", list, range(50_000)), 5)) == 50_000
+        assert len(await asyncio.wait_for(a.call("worker1", list, range(50_000)), LIMIT)) == 50_000
 
 
 async def test_handlers_that_block_hold_up_no_coroutine() -> None:
     """One with large arguments and one that travels by value start all the same."""
     async with cluster(2, options=RpcBackendOptions(num_worker_threads=1)) as (a, b), occupied(b, a):
-        assert await asyncio.wait_for(a.call("worker1", length, list(range(50_000))), 5) == 50_000
+        assert await asyncio.wait_for(a.call("worker1", length, list(range(50_000))), LIMIT) == 50_000
 
         async def here() -> int:
             return 5
 
-        assert await asyncio.wait_for(a.call("worker1", here), 5) == 5
+        assert await asyncio.wait_for(a.call("worker1", here), LIMIT) == 5
 
 
 # --- through references -----------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def square(xs: list[int]) -> list[int]:
     return [x * x for x in xs]
 
 
-@batched(max_size=4, max_wait=0.02)
+@batched(max_size=4, max_wait=0.1)
 async def square_async(xs: list[int], plus: list[int]) -> list[int]:
     sizes.append(len(xs))
     await asyncio.sleep(0)

@@ -22,7 +22,7 @@ from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
-from tests.runtime.waiting import until, until_no_references
+from tests.runtime.waiting import LIMIT, until, until_no_references
 
 MIB = 1 << 20
 MANY = 1000
@@ -118,7 +118,7 @@ async def until_nothing_under_way(*workers: Worker) -> None:
         ]
 
     try:
-        await until(lambda: not left(), 5)
+        await until(lambda: not left())
     except AssertionError:
         raise AssertionError(f"under way (worker, sending, receiving, held): {left()}") from None
 
@@ -159,12 +159,10 @@ async def ready(workers: list[Worker]) -> None:
 
 async def until_sharing(workers: list[Worker]) -> None:
     """Both ways of the pair have memory that is warm and mapped."""
-    for _ in range(300):
-        await workers[0].call("worker1", echo, large(0, MIDDLE))
-        if all(channels(worker)["shared memory"] for worker in workers):
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("nothing went through shared memory")
+    async with asyncio.timeout(LIMIT):
+        while not all(channels(worker)["shared memory"] for worker in workers):
+            await workers[0].call("worker1", echo, large(0, MIDDLE))
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -460,7 +458,7 @@ async def test_what_cannot_be_sent_leaves_nothing_lent(monkeypatch: pytest.Monke
             patch.setattr(Bulk, "send", fail)
             with pytest.raises(RpcError, match="could not be sent: not now"):
                 await workers[0].call("worker1", note, large(0, MIDDLE), large(0, 2 * COUNT))
-        await until(lambda: workers[0].node.memory.lent == 0, 2)
+        await until(lambda: workers[0].node.memory.lent == 0)
         assert await workers[0].call("worker1", note, large()) == 1
 
 
@@ -504,7 +502,7 @@ async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest
             link = calling(workers[0]) if side == 0 else serving(workers[1])
             assert link.pipe is not None and link.pipe is not link.connection
             link.pipe.abort(ConnectionResetError("cut"))
-            await asyncio.wait_for(call, 10)
+            await asyncio.wait_for(call, LIMIT)
     assert "worker1" in str(caught.value)
 
 

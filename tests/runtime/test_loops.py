@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,8 +46,12 @@ def _forget_tasks() -> Iterator[None]:
     gc.collect()
 
 
-def block(seconds: float) -> None:
-    time.sleep(seconds)
+def block() -> None:
+    """Until the test is over."""
+    over.wait(LIMIT)
+
+
+over = threading.Event()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,8 @@ async def test_a_loop_that_ends_closes_its_worker(
     """Verbs raise at once, what was pending fails, one line says why, and the other worker sees a loss."""
     options = RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT, shutdown_timeout=0.1)
     async with cluster(2, options=options) as (first, second):
-        pending = second.call("worker0", block, 0.5)
+        over.clear()
+        pending = second.call("worker0", block)
         await until(lambda: any(call.direction == "served" for call in first.pending_calls()))
         with contextlib.suppress(PeerLost):  # its answer may not have left
             await first.call("worker1", end, kind)
@@ -74,6 +78,7 @@ async def test_a_loop_that_ends_closes_its_worker(
             second.call("worker0", len, "abc")
         with pytest.raises(WorkerClosed, match="its event loop has ended"):
             await pending
+        over.set()
         with pytest.raises(PeerLost):
             await first.call("worker1", len, "abc")
         lines = [r for r in caplog.records if r.levelno == logging.ERROR and r.name == "aiorpc"]

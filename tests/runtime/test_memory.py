@@ -25,7 +25,7 @@ from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
-from tests.runtime.waiting import until
+from tests.runtime.waiting import LIMIT, until
 from tests.shared_files import named_shared_files
 
 MIB = 1 << 20
@@ -139,7 +139,7 @@ async def until_all_back(*workers: Worker, collect: bool = False) -> None:
     try:
         if collect:
             await until(lambda: gc.collect() < 0 or not lent(*workers))
-        await until(lambda: not lent(*workers), 5)
+        await until(lambda: not lent(*workers))
     except AssertionError:
         blocks = {worker.name: worker.node.memory.arena.blocks for worker in workers}
         raise AssertionError(f"{lent(*workers)} bytes are still lent; blocks in use: {blocks}") from None
@@ -154,12 +154,10 @@ async def warm(sender: Worker, receiver: Worker) -> None:
         now = [worker.statistics().channels["shared memory"].sent for worker in (sender, receiver)]
         return all(new > old for new, old in zip(now, before, strict=True))
 
-    for _ in range(200):
-        await sender.call(receiver.name, echo, large())
-        if both_share():
-            break
-        await asyncio.sleep(0.005)
-    assert both_share(), "nothing went through shared memory"
+    async with asyncio.timeout(LIMIT):
+        while not both_share():
+            await sender.call(receiver.name, echo, large())
+            await asyncio.sleep(0.005)
     await until_all_back(sender, receiver)
 
 
@@ -527,12 +525,10 @@ async def test_a_second_segment_is_offered_when_the_first_is_full(keeper: Keeper
 
 async def until_shared(worker: Worker, tensor: torch.Tensor) -> None:
     before = worker.statistics().channels["shared memory"].sent
-    for _ in range(200):
-        assert torch.equal(await worker.call("worker1", echo, tensor), tensor)
-        if worker.statistics().channels["shared memory"].sent > before:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never went through shared memory")
+    async with asyncio.timeout(LIMIT):
+        while worker.statistics().channels["shared memory"].sent == before:
+            assert torch.equal(await worker.call("worker1", echo, tensor), tensor)
+            await asyncio.sleep(0.005)
 
 
 # --- comes back -------------------------------------------------------------------------------------------------------
@@ -560,7 +556,7 @@ async def test_late_answers_give_their_memory_back(warmed: list[Worker], keeper:
 async def test_cancelled_calls_give_their_memory_back(warmed: list[Worker], keeper: Keeper) -> None:
     """Those that run, and those that wait for a thread and never run."""
     calls = [warmed[0].call("worker1", hold, large(seed)) for seed in range(30)]
-    await asyncio.to_thread(keeper.started.wait, 5)
+    assert await asyncio.to_thread(keeper.started.wait, LIMIT)
     assert lent(warmed[0]) == 30 * large().nbytes
     for call in calls:
         call.cancel()
@@ -686,7 +682,7 @@ async def test_release_alone_needs_no_other_message(warmed: list[Worker], keeper
     """A tensor dropped long after its call, in some thread: its memory is back soon."""
     await warmed[0].call("worker1", keep, large())
     await asyncio.to_thread(keeper.kept.clear)
-    await until(lambda: lent(warmed[0]) == 0, 1.0)
+    await until(lambda: lent(warmed[0]) == 0)
 
 
 async def test_tensors_in_cycles_come_back_with_the_collector(warmed: list[Worker]) -> None:

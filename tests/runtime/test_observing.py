@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
@@ -14,7 +15,7 @@ from aiorpc.runtime.caller.future import CallFuture
 from aiorpc.runtime.calls.current import ServedCall
 from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
-from tests.runtime.waiting import until
+from tests.runtime.waiting import LIMIT, until
 
 MIB = 1 << 20
 OF_CALLS = (Kind.CALL, Kind.REPLY, Kind.ERROR, Kind.ITEM, Kind.CREDIT, Kind.CANCEL)
@@ -78,10 +79,9 @@ async def test_a_message_is_shown_alike_at_both_ends(channel: str) -> None:
         for worker, watcher in zip(workers, watchers, strict=True):
             worker.node.engine.observers = (watcher,)
         large = torch.ones(2 * MIB)
-        for _ in range(50):  # until memory is mapped, or a second connection is there
-            assert torch.equal(await workers[0].call("worker1", echo, large), large)
-            if any(channel in each.channels for each in watchers[1].arrived):
-                break
+        async with asyncio.timeout(LIMIT):  # until memory is mapped, or a second connection is there
+            while not any(channel in each.channels for each in watchers[1].arrived):
+                assert torch.equal(await workers[0].call("worker1", echo, large), large)
         await workers[0].call("worker1", echo, torch.ones(2, 2))
         with pytest.raises(ValueError, match="wanted"):
             await workers[0].call("worker1", fail)

@@ -138,6 +138,7 @@ async def test_references_are_counted(pair: list[Worker]) -> None:
 
 async def test_cancelled_timed_out_and_late(pair: list[Worker], gate: threading.Event) -> None:
     """Each end counts what it saw."""
+    await pair[0].call("worker1", len, "abc")  # by now there is a connection: what times out without one is not sent
     pair[0].call("worker1", wait_async).cancel()
     with pytest.raises(aiorpc.RpcTimeout):
         await pair[0].peer("worker1", timeout=0.02).call(wait_async)
@@ -152,7 +153,7 @@ async def test_a_blocked_loop_is_reported_with_the_handler(caplog: pytest.LogCap
         await workers[0].call("worker1", len, "abc")
         with caplog.at_level(logging.WARNING, "aiorpc"):
             await workers[0].call("worker1", block_the_loop, 1.0)
-        await until(lambda: workers[1].statistics().loop_blocked == 1)
+        await until(lambda: workers[1].statistics().loop_blocked >= 1)
         assert workers[1].statistics().loop_lag_max > 0.2
         assert workers[0].statistics().loop_blocked == 0
     messages = [record.message for record in caplog.records]

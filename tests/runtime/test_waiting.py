@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -26,8 +27,9 @@ BUSY = 5.0  # seconds: far longer than any of these waits
 
 
 @pytest.fixture
-async def awake() -> AsyncIterator[list[Worker]]:
+async def awake(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
     """Two workers on loops of their own, whose waiting threads do not sleep, and have called each other before."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})  # with a single core none stays awake
     options = RpcBackendOptions(dedicated_loop=True, busy_wait=BUSY)
     async with cluster(2, options=options) as workers, asyncio.timeout(LIMIT):
         for worker, other in (workers, workers[::-1]):
