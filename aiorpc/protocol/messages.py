@@ -25,7 +25,7 @@ from msgpack import unpackb
 
 from ..errors import ProtocolError
 from .frames import Buffer, Kind
-from .packing import pack, unpack
+from .packing import LONG, look_through, pack, unpack
 from .reference_messages import PassedReference, read_passed
 
 M = TypeVar("M", bound="Message")
@@ -229,6 +229,8 @@ def write_with(kind: type[Call | Reply | Item], head: tuple[Any, ...], values: V
 def read_call(body: Buffer) -> Call:
     """The Call of a body. Raises ProtocolError."""
     try:
+        if len(body) > LONG:
+            look_through(body)
         fields: Any = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
     except Exception as error:
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
@@ -277,6 +279,8 @@ def _read_function(wire: list[Any]) -> Function:
 def read_values(body: Buffer) -> Values:
     """The Values of a Reply or an Item. Raises ProtocolError."""
     try:
+        if len(body) > LONG:
+            look_through(body)
         fields: Any = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
     except Exception as error:
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None

@@ -11,6 +11,8 @@ import msgpack
 from ..errors import ProtocolError
 from .frames import Buffer
 
+#: Bytes. What is longer is looked through before it is unpacked.
+LONG = 1024
 # Making a packer costs as much as packing a call, so packers are kept here. `pop` and `append` of a deque are atomic: a
 # packer is taken out, used by one thread, and put back. If packing raises, the packer is not put back, as it may hold
 # half a message.
@@ -28,9 +30,22 @@ def pack(fields: Sequence[object]) -> bytes:
     return body
 
 
+def look_through(body: Buffer) -> None:
+    """See that all that is announced is there, before anything is made of it; raises what msgpack raises.
+
+    msgpack lets a list announce as many items as there are bytes, and makes room for them at once; one inside of it may
+    do so again. That is nothing in what is short, and would be gigabytes in what has a megabyte.
+    """
+    look = msgpack.Unpacker(max_buffer_size=len(body), strict_map_key=False)
+    look.feed(body)
+    look.skip()
+
+
 def unpack(body: Buffer) -> list[Any]:
     """The fields of a message body. Raises ProtocolError if it is none."""
     try:
+        if len(body) > LONG:
+            look_through(body)
         fields = msgpack.unpackb(body, strict_map_key=False)
     except Exception as error:
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None

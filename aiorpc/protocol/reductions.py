@@ -2,7 +2,7 @@
 
 The parts are dense tensors, which leave the pickle and travel as buffers; the pickle says how to put them together:
 
-    sparse (COO, CSR, CSC, BSR, BSC)   indices and values; invariants are not checked again
+    sparse (COO, CSR, CSC, BSR, BSC)   indices and values; on the CPU they are checked again
     quantised                          a view of the stored integers, scale and zero point (per tensor or per channel)
     nested, strided layout             its buffer, sizes, strides and offsets
     subclass with memory of its own    a plain tensor over that memory, class and state (``__getstate__``)
@@ -174,21 +174,27 @@ def _reduce_sparse(tensor: Tensor) -> tuple[Any, ...]:
 def load_sparse(
     layout: torch.layout, size: torch.Size, coalesced: bool, grad: bool, *parts: Tensor, check: bool = False
 ) -> Tensor:
-    """Used in pickles: a sparse tensor of these parts. check: whether its indices are looked at.
+    """Used in pickles: a sparse tensor of these parts. Raises SerializationError.
 
-    Not torch's own function: that keeps all it makes in a list, for a check that only the end of `torch.load` makes.
+    check: whether its indices are looked at where that waits for a device; on the CPU they are, since torch writes to
+    whatever place they name. Not torch's own function: that keeps all it makes in a list, for a check that only the end
+    of `torch.load` makes.
     """
     device = parts[0].device
-    if layout is torch.sparse_coo:
-        indices, values = parts
-        made = torch.sparse_coo_tensor(
-            indices, values, size, device=device, is_coalesced=coalesced, check_invariants=check
-        )
-    else:
-        compressed, plain, values = parts
-        made = torch.sparse_compressed_tensor(
-            compressed, plain, values, size, layout=layout, device=device, check_invariants=check
-        )
+    check = check or device.type == "cpu"
+    try:
+        if layout is torch.sparse_coo:
+            indices, values = parts
+            made = torch.sparse_coo_tensor(
+                indices, values, size, device=device, is_coalesced=coalesced, check_invariants=check
+            )
+        else:
+            compressed, plain, values = parts
+            made = torch.sparse_compressed_tensor(
+                compressed, plain, values, size, layout=layout, device=device, check_invariants=check
+            )
+    except (RuntimeError, ValueError) as error:
+        raise SerializationError(f"parts that are no sparse tensor: {error!s:.200}") from None
     return made.requires_grad_() if grad else made
 
 
@@ -229,11 +235,16 @@ def _reduce_nested(tensor: Tensor) -> tuple[Any, ...]:
     grad = tensor.requires_grad
     tensor = tensor.detach()
     sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
+    if sizes.dim() != 2 or not len(sizes):
+        raise SerializationError("a nested tensor of no parts cannot be sent: torch cannot make one of its parts")
     return load_nested, (tensor.values(), sizes, strides, tensor._nested_tensor_storage_offsets(), grad)
 
 
 def load_nested(buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
-    """Used in pickles: a nested tensor over one buffer."""
+    """Used in pickles: a nested tensor over one buffer. Raises SerializationError."""
+    if sizes.dim() != 2 or not len(sizes) or sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
+        # One of no parts ends the process where it is used.
+        raise SerializationError("a nested tensor of no parts, or of sizes, strides and offsets that do not fit")
     made: Tensor = torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
     return made.requires_grad_() if grad else made
 

@@ -535,6 +535,14 @@ def test_numbers_in_a_message_take_no_memory(message: Any, huge: bytes) -> None:
         assert refused_soon(lambda body: read(kind, body), bytes([0x90 + len(parts)]) + b"".join(parts))
 
 
+@pytest.mark.parametrize("head", [b"\xdc\xff\xff", b"\xde\xff\xff\xc0"], ids=["lists", "maps"])
+@pytest.mark.parametrize("kind", [Kind.CALL, Kind.REPLY, Kind.ITEM, Kind.REFERENCE, Kind.ERROR])
+def test_lists_in_lists_that_announce_what_is_not_there_take_no_memory(kind: Kind, head: bytes) -> None:
+    """Each may announce as many items as the body has bytes: together they would take thousands of times its size."""
+    reader = unpack if kind is Kind.REFERENCE else partial(read, kind)
+    assert refused_soon(reader, head * 500 + bytes(200_000))
+
+
 def test_a_body_that_is_a_number_takes_no_memory() -> None:
     """bytes(n) would make n of them."""
     assert refused_soon(lambda body: read(Kind.PARCEL, body), pack([5, [[1, 2]], 1 << 40]))

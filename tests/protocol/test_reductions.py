@@ -21,7 +21,7 @@ from aiorpc.errors import SerializationError
 from aiorpc.protocol.codec import Incoming, Outgoing, decode_values, encode_values
 from aiorpc.protocol.messages import Reply, read_values, write
 from aiorpc.protocol.packing import pack, unpack
-from aiorpc.protocol.reductions import OTHERS
+from aiorpc.protocol.reductions import OTHERS, load_nested, load_sparse
 from tests.fakes.cuda import FakeCuda
 from tests.tensors import (
     KINDS,
@@ -254,3 +254,32 @@ def test_storage_without_a_way_is_refused(fake: FakeCuda) -> None:
     for route in (None, going(fake, to_device_map({0: 1}), "ps")):
         with pytest.raises(SerializationError, match="a storage of 12 bytes on cuda:1 has no way"):
             OTHERS[torch.UntypedStorage](storage, route)
+
+
+@pytest.mark.parametrize("parts", [torch.zeros(0, 2, dtype=torch.int64), torch.tensor(1), torch.zeros(0)])
+def test_a_nested_tensor_of_no_parts_is_refused(parts: Tensor) -> None:
+    """torch ends the process where one is used."""
+    with pytest.raises(SerializationError, match="nested tensor of no parts"):
+        load_nested(torch.empty(0), parts, parts.clone(), torch.zeros(0, dtype=torch.int64), False)
+
+
+def test_an_honest_nested_tensor_of_no_parts_is_refused_by_its_sender() -> None:
+    """With a word about what it is; before, torch asked its user to report a bug."""
+    with pytest.raises(SerializationError, match="a nested tensor of no parts cannot be sent"):
+        travel(torch.nested.nested_tensor([]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "indices"),
+    [
+        (torch.sparse_coo, [torch.tensor([[1 << 40]])]),
+        (torch.sparse_coo, [torch.tensor([[-1]])]),
+        (torch.sparse_csr, [torch.tensor([0, 1]), torch.tensor([1 << 40])]),
+        (torch.sparse_csr, [torch.tensor([0, 1 << 40]), torch.tensor([0])]),
+    ],
+)
+def test_indices_outside_of_a_sparse_tensor_are_refused(layout: torch.layout, indices: list[Tensor]) -> None:
+    """torch would write to where they point."""
+    size = torch.Size((3,) if layout is torch.sparse_coo else (1, 3))
+    with pytest.raises(SerializationError, match="no sparse tensor"):
+        load_sparse(layout, size, False, False, *indices, torch.ones(1))

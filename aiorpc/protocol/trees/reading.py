@@ -19,6 +19,7 @@ from ... import foreign
 from ...errors import ProtocolError, RemoteError, RpcError, SerializationError
 from .. import reductions
 from ..frames import Buffer
+from ..packing import LONG, look_through
 from ..registered import registered
 from .marks import (
     DTYPE,
@@ -33,10 +34,6 @@ from .marks import (
     Mark,
     Tensor,
 )
-
-# Trees longer than this are looked through once before anything is made of them: a list may announce as many items as
-# the tree has bytes, and one inside of another may do so again.
-_LONG = 1024
 
 
 class _Read:
@@ -80,10 +77,8 @@ def read_tree(tree: bytes, message: Brought, buffers: Sequence[Buffer] = ()) -> 
         return tuple(items) if read is _READ_TUPLE else reader.read(read.mark, items)
 
     try:
-        if len(tree) > _LONG:
-            look = msgpack.Unpacker(max_buffer_size=len(tree), strict_map_key=False)
-            look.feed(tree)
-            look.skip()
+        if len(tree) > LONG:
+            look_through(tree)
         value = msgpack.unpackb(
             tree, ext_hook=extension, list_hook=whole, strict_map_key=False, unicode_errors="surrogatepass"
         )
@@ -233,11 +228,9 @@ def _fits(dtype: torch.dtype, size: torch.Size, stored: Tensor) -> bool:
 def _nested(_: _Reader, buffer: Tensor, sizes: Tensor, strides: Tensor, offsets: Tensor, grad: bool) -> Tensor:
     _tensors(buffer)
     sizes, strides, offsets = _own(sizes), _own(strides), _own(offsets)
-    # One of no parts ends the process where it is used, and the parts are looked for in the memory, not in a view.
-    if buffer.dim() != 1 or not buffer.is_contiguous() or sizes.dim() != 2 or not len(sizes):
+    # The parts are looked for in the memory, not in a view.
+    if buffer.dim() != 1 or not buffer.is_contiguous() or sizes.dim() != 2:
         raise ValueError("no buffer or no parts")
-    if sizes.shape != strides.shape or offsets.shape != sizes.shape[:1]:
-        raise ValueError("sizes, strides and offsets that do not belong together")
     # As Python's integers: these cannot overflow.
     for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
         _count(size)
