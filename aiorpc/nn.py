@@ -15,6 +15,7 @@ comes back stays on that device if a device map of the caller leads there; else 
 from __future__ import annotations
 
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Self
@@ -24,6 +25,7 @@ import torch
 from .errors import RpcError, RpcUsageError
 from .futures import Future
 from .protocol import codec
+from .protocol.messages import Method
 from .protocol.registered import register_safe
 from .protocol.trees import fill
 from .runtime.caller.peers import To
@@ -36,12 +38,21 @@ __all__ = ["RemoteModule", "RemoteModuleError"]
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
+_HERE = globals()
 _SETTLED = "its device is settled when it is made"
 _RANK = re.compile(r"rank:(\d+)")
 
 
 class RemoteModuleError(RpcUsageError, ValueError):
     """A RemoteModule cannot be made so, or cannot do that; a ``ValueError``, as torch raises."""
+
+
+def _depth_of_user() -> int:
+    """How many stack frames above `Peer.call`, when that is called where this is, the code is that uses the module."""
+    depth, frame = 2, sys._getframe(2)
+    while frame.f_globals is _HERE and frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def _refused(hint: str = "") -> Any:
@@ -144,7 +155,8 @@ class RemoteModule(Module):
     ) -> Future[RRef[Module]]:
         node = registry.get()
         values = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
-        return node.peers.find(self.on).call(new_module, values, None, node.engine.default_timeout)
+        peer = node.peers.find(self.on)
+        return peer.call(new_module, values, None, node.engine.default_timeout, depth=_depth_of_user())
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
@@ -164,11 +176,14 @@ class RemoteModule(Module):
         """The same as a Future, at once. Any thread. Cancelling it may leave the module having run."""
         rref, node = self.module_rref, self._node()
         rref._check()
-        if self.device == "cpu" and node.accelerators.accelerator is None:
-            call: Future[Any] = rref.rpc_async()(*args, **kwargs)  # nothing to move, so no reference has to travel
-            return call
+        peer, timeout = node.peers.by_id(rref._owner), node.engine.default_timeout
+        depth, frame = 2, sys._getframe(1)  # as `_depth_of_user`, for each forward
+        while frame.f_globals is _HERE and frame.f_back is not None:
+            depth, frame = depth + 1, frame.f_back
+        if self.device == "cpu" and node.accelerators.accelerator is None:  # nothing to move, so no reference travels
+            return peer.call(Method(*rref._rref, "__call__"), args, kwargs, timeout, depth=depth)
         values = (rref, self.device, self._is_led_to(), args, kwargs)
-        return node.peers.by_id(rref.owner().id).call(forward, values, None, node.engine.default_timeout)
+        return peer.call(forward, values, None, timeout, depth=depth)
 
     @property
     def is_device_map_set(self) -> bool:
@@ -363,7 +378,8 @@ class RemoteModule(Module):
         token = current_autograd.set(0)
         try:
             peer = node.peers.by_id(rref.owner().id)
-            return peer.call(function, (rref, *args), None, node.engine.default_timeout)
+            timeout = node.engine.default_timeout
+            return peer.call(function, (rref, *args), None, timeout, depth=_depth_of_user())
         finally:
             current_autograd.reset(token)
 

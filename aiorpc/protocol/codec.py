@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from types import FunctionType
+from types import AsyncGeneratorType, CoroutineType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -237,12 +237,24 @@ def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes
             try:
                 dumps(values[position], out)
             except Exception as cause:
-                kind = type(values[position]).__qualname__
-                raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
+                kind, instead = type(values[position]).__qualname__, _hint(values[position])
+                text = f"(a {kind}) cannot be serialised: {text_of(cause)}{instead}"
+                raise SerializationError(text, position) from cause
         reason = f"cannot be serialised together with the others: {text_of(error)}"
         raise SerializationError(reason, positions[0]) from error
     finally:
         outgoing.reset(token)
+
+
+def _hint(value: object) -> str:
+    """What to write in place of a value that cannot travel; empty if that is not known."""
+    if isinstance(value, (GeneratorType, AsyncGeneratorType)):
+        return "; send a list of its items, or write `yield` in the function that is called and use rpc.stream"
+    if isinstance(value, CoroutineType):
+        return "; await it, and send what it gives"
+    if isinstance(value, torch._C.Future):
+        return "; await it, and send what it gives; a `def` that returns a Future is marked with @rpc.async_execution"
+    return ""
 
 
 def _write_all(opaque: tuple[Any, ...], positions: list[int], out: Outgoing) -> bytes:
@@ -257,7 +269,7 @@ def _write_all(opaque: tuple[Any, ...], positions: list[int], out: Outgoing) -> 
             try:
                 write_tree(value, out)
             except SerializationError as cause:
-                raise SerializationError(text_of(cause), position) from cause
+                raise SerializationError(f"{text_of(cause)}{_hint(value)}", position) from cause
             except Exception as cause:
                 kind = type(value).__qualname__
                 raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause

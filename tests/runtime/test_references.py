@@ -491,7 +491,7 @@ async def test_arguments_of_calls_that_do_not_run_are_released(workers: list[Wor
     for call in (
         workers[0].call("worker1", generator, rref),
         workers[0].call("worker1", read, rref, Explodes()),
-        workers[0].call("worker1", 5, rref),  # type: ignore[arg-type]  # misuse
+        workers[0].call("worker1", BecomesFive(), rref),
         workers[0].call("worker1", read_async, rref, Explodes()),
     ):
         with pytest.raises((RpcError, TypeError, ZeroDivisionError)):
@@ -503,6 +503,15 @@ async def test_arguments_of_calls_that_do_not_run_are_released(workers: list[Wor
 
 def generator(rref: RRef[Thing]) -> Any:
     yield rref
+
+
+class BecomesFive:
+    """Can be called here, and not where it arrives."""
+
+    def __call__(self, rref: RRef[Thing]) -> None: ...
+
+    def __reduce__(self) -> Any:
+        return int, (5,)
 
 
 class Explodes:

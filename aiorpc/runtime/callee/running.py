@@ -12,6 +12,7 @@ import inspect
 import time
 from collections.abc import Callable
 from functools import partial
+from types import GeneratorType
 from typing import Any
 
 from ... import foreign
@@ -227,7 +228,7 @@ class Runner:
         try:
             if mode is Mode.DEFERRED:
                 self._defer(call, result.pop())
-            elif asyncio.iscoroutine(result[0]):
+            elif type(result[0]) is not GeneratorType and asyncio.iscoroutine(result[0]):  # it is one in Python 3.11
                 # A plain function that hands back a coroutine: run it where coroutines run.
                 self._engine.call_on_loop(self._create_task, call, result.pop())
             else:
@@ -394,4 +395,7 @@ def _not_run(call: ServedCall) -> RpcCancelled:
 def _wrong_verb(call: ServedCall, streamed: bool) -> RpcUsageError:
     if streamed:
         return RpcUsageError(f"{call.function} is a generator function: use `async for item in aiorpc.stream(...)`")
-    return RpcUsageError(f"{call.function} is no generator function: use aiorpc.call, not aiorpc.stream")
+    return RpcUsageError(
+        f"{call.function} is no generator function: use aiorpc.call, not aiorpc.stream. "
+        "If it returns a generator, write `yield from` in it"
+    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -149,6 +148,15 @@ class CallFuture(Future[Any]):
                 current.settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
             raise
 
+    if not TYPE_CHECKING:  # for a checker there is nothing
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Nothing: what is asked for is an attribute of the result."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                text += f": this is {self.describe()}, and not its result; await it first, or wait() where no loop runs"
+            raise AttributeError(text)
+
     def _on_cancel(self) -> None:
         self.peer.owed.cancel(self.call_id)
 
@@ -163,24 +171,6 @@ def copy_for(error: RpcError, future: CallFuture) -> RpcError:
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
     return copy
-
-
-def warn_of_copy(method: Any, worker: str, depth: int) -> None:
-    """Say, once for each line of a program, that a bound method travels with a copy of its object.
-
-    depth: how many stack frames up that line is.
-    """
-    holder = method.__self__
-    if isinstance(holder, type):
-        return
-    kind, name = type(holder).__qualname__, method.__name__
-    warnings.warn(
-        f"{kind}.{name} goes to worker {worker!r} with a copy of its object: what it changes there is not seen here. "
-        f"If the object is to live there, make it there: ref = rpc.remote({worker!r}, {kind}, ...), and then "
-        f"await ref.rpc_async().{name}(...). If the one that is here is meant, pass rpc.RRef(object) as an argument. "
-        "If a copy is meant, pass the object as an argument of a plain function",
-        stacklevel=depth + 1,
-    )
 
 
 def name_argument(position: int, function_first: bool, count: int, names: list[str] | None, function: str) -> str:

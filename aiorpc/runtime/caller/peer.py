@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import Overloaded, PeerClosed, RpcError, SerializationError, WorkerClosed
+from ...errors import Overloaded, PeerClosed, RpcError, RpcUsageError, SerializationError, WorkerClosed
 from ...futures import current_autograd
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
@@ -47,8 +47,9 @@ from ..engine.observing import Passage
 from ..gradients.contexts import Gradients, Tape
 from ..links.link import FEW, KindMethod, Link
 from ..links.observed import ask, frame_passage
-from .future import CallFuture, name_argument, warn_of_copy
+from .future import CallFuture, name_argument
 from .known import FunctionEntry, KnownFunctions
+from .misuse import OF_VERBS, check_keywords, no_function, warn_of_copy
 from .owed import Home as OwedHome
 from .owed import ItemSink, OwedCalls
 from .waiting import Form, WaitingCall, WaitingFrame, WaitingMessages, nothing
@@ -193,6 +194,8 @@ class Peer:
         if kwargs:
             names = list(kwargs)
             values.extend(kwargs.values())
+            if not OF_VERBS.isdisjoint(kwargs):
+                check_keywords(function, kwargs, self.name)
         named: Function
         kind = type(function)
         if kind is Method or kind is Fetch:
@@ -210,6 +213,8 @@ class Peer:
             elif self.safe:
                 raise self._not_by_value(entry)
             else:
+                if not callable(function):
+                    raise RpcUsageError(no_function(function, self.name))
                 named = None
                 values.insert(0, function)
                 if kind is MethodType and not self._home.gradients.as_torch:

@@ -83,7 +83,8 @@ class Peers:
             return peer
         self._engine.lifetime.check_open()
         if not _is_key(key):
-            raise RpcUsageError(f"a worker is named by a name, a rank or a WorkerInfo, not by {to!r}")
+            order = "; the worker comes first, and then the function" if callable(to) else ""
+            raise RpcUsageError(f"a worker is named by a name, a rank or a WorkerInfo, not by {to!r}{order}")
         if not self._dynamic or not isinstance(key, str):
             names = ", ".join(sorted(record.name for record in self._home.group.members.values()))
             raise UnknownWorker(f"could not find destination worker {to!r}; the group has {names}")

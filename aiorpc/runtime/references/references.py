@@ -167,10 +167,12 @@ class References:
 
     def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[Any]) -> None:
         error = future._error
-        future.mark_seen()  # the error is raised by whoever uses the reference
         if error is None:
             self._run(self._table.created, rref, fork)
             return
+        handle = self._handles.get(fork)
+        if handle is not None and handle._asked:  # else it is logged, unless somebody uses the handle by and by
+            future.mark_seen()
         if came_from_afar(error):
             # The owner has the error as the value: other holders can fetch it, and this handle raises it by itself.
             self._run(self._table.created, rref, fork)
@@ -198,6 +200,10 @@ class References:
         position: where the handle is among the values, if it is a value by itself and not inside of another one.
         """
         to = self.home.peers.id_of(out.target)
+        handle._asked = True  # from now on the receiver may use it
+        creation = handle._creation
+        if creation is not None and creation._unobserved is not None:
+            creation.mark_seen()
         with self._lock:
             try:
                 passed, outputs = self._table.encode(handle._rref, handle._fork, to, position)

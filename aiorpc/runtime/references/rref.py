@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from ...errors import RpcError, RpcUsageError
 from ...futures import Future, call_site, describe_site
@@ -119,6 +119,7 @@ class RRef(Generic[T]):
         self._confirmed = owner == references.engine.id
         self._broken: str | None = None
         self._creation: Future[Any] | None = None
+        self._asked = False  # whether somebody has used it, and so hears of an error of its creation
         self._site = call_site(frame) if frame is not None else None
 
     # --- where it is --------------------------------------------------------------------------------------------------
@@ -185,6 +186,7 @@ class RRef(Generic[T]):
         return self._references.value(*self._rref)
 
     def _check(self) -> None:
+        self._asked = True
         creation = self._creation
         if creation is not None and creation.done():
             creation.value()  # raises what the construction raised
@@ -214,6 +216,19 @@ class RRef(Generic[T]):
         timeout: as in `rpc_sync`.
         """
         return _Proxy(self, "remote", timeout)
+
+    if not TYPE_CHECKING:  # for a checker there is nothing
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Nothing: what is asked for is an attribute of the value."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                text += (
+                    ": this is a reference, and not the value. To call a method of the value, where that is: "
+                    f"await ref.rpc_async().{name}(...), or ref.rpc_sync().{name}(...) in a script. "
+                    "To fetch the value: await ref, or ref.to_here()"
+                )
+            raise AttributeError(text)
 
     # --- travelling and ending ----------------------------------------------------------------------------------------
 

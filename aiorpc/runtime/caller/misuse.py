@@ -1,0 +1,74 @@
+"""What callers get wrong: seen before anything is sent, and told with what to write in its place."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import RpcUsageError
+from ...protocol.codec import PLAIN
+from ..calls.functions import describe
+
+#: Keywords that belong to other verbs than the one that passes all keywords on.
+OF_VERBS = frozenset(("timeout", "retries", "backoff", "idempotent", "args", "kwargs"))
+
+
+def check_keywords(function: Any, kwargs: Mapping[str, Any], worker: str) -> None:
+    """Raise RpcUsageError for a keyword that was meant for aiorpc, if the function does not take it.
+
+    Nothing is said about functions that do not tell which arguments they take, and about methods of references.
+    """
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return
+    kinds = {parameter.kind for parameter in parameters.values()}
+    for name, value in kwargs.items():
+        if name not in OF_VERBS or name in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+            continue
+        instead = (
+            f"arguments simply follow the function, rpc.call({worker!r}, {describe(function)}, ...); "
+            f"{name}= is of rpc_sync, rpc_async and remote"
+            if name in ("args", "kwargs")
+            else f"{name} is said to the worker's handle, rpc.peer({worker!r}, {name}={value!r:.40}).call(...)"
+        )
+        raise RpcUsageError(
+            f"{describe(function)} takes no argument {name!r}, and nothing was sent: keywords are passed on to the "
+            f"function; {instead}"
+        )
+
+
+def no_function(value: object, worker: str) -> str:
+    """The text of the error for a call of something that cannot be called."""
+    kind = type(value).__qualname__
+    if inspect.iscoroutine(value):
+        value.close()  # else Python would say that it was never awaited
+        name = value.__qualname__
+        return (
+            f"{name}(...) runs here and gives a {kind}: pass the function by itself, rpc.call({worker!r}, {name}, ...)"
+        )
+    shown = repr(value)[:80] if type(value) in PLAIN else f"an object of {kind}"
+    return (
+        f"{shown} is not callable, and nothing was sent: a call takes the function by itself and then "
+        f"its arguments, rpc.call({worker!r}, function, ...)"
+    )
+
+
+def warn_of_copy(method: Any, worker: str, depth: int) -> None:
+    """Say, once for each line of a program, that a bound method travels with a copy of its object.
+
+    depth: how many stack frames up that line is.
+    """
+    holder = method.__self__
+    if isinstance(holder, type):
+        return
+    kind, name = type(holder).__qualname__, method.__name__
+    warnings.warn(
+        f"{kind}.{name} goes to worker {worker!r} with a copy of its object: what it changes there is not seen here. "
+        f"If the object is to live there, make it there: ref = rpc.remote({worker!r}, {kind}, ...), and then "
+        f"await ref.rpc_async().{name}(...). If the one that is here is meant, pass rpc.RRef(object) as an argument. "
+        "If a copy is meant, pass the object as an argument of a plain function",
+        stacklevel=depth + 1,
+    )

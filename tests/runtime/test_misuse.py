@@ -1,0 +1,217 @@
+"""Mistakes of newcomers: each error says who is at fault, where, and what to write in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc
+from aiorpc import RpcUsageError, SerializationError, Worker
+from aiorpc.nn import RemoteModule
+from tests.runtime.waiting import until
+
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+def patient(a: int, timeout: float = 0.0, **others: Any) -> tuple[int, float, dict[str, Any]]:
+    return a, timeout, others
+
+
+def any_of(**given: Any) -> dict[str, Any]:
+    return given
+
+
+async def later(a: int) -> int:
+    return a
+
+
+def items() -> Iterator[int]:
+    yield 1
+
+
+def makes_items() -> Iterator[int]:
+    return items()
+
+
+async def makes_items_later() -> Iterator[int]:
+    return items()
+
+
+async def items_later() -> AsyncIterator[int]:
+    yield 1
+
+
+def makes_async_items() -> AsyncIterator[int]:
+    return items_later()
+
+
+def gives_future() -> Any:
+    return aiorpc.Future()
+
+
+class Model:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def size(self) -> int:
+        return self.width
+
+
+class Broken(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such layer")
+
+
+# --- keywords that are meant for aiorpc -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["call", "remote", "stream"])
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"timeout": 5}, r"rpc\.peer\('worker1', timeout=5\)"),
+        ({"retries": 3}, r"rpc\.peer\('worker1', retries=3\)"),
+        ({"args": (1, 2)}, "arguments simply follow the function"),
+    ],
+)
+async def test_keywords_of_other_verbs_are_refused(
+    pair: list[Worker], verb: str, given: dict[str, Any], instead: str
+) -> None:
+    """The function does not take them, and the error says where they belong; nothing is sent."""
+    function: Callable[..., Any] = items if verb == "stream" else Model if verb == "remote" else add
+    before = pair[0].statistics().calls_made
+    with pytest.raises(RpcUsageError, match=f"{function.__name__} takes no argument .*nothing was sent.*{instead}"):
+        getattr(pair[0], verb)("worker1", function, **given)
+    assert pair[0].statistics().calls_made == before
+
+
+async def test_functions_that_take_them_get_them(pair: list[Worker]) -> None:
+    """A keyword that the function has, or any, is its own affair; so is one of a function that does not tell."""
+    call = pair[0].call
+    assert await call("worker1", patient, 1, timeout=5, retries=2) == (1, 5, {"retries": 2})
+    assert await call("worker1", any_of, args=1, timeout=2) == {"args": 1, "timeout": 2}
+    with pytest.raises(TypeError, match="timeout"):
+        await call("worker1", torch.add, torch.ones(1), torch.ones(1), timeout=5)
+
+
+# --- what is no function, and what cannot travel ----------------------------------------------------------------------
+
+
+async def test_what_is_no_function_is_refused_before_it_is_sent(pair: list[Worker]) -> None:
+    """A result in place of the function, a name, a coroutine, and the worker in the second place."""
+    call: Any = pair[0].call
+    before = pair[0].statistics().calls_made
+    for given, text in ((add(1, 2), "3 is not callable"), ("add", "'add' is not callable"), ([], "an object of list")):
+        with pytest.raises(RpcUsageError, match=f"{text}.*nothing was sent.*the function by itself"):
+            call("worker1", given)
+    with pytest.raises(RpcUsageError, match=r"later\(\.\.\.\) runs here.*pass the function by itself"):
+        call("worker1", later(1))
+    with pytest.raises(RpcUsageError, match="the worker comes first"):
+        call(add, "worker1", 1)
+    assert pair[0].statistics().calls_made == before
+
+
+@pytest.mark.parametrize("function", [makes_items, makes_items_later, makes_async_items])
+async def test_generators_that_are_returned_are_told_from_streams(
+    pair: list[Worker], function: Callable[[], Any]
+) -> None:
+    """A generator that a function returns does not travel; the error says how to stream it."""
+    with pytest.raises(SerializationError, match=f"{function.__name__}.*generator.*rpc.stream"):
+        await pair[0].call("worker1", function)
+
+
+async def test_a_stream_of_a_function_that_returns_a_generator(pair: list[Worker]) -> None:
+    """It has to be a generator function itself."""
+    with pytest.raises(RpcUsageError, match=r"makes_items is no generator function.*yield from"):
+        await anext(pair[0].stream("worker1", makes_items))
+
+
+async def test_values_that_have_to_be_awaited_first(pair: list[Worker]) -> None:
+    """A Future or a coroutine as an argument, a Future as a result."""
+    coroutine = later(1)
+    with pytest.raises(SerializationError, match=r"argument 0 of .*coroutine.*await it"):
+        pair[0].call("worker1", add, coroutine)
+    coroutine.close()
+    call = pair[0].call("worker1", add, 1)
+    with pytest.raises(SerializationError, match=r"argument 1 of .*CallFuture.*await it"):
+        pair[0].call("worker1", add, 1, call)
+    assert await call == 2
+    with pytest.raises(SerializationError, match=r"gives_future.*Future.*@rpc.async_execution"):
+        await pair[0].call("worker1", gives_future)
+
+
+# --- handles that are taken for what they stand for -------------------------------------------------------------------
+
+
+async def test_a_call_is_not_its_result(pair: list[Worker]) -> None:
+    """The error names the call, and says to await it."""
+    call: Any = pair[0].call("worker1", add, 1)
+    with pytest.raises(AttributeError, match=r"no attribute 'item': this is the call of .*:add on .*await it first"):
+        call.item()
+    assert await call == 2 and not hasattr(call, "shape") and not hasattr(call, "_shape")
+
+
+async def test_a_reference_is_not_its_value(pair: list[Worker]) -> None:
+    """The error says how to call the method where the value is."""
+    ref: Any = pair[0].remote("worker1", Model, 3)
+    with pytest.raises(AttributeError, match=r"no attribute 'size'.*await ref\.rpc_async\(\)\.size\(\.\.\.\)"):
+        ref.size()
+    assert await ref.rpc_async().size() == 3 and not hasattr(ref, "_size")
+
+
+# --- whose line it is -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["worker1", "worker1/cpu"])
+async def test_errors_of_modules_name_the_line_of_the_program(
+    pair: list[Worker], device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The forward that nobody awaits, and the other calls of a RemoteModule, are told with the user's line."""
+
+    async def use() -> None:
+        module: Any = await RemoteModule.create(device, Broken)
+        made = [module(torch.ones(1)), module.forward_async(torch.ones(1)), module.load_state_dict_async({"no": 1})]
+        sites = [call.describe() for call in made]
+        assert all("test_misuse.py" in site and "use" in site for site in sites), sites
+        await until(lambda: all(call.done() for call in made))
+        making = RemoteModule.create(device, lambda: torch.nn.Linear(1, 1))
+        task = asyncio.create_task(making)
+        assert (await task).device == "cpu"
+
+    await pair[0].call("worker0", use)
+    gc.collect()
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(lines) == 3 and all("test_misuse.py" in line for line in lines)
+    caplog.clear()
+
+
+async def test_a_creation_that_failed_and_that_nobody_looked_at_is_logged(
+    pair: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the line that made it; not if the reference was used, or was sent to somebody who may use it."""
+
+    def errors() -> list[str]:
+        gc.collect()
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+    ref = pair[0].remote("worker1", Model)
+    with pytest.raises(TypeError, match="width"):
+        await ref
+    sent = pair[0].remote("worker1", Model)
+    await pair[0].call("worker1", isinstance, sent, aiorpc.RRef)
+    await until(sent.confirmed_by_owner)
+    del ref, sent
+    assert errors() == []
+    pair[0].remote("worker1", Model)
+    await until(errors)
+    (line,) = errors()
+    assert "failed and nobody looked" in line and "Model" in line and "test_misuse.py" in line
+    caplog.clear()
