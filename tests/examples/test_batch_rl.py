@@ -25,7 +25,7 @@ pytestmark = [
 ]
 MODULE = "aiorpc.examples.batch_rl"
 SMALL = ("--num-episode", "2", "--num-steps", "30")
-LIMIT = 60.0  # seconds for a program that takes about five
+LIMIT = 100.0  # seconds for a program that takes about five
 #: Long enough to be disturbed.
 ENDLESS = ("-m", MODULE, "--world-size", "3", "--num-episode", "1000000", "--num-steps", "50", "--timeout", "50")
 

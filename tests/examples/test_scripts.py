@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="the scripts are tried on Linux and macOS"),
 ]
 FOLDER = ROOT / "examples"
-LIMIT = 60.0  # seconds for a script that takes about four
+LIMIT = 100.0  # seconds for a script that takes about four
 
 #: What each script must print, in this order, lines of its other worker aside.
 PRINTS = {

@@ -121,7 +121,7 @@ async def _host(place: Place, link: Link, setup: Setup) -> Report:
     if fake is None:
         return Report([], [], {}, False, memfds(), lost)
     Home.state.clear()
-    in_use = await drained(fake, 5.0)
+    in_use = await drained(fake)
     waited = threading.get_ident() in fake.waiters
     fake.close()
     return Report(fake.violations, in_use, dict(fake.calls), waited, memfds(), lost)

@@ -65,7 +65,7 @@ def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
         except rpc.RpcError as error:  # it rang while the answer was unpickled
             assert "_Alarm" in str(error)
         hits += 1
-        assert rpc.rpc_sync("w1", bodies.echo, args=(hits,), timeout=5.0) == hits
+        assert rpc.rpc_sync("w1", bodies.echo, args=(hits,), timeout=20.0) == hits
     wait_until(lambda: rpc.current().statistics().calls_pending == 0)  # those that nobody waited for any more
     link.tell((hits, rpc.current().statistics().calls_timed_out))
     rpc.shutdown()

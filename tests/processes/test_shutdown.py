@@ -416,7 +416,7 @@ import os, sys, warnings, aiorpc as rpc
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 
 def join(name, method):
-    options = rpc.RpcBackendOptions(init_method=method, transports=("unix",), rpc_timeout=5)
+    options = rpc.RpcBackendOptions(init_method=method, transports=("unix",), rpc_timeout=20)
     rpc.init_rpc(name, rank=0, world_size=1, rpc_backend_options=options)
 
 def files():

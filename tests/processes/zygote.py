@@ -74,7 +74,7 @@ class Zygote:
         """Start a program; at the end of the block it has ended or is killed."""
         out, err = folder / "out", folder / "err"
         order = {"code": code, "arguments": list(arguments), "env": env or {}, "out": str(out), "err": str(err)}
-        program = Program(self, self.ask(30 * busy(), **order), out, err)
+        program = Program(self, self.ask(55 * busy(), **order), out, err)  # the first waits for torch
         try:
             yield program
         finally:

@@ -555,7 +555,7 @@ async def test_a_clean_shutdown_reports_nothing(caplog: pytest.LogCaptureFixture
 
 async def test_references_of_a_worker_that_left(workers: list[Worker]) -> None:
     """Its handles are dropped; handles of its values raise."""
-    async with cluster(2, options=RpcBackendOptions(rpc_timeout=5)) as others:
+    async with cluster(2, options=RpcBackendOptions(rpc_timeout=30)) as others:
         mine = others[0].remote("worker1", Thing, 1)
         theirs = others[1].remote("worker0", Thing, 2)
         await mine
