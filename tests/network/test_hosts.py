@@ -229,18 +229,21 @@ async def block_loop(seconds: float) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_busy_worker_is_not_dead() -> None:
     """Its loop is blocked for several times the timeout while much is pushed to it: its host answers for it."""
     with linked("veth") as network, group(network, push_to_the_busy, 6.0, patience=2) as children:
-        assert result_of(children) == ["done", 60 * MIB, 60 * MIB, {128 * 1024}]
+        assert result_of(children, timeout=100.0) == ["done", 60 * MIB, 60 * MIB, {128 * 1024}]
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_host_that_vanishes_while_its_worker_is_busy_is_found() -> None:
     """The window of its connections is closed then; the probes are no longer answered."""
     with linked("relay") as network, group(network, call_the_busy, patience=2) as children:
         assert children["w0"].hear() == "blocked"
         before = network.right.received()
+        children["w0"].tell("push")  # only now: the window takes but so much
         wait_for(lambda: network.right.received() > before + MIB // 8)
         network.cut()
         assert children["w0"].hear(60.0) == ["PeerLost"] * 3
@@ -255,6 +258,7 @@ async def call_the_busy(worker: rpc.Worker, link: Link) -> None:
     calls = [rpc.call("w1", block_loop, 60.0)]
     await asyncio.sleep(0.1)
     link.tell("blocked")
+    await asyncio.to_thread(link.hear)
     calls += [rpc.call("w1", length, pattern(60 * MIB)) for _ in range(2)]
     link.tell([type(error).__name__ for error in await asyncio.gather(*calls, return_exceptions=True)])
 

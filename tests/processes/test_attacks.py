@@ -266,12 +266,12 @@ def relay_in_a_free_group(place: Place, link: Link, path: str) -> bool:
 def join_and_call(place: Place, link: Link, options: dict[str, Any]) -> str:
     """Body: join, and call the first member; what became of both."""
     try:
-        place.init_rpc(rpc_timeout=5.0, **options)
+        place.init_rpc(rpc_timeout=15.0, **options)
     except rpc.RendezvousError as error:
         return str(error)
     link.tell("joined")
     try:
-        said = f"it answered {rpc.rpc_sync('w0', abs, args=(-3,), timeout=5.0)}"
+        said = f"it answered {rpc.rpc_sync('w0', abs, args=(-3,), timeout=15.0)}"
     except rpc.RpcError as error:
         said = f"{type(error).__name__}: {error}"
     link.hear()
