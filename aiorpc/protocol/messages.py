@@ -135,7 +135,8 @@ class Error(NamedTuple):
     traceback: str
     #: The name of the worker that raised it.
     worker: str
-    #: The exception itself, if it can be rebuilt; else nil.
+    #: The exception itself, if it can be rebuilt; else nil. In a group with safe serialization the fields of an error
+    #: of aiorpc's own: a list of one map, as msgpack.
     pickled: bytes | None
 
 

@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc.errors import PeerLost, RemoteError, RpcTimeout
-from aiorpc.protocol.messages import read_error, write
+from aiorpc.errors import NotAllowed, PeerLost, RemoteError, RpcTimeout, SerializationError
+from aiorpc.protocol.messages import Error, read_error, write
+from aiorpc.protocol.packing import pack
 from aiorpc.runtime.calls.failures import MAX_TEXT, RemoteTraceback, decode_error, encode_error
 
 
-def travel(error: BaseException) -> BaseException:
+def travel(error: BaseException, safe: bool = False) -> BaseException:
     """What the caller gets when a handler on worker ``there`` raises this."""
     try:
         raise error
     except BaseException as raised:
-        said = read_error(write(encode_error(raised, "there")))
+        said = read_error(write(encode_error(raised, "there", safe)))
     finally:
         error.__traceback__ = None
-    return decode_error(said, "module:function")
+    return decode_error(said, "module:function", safe)
 
 
 class Plain(Exception): ...
@@ -231,3 +232,44 @@ def test_every_error_is_small_on_the_wire() -> None:
         chained = link
     for error in (huge, chained):
         assert len(write(encode_error(error, "there"))) < 2_000_000
+
+
+OWN = [
+    PeerLost("gone", worker="w", rank=3, host="h\udc80", pid=7, cause="killed"),
+    RpcTimeout("late", worker="w", function="f", seconds=5),
+    NotAllowed("no", worker="w", caller="c", role="r", function="f", rule="nothing"),
+    SerializationError("what", 2),
+]
+
+
+@pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
+def test_errors_of_our_own_keep_their_fields_without_pickle(error: Exception) -> None:
+    """As plain values; text that is none is mended."""
+    arrived = travel(error, safe=True)
+    assert type(arrived) is type(error) and str(arrived) == str(error)
+    expected = {name: "h?" if name == "host" else value for name, value in vars(error).items()}
+    assert vars(arrived) == expected
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pack([{"worker": 5, "rank": "3", "host": None, "pid": True, "cause": b"x", "more": 1, "args": "no", 5: 5}]),
+        pack([]),
+        pack([1]),
+        pack([[]]),
+        pack([{}, {}]),
+        b"rubbish",
+        b"",
+    ],
+)
+def test_fields_of_a_wrong_type_are_left_out(said: bytes) -> None:
+    """A field that the class does not have, or has with another type, is nothing: what is there has its defaults."""
+    arrived = decode_error(Error("aiorpc.errors.PeerLost", "gone", "", "there", said), "module:function", True)
+    assert type(arrived) is PeerLost and vars(arrived) == vars(PeerLost("gone")) and arrived.args == ("gone",)
+
+
+def test_a_field_that_msgpack_cannot_say_costs_the_fields_alone() -> None:
+    """The error arrives all the same."""
+    arrived = travel(PeerLost("gone", rank=1 << 70), safe=True)
+    assert type(arrived) is PeerLost and arrived.rank == -1

@@ -6,9 +6,10 @@ import contextlib
 from typing import Any
 
 from ... import errors, foreign
-from ...errors import RemoteError
+from ...errors import ProtocolError, RemoteError
 from ...protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
 from ...protocol.messages import Error
+from ...protocol.packing import pack, unpack
 
 MAX_TEXT = 64 * 1024
 # An exception whose pickle is longer than this travels as text, because it must never break the limit on a frame.
@@ -35,24 +36,31 @@ class RemoteTraceback(Exception):
 
 
 def encode_error(error: BaseException, worker: str, safe: bool = False) -> Error:
-    """The Error that tells of an exception. safe: only by its name and text. Never raises."""
+    """The Error that tells of an exception. Never raises.
+
+    safe: only by its name and text, and by the fields of an error of aiorpc's own.
+    """
     whole = not safe and foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF)
     pickled = _pickle(error) if whole else None
     name = _valid(_type_name(type(error)))
+    if safe and type(error) is _OWN.get(name):
+        pickled = _pack_fields(error)
     return Error(name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled)
 
 
 def decode_error(told: Error, function: str, safe: bool = False) -> BaseException:
     """The exception to raise at the caller, with the remote traceback as its cause.
 
-    safe: nothing is unpickled, and only errors of aiorpc's own become themselves, with their text alone.
+    safe: nothing is unpickled, and only errors of aiorpc's own become themselves, with their text and their fields.
     """
     name, message, text, worker, pickled = told
     cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
     error: BaseException | None = None
     if safe:
         kind = _OWN.get(name)
-        error = None if kind is None else kind(message)  # the fields of all of them have defaults
+        if kind is not None:
+            error = kind(message)  # the fields of all of them have defaults
+            _set_fields(error, pickled)
     elif pickled is not None:
         try:
             loaded = loads(pickled, Incoming((), ()))
@@ -69,6 +77,33 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
         )
     foreign.set_cause(error, cause)
     return error
+
+
+def _pack_fields(error: BaseException) -> bytes | None:
+    """The fields of an error that are plain values."""
+    fields = {
+        name: _valid(value) if type(value) is str else value
+        for name, value in foreign.field(error, "__dict__").items()
+        if type(value) in (str, int, float)
+    }
+    try:
+        return pack([fields]) if fields else None
+    except (OverflowError, ValueError):
+        return None
+
+
+def _set_fields(error: BaseException, packed: bytes | None) -> None:
+    """Set those fields that the error has, to what is of their type; whatever else was sent is nothing."""
+    said: Any = None
+    with contextlib.suppress(ProtocolError, ValueError):
+        (said,) = unpack(packed) if packed is not None else (None,)
+    if type(said) is not dict:
+        return
+    own = vars(error)
+    for name, kind in [(name, type(value)) for name, value in own.items() if type(value) in (str, int, float)]:
+        value = said.get(name)
+        if type(value) is kind or (kind is float and type(value) is int):
+            own[name] = value
 
 
 def came_from_afar(error: BaseException) -> bool:

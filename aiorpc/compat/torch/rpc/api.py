@@ -5,7 +5,6 @@ The steps are looked up here each time, so a program that puts its own function 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import logging
@@ -14,11 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from ....errors import NotInitialized, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
+from ....errors import NotInitialized, Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ....futures import Future, wait_all
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
 from ....runtime.caller.peer import Peer
+from ....runtime.calls.current import current_call
 from ....runtime.calls.functions import intrinsic
 from ....runtime.node import Node, registry
 from .. import script
@@ -48,6 +48,7 @@ _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _TELL = 5.0  # seconds, for telling others that somebody is gone
 _LOOK = 0.1  # seconds between two looks at whether somebody was lost
+_MOST_BEGUN = 256  # of `_all_gather` that another worker may speak of before this one has come to them
 _LEAST = 0.001  # seconds, of a time that has passed: 0 is no limit
 
 
@@ -214,10 +215,12 @@ new_method = method_factory("to_here", PyRRef.to_here.__doc__ or "")
 class AllGatherStates:
     """What one `_all_gather` has so far: objects by the worker's name, and whether they are all there.
 
-    missing: who is gone and will not come, once that is known; nobody waits then.
+    missing: who is gone and will not come, once that is known; nobody waits then. begun_by: the worker that spoke of it
+    before this one has come; None if none did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begun_by: str | None = None) -> None:
+        self.begun_by = begun_by
         self.gathered_objects: dict[str, Any] = {}
         self.proceed_signal = threading.Event()
         self.missing: WorkerInfo | None = None
@@ -226,19 +229,46 @@ class AllGatherStates:
 _ALL_WORKER_NAMES: set[str] = set()
 _all_gather_dict_lock = threading.RLock()
 _all_gather_sequence_id: dict[str, int] = {}
-_all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = collections.defaultdict(
-    AllGatherStates
-)
+_all_gather_sequence_id_to_states: dict[str, AllGatherStates] = {}
+
+
+def _states_of(sequence_id: str, begun_by: str | None = None) -> AllGatherStates:
+    """What that `_all_gather` has so far, with the lock held. begun_by: who speaks of it, if that is another worker.
+
+    Overloaded: that worker speaks of more of them than any program has at once.
+    """
+    states = _all_gather_sequence_id_to_states.get(sequence_id)
+    if states is None:
+        begun = [each.begun_by for each in _all_gather_sequence_id_to_states.values()]
+        if begun_by is not None and begun.count(begun_by) >= _MOST_BEGUN:
+            raise Overloaded(f"worker {begun_by!r} has come to {_MOST_BEGUN} of _all_gather to which this one has not")
+        states = _all_gather_sequence_id_to_states[sequence_id] = AllGatherStates(begun_by)
+    return states
+
+
+def _caller() -> str | None:
+    """The worker whose call the running handler serves."""
+    call = current_call.get(None)
+    return call.caller.name if call is not None else None
 
 
 @intrinsic
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
     """Handler, on the leader: a worker has come, with its object."""
+    caller = _caller()
+    if caller is not None and caller != worker_name:
+        raise AssertionError(f"{caller} speaks for {worker_name}.")
+    _gather(sequence_id, worker_name, obj, worker_names, caller)
+
+
+def _gather(
+    sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None, begun_by: str | None = None
+) -> None:
     with _all_gather_dict_lock:
         expected = set(worker_names or _ALL_WORKER_NAMES)
         if worker_name not in expected:
             raise AssertionError(f"{worker_name} is not expected by leader.")
-        states = _all_gather_sequence_id_to_states[sequence_id]
+        states = _states_of(sequence_id, begun_by)
         if worker_name in states.gathered_objects:
             raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
         states.gathered_objects[worker_name] = obj
@@ -250,7 +280,7 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
     """Handler, on all others: everybody has come."""
     with _all_gather_dict_lock:
-        states = _all_gather_sequence_id_to_states[sequence_id]
+        states = _states_of(sequence_id, _caller())
     if states.proceed_signal.is_set():
         raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
     states.gathered_objects = objects_map
@@ -272,11 +302,11 @@ def _all_gather(
     sequence_id = _next_sequence_id(names)
     calls = timeout if node is None or timeout != UNSET_RPC_TIMEOUT else node.engine.default_timeout
     if own == leader:
-        _gather_to_leader(sequence_id, own, obj, names)
+        _gather(sequence_id, own, obj, names)
     else:
         _report(leader, (sequence_id, own, obj, names), calls)
     with _all_gather_dict_lock:
-        states = _all_gather_sequence_id_to_states[sequence_id]
+        states = _states_of(sequence_id)
     limited = timeout not in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT)
     _await_signal(states.proceed_signal, timeout if limited else None, names, node)
     _fail_if_missing(sequence_id, states, names, node)
@@ -329,7 +359,7 @@ def _gone(names: set[str], node: Node | None) -> list[WorkerInfo]:
 def _nobody_waits(sequence_id: str, name: str, number: int) -> None:
     """Handler: the worker of that name and id is gone. A member without a connection to it does not see it leave."""
     with _all_gather_dict_lock:
-        states = _all_gather_sequence_id_to_states[sequence_id]
+        states = _states_of(sequence_id, _caller())
         if not states.proceed_signal.is_set():
             states.missing = WorkerInfo(name, number)
             states.proceed_signal.set()
