@@ -7,7 +7,7 @@ unpickling (`trap`). The targets of a live worker stand on `live`.
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,17 @@ from typing import Any
 
 import msgpack
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from aiorpc.channels import bulk, layout, shared_messages
 from aiorpc.channels.arena import Arena
 from aiorpc.channels.device import messages as device_messages
 from aiorpc.channels.inline import allocate
 from aiorpc.channels.shared import SharedMemory
-from aiorpc.errors import PeerRefused, ProtocolError, RendezvousError
+from aiorpc.errors import PeerRefused, ProtocolError, RendezvousError, SerializationError
 from aiorpc.protocol import messages, reference_messages
 from aiorpc.protocol.families import Family
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import MAX_BODY, Handshake
-from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.messages import (
     ByName,
     Call,
@@ -53,17 +51,14 @@ from aiorpc.protocol.references import ReferenceTable
 from aiorpc.protocol.seal import HEAD, OVERHEAD, TAG_SIZE, Seal, Unsealer
 from aiorpc.runtime.calls.values import decode, encode
 from aiorpc.runtime.links import messages as link_messages
-from aiorpc.runtime.meeting.membership import Member
-from aiorpc.runtime.meeting.stores import Board
-from tests.fuzz import live
+from tests.fuzz import encrypted, live, stored, trees
+from tests.fuzz.stored import RECORD, SECRET
 from tests.fuzz.trap import PAYLOAD, nothing_unpickled
+from tests.fuzz.trees import ELEMENTS
 
 Taste = Callable[[bytes], None]
 
-RECORD = WorkerRecord("worker", 3, "ab" * 16, "host:1:1", "name", 17, "main", "/run/x.sock", "127.0.0.1", 1)
-SECRET = bytes(32)
 MAX_SEGMENT = 1 << 16
-ELEMENTS = 1 << 16  # of a tensor that is read to its end
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,8 @@ class Target:
     """One of them. name: of its files, too. about: what it feeds. allowed: the errors that are documented for it.
 
     open: makes what takes inputs, and ends it. seeds: inputs to begin with, some of which are accepted. proved: whether
-    inputs come from a member, whose calls run code by design. share: of a campaign, in parts of all. longest: bytes.
+    inputs come from a member, whose calls run code by design. share: of a campaign, in thousandths: 10 at least, so
+    that one of ten million has 100,000 inputs of each. longest: bytes.
     """
 
     name: str
@@ -80,7 +76,7 @@ class Target:
     open: Callable[[], AbstractContextManager[Taste]]
     seeds: Callable[[], list[bytes]]
     proved: bool = False
-    share: int = 100
+    share: int = 10
     longest: int = 4096
 
     def taste(self, taste: Taste, data: bytes) -> bool:
@@ -197,6 +193,11 @@ def seeds_of_seals() -> list[bytes]:
     return [bytes((40, 0, 0, 30)) + stream, bytes((200, 1, 4, 3)) + stream, bytes((7, 2, 1, 99)) + stream, raw]
 
 
+def seeds_of_encrypted() -> list[bytes]:
+    """The same frames behind TLS."""
+    return encrypted.seeds_of_behind(b"".join(written(kind, 1, body) for kind, body in bodies()[:4]))
+
+
 # --- the handshake ----------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +254,7 @@ def bodies() -> list[tuple[int, bytes]]:
         Call(function, None, None, None, None, None, None, values)
         for function, values in zip(functions, (plain, opaque, referring, tensors, opaque), strict=True)
     ]
-    calls.append(Call(ByName(1, "operator:add"), ["b"], 1.5, 7, 8, 9, [0, 1, 0, 2], plain))
+    calls.append(Call(ByName(1, "operator:add"), ["b"], 1.5, 7, 8, 9, [0, 1, 0], plain))
     made: list[tuple[Kind, Any]] = [(Kind.CALL, call) for call in calls]
     made += [(Kind.REPLY, Reply(values)) for values in (plain, opaque, referring, tensors)]
     made += [
@@ -577,7 +578,7 @@ def taste_references(data: bytes) -> None:
 
     What is refused changes nothing.
     """
-    table = ReferenceTable(3)
+    table = ReferenceTable(3, keys=itertools.repeat(0))  # which whoever says all this has been told
     mine = table.own()
     created = table.create(5)
     table.created(*created)
@@ -607,29 +608,9 @@ def taste_references(data: bytes) -> None:
 def seeds_of_references() -> list[bytes]:
     """A message of each word, and references."""
     said = [[5, fields] for fields in reference_fields()]
-    passed = [[7, [[9, 1], 9, [7, 1], None]], [5, [[5, 1], 5, [5, 9], 0]], [5, [[3, 0], 3, [5, 3], None]]]
+    passed = [[7, [[9, 1, 2], 9, [7, 1, 0], None]], [5, [[5, 1, 2], 5, [5, 9, 0], 0]]]
+    passed.append([5, [[3, 0, 0], 3, [5, 3, 0], None]])
     return [pack([each]) for each in said + passed] + [pack(said), pack(passed)]
-
-
-# --- the store --------------------------------------------------------------------------------------------------------
-
-
-BOARD = Board(HashStore(), "the place of a test")
-
-
-def taste_records(data: bytes) -> None:
-    """The text that stands under a key of the store where a member ought to be."""
-    member = BOARD.load("1/slot/0", data.decode("utf-8", "replace"), Member.from_json)
-    member.check(SECRET, 1)
-
-
-def seeds_of_records() -> list[bytes]:
-    """A member with and without a seal, lists that are none, and JSON that nobody writes."""
-    member = Member(RECORD, own_secret=True)
-    texts = [json.dumps(each.to_json()) for each in (member, member.sealed(SECRET, 1), Member(RECORD))]
-    texts.append(json.dumps([RECORD.to_wire(), True, True, [1, "cuda", ["cuda:0"], {"w1": {"cuda:0": "cuda:1"}}], ""]))
-    odd = ("[1, 2, 3, 4, 5]", "{}", "[NaN, Infinity]", '"\\ud800"', "[" * 2000, "1" * 5000)
-    return [text.encode() for text in (*texts, *odd)]
 
 
 # --- a live worker ----------------------------------------------------------------------------------------------------
@@ -672,7 +653,6 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             simple(taste_frames),
             seeds_of_frames,
-            share=2,
             longest=512,
         ),
         Target(
@@ -681,7 +661,6 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             simple(taste_seals),
             seeds_of_seals,
-            share=1,
             longest=512,
         ),
         Target(
@@ -690,7 +669,7 @@ TARGETS: dict[str, Target] = {
             (ProtocolError, PeerRefused),
             simple(lambda data: taste_handshake(data, False)),
             seeds_of_handshake,
-            share=10,
+            share=25,
         ),
         Target(
             "opener",
@@ -698,7 +677,7 @@ TARGETS: dict[str, Target] = {
             (ProtocolError, PeerRefused),
             simple(lambda data: taste_handshake(data, True)),
             seeds_of_handshake,
-            share=10,
+            share=25,
         ),
         Target(
             "messages",
@@ -706,7 +685,7 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             simple(taste_messages),
             seeds_of_messages,
-            share=400,
+            share=280,
         ),
         Target(
             "families",
@@ -714,7 +693,7 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             simple(taste_families),
             seeds_of_families,
-            share=250,
+            share=190,
         ),
         Target(
             "values", "values with their segments", (ProtocolError,), simple(taste_values), seeds_of_values, share=100
@@ -726,7 +705,6 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             blocks,
             seeds_of_blocks,
-            share=6,
         ),
         Target(
             "bulk",
@@ -734,7 +712,6 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             simple(taste_bulk),
             seeds_of_bulk,
-            share=4,
         ),
         Target(
             "references",
@@ -742,15 +719,45 @@ TARGETS: dict[str, Target] = {
             (ProtocolError,),
             simple(taste_references),
             seeds_of_references,
-            share=5,
+            share=20,
         ),
         Target(
             "records",
             "what stands in the rendezvous store where a member ought to be",
             (RendezvousError,),
-            simple(taste_records),
-            seeds_of_records,
-            share=25,
+            simple(stored.taste_records),
+            stored.seeds_of_records,
+            share=30,
+        ),
+        Target(
+            "lives",
+            "a worker at a rendezvous store where somebody has written: rosters, verdicts, offers, counters",
+            (RendezvousError,),
+            stored.lives,
+            stored.seeds_of_lives,
+        ),
+        Target(
+            "trees",
+            "values without pickle",
+            (ProtocolError, SerializationError),
+            simple(trees.taste),
+            trees.seeds,
+            share=150,
+        ),
+        Target(
+            "tls",
+            "TLS, before a certificate was shown",
+            (ProtocolError, PeerRefused, ConnectionResetError),
+            encrypted.before,
+            encrypted.seeds_of_before,
+        ),
+        Target(
+            "encrypted",
+            "TLS behind its handshake: what was changed on the way, and rubbish",
+            (ProtocolError, PeerRefused, ConnectionResetError),
+            encrypted.behind,
+            seeds_of_encrypted,
+            longest=512,
         ),
         Target(
             "strangers",
@@ -758,7 +765,6 @@ TARGETS: dict[str, Target] = {
             (),
             alive(False),
             seeds_of_handshake,
-            share=1,
         ),
         Target(
             "members",
@@ -767,7 +773,6 @@ TARGETS: dict[str, Target] = {
             alive(True),
             seeds_of_members,
             proved=True,
-            share=1,
         ),
     )
 }
