@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", help=f"some of {', '.join(TARGETS)}; all if none is named")
     parser.add_argument("--seconds", type=int, default=0, help="for all together")
     parser.add_argument("--inputs", type=int, default=0, help="for all together, shared out by what each one costs")
+    parser.add_argument("--jobs", type=int, default=1, help="targets at once; each takes a core")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the fuzzer; the time if it is not given")
     parser.add_argument("--keep", action="store_true", help="replace the corpora in tests/fuzz/corpus")
     parser.add_argument("--report", type=Path, help="add what came of it to this file, as JSON")
@@ -188,12 +190,16 @@ def main() -> int:
     began = time.time()
     shares = sum(target.share for target in chosen)
     outcomes: list[Outcome] = []
-    for target in chosen:
-        inputs = -(-options.inputs * target.share // shares)
-        seconds = max(1, options.seconds // len(chosen)) if options.seconds else 0
-        outcomes.append(run(target, inputs, seconds, options.seed, options.keep))
-        if options.report is not None:
-            report(outcomes[-1], options.report)
+    seconds = max(1, options.seconds * options.jobs // len(chosen)) if options.seconds else 0
+
+    def one(target: Target) -> Outcome:
+        return run(target, -(-options.inputs * target.share // shares), seconds, options.seed, options.keep)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for outcome in pool.map(one, chosen):
+            outcomes.append(outcome)
+            if options.report is not None:
+                report(outcome, options.report)
     total = sum(each.inputs for each in outcomes)
     found = [each.target for each in outcomes if each.finding]
     print(f"{total:,} inputs in {time.time() - began:.0f} s; found something in: {', '.join(found) or 'none'}")

@@ -742,7 +742,7 @@ TARGETS: dict[str, Target] = {
             (ProtocolError, SerializationError),
             simple(trees.taste),
             trees.seeds,
-            share=150,
+            share=60,
         ),
         Target(
             "tls",

@@ -20,13 +20,8 @@ from tests.fuzz.targets import TARGETS, Target, Taste, simple
 from tests.fuzz.trap import PAYLOAD, Sprung, nothing_unpickled
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = {
-    "strangers": 40,
-    "members": 40,
-    "encrypted": 60,
-    "tls": 100,
-    "lives": 100,
-}  # broken inputs of a target; of all others as many as
+# Broken inputs of a target; of all others as many as MANY.
+ROUNDS = {"strangers": 40, "members": 40, "encrypted": 60, "tls": 100, "lives": 100}
 MANY = 400
 
 
