@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import autograd, functions, nn, optim
-from .api import call, current, get_worker_info, init, peer, remote, stream
+from .api import call, current, get_worker_info, init, peer, remote, stream, wait_for
 from .errors import (
     DeviceMapError,
     NotAllowed,
@@ -20,6 +20,7 @@ from .errors import (
     RpcTimeout,
     RpcUsageError,
     SerializationError,
+    StoreGone,
     UnknownWorker,
     WorkerClosed,
     WouldBlockLoop,
@@ -69,6 +70,7 @@ __all__ = [
     "SerializationError",
     "ShutdownReport",
     "Statistics",
+    "StoreGone",
     "Stream",
     "TensorPipeRpcBackendOptions",
     "Tls",
@@ -105,4 +107,5 @@ __all__ = [
     "shutdown",
     "stream",
     "wait_all",
+    "wait_for",
 ]

@@ -66,13 +66,25 @@ def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
 
 
-def peer(to: To, *, timeout: float | None = None) -> PeerHandle:
+def peer(to: To, *, timeout: float | None = None, wait: bool = False) -> PeerHandle:
     """A handle of a worker with options for the calls made through it.
 
-    timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``. UnknownWorker if the group cannot have it;
-    RpcUsageError for a timeout below 0, or for what names no worker.
+    timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``. wait: whether calls and streams wait,
+    within their deadlines, for a worker of that name to join a group without a size, also where one has left or was
+    lost; what `remote` makes has to be there. UnknownWorker if the group cannot have it; RpcUsageError for a timeout
+    below 0, or for what names no worker.
     """
-    return current().peer(to, timeout=timeout)
+    return current().peer(to, timeout=timeout, wait=wait)
+
+
+def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
+    """A Future of the WorkerInfo of a worker, which settles when that has joined and answers. Any thread.
+
+    For a group without a size, where workers come and go; ``await`` it, or ``wait()`` for it in a thread. timeout:
+    seconds, 0 for no limit; None for this worker's ``rpc_timeout``; past it RpcTimeout is raised. Raised as by `call`:
+    UnknownWorker for what the group cannot have; PeerLost and PeerClosed in a group of fixed size, which nobody joins.
+    """
+    return current().wait_for(to, timeout=timeout)
 
 
 @overload

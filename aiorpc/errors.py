@@ -11,7 +11,8 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     │   ├── optim.NoGradients        a step of an optimizer, with no gradient in the context
     │   └── nn.RemoteModuleError (ValueError)    a RemoteModule that cannot be, or cannot do that
     ├── RendezvousError          the workers could not agree on who they are
-    │   └── DeviceMapError (ValueError)  devices or device maps that do not exist or do not fit
+    │   ├── DeviceMapError (ValueError)  devices or device maps that do not exist or do not fit
+    │   └── StoreGone                the store where they meet has ended, or was removed
     ├── Overloaded               a queue is at its limit; the call was not run, or its result was dropped
     ├── NotAllowed (PermissionError)  the other worker does not run that for this caller
     ├── RpcTimeout (TimeoutError)    the deadline passed; the callee may or may not have run
@@ -61,6 +62,10 @@ class RendezvousError(RpcError):
 
 class DeviceMapError(RendezvousError, ValueError):
     """A device or a device map that cannot be: found when it is set, or by all members of the group when they join."""
+
+
+class StoreGone(RendezvousError):
+    """The store where the workers meet has gone: its process has ended, or its file was removed."""
 
 
 class Overloaded(RpcError):

@@ -139,6 +139,8 @@ class RpcBackendOptions:
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
     shutdown_timeout: seconds a graceful shutdown that says nothing itself waits for the work of the others, as at the
         end of ``async with``; 0 means no limit.
+    newcomer_grace: seconds for which calls to a name that was never seen in a group without a size wait for a worker of
+        that name, from the first of them on; 0: they do not wait.
     transports: kinds of connection that may be used. Workers of one host that both have unix sockets use no other; a
         group that lives on one host does not even listen on TCP then.
     authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
@@ -195,6 +197,7 @@ class RpcBackendOptions:
     busy_wait: float = 0.001
     lag_warning: float = 1.0
     shutdown_timeout: float = 0.0
+    newcomer_grace: float = 10.0
     transports: tuple[str, ...] = field(default=("unix", "tcp"))
     authenticate_frames: bool = True
     secret_file: str | os.PathLike[str] | None = None
@@ -215,7 +218,8 @@ class RpcBackendOptions:
     def validate(self) -> None:
         """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for device maps."""
         self.rpc_timeout = seconds(self.rpc_timeout, "rpc_timeout")
-        self.loss_grace = seconds(self.shutdown_timeout, "shutdown_timeout")
+        self.shutdown_timeout = seconds(self.shutdown_timeout, "shutdown_timeout")
+        self.newcomer_grace = seconds(self.newcomer_grace, "newcomer_grace")
         self.lag_warning = seconds(self.lag_warning, "lag_warning")
         self.busy_wait = seconds(self.busy_wait, "busy_wait")
         for name in (

@@ -23,6 +23,7 @@ KINDS: dict[type[errors.RpcError], type[Exception] | tuple[type[Exception], ...]
     errors.NotInitialized: errors.RpcUsageError,
     errors.RendezvousError: errors.RpcError,
     errors.DeviceMapError: (errors.RendezvousError, ValueError),
+    errors.StoreGone: errors.RendezvousError,
     errors.Overloaded: errors.RpcError,
     errors.NotAllowed: (errors.RpcError, PermissionError),
     errors.RpcTimeout: (errors.RpcError, TimeoutError),

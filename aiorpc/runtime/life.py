@@ -20,7 +20,7 @@ from typing import Any
 
 from .. import foreign
 from ..channels import layout
-from ..errors import RendezvousError, RpcUsageError, WorkerClosed
+from ..errors import RendezvousError, RpcUsageError, StoreGone, WorkerClosed
 from ..options import Tls, seconds
 from ..protocol.identity import UNUSABLE, WorkerRecord
 from ..protocol.states import WorkerEvent, WorkerState
@@ -35,7 +35,6 @@ from .engine.steps import Steps
 from .group.group import ShutdownReport
 from .group.listening import Listeners
 from .meeting.rendezvous import Rendezvous
-from .meeting.stores import StoreGone
 from .node import Meeting, Node, Plan, registry
 
 logger = logging.getLogger("aiorpc")

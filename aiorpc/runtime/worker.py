@@ -30,7 +30,7 @@ from .calls.current import CommonHome, current_node
 from .calls.pending import PendingCall
 from .engine.loops import LoopThread
 from .group.events import Events, Listener
-from .group.group import ShutdownReport
+from .group.group import ShutdownReport, present
 from .hooks import Hooks
 from .life import Life
 from .links.accelerators import claims_of
@@ -178,12 +178,18 @@ class Worker:
         node = self.node
         return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
 
-    def peer(self, to: To, *, timeout: float | None = None) -> PeerHandle:
-        """A handle of a worker, with options for the calls made through it."""
+    def peer(self, to: To, *, timeout: float | None = None, wait: bool = False) -> PeerHandle:
+        """A handle of a worker, with options for the calls made through it. See `aiorpc.peer`."""
         node = self.node
         node.peers.find(to)
         default = node.engine.default_timeout
-        return PeerHandle(node, to, default if timeout is None else seconds(timeout, "timeout"))
+        return PeerHandle(node, to, default if timeout is None else seconds(timeout, "timeout"), wait=wait)
+
+    def wait_for(self, to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
+        """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""
+        node = self.node
+        limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
+        return node.peers.find(to).call(present, (), None, limit, system=True, wait=True)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
-from aiorpc import PeerClosed, RendezvousError, RpcTimeout, UnknownWorker, Worker, WorkerClosed
+from aiorpc import (
+    PeerClosed,
+    PeerLost,
+    RendezvousError,
+    RpcBackendOptions,
+    RpcTimeout,
+    UnknownWorker,
+    Worker,
+    WorkerClosed,
+)
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
 from tests.limits import busy
@@ -19,6 +30,11 @@ from tests.runtime.waiting import LIMIT, until
 
 def where() -> str:
     return aiorpc.current().name
+
+
+async def pair() -> AsyncIterator[int]:
+    yield 1
+    yield 2
 
 
 async def for_ever() -> None:
@@ -97,9 +113,82 @@ async def test_a_worker_that_comes_back_under_its_name_is_another(store: Store) 
         await old.shutdown(graceful=False)
         with pytest.raises(PeerClosed, match="phoenix"):
             await pending
-        call = worker.call("phoenix", where)
+        with pytest.raises(PeerClosed, match=r"phoenix .* shut down. That was .* s ago, and nobody .* joined"):
+            await worker.call("phoenix", where)
+        call = worker.peer("phoenix", wait=True).call(where)
         async with aiorpc.init("phoenix", store=store) as new:
             assert await call == "phoenix" and new.id != old.id
+
+
+async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
+    """By all verbs, with who it was; a newcomer of that name is reached as soon as it came."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        old = await aiorpc.init("phoenix", store=store)
+        ref = worker.remote("phoenix", dict)
+        assert await ref == {}
+        await old.drop()
+        for _ in range(2):
+            with pytest.raises(PeerLost, match=r"phoenix \(rank 1, pid \d+.*\) was lost.*Nothing was sent") as caught:
+                await asyncio.wait_for(worker.peer("phoenix", timeout=0).call(where), LIMIT)
+            assert (caught.value.worker, caught.value.rank, caught.value.pid) == ("phoenix", 1, os.getpid())
+        with pytest.raises(PeerLost, match="phoenix"):
+            await asyncio.wait_for(anext(worker.peer("phoenix", timeout=0).stream(pair)), LIMIT)
+        with pytest.raises(PeerLost, match="phoenix"):
+            worker.remote("phoenix", where)
+        with pytest.raises(RpcTimeout, match=r"'phoenix'.*no worker of that name.*Nothing was sent"):
+            await worker.wait_for("phoenix", timeout=0.1)
+        waiting = worker.wait_for("phoenix")
+        stream = worker.peer("phoenix", wait=True).stream(pair)
+        async with aiorpc.init("phoenix", store=store) as new:
+            assert await waiting == new.info
+            assert await worker.call("phoenix", where) == "phoenix"
+            assert [item async for item in stream] == [1, 2]
+
+
+async def test_a_newcomer_is_found_though_it_was_not_heard_of(store: Store) -> None:
+    """Before a name is refused the store is looked at: who took it may not have come to say so."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        old = await aiorpc.init("phoenix", store=store)
+        assert await worker.call("phoenix", where) == "phoenix"
+        await old.drop()
+        await until(lambda: names(worker) == ["worker0"])
+        known = worker.node.group.on_joined
+        worker.node.group.on_joined = lambda record: None  # type: ignore[method-assign]  # what newcomers say is lost
+        try:
+            async with aiorpc.init("phoenix", store=store):
+                worker.node.group.on_joined = known  # type: ignore[method-assign]  # as it was
+                assert await worker.call("phoenix", where) == "phoenix"
+        finally:
+            worker.node.group.on_joined = known  # type: ignore[method-assign]  # as it was
+
+
+async def test_a_name_that_was_never_seen_is_waited_for_once(store: Store) -> None:
+    """For `newcomer_grace` seconds from the first call on; the error says who is there. Others may go on waiting."""
+    options = RpcBackendOptions(newcomer_grace=0.2)
+    async with cluster(2, dynamic=True, store=store, options=options) as (worker, _):
+        waiting = worker.wait_for("late", timeout=0)
+        for _ in range(2):
+            with pytest.raises(UnknownWorker, match=r"no worker 'late' .* has worker0, worker1; .* 0.2 s"):
+                await asyncio.wait_for(worker.peer("late", timeout=0).call(where), LIMIT)
+        assert not waiting.done()
+        async with aiorpc.init("late", store=store) as late:
+            assert await waiting == late.info
+            assert await worker.call("late", where) == "late"
+
+
+async def test_waiting_for_a_worker_that_is_there_or_cannot_come() -> None:
+    """Whoever is there is told at once, in a thread too; a group of fixed size has whom it has."""
+    async with cluster(2) as workers:
+        assert await workers[0].wait_for("worker1") == workers[1].info
+        assert await asyncio.to_thread(workers[0].wait_for(1).wait) == workers[1].info
+        assert await workers[0].call("worker0", waits) == workers[1].info
+        with pytest.raises(UnknownWorker, match="could not find destination worker 'typo'; the group has worker0"):
+            workers[0].wait_for("typo")
+        assert workers[0].statistics().calls_made == 1
+
+
+async def waits() -> aiorpc.WorkerInfo:
+    return await aiorpc.wait_for("worker1", timeout=5)
 
 
 async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Store) -> None:
@@ -114,7 +203,7 @@ async def test_a_name_is_free_before_its_last_holder_is_off_the_list(store: Stor
         leaving = asyncio.ensure_future(old.shutdown(graceful=False))
         await until(lambda: "phoenix" not in names(worker))
         watched.look = lambda operation, keys: looks.append(operation)
-        call = worker.call("phoenix", where)
+        call = worker.peer("phoenix", wait=True).call(where)
         await until(lambda: looks.count("get") > 1)
         assert old.node.engine.record.incarnation in store.get(ROSTER).decode()
         stuck.open.set()

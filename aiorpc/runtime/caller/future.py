@@ -53,7 +53,8 @@ class CallFuture(Future[Any]):
     """The Future of one call.
 
     call_id: its number on the wire. entry: the function. started, deadline: ``time.monotonic()`` seconds; None: no
-    limit. system: whether it is the runtime's own. streamed: whether it stands for the end of a stream.
+    limit. system: whether it is the runtime's own. streamed: whether it stands for the end of a stream. patient:
+    whether it waits for a worker of that name to join, whoever bore the name before.
     """
 
     # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
@@ -66,6 +67,7 @@ class CallFuture(Future[Any]):
         "call_id",
         "deadline",
         "entry",
+        "patient",
         "peer",
         "site",
         "started",
@@ -91,6 +93,7 @@ class CallFuture(Future[Any]):
         self.deadline = deadline
         self.system = system
         self.streamed = False
+        self.patient = False
         self.call_id = -1
 
     @property

@@ -22,6 +22,7 @@ from ...errors import RpcError, RpcTimeout
 from ...futures import describe_site
 from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
+from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Values, read_error, read_values
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PeerState
@@ -52,6 +53,9 @@ class PeerForOwed(Protocol):
 
     @property
     def state(self) -> PeerState: ...
+
+    @property
+    def record(self) -> WorkerRecord | None: ...
 
     def call_off(self, call_id: int) -> None:
         """That call has ended here: take it back, or tell the callee."""
@@ -147,12 +151,15 @@ class OwedCalls:
         self._counters.timed_out += 1
         seconds = round(future.deadline - future.started, 6)  # what was asked for, not 0.09999999999854481
         state = self._peer.state
-        unconnected = "" if state is PeerState.READY else f"; there is no connection to it yet ({state.value})"
+        outcome = ". It was told to stop, and may or may not have run."
+        if state is PeerState.CONNECTING:
+            nobody = self._peer.record is None
+            why = "no worker of that name has joined" if nobody else state.value
+            outcome = f"; there is no connection to it yet ({why}). Nothing was sent."
         future.settle(
             None,
             RpcTimeout(
-                f"RPC ran for more than set timeout ({seconds:g} s): {future.describe()} got no answer{unconnected}. "
-                "It was told to stop, and may or may not have run.",
+                f"RPC ran for more than set timeout ({seconds:g} s): {future.describe()} got no answer{outcome}",
                 worker=self._peer.name,
                 function=future.function,
                 seconds=seconds,

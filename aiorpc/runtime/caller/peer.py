@@ -84,10 +84,13 @@ class Peer:
     runs the same main module as this worker, so that what that defines can go by name; true until it is known. safe:
     whether it reads no pickles, as this worker. devices: whether this worker has devices on which tensors may arrive.
     route: where tensors on devices go; None if tensors need not be looked at. gone: the error that calls end with, once
-    the peer is GONE.
+    the peer is GONE, and ended: when that was. former: the peer that had the name before; made: when this one was.
+    Times are ``time.monotonic()`` seconds.
     """
 
-    def __init__(self, home: Home, deadlines: Deadlines, name: str, record: WorkerRecord | None) -> None:
+    def __init__(
+        self, home: Home, deadlines: Deadlines, name: str, record: WorkerRecord | None, former: Peer | None = None
+    ) -> None:
         self.engine = home.engine
         self.accelerators = home.links.accelerators
         self.devices = self.accelerators.accelerator is not None
@@ -105,6 +108,9 @@ class Peer:
         self.max_segment = self.engine.options.max_tensor_bytes
         self.owed = OwedCalls(home, deadlines, self)
         self.gone: RpcError | None = None
+        self.ended = 0.0
+        self.former = former
+        self.made = time.monotonic()
         self.connection: Connection | None = None
         self.link: Link | None = None
         self.methods: dict[int, KindMethod] = {
@@ -131,6 +137,7 @@ class Peer:
         if record.main != self.engine.record.main:
             self.same_main = False
             self._known.forget_main()
+        self.former = None
         self.record = record  # at last: whoever sees it relies on the above
 
     def describe(self) -> str:
@@ -150,15 +157,17 @@ class Peer:
         credit: int | None = None,
         system: bool = False,
         stream: ItemSink | None = None,
+        wait: bool = False,
         depth: int = 2,
     ) -> CallFuture:
         """Send one call and return its Future at once. Any thread.
 
         function: a callable, or what names a method or the value of a reference. timeout: seconds, 0 for no limit.
         creates: ids of the reference whose value the result becomes. credit, stream: for a stream, how many items the
-        producer may send at first, and who takes them. system: whether the call is the runtime's own. depth: how many
-        stack frames up the user's code is. Raises SerializationError and Overloaded; nothing was sent then. If the peer
-        is gone, nothing is raised here: the Future has the error.
+        producer may send at first, and who takes them. system: whether the call is the runtime's own. wait: whether it
+        waits for the worker to join, however long that takes. depth: how many stack frames up the user's code is.
+        Raises SerializationError and Overloaded; nothing was sent then. If the peer is gone, nothing is raised here:
+        the Future has the error.
         """
         if self._lifetime.closed:
             self._lifetime.check_open()
@@ -231,6 +240,7 @@ class Peer:
             otherwise = self._for_other_main(entry, function, head, values, tape, Form(body, buffers, out))
 
         future = CallFuture(self, entry, now, deadline, system)
+        future.patient = wait
         if not system:
             frame = sys._getframe(depth)
             future.site = (frame.f_code, frame.f_lasti)
@@ -439,6 +449,14 @@ class Peer:
                 link.distribution.give_up(call_id)
             self.send(Kind.CANCEL, call_id, b"")
 
+    def turn_away(self, before: float, error: Callable[[], RpcError]) -> None:
+        """Nobody of that name is there: the calls made before that time end, but for those that wait. On the loop."""
+        for call in list(self.owed.pending.values()):
+            if not call.patient and call.started <= before:
+                with self._lock:
+                    self._waiting.take_back(call.call_id)
+                self.owed.settle(call.call_id, error())
+
     def rest(self) -> bool:
         """Go back to IDLE if no message waits for the connection any more; True if so. On the loop."""
         with self._lock:
@@ -512,6 +530,7 @@ class Peer:
             if self.gone is not None:
                 return
             self.gone = error
+            self.ended = time.monotonic()
             self.state = PEER.next(self.state, _event_of(error, self.state))
             self._waiting.take_all()  # their calls end with that error
         self.owed.fail(error)

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from typing import Protocol
 
-from ...errors import RpcUsageError, UnknownWorker
+from ...errors import (
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    RendezvousError,
+    RpcError,
+    RpcUsageError,
+    StoreGone,
+    UnknownWorker,
+)
 from ...protocol.identity import WorkerInfo, WorkerRecord, check_name
 from ..engine.deadlines import Deadlines
 from ..meeting.rendezvous import Rendezvous
@@ -20,6 +31,8 @@ class GroupForPeers(Protocol):
     """The group, as far as finding a worker needs it (`Group`)."""
 
     members: dict[int, WorkerRecord]
+
+    def live(self) -> list[WorkerRecord]: ...
 
     def is_gone(self, record: WorkerRecord) -> bool: ...
 
@@ -54,13 +67,14 @@ class Peers:
         self._lock = threading.Lock()
         self._next_look: asyncio.Task[list[WorkerRecord]] | None = None  # that has not begun
         self._last_look: asyncio.Task[list[WorkerRecord]] | None = None
+        self._searches: dict[Peer, asyncio.Event] = {}  # set when its worker was met otherwise
 
     def all(self) -> set[Peer]:
         """Every peer once."""
         return set(self._peers.values())
 
-    def _make(self, name: str, record: WorkerRecord | None) -> Peer:
-        return Peer(self._home, self._deadlines, name, record)
+    def _make(self, name: str, record: WorkerRecord | None, former: Peer | None = None) -> Peer:
+        return Peer(self._home, self._deadlines, name, record, former)
 
     def _scan_deadlines(self, now: float) -> float:
         """End the calls whose deadline has passed; the earliest deadline of the rest, or infinity. On the loop."""
@@ -91,7 +105,7 @@ class Peers:
         with self._lock:
             peer = self._peers.get(key)
             if peer is None or peer.gone is not None:
-                peer = self._peers[key] = self._make(check_name(key), None)
+                peer = self._peers[key] = self._make(check_name(key), None, _last_holder(peer))
             return peer
 
     def of(self, record: WorkerRecord) -> Peer:
@@ -130,6 +144,9 @@ class Peers:
                 if named is not None and named is not peer and named.gone is None:
                     self._peers[f"#{record.id}"] = named  # its calls are looked after, too; no worker has such a name
                 self._peers[record.name] = peer
+        search = self._searches.get(peer)
+        if search is not None:
+            self._engine.call_on_loop(search.set)
         return peer
 
     def id_of(self, peer: Peer) -> int:
@@ -139,6 +156,8 @@ class Peers:
             if record is not None and not self._home.group.is_gone(record):
                 self._adopt(peer, record)
         if peer.record is None:
+            if peer.former is not None:
+                raise self._absent(peer, None)
             raise UnknownWorker(f"worker {peer.name!r} has not joined yet; a reference needs a worker that is there")
         return peer.record.id
 
@@ -153,10 +172,23 @@ class Peers:
         return peer.name if peer is not None else f"#{worker_id}"
 
     async def locate(self, peer: Peer) -> WorkerRecord | None:
-        """The record of a peer, waiting for it to join if it has not; None once nobody waits for that. On the loop."""
+        """The record of a peer, looking for it if it has not joined; None once nobody waits for that. On the loop."""
+        self._searches[peer] = met = asyncio.Event()
+        try:
+            return await self._search(peer, met)
+        finally:
+            del self._searches[peer]
+
+    async def _search(self, peer: Peer, met: asyncio.Event) -> WorkerRecord | None:
         pause = 0.01
         while peer.record is None:
-            records = await self._look()
+            asked, silent = time.monotonic(), None
+            try:
+                records = await self._look()
+            except StoreGone as error:
+                if peer.name.startswith("#"):
+                    raise
+                records, silent = [], error  # it may come back, and workers be met without it
             for record in records:
                 if self._home.group.is_gone(record):
                     continue
@@ -172,11 +204,37 @@ class Peers:
                             del self._peers[worker_id]
                     self._home.on_unknown(worker_id)
                     raise _no_member(worker_id)
+                grace = peer.made + self._engine.options.newcomer_grace - time.monotonic()
+                if peer.former is not None or silent is not None or grace <= 0:
+                    peer.turn_away(asked, lambda: self._absent(peer, silent))  # noqa: B023  # called at once
                 if peer.rest():
                     return None
-                await asyncio.sleep(pause)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(pause, grace) if grace > 0 else pause):
+                        await met.wait()
                 pause = min(2 * pause, 0.5)
         return peer.record
+
+    def _absent(self, peer: Peer, silent: StoreGone | None) -> RpcError:
+        """The error of a call to a name that nobody bears now. silent: why the store cannot say whether it is so."""
+        name, engine = peer.name, self._engine
+        advice = f"Nothing was sent. To wait until it comes: `await rpc.wait_for({name!r})`, or `peer(..., wait=True)`"
+        unseen = "nobody of that name has joined since"
+        if silent is not None:
+            unseen = f"whether another one of that name has joined since is not known: {silent}"
+        former = peer.former
+        if former is not None and former.gone is not None:
+            ago = time.monotonic() - former.ended
+            error = type(former.gone)(f"{former.gone}. That was {ago:.1f} s ago, and {unseen}. {advice}")
+            error.__dict__.update(former.gone.__dict__)
+            return error
+        if silent is not None:
+            return RendezvousError(f"worker {engine.name!r} cannot find {name!r}: {silent}. {advice}")
+        names = ", ".join(sorted(record.name for record in self._home.group.live()))
+        return UnknownWorker(
+            f"no worker {name!r} has ever been seen in this group, which has {names}; a name is waited for "
+            f"{engine.options.newcomer_grace:g} s after the first call to it (newcomer_grace). {advice}"
+        )
 
     async def _look(self) -> list[WorkerRecord]:
         """Who is in the store's list; one look for all that want one, which begins after they have asked."""
@@ -194,6 +252,13 @@ class Peers:
         with self._lock:
             peer.identify(record)
             self._peers.setdefault(record.id, peer)
+
+
+def _last_holder(peer: Peer | None) -> Peer | None:
+    """The peer that has had this name and ended, if one has: the one that is given, or the one before it."""
+    if peer is None or isinstance(peer.gone, (PeerLost, PeerClosed, PeerRefused)):
+        return peer
+    return peer.former
 
 
 def _no_member(worker_id: int) -> UnknownWorker:

@@ -184,13 +184,19 @@ def _finish(future: asyncio.Future[None]) -> None:
 
 
 def open_stream(
-    peer: Peer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+    peer: Peer,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+    *,
+    wait: bool = False,
 ) -> Stream:
-    """Open a stream from a peer. timeout: seconds for each item, 0 for no limit.
+    """Open a stream from a peer. timeout: seconds for each item, 0 for no limit. wait: for the worker to join.
 
     It is called by a verb: the place in the program where that was called is two stack frames up.
     """
     window = peer.engine.options.stream_window
     stream = Stream(peer, window, timeout)
-    stream.start(peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, depth=3))
+    stream.start(peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=3))
     return stream

@@ -480,6 +480,14 @@ async def vouch(member: int) -> bool:
 
 
 @system
+async def present() -> WorkerInfo:
+    """Handler: this worker is there, and answers."""
+    call = current_call.get()
+    assert call is not None, "this function is a handler"
+    return call.node.engine.info
+
+
+@system
 async def enter() -> None:
     """Handler, on the leader: the program of a member is done. It is answered when all may leave."""
     group, caller = _current()

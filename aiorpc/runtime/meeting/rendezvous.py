@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 from ...devices import DeviceClaims
-from ...errors import RendezvousError
+from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ...transport import sockets
 from ...transport.sockets import SECRET_SUFFIX
@@ -36,7 +36,6 @@ from .stores import (
     Board,
     MeetingPlace,
     Patience,
-    StoreGone,
     bounded,
     check_ranks,
     is_local,

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from ...errors import RendezvousError, RpcUsageError
+from ...errors import RendezvousError, RpcUsageError, StoreGone
 
 _FIRST_PAUSE, LAST_PAUSE = 0.002, 0.05
 _LONGEST_ATTEMPT = 30.0
@@ -32,10 +32,6 @@ _CAN_WRITE = (
     "that uses the store, or somebody who is no member. Meet at another port or in a file where only you can write"
 )
 T = TypeVar("T")
-
-
-class StoreGone(RendezvousError):
-    """The store stopped answering: the process that hosts it has left or died."""
 
 
 class Patience:
