@@ -122,6 +122,7 @@ class Connection:
         self._paused = False
         self._reading = threading.RLock()  # the loop may close the connection while it reads
         self._unread: deque[bytes] = deque()
+        self._left = False  # whether a waiter has left something to the loop, there or in `tls`
         self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
         self._sharing = False
         self._silence = Silence()
@@ -309,7 +310,7 @@ class Connection:
         if not self._reading.acquire(False):  # a waiter reads; it tells us of what it leaves to us
             return
         try:
-            if self._unread or (self.tls is not None and self.tls.left):
+            if self._unread or self._left:
                 self._take_unread()
             self._read()
         except (BlockingIOError, InterruptedError):
@@ -325,6 +326,7 @@ class Connection:
 
     def _read(self) -> None:
         taken = 0
+        tls = self.tls
         while not (self._closed or self._paused):
             decoder = self._source  # now: it changes with a seal
             buffer = decoder.get_buffer()
@@ -337,8 +339,8 @@ class Connection:
             taken += count
             self.bytes_received += count  # now: whoever is told of an end below looks at it
             frames = decoder.received(count)
-            if self.tls is not None:
-                self._attend_to(self.tls)
+            if tls is not None and (self.on_open is not None or tls.outgoing.pending):
+                self._attend_to(tls)
             if frames and self.on_frames is not None:
                 self.on_frames(frames)
             if taken > TURN_BYTES or (count < len(buffer) and not decoder.filling):
@@ -355,6 +357,7 @@ class Connection:
                 self._sock.send(data, _DONT_WAIT)
 
     def _take_unread(self) -> None:
+        self._left = False
         if self.tls is not None:
             frames = self.tls.feed()
             if frames and self.on_frames is not None:
@@ -487,6 +490,7 @@ class Connection:
                 self._epoll.modify(self._fd, select.EPOLLIN)
             self._reading.release()
         if self._unread or (self.tls is not None and self.tls.left):  # only now: the loop does not wait for us
+            self._left = True
             self._call_on_loop(self._readable)
 
     def _share_reading(self) -> None:

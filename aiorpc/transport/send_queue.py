@@ -158,7 +158,11 @@ class SendQueue:
         with tls.lock:
             if not tls.outgoing.pending:
                 start = self._next_piece[0][1]
-                parts, size, taken, rest = _cut_records(list(islice(frames, MAX_BUFFERS)), start)
+                first = frames[0]
+                if not start and len(frames) == 1 == len(first) and 1 < len(first[0]) <= RECORD:
+                    parts, size, taken, rest = first, len(first[0]), 1, 0  # a short message alone
+                else:  # copied by one call: other threads append meanwhile
+                    parts, size, taken, rest = _cut_records(list(islice(frames, MAX_BUFFERS)), start)
                 announced.append((taken, rest, size))
                 if size:
                     tls.encrypt(parts[0] if len(parts) == 1 else b"".join(parts))

@@ -71,6 +71,7 @@ class TlsLayer:
 
     def __init__(self, context: ssl.SSLContext, decoder: FrameDecoder, *, opener: bool, own: bytes = b"") -> None:
         self.state = TLS.initial
+        self.open = False  # whether that is OPEN: the other side has shown its certificate, and frames go both ways
         self.peer: Certificate | None = None
         self.lock = threading.RLock()  # reentrant as it knows its owner
         self.outgoing = ssl.MemoryBIO()
@@ -81,9 +82,11 @@ class TlsLayer:
         self._object = context.wrap_bio(self._incoming, self.outgoing, server_side=not opener)
         # With a buffer it says how many bytes it has put there, which the stubs do not know.
         self._read = cast(Callable[[int, memoryview], int], self._object.read)
+        #: Have `outgoing` take a piece of the stream of frames, as a whole. With `lock` held.
+        self.encrypt: Callable[[Buffer], int] = self._object.write
         self._untouched = True  # nothing has come yet
         self._plain = False
-        self._buffer = bytearray(_FIRST_READ)
+        self._buffer = memoryview(bytearray(_FIRST_READ))
         self._clear = bytearray()
         self._step = _NOTHING
 
@@ -94,10 +97,6 @@ class TlsLayer:
         if self._opener:
             self._shake()
 
-    def encrypt(self, piece: Buffer) -> None:
-        """Have `outgoing` take a piece of the stream of frames, as a whole. With `lock` held."""
-        self._object.write(piece)
-
     def last_words(self) -> bytes:
         """What tells the other side why the connection is closed: an alert, or a frame if it does not speak TLS."""
         if self._plain:
@@ -106,11 +105,6 @@ class TlsLayer:
             return self.outgoing.read()
 
     # --- what has come, on the loop -----------------------------------------------------------------------------------
-
-    @property
-    def open(self) -> bool:
-        """Whether the other side has shown its certificate, and frames go both ways."""
-        return self.state is TlsState.OPEN
 
     @property
     def empty(self) -> bool:
@@ -124,41 +118,77 @@ class TlsLayer:
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes of the wire belong."""
-        return memoryview(self._buffer)
+        return self._buffer
 
     def received(self, count: int) -> list[Frame]:
-        """`count` bytes were put into the last buffer; the frames that this completed.
+        """`count` bytes were put into the last buffer; the frames that this completed, with those a thread has left.
 
         Raises PeerRefused for a side that cannot show what it should, ProtocolError for what was changed on the way.
         """
-        with memoryview(self._buffer)[:count] as data:
-            frames = self.feed(data)
-        if self.open and count == len(self._buffer) < _LATER_READ:
-            self._buffer = bytearray(_LATER_READ)
+        frames: list[Frame] = []
+        data = self._buffer[:count]
+        if not self.open or self._step is not _NOTHING:
+            frames += self._take_left()
+            self._begin(data)
+            if not self.open:
+                return frames
+        else:
+            with self.lock:
+                self._incoming.write(data)
+        if count == len(self._buffer) < _LATER_READ:
+            self._buffer = memoryview(bytearray(_LATER_READ))
+        # A short message is one turn of both loops: each function of Python that it does not run counts.
+        decoder, read, incoming = self._decoder, self._read, self._incoming
+        more = True
+        while more:
+            buffer = decoder.get_buffer()
+            taken, room = 0, len(buffer)
+            with self.lock:
+                try:
+                    while taken < room and more:
+                        count = read(room - taken, buffer[taken:])
+                        if not count:
+                            raise self._ended()
+                        taken += count
+                        # Less than there is room for: that was all that is left of the record.
+                        more = taken == room or incoming.pending > 0
+                    more = more and (incoming.pending > 0 or self._object.pending() > 0)
+                except ssl.SSLWantReadError:
+                    more = False
+                except ssl.SSLError as error:
+                    raise self._broken(error) from error
+            if taken:
+                frames += decoder.received(taken)
         return frames
 
     def feed(self, data: Buffer = b"") -> list[Frame]:
         """Take bytes of the wire that were read elsewhere, after what a thread has left here; as `received`."""
         frames: list[Frame] = []
+        rest = memoryview(data)
+        while True:
+            count = min(len(rest), len(self._buffer))
+            self._buffer[:count] = rest[:count]
+            frames += self.received(count)
+            rest = rest[count:]
+            if not rest:
+                return frames
+
+    def _take_left(self) -> list[Frame]:
+        """The frames of what a thread has decrypted, and has left to the loop."""
         with self.lock:
             self._settle()
-            if self._step.end:
-                frames += self._decoder.feed(self._clear[: self._step.end])
-                self._step = _NOTHING
+            clear = self._clear[: self._step.end]
+            self._step = _NOTHING
+        return self._decoder.feed(clear)
+
+    def _begin(self, data: memoryview) -> None:
+        """Take bytes of the wire that may be the first ones, or belong to the handshake of TLS."""
+        with self.lock:
             if len(data):
                 self._look_at_first(data)
                 self._incoming.write(data)
             if self.state is TlsState.SHAKING:
                 self._shake()
-        if not self.open:
-            return frames
-        decoder = self._decoder
-        while True:
-            buffer = decoder.get_buffer()
-            count = self._read_into(buffer)
-            if not count:
-                return frames
-            frames += decoder.received(count)
 
     def _look_at_first(self, data: Buffer) -> None:
         if self._untouched and data[0] not in _TLS_BEGINS:
@@ -176,21 +206,7 @@ class TlsLayer:
             self._wrong()
             raise PeerRefused(_explained(error)) from error
         self.peer = Certificate.of(self._object.getpeercert(), self._object.getpeercert(True))
-        self.state = TLS.next(self.state, TlsEvent.PROVED)
-
-    def _read_into(self, buffer: memoryview) -> int:
-        """Decrypt as much of what has come as fits: how many bytes."""
-        taken = 0
-        read, incoming, pending = self._read, self._incoming, self._object.pending
-        with self.lock:
-            try:
-                while taken < len(buffer) and (incoming.pending or pending()):
-                    taken += read(len(buffer) - taken, buffer[taken:])
-            except ssl.SSLWantReadError:
-                pass
-            except ssl.SSLError as error:
-                raise self._broken(error) from error
-        return taken
+        self._enter(TlsEvent.PROVED)
 
     # --- what has come, in a thread that waits for it -----------------------------------------------------------------
 
@@ -201,20 +217,24 @@ class TlsLayer:
         """
         pending, read, incoming = self._object.pending, self._read, self._incoming
         with self.lock:
-            self._settle()
+            if self._step is not _NOTHING:
+                self._settle()
             if len(self._clear) < most:
                 self._clear = bytearray(most)
             # By one call of C: no signal handler runs between the two.
             deque(map(incoming.write, map(deque.popleft, repeat(unread, len(unread)))), maxlen=0)
             clear = memoryview(self._clear)
+            left = pending() if self._step.end else 0  # of a record: nobody else begins one and does not end it
             try:
-                while (left := pending()) or incoming.pending:
+                while left or incoming.pending:
                     end, size = self._step.end, left or 1
-                    if end + size > most:
+                    if not left and end + RECORD > most:  # none is begun that cannot be ended
                         break
                     self._step = _Step(end, left, size)
-                    read(size, clear[end : end + size])
+                    if not read(size, clear[end : end + size]):
+                        raise self._ended()
                     self._step = _Step(end + size)
+                    left = 0 if left else pending()
             except ssl.SSLWantReadError:
                 self._step = _Step(self._step.end)
             except ssl.SSLError as error:
@@ -241,17 +261,25 @@ class TlsLayer:
     def _broken(self, error: ssl.SSLError) -> ProtocolError | PeerRefused | ConnectionResetError:
         """What to raise for an error of a connection that was open."""
         if isinstance(error, ssl.SSLZeroReturnError):
-            if self.open:
-                self.state = TLS.next(self.state, TlsEvent.ENDED)
-            return ConnectionResetError("the other side closed the connection")
+            return self._ended()
         self._wrong()
         if "ALERT" in (error.reason or ""):
             return PeerRefused(_explained(error))
         return ProtocolError(f"what arrived was changed on its way: TLS says {_reason(error)}")
 
+    def _ended(self) -> ConnectionResetError:
+        """What to raise when the other side has said that it sends no more; whatever it sends is not looked at."""
+        if self.open:
+            self._enter(TlsEvent.ENDED)
+        return ConnectionResetError("the other side closed the connection")
+
     def _wrong(self) -> None:
         if self.state in (TlsState.SHAKING, TlsState.OPEN):
-            self.state = TLS.next(self.state, TlsEvent.WRONG)
+            self._enter(TlsEvent.WRONG)
+
+    def _enter(self, event: TlsEvent) -> None:
+        self.state = TLS.next(self.state, event)
+        self.open = self.state is TlsState.OPEN
 
     # --- what it proves -----------------------------------------------------------------------------------------------
 

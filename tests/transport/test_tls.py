@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 from collections import deque
@@ -214,6 +215,29 @@ def test_an_older_tls_is_refused(credentials: dict[str, Credentials], authority:
         side(credentials["w1"], opener=False).feed(opener.outgoing.read())
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_what_comes_behind_the_end_is_not_waited_for(credentials: dict[str, Credentials], looks: bool) -> None:
+    """Whoever says that it sends no more, and sends something, ends the connection, and holds up nobody."""
+    acceptor = side(credentials["w1"], opener=False)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    opener = credentials["w0"].context(opener=True)[0].wrap_bio(incoming, outgoing)
+    for _ in range(3):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            opener.do_handshake()
+        acceptor.feed(outgoing.read())
+        incoming.write(acceptor.outgoing.read())
+    assert acceptor.open
+    with contextlib.suppress(ssl.SSLWantReadError):
+        opener.unwrap()
+    data = outgoing.read() + b"more"
+    with pytest.raises(ConnectionResetError):
+        if looks:
+            acceptor.look(deque([data]), MOST)
+        else:
+            acceptor.feed(data)
+    assert acceptor.state is TlsState.SHUT
+
+
 # --- a thread that reads for itself -----------------------------------------------------------------------------------
 
 
@@ -238,6 +262,19 @@ def test_what_is_too_long_to_look_at_is_left(credentials: dict[str, Credentials]
     assert frame(1, 40_000).startswith(seen) and len(seen) <= 20_000
     assert acceptor.left
     assert found(acceptor.feed()) == [(1, 40_000, [])]
+
+
+def test_no_part_of_a_record_is_left_to_nobody(credentials: dict[str, Credentials]) -> None:
+    """A frame that ends with the first byte of a record is no reason to forget the rest of that record."""
+    opener, acceptor = shaken(credentials)
+    first, second = frame(1, 10_000), frame(2, 15_000)
+    data = encrypted(opener, first[:-1]) + encrypted(opener, first[-1:] + second)
+    if acceptor.look(deque([data]), 20_000) == first:
+        acceptor.take()
+    else:
+        assert found(acceptor.feed()) == [(1, 10_000, []), (2, 15_000, [])]
+        return
+    assert acceptor.left
 
 
 @pytest.mark.parametrize(
