@@ -15,6 +15,7 @@ import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
+from tests.limits import busy
 from tests.runtime.waiting import LIMIT, until
 
 
@@ -196,7 +197,7 @@ async def test_short_deadlines_fire_in_time(pair: list[Worker], seconds: float) 
             await pair[0].peer("worker1", timeout=seconds).call(for_ever)
         late.append(time.monotonic() - start - seconds)
     assert min(late) >= -0.001
-    assert min(late) < 0.05, late  # the best of five: the machine may be busy
+    assert min(late) < 0.05 * busy(), late  # the best of five: the machine may be busy
 
 
 async def test_the_error_says_who_what_and_how_long(pair: list[Worker]) -> None:
