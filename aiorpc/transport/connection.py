@@ -55,8 +55,10 @@ BATCH_FRAMES = 32
 # Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a
 # third of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
 SEND_BUFFER = 4 * 1024 * 1024
-# Most that is read before other connections get a turn, in bytes.
+# Most that is read before other connections get a turn, in bytes. What has to be decrypted or compared with its seal
+# takes the loop's thread about four times as long.
 TURN_BYTES = 4 * 1024 * 1024
+GUARDED_TURN_BYTES = 1024 * 1024
 # On this host, while a large buffer is under way its other end is at work on the same socket, and a turn of the loop
 # for each socketful costs more than the copy: wait for it where we stand, in the one system call that takes all of it,
 # in seconds. Not between hosts, where what comes next may take its time.
@@ -99,6 +101,7 @@ class Connection:
         self.decoder = decoder
         self.tls = tls
         self._source: FrameDecoder | Unsealer | TlsLayer = tls or decoder  # what takes the bytes that arrive
+        self._turn = TURN_BYTES if tls is None else GUARDED_TURN_BYTES
         self._unsealer: Unsealer | None = None
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
@@ -156,6 +159,7 @@ class Connection:
         if not self.decoder.empty:
             raise ProtocolError("something without a seal came behind the handshake")
         self._source = self._unsealer = Unsealer(Seal(key), self.decoder)
+        self._turn = GUARDED_TURN_BYTES
 
     @property
     def local(self) -> bool:
@@ -343,7 +347,7 @@ class Connection:
                 self._attend_to(tls)
             if frames and self.on_frames is not None:
                 self.on_frames(frames)
-            if taken > TURN_BYTES or (count < len(buffer) and not decoder.filling):
+            if taken > self._turn or (count < len(buffer) and not decoder.filling):
                 return
 
     def _say_why(self, error: Exception) -> None:

@@ -161,8 +161,8 @@ class SendQueue:
                 first = frames[0]
                 if not start and len(frames) == 1 == len(first) and 1 < len(first[0]) <= RECORD:
                     parts, size, taken, rest = first, len(first[0]), 1, 0  # a short message alone
-                else:  # copied by one call: other threads append meanwhile
-                    parts, size, taken, rest = _cut_records(list(islice(frames, MAX_BUFFERS)), start)
+                else:
+                    parts, size, taken, rest = _cut_records(frames, start)
                 announced.append((taken, rest, size))
                 if size:
                     tls.encrypt(parts[0] if len(parts) == 1 else b"".join(parts))
@@ -235,8 +235,22 @@ def _cut(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[lis
     return parts, most - room, len(frames), 0
 
 
-def _cut_records(frames: Sequence[Sequence[Buffer]], start: int) -> tuple[list[Buffer], int, int, int]:
-    """`_cut` for TLS: no record will have a single byte, as readers could not tell whether they had read that one."""
+def _cut_records(queued: Sequence[Sequence[Buffer]], start: int) -> tuple[Sequence[Buffer], int, int, int]:
+    """`_cut` for TLS: no record will have a single byte, as readers could not tell whether they had read that one.
+
+    A large buffer with a head, which is what a chunk is, is cut from its own beginning on: so nothing of it is left
+    that would have to be copied to stand beside the next head, and only the piece with its own head is a copy.
+    """
+    first = queued[0]
+    if len(first) == 2 and len(first[1]) >= PIECE:
+        head, data = len(first[0]), memoryview(first[1])
+        at = max(start - head, 0)
+        left = len(data) - at - PIECE
+        if not start and left != 1 and (head + PIECE) % RECORD != 1:
+            return (first[0], data[:PIECE]), head + PIECE, not left, left and head + PIECE
+        if start >= head and left >= 0 and left != 1:
+            return (data[at : at + PIECE],), PIECE, not left, left and start + PIECE
+    frames = list(islice(queued, MAX_BUFFERS))  # by one call: other threads append meanwhile
     parts, size, taken, rest = _cut(frames, start, PIECE)
     lone = rest and sum(map(len, frames[taken])) - rest == 1
     if lone or (size > 1 and size % RECORD == 1):

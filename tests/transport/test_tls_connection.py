@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from aiorpc.errors import PeerRefused, ProtocolError
-from aiorpc.protocol.frames import CHUNK, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.frames import CHUNK, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import send_queue
 from aiorpc.transport import tls as tls_module
@@ -185,6 +185,25 @@ def test_no_record_has_a_single_byte() -> None:
             assert length % RECORD != 1 or size == 1 or length > 1
             assert length % RECORD != 1 or (length, size) == (1, 1), (size, length)
             frames, start = frames[taken:], rest
+
+
+@pytest.mark.parametrize("head", [26, RECORD + 1])
+@pytest.mark.parametrize("size", [PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 1, 8 * PIECE, 8 * PIECE + 5_000])
+def test_large_buffers_are_cut_where_few_copies_are_needed(head: int, size: int) -> None:
+    """Of chunks behind each other each byte is in one piece, in order; all but the pieces with heads are no copies."""
+    chunks: list[list[Buffer]] = [[bytes([n]) * head, memoryview(os.urandom(size))] for n in range(3)]
+    frames, start = chunks, 0
+    pieces: list[bytes] = []
+    copied = 0
+    while frames:
+        parts, length, taken, rest = send_queue._cut_records(frames, start)
+        pieces.append(b"".join(parts))
+        assert len(pieces[-1]) == length and length % RECORD != 1
+        copied += len(parts) > 1
+        frames, start = frames[taken:], rest
+    assert b"".join(pieces) == b"".join(bytes(part) for chunk in chunks for part in chunk)
+    if size % PIECE == 0 and head == 26:
+        assert copied == len(chunks) and len(pieces) == len(chunks) * (size // PIECE)
 
 
 async def test_the_end_is_told(half: tuple[End, Far]) -> None:
