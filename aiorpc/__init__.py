@@ -35,7 +35,7 @@ from .runtime.caller.handle import PeerHandle
 from .runtime.caller.stream import Stream
 from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
 from .runtime.calls.pending import PendingCall
-from .runtime.group.events import WorkerJoined, WorkerLeft, WorkerLost
+from .runtime.group.events import WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
 from .runtime.group.group import ShutdownReport
 from .runtime.references.rref import RRef
 from .runtime.statistics import Statistics
@@ -81,6 +81,7 @@ __all__ = [
     "WorkerJoined",
     "WorkerLeft",
     "WorkerLost",
+    "WorkerReplaced",
     "WouldBlockLoop",
     "async_execution",
     "autograd",

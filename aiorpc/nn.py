@@ -377,7 +377,7 @@ class RemoteModule(Module):
         rref._check()
         token = current_autograd.set(0)
         try:
-            peer = node.peers.by_id(rref.owner().id)
+            peer = node.peers.by_id(rref._owner)
             timeout = node.engine.default_timeout
             return peer.call(function, (rref, *args), None, timeout, depth=_depth_of_user())
         finally:

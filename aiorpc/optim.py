@@ -181,7 +181,7 @@ def _make(
     by_owner: dict[int, list[RRef[Any]]] = {}
     for rref in _checked(params_rref):
         rref._check()
-        by_owner.setdefault(rref.owner().id, []).append(rref)
+        by_owner.setdefault(rref._owner, []).append(rref)
     gathered: _Gathered[list[RRef[Any]]] = _Gathered(
         node, "making a DistributedOptimizer", lambda made: list(made.values())
     )

@@ -38,6 +38,8 @@ TABLES: tuple[AnyTable, ...] = (
     states.ACCEPTOR,
     states.LEAVING,
     states.ROUNDS,
+    states.PLACE,
+    states.RETURNING,
 )
 
 

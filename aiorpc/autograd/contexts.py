@@ -133,7 +133,7 @@ class _Farewell:
         if call.exception() is None:
             self._todo = self._todo.union(each for (each,) in struct.iter_unpack("<q", call.value()))
         else:  # it is gone, and with it what it knew of others
-            self._todo = self._todo | {info.id for info in self._node.worker_infos()}
+            self._todo = self._todo | {record.id for record in self._node.group.live()}
         if self._alone:
             self.tell()
 

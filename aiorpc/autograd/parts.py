@@ -382,7 +382,7 @@ def plan(
             entries[name] = Entry(edge, context.reach.of(edge.node))
         until = time.monotonic() + seconds if seconds else None
         part.take(from_wire(given, *gradients), arrival_of(node, gradients))
-        part.begin(entries, root=call.caller.id, retain=retain, until=until)
+        part.begin(entries, root=call.caller_id, retain=retain, until=until)
         part.advance()
     except BaseException as error:
         part.fail(error)

@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9\-_:]*")
 _TEXT_LIMIT = 4096
 UNUSABLE = "!"
 _ID_LIMIT = 1 << 31
-_NUMBER_LIMITS = {"id": (0, _ID_LIMIT), "pid": (1, 1 << 32), "tcp_port": (0, 1 << 16)}
+_NUMBER_LIMITS = {"id": (0, _ID_LIMIT), "rank": (0, _ID_LIMIT), "pid": (1, 1 << 32), "tcp_port": (0, 1 << 16)}
 
 
 def check_name(name: object) -> str:
@@ -48,12 +48,14 @@ class WorkerInfo:
 class WorkerRecord:
     """All that others need to know to reach a worker and to tell whether it still lives.
 
-    name, id: as in WorkerInfo. incarnation: random hex, new for every init. host: identity of the host and its
-    namespaces (equal on both sides: unix sockets and pidfd work). hostname, pid: for people. main: identity of the
-    main module. unix_path: path of its unix socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if
-    nowhere. role: what it says it is in the group, by which others decide what they run for it; "" if nothing.
-    tls: "1.3" if it speaks nothing but TLS there, and over TCP at all; "" if it speaks none. Behind `UNUSABLE` stands
-    why it cannot: such a worker joins only to tell the others, which would wait for it.
+    name: as in WorkerInfo. id: its number in the group, which no other worker of the group has or had. incarnation:
+    random hex, new for every init. host: identity of the host and its namespaces (equal on both sides: unix sockets
+    and pidfd work). hostname, pid: for people. main: identity of the main module. unix_path: path of its unix
+    socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if nowhere. role: what it says it is in the
+    group, by which others decide what they run for it; "" if nothing. tls: "1.3" if it speaks nothing but TLS
+    there, and over TCP at all; "" if it speaks none. Behind `UNUSABLE` stands why it cannot: such a worker joins
+    only to tell the others, which would wait for it. rank: its place in the group, the id of its WorkerInfo. It is
+    its id, but in a worker that has taken the place of one that was lost.
     """
 
     name: str
@@ -68,15 +70,20 @@ class WorkerRecord:
     tcp_port: int
     role: str = ""
     tls: str = ""
+    rank: int = -1  # the id, where nothing else is said
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            object.__setattr__(self, "rank", self.id)
 
     @property
     def info(self) -> WorkerInfo:
         """The public part."""
-        return WorkerInfo(self.name, self.id)
+        return WorkerInfo(self.name, self.rank)
 
     def describe(self) -> str:
         """One phrase for error messages: name, rank, pid and host name."""
-        return f"{self.name} (rank {self.id}, pid {self.pid} on {self.hostname})"
+        return f"{self.name} (rank {self.rank}, pid {self.pid} on {self.hostname})"
 
     def to_wire(self) -> list[str | int]:
         """A flat list of strings and integers, in the order of the fields."""

@@ -35,6 +35,23 @@ be called by one thread at a time. The leader's own ENTER is a message to itself
 7. In a fixed group a loss becomes known to all live members, as long as no leader has left before the others.
    `test_l7_the_leader_tells_the_others_of_a_loss`, `test_l7_a_new_leader_tells_of_earlier_losses`
 8. That a member is gone is news once, and final. `test_l8_a_member_goes_once`
+9. A newcomer in the place of a lost member is let in by the leader, and is a member once all living ones know it.
+   `test_l9_the_leader_admits_whom_a_lost_member_leaves_room`, `test_l9_a_newcomer_is_welcome_once_all_know_it`,
+   `test_l9_a_newcomer_is_waited_for_as_any_member`, `test_l9_nobody_comes_once_the_group_is_let_go`,
+   `test_l9_a_newcomer_whose_leader_is_lost_is_out`
+
+How a newcomer comes (the store is where it meets the leader; all else goes over connections that are proved):
+
+    newcomer                       store              leader                               others
+    claims the rank     -->        claim      <--     looks, while a place is vacant
+    reads               <--        answer     <--     ADMIT: who is in the group
+    ARRIVE (a call)     ------------------------->    takes it for a member
+                                                      INTRODUCE (calls)         -->        take it for a member
+    its `init` returns  <-------------------------    answers ARRIVE, once all have answered or are gone
+
+If the leader is lost in the midst of that, some may have heard of the newcomer and some not. So its number is void:
+it ends, as if it had died, and its process starts again. Whoever has heard of it finds it dead, the next leader at
+once, because a leader looks after all members that it knows.
 """
 
 from __future__ import annotations
@@ -44,7 +61,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .identity import WorkerInfo, WorkerRecord
-from .states import LEAVING, ROUNDS, Leaving, Rounds, Step, Turn
+from .places import Places
+from .states import LEAVING, RETURNING, ROUNDS, Leaving, PlaceState, ReturnEvent, Returning, Rounds, Step, Turn
 
 
 class Activity(NamedTuple):
@@ -101,6 +119,54 @@ class Left:
     """A member has left in good order: all that waits for it here fails, once no answer can be on its way any more."""
 
     member: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Who is in the group, as the leader tells a newcomer: the members that live, and those that were lost, and why."""
+
+    members: tuple[WorkerRecord, ...]
+    lost: tuple[tuple[WorkerRecord, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Say in the store that this newcomer may take the place that it claims, and who is in the group."""
+
+    newcomer: WorkerRecord
+    roster: Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Say in the store, or as the answer to its ARRIVE, that this newcomer cannot have the place, and why."""
+
+    newcomer: WorkerRecord
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A newcomer has the place of a member that was lost: from now on calls by name and rank go to it."""
+
+    member: WorkerRecord
+    before: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Tell `to` of that newcomer, as a call. The event `introduced` follows, or the loss of `to`."""
+
+    to: WorkerRecord
+    newcomer: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """All members know that newcomer: answer its ARRIVE with who is in the group by now."""
+
+    newcomer: WorkerRecord
+    roster: Roster
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +228,11 @@ Output = (
     | Joined
     | Lost
     | Left
+    | Admit
+    | Refuse
+    | Replaced
+    | Announce
+    | Welcome
     | SendEnter
     | AnswerEnters
     | Poll
@@ -177,10 +248,11 @@ class GroupTable:
     """One worker's view of its group.
 
     worker_id: this worker's id. members: the records it has been given, its own among them. free: members join and
-    leave at any time. Ids of workers are never used twice.
+    leave at any time. newcomer: this worker takes the place of a lost member, and is not known to the others yet. Ids
+    of workers are never used twice.
     """
 
-    def __init__(self, worker_id: int, members: Iterable[WorkerRecord], *, free: bool) -> None:
+    def __init__(self, worker_id: int, members: Iterable[WorkerRecord], *, free: bool, newcomer: bool = False) -> None:
         self.worker_id = worker_id
         self.free = free
         self.members: dict[int, WorkerRecord] = {record.id: record for record in members}
@@ -188,6 +260,9 @@ class GroupTable:
         self.gone: set[int] = set()  # the lost, and those that have left
         self.leaving = Leaving.WORKING
         self.rounds = Rounds.GATHERING
+        self.places = Places(self.members.values())
+        self.returning = RETURNING.initial if newcomer else Returning.MEMBER
+        self._introducing: dict[int, set[int]] = {}  # by newcomer: the members that have not answered yet
         self._middle = self.leader  # of the star, when we last made ourselves known
         self._losses: list[tuple[WorkerRecord, str]] = []
         self._hosts_store = False
@@ -235,6 +310,7 @@ class GroupTable:
         led = record.id == self.leader
         self.gone.add(record.id)
         self.lost[record.id] = record.info
+        self.places.part(record, lost=True)
         self._losses.append((record, cause))
         outputs = self._take_over() if led else self._report(self._losses[-1:])
         return [*outputs, *self._part(record.id), Lost(record, cause, error), *self._after_parting()]
@@ -244,6 +320,7 @@ class GroupTable:
         if record.id in self.gone or record.id == self.worker_id:
             return []
         self.gone.add(record.id)
+        self.places.part(record, lost=False)
         return [*self._part(record.id), Left(record), *self._after_parting()]
 
     def _others(self) -> list[WorkerRecord]:
@@ -251,7 +328,9 @@ class GroupTable:
 
     def _take_over(self) -> Outputs:
         """The leader is gone: a new one takes its place, and says all that the old one may not have come to say."""
-        return [] if self.free else [*self.start(), *self._report(self._losses)]
+        if self.free or self.returning is not Returning.MEMBER:  # who is no member yet is known to nobody
+            return []
+        return [*self.start(), *self._report(self._losses)]
 
     def _report(self, losses: Iterable[tuple[WorkerRecord, str]]) -> Outputs:
         if self.free or not self.leads:
@@ -259,18 +338,118 @@ class GroupTable:
         return [ReportLost(other, record, cause) for record, cause in losses for other in self._others()]
 
     def _part(self, member: int) -> Outputs:
-        """Forget the ENTER of a member that is gone, if this worker is the leader and has got one."""
+        """Forget what this worker, as the leader, has from a member that is gone: its ENTER, and that it is told."""
         self._answered.discard(member)
+        self._introducing.pop(member, None)
+        welcome = [each for newcomer in list(self._introducing) for each in self.introduced(member, newcomer)]
         if member not in self._waiting:
-            return []
+            return welcome
         del self._waiting[member]
-        return [AnswerEnters((member,))]
+        return [AnswerEnters((member,)), *welcome]
 
     def _after_parting(self) -> Outputs:
         """What follows once a member is gone: it may have been the last one that the others waited for."""
         if self.leaving is Leaving.STAYING and not self._others():
             return self._go(Step.ALONE)
         return self._begin_rounds()
+
+    # -- newcomers in the places of the lost, as the leader -----------------------------------------------------------
+
+    def apply(self, newcomer: WorkerRecord) -> Outputs:
+        """A claim for a place stands in the store. Nothing follows where this worker cannot decide that, or not now."""
+        if self.free or not self.leads or self._is_over() or newcomer.id in self.members:
+            return []
+        objection = self.places.objection(newcomer)
+        if objection:
+            return [Refuse(newcomer, objection)]
+        self.places.promise(newcomer)
+        return [Admit(newcomer, self._roster())]
+
+    def _roster(self) -> Roster:
+        return Roster(tuple(self.live()), tuple(self._losses))
+
+    def expects(self, stranger: WorkerRecord) -> bool:
+        """Whether an unknown worker may be a member: this one has admitted it, or is new itself and knows not all."""
+        return self.returning is not Returning.MEMBER or self.places.promised.get(stranger.rank) == stranger
+
+    def arrive(self, newcomer: WorkerRecord) -> Outputs:
+        """A newcomer has proved itself, and wants to be a member."""
+        if self._is_over():
+            return [Refuse(newcomer, "all members are leaving just now; it can be in the group that they form next")]
+        if self.places.promised.get(newcomer.rank) != newcomer:
+            return [Refuse(newcomer, "it was not admitted, or another one was")]
+        others = self._others()
+        outputs: Outputs = [Replaced(newcomer, self.places.take(newcomer))]
+        self.members[newcomer.id] = newcomer
+        self._introducing[newcomer.id] = {each.id for each in others}
+        outputs += [Announce(each, newcomer) for each in others]
+        return outputs if others else [*outputs, *self._welcome(newcomer.id)]
+
+    def introduced(self, member: int, newcomer: int) -> Outputs:
+        """A member knows that newcomer, or is gone."""
+        waited_for = self._introducing.get(newcomer, set())
+        if member not in waited_for:
+            return []
+        waited_for.discard(member)
+        return [] if waited_for else self._welcome(newcomer)
+
+    def _welcome(self, newcomer: int) -> Outputs:
+        del self._introducing[newcomer]
+        return [Welcome(self.members[newcomer], self._roster())]
+
+    def _is_over(self) -> bool:
+        """Whether this worker has let the others go, or goes itself."""
+        return bool(self._answered) or self.leaving is Leaving.LEFT
+
+    # -- newcomers, as another member, and as the newcomer ------------------------------------------------------------
+
+    def introduce(self, newcomer: WorkerRecord) -> Outputs:
+        """The leader says that a newcomer has the place of one that is lost here, too."""
+        if newcomer.id in self.members:
+            return []
+        before = self.places.introduce(newcomer)
+        self.members[newcomer.id] = newcomer
+        return [Replaced(newcomer, before)]
+
+    def in_the_way(self, newcomer: WorkerRecord) -> WorkerRecord | None:
+        """The member that is in the place of that newcomer, and not known to be gone."""
+        holder = self.places.holders.get(newcomer.rank)
+        taken = holder is not None and holder.id < newcomer.id and self.places.state(newcomer.rank) is PlaceState.HELD
+        return holder if taken else None
+
+    def admitted(self, roster: Roster) -> Outputs:
+        """This worker is a newcomer, and the leader has admitted it, with that roster."""
+        outputs = self._learn(roster)
+        self._return(ReturnEvent.ADMITTED)
+        self._middle = self.leader
+        return outputs
+
+    def _learn(self, roster: Roster) -> Outputs:
+        """What the leader says of the others: newcomers like this one may have come, and members may be lost."""
+        outputs: Outputs = []
+        for record in (*roster.members, *(lost for lost, _ in roster.lost)):
+            if record.id not in self.members:
+                self.members[record.id] = record
+                outputs.append(Joined(record))
+        self.places = Places(self.members.values())
+        for record in self.members.values():
+            if record.id in self.gone:
+                self.places.part(record, lost=record.id in self.lost)
+        return outputs + [output for lost, cause in roster.lost for output in self.lose(lost, cause)]
+
+    def turned_away(self) -> None:
+        """This worker cannot be a member: it is refused, or the leader is lost and with it who has heard of it."""
+        gone = self.returning is Returning.ARRIVING and self._middle in self.gone
+        self._return(ReturnEvent.LEADER_GONE if gone else ReturnEvent.TURNED_AWAY)
+
+    def welcomed(self, roster: Roster) -> Outputs:
+        """All members know this worker, and this is who they are."""
+        outputs = self._learn(roster)
+        self._return(ReturnEvent.WELCOMED)
+        return outputs if self.leader == self._middle else [*outputs, *self._take_over()]
+
+    def _return(self, event: ReturnEvent) -> None:
+        self.returning = RETURNING.next(self.returning, event)
 
     # -- leaving, as a member ---------------------------------------------------------------------------------------
 
@@ -346,6 +525,9 @@ class GroupTable:
         answers: of each member that was polled, None if it has not answered. overdue: whether the time is up. A member
         that has not answered does not count as idle: its process may be stopped, or a handler holds the interpreter.
         """
+        if not self._have_all_entered():
+            self._turn(Turn.NEWCOMER)
+            return []
         previous, self._previous = self._previous, self._found(answers)
         busy = [member for member, activity in self._previous.items() if activity is None or not activity.idle]
         if not busy and self._previous == previous:
@@ -366,14 +548,14 @@ class GroupTable:
 
     def _begin_rounds(self) -> Outputs:
         """Ask all for their activity, if all live members have entered and some of them still wait for the answer."""
-        entered = self._waiting.keys() | self._answered
-        if self.rounds is not Rounds.GATHERING or not self._waiting:
-            return []
-        if any(record.id not in entered for record in self.live()):
+        if self.rounds is not Rounds.GATHERING or not self._waiting or not self._have_all_entered():
             return []
         self._turn(Turn.COMPLETE)
         self._previous = None
         return [self._poll(first=True)]
+
+    def _have_all_entered(self) -> bool:
+        return all(record.id in self._waiting or record.id in self._answered for record in self.live())
 
     def _poll(self, *, first: bool) -> Poll:
         return Poll(tuple(self.live()), first)

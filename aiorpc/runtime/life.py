@@ -95,7 +95,14 @@ class Life:
         self.lifetime.enter(WorkerEvent.JOINED)
         registry.add(node)
         self._stack.callback(registry.remove, node)
-        node.group.start()
+        if node.rendezvous.returned is None:
+            node.group.start()
+            return node
+        try:
+            await node.group.newcomers.come(self._plan.options.rpc_timeout)
+        except BaseException:
+            await self.drop()  # without a word: whoever has heard of it shall not think that its place is given up
+            raise
         return node
 
     async def _make(self, steps: Steps) -> Node:
@@ -136,10 +143,9 @@ class Life:
         listeners = Listeners(plan.name, plan.options, directory, rendezvous.local_address(), confined=confined)
         stack.callback(listeners.close)
         incarnation = secrets.token_hex(16)
-        made: list[WorkerRecord] = []
 
         def make_record(number: int) -> WorkerRecord:
-            record = WorkerRecord(
+            return WorkerRecord(
                 name=plan.name,
                 id=number,
                 incarnation=incarnation,
@@ -153,11 +159,9 @@ class Life:
                 role=plan.role,
                 tls=f"{UNUSABLE}{unusable}"[:1000] if unusable else "" if credentials is None else "1.3",
             )
-            made.append(record)
-            return record
 
         records = await steps.run(lambda: rendezvous.join(make_record, plan.claims))
-        record = ending.record = made[-1]  # what the store says of us is for others
+        record = ending.record = rendezvous.record
         if unusable is not None:
             raise unusable  # the others have read it, and need not wait for what will not be
         _check_tls(record, records)

@@ -131,7 +131,7 @@ class Node:
         stack.callback(self.memory.close)
         self.gradients = Gradients(engine, sink=hooks.sink, as_torch=hooks.as_torch)
         stack.callback(self.gradients.close)
-        ids = None if meeting.rendezvous.dynamic else frozenset(record.id for record in meeting.records)
+        ids = None if meeting.rendezvous.dynamic else {record.id for record in meeting.records}
         self.references = References(self, self.accelerators, hooks.handle_class, members=ids)
         stack.callback(self.references.close)
         self.peers = Peers(self)

@@ -105,7 +105,7 @@ class Worker:
     @property
     def id(self) -> int:
         """The rank, or the id that the rendezvous gave. WorkerClosed if it has not joined."""
-        return self.node.engine.id
+        return self.info.id
 
     @property
     def info(self) -> WorkerInfo:

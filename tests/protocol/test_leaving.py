@@ -371,6 +371,8 @@ class World:
         self.source = source
         self.local = local
         self.nodes = [Node(table(number, W[:size], free=False)) for number in range(size)]
+        self.records = W[:size]
+        self.coming: set[int] = set()  # newcomers that are no members yet
         self.alive = set(range(size))
         self.dead: set[int] = set()
         self.forced = False  # a bound let a whole group go
@@ -405,11 +407,11 @@ class World:
             getattr(self, "_do_" + type(output).__name__)(worker, output)
 
     def _do_Attend(self, worker: int, output: Attend) -> None:
-        self.send(worker, output.to.id, "attend", W[worker])
+        self.send(worker, output.to.id, "attend", self.records[worker])
 
     def _do_Follow(self, worker: int, output: Follow) -> None:
         if not self.local:
-            self.send(worker, output.to.id, "attend", W[worker])
+            self.send(worker, output.to.id, "attend", self.records[worker])
             return
         self.watching.add((worker, output.to.id))
         if output.to.id not in self.alive:
@@ -445,7 +447,7 @@ class World:
     def _do_Poll(self, worker: int, output: Poll) -> None:
         node = self.nodes[worker]
         require(node.found is None, "L5: two rounds at once", worker)
-        require(worker == min(self.alive), "L5: polls, and does not lead", worker)
+        require(worker == min(self.alive - self.coming), "L5: polls, and does not lead", worker)
         node.found, node.asked = {}, len(output.members)
         for record in output.members:
             if record.id == worker:
@@ -510,16 +512,16 @@ class World:
     def _look(self, worker: int, gone: int) -> bool:
         if gone not in self.dead and self.queues.get((gone, worker)):
             return False  # the goodbye that it wrote before it ended is read first
-        self.carry_out(worker, self.nodes[worker].table.lose(W[gone], "gone"))
+        self.carry_out(worker, self.nodes[worker].table.lose(self.records[gone], "gone"))
         return True
 
     def quit(self, worker: int) -> None:
         """It leaves, with a goodbye to all that are connected to it."""
-        self.leaderless = self.leaderless or worker == min(self.alive)
+        self.leaderless = self.leaderless or worker == min(self.alive - self.coming)
         self._remove(worker)
         for other in self.alive:
             if (worker, other) in self.connected:
-                self.queues.setdefault((worker, other), deque()).append(("goodbye", W[worker]))
+                self.queues.setdefault((worker, other), deque()).append(("goodbye", self.records[worker]))
 
     def kill(self, worker: int) -> None:
         """It dies. Of what it sent to each other worker some still arrives; then comes the end of the connection."""
@@ -531,13 +533,14 @@ class World:
             while len(queue) > keep:
                 queue.pop()
             if (worker, other) in self.connected:
-                queue.append(("end", W[worker]))
+                queue.append(("end", self.records[worker]))
             if not queue:
                 del self.queues[worker, other]
 
     def _remove(self, worker: int) -> None:
         self.alive.discard(worker)
         self.events = [(each, event) for each, event in self.events if each != worker]
+        self.coming.discard(worker)
         for other in range(len(self.nodes)):
             self.queues.pop((other, worker), None)
             if other in self.alive and (other, worker) in self.watching:
@@ -606,7 +609,8 @@ class World:
         return Activity(not busy, self.nodes[worker].calls)
 
     def start_job(self, worker: int, to: int, parent: Request | None = None) -> None:
-        if to not in self.nodes[worker].table.gone:
+        table = self.nodes[worker].table
+        if to in table.members and to not in table.gone:
             self.nodes[worker].calls += 1
             self._request(Request("job", worker, to, parent))
 
@@ -637,7 +641,7 @@ class World:
     def _check_let_go(self, worker: int) -> None:
         if self.forced:
             return
-        working = [each for each in self.alive if self.nodes[each].working]
+        working = [each for each in self.alive - self.coming if self.nodes[each].working]
         require(not working, "L1: let go while others work", worker, working)
         under_way = [each for each in self.requests if each.kind == "job" and self._counts(each)]
         require(not under_way, "L2: let go while a call is under way", worker, under_way)
@@ -683,14 +687,19 @@ class World:
     def _unknown_losses(self) -> list[tuple[int, int]]:
         if self.leaderless:
             return []
-        return [(each, dead) for each in self.alive for dead in self.dead if dead not in self.nodes[each].table.gone]
+        members = self.alive - self.coming
+        return [(each, dead) for each in members for dead in self.dead if self._should_know(each, dead)]
+
+    def _should_know(self, worker: int, dead: int) -> bool:
+        table = self.nodes[worker].table
+        return dead in table.members and dead not in table.gone
 
     def finish(self) -> None:
         """All users are done, all calls end, and nobody stalls any more: then all are let go."""
-        for worker in list(self.alive):
-            if worker in self.alive and self.nodes[worker].working:
-                self.leave(worker)
         for _ in range(2000 * len(self.nodes)):
+            for worker in sorted(self.alive - self.coming):
+                if worker in self.alive and self.nodes[worker].working:
+                    self.leave(worker)
             if not self.alive:
                 return
             running = [each for each in self.requests if each.running]
@@ -713,7 +722,7 @@ class Actions:
         self.deaths, self.quits, self.bounds = deaths, quits, bounds
 
     def _any(self) -> int:
-        return self.source.choice(sorted(self.world.alive))
+        return self.source.choice(sorted(self.world.alive - self.world.coming))
 
     def move(self) -> None:
         moves = self.world.moves(slow=self.source.random() < 0.1) or self.world.moves()
@@ -750,13 +759,13 @@ class Actions:
     def kill(self) -> None:
         """One dies, or two at once: then one of them may have seen nothing of the other's death."""
         for _ in range(self.source.choice((1, 1, 2))):
-            if self.deaths and len(self.world.alive) > 1:
+            if self.deaths and len(self.world.alive - self.world.coming) > 1:
                 self.deaths -= 1
                 self.world.kill(self.source.choice((self._any(), min(self.world.alive))))
 
     def quit(self) -> None:
         """A shutdown that is not graceful."""
-        if self.quits and len(self.world.alive) > 1:
+        if self.quits and len(self.world.alive - self.world.coming) > 1:
             self.quits -= 1
             self.world.quit(self._any())
 
@@ -840,7 +849,7 @@ def walk(seed: int, table: type[GroupTable] = GroupTable) -> World:
 
 def act(actions: Actions, weights: dict[str, int], steps: int) -> None:
     for name in actions.source.choices(list(weights), weights=list(weights.values()), k=steps):
-        if actions.world.alive:
+        if actions.world.alive - actions.world.coming:
             getattr(actions, name)()
 
 
@@ -892,11 +901,8 @@ class TakesSilenceForIdle(GroupTable):
 class PollsTheFirst(GroupTable):
     """Begins its rounds before all have entered."""
 
-    def _begin_rounds(self):  # type: ignore[no-untyped-def]  # as what it replaces
-        if self.rounds is not Rounds.GATHERING or not self._waiting or not self.leads:
-            return []
-        self._turn(Turn.COMPLETE)
-        return [self._poll(first=True)]
+    def _have_all_entered(self):  # type: ignore[no-untyped-def]  # as what it replaces
+        return self.leads
 
 
 class LeavesAfterALoss(GroupTable):

@@ -84,7 +84,7 @@ def _rank_of(error: Exception) -> int:
     for info in node.worker_infos():
         if named and info.name == named[0]:
             return info.id
-    return node.engine.id
+    return node.engine.info.id
 
 
 def backward_from_value(value: Any, context_id: int, retain_graph: bool) -> None:

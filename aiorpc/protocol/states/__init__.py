@@ -7,6 +7,7 @@ from .handshake import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 from .leaving import LEAVING, ROUNDS, Leaving, Rounds, Step, Turn
 from .message import MESSAGE, MessageEvent, MessageState
 from .peer import PEER, PeerEvent, PeerState
+from .returning import PLACE, RETURNING, PlaceEvent, PlaceState, ReturnEvent, Returning
 from .served import SERVED, ServedEvent, ServedState
 from .table import IllegalTransition, Table, Transition, from_each
 from .tls import TLS, TlsEvent, TlsState
@@ -19,6 +20,8 @@ __all__ = [
     "MESSAGE",
     "OPENER",
     "PEER",
+    "PLACE",
+    "RETURNING",
     "ROUNDS",
     "SERVED",
     "TLS",
@@ -32,6 +35,10 @@ __all__ = [
     "MessageState",
     "PeerEvent",
     "PeerState",
+    "PlaceEvent",
+    "PlaceState",
+    "ReturnEvent",
+    "Returning",
     "Rounds",
     "ServedEvent",
     "ServedState",

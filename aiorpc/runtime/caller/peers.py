@@ -64,6 +64,7 @@ class Peers:
         self._dynamic = home.rendezvous.dynamic
         self._deadlines = Deadlines(home.engine.loop, self._scan_deadlines)
         self._peers: dict[str | int, Peer] = {}
+        self._ranks: dict[int, int] = {}  # in a group of fixed size: the id of the worker that has the place, or had it
         self._lock = threading.Lock()
         self._next_look: asyncio.Task[list[WorkerRecord]] | None = None  # that has not begun
         self._last_look: asyncio.Task[list[WorkerRecord]] | None = None
@@ -92,7 +93,10 @@ class Peers:
         if known is not None and known.gone is None:
             return known
         key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to
-        peer = self._peers.get(key)
+        at = (
+            self._ranks.get(key, -1) if isinstance(key, int) and not self._dynamic else key
+        )  # the place, not the worker
+        peer = self._peers.get(at)
         if peer is not None and (peer.gone is None or not self._dynamic or self._engine.closed) and _is_key(key):
             return peer
         self._engine.lifetime.check_open()
@@ -139,8 +143,9 @@ class Peers:
                 peer.identify(record)
             peer.rename(record.name)
             self._peers[record.id] = peer
+            self._ranks[record.rank] = max(record.id, self._ranks.get(record.rank, -1))
             named = self._peers.get(record.name)
-            if named is None or named.gone is not None or named.record is None:
+            if self._gives_way(named, record):
                 if named is not None and named is not peer and named.gone is None:
                     self._peers[f"#{record.id}"] = named  # its calls are looked after, too; no worker has such a name
                 self._peers[record.name] = peer
@@ -148,6 +153,12 @@ class Peers:
         if search is not None:
             self._engine.call_on_loop(search.set)
         return peer
+
+    def _gives_way(self, named: Peer | None, record: WorkerRecord) -> bool:
+        """Whether a name leads to the worker of that record from now on, and not to the peer that it led to."""
+        if named is None or named.gone is not None or named.record is None:
+            return True
+        return not self._dynamic and named.record.id < record.id  # it has taken the place of that one
 
     def id_of(self, peer: Peer) -> int:
         """The id of a peer. UnknownWorker if it has not joined yet."""

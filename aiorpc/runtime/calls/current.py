@@ -59,16 +59,16 @@ class ServedCall:
     It may be read in the thread or task of the handler. It is written on the loop, with two exceptions: `replied` is
     written by whoever answers, and the arguments, `on_cancel` and `credits` by whoever prepares or runs the handler.
 
-    node: the worker that serves it. caller: the worker that made it. permits: what that may have run; None:
-    everything. function: its name, "?" until it was found. names,
-    arguments, segments: as in its message. Whoever runs the handler takes them, and drops them here
-    (`drop_arguments`), so that nothing keeps memory that only the arguments hold. credit: how many items of a stream
-    the caller wants first; None if the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the
-    first call of the chain. autograd: the autograd context that it was made in. creates: the reference whose value the
-    result becomes. handler: what is run, once it was found. cancelled: whether the caller has given up. replied:
-    whether it was answered. landing: where those of its arguments arrive that lie on devices. arrival: of the value
-    that the handler is a method of; the handler's streams wait for it. size: bytes that it had as it came. on_cancel:
-    called on the loop when the caller gives up. credits: what a generator that runs waits at.
+    node: the worker that serves it. caller: the worker that made it. caller_id: the id in its record. permits: what
+    that may have run; None: everything. function: its name, "?" until it was found. names, arguments, segments: as
+    in its message. Whoever runs the handler takes them, and drops them here (`drop_arguments`), so that nothing
+    keeps memory that only the arguments hold. credit: how many items of a stream the caller wants first; None if
+    the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the first call of the chain.
+    autograd: the autograd context that it was made in. creates: the reference whose value the result becomes.
+    handler: what is run, once it was found. cancelled: whether the caller has given up. replied: whether it was
+    answered. landing: where those of its arguments arrive that lie on devices. arrival: of the value that the
+    handler is a method of; the handler's streams wait for it. size: bytes that it had as it came. on_cancel: called
+    on the loop when the caller gives up. credits: what a generator that runs waits at.
     """
 
     __slots__ = (
@@ -77,6 +77,7 @@ class ServedCall:
         "autograd",
         "call_id",
         "caller",
+        "caller_id",
         "cancelled",
         "creates",
         "credit",
@@ -103,6 +104,7 @@ class ServedCall:
         _, self.names, remaining, trace, self.autograd, self.credit, _, self.arguments = message
         self.node = node
         self.caller = caller
+        self.caller_id = caller.id
         self.permits = permits
         self.call_id = frame.call_id
         self.segments = frame.segments

@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def id(self) -> int:
-        """The rank, or the id that the rendezvous gave."""
+        """Its number in the group: the rank, if it is no replacement."""
         return self.record.id
 
     @property

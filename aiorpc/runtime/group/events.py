@@ -35,7 +35,17 @@ class WorkerLost:
     cause: str
 
 
-Event = WorkerJoined | WorkerLeft | WorkerLost
+@dataclass(frozen=True)
+class WorkerReplaced:
+    """In a group of fixed size a new process has taken the place of a worker that was lost: its name and its rank.
+
+    Calls by name and rank go to it from now on; references to values of the one before raise `PeerLost` for ever.
+    """
+
+    worker: WorkerInfo
+
+
+Event = WorkerJoined | WorkerLeft | WorkerLost | WorkerReplaced
 
 
 class Events:

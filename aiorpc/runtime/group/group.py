@@ -23,10 +23,11 @@ from ...errors import PeerClosed, PeerLost, PeerRefused, RendezvousError, RpcErr
 from ...protocol import leaving
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.leaving import Activity, GroupTable, Output, Outputs
-from ...protocol.states import Leaving
+from ...protocol.states import Leaving, Returning
 from ...transport import sockets
 from ..callee.service import Service
 from ..caller.peers import Peers
+from ..calls import current
 from ..calls.current import current_call
 from ..calls.functions import system
 from ..engine.engine import Engine
@@ -36,7 +37,8 @@ from ..gradients.contexts import Gradients
 from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
 from ..references.references import LeakedReference, References
-from .events import Events, WorkerJoined, WorkerLeft, WorkerLost
+from .events import Events, WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
+from .newcomers import Newcomers, roster_to_wire
 
 logger = logging.getLogger("aiorpc")
 
@@ -95,7 +97,16 @@ class Group:
     def __init__(self, home: Home, records: list[WorkerRecord]) -> None:
         self._home = home
         self._engine = home.engine
-        self._table = GroupTable(home.engine.id, records, free=home.rendezvous.dynamic)
+        newcomer = home.rendezvous.returned is not None
+        self._table = GroupTable(home.engine.id, records, free=home.rendezvous.dynamic, newcomer=newcomer)
+        self.newcomers = Newcomers(
+            home,
+            self._table,
+            carry_out=self._carry_out,
+            lose=self.on_lost,
+            is_together=self._is_together,
+            verbs=(arrive, introduce),
+        )
         self.members = self._table.members
         self.lost = self._table.lost
         self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
@@ -133,7 +144,7 @@ class Group:
     def contradicts(self, record: WorkerRecord) -> bool:
         """Whether a member says something else of itself than this worker knows of it; a free group has new members."""
         known = self.members.get(record.id)
-        return known != record and not (known is None and self._table.free)
+        return known != record and not (known is None and (self._table.free or self._table.expects(record)))
 
     def live(self) -> list[WorkerRecord]:
         """The members that have neither left nor been lost."""
@@ -162,12 +173,22 @@ class Group:
             case leaving.Attend(to):
                 self._tell(to, attend, self._engine.record.to_wire())
             case leaving.Follow(to):
-                if not self.watch(to):
+                # A newcomer may have given up, and its process live on.
+                if not self.watch(to) or to.id != to.rank:
                     self._tell(to, attend, self._engine.record.to_wire())
             case leaving.ReportLost(to, member, cause):
                 self._tell(to, report_lost, member.to_wire(), cause)
             case leaving.Joined(member):
+                self._home.references.admit(member.id)
+                self._home.peers.add(member)
                 self._home.news.publish(WorkerJoined(member.info))
+            case leaving.Replaced(member, before):
+                logger.info("worker %s: %s has taken the place of %s", self._engine.name, member.describe(), before.pid)
+                self._home.references.admit(member.id)
+                self._home.peers.add(member)
+                self._home.news.publish(WorkerReplaced(member.info))
+            case leaving.Admit() | leaving.Refuse() | leaving.Announce() | leaving.Welcome():
+                self.newcomers.do(output)
             case leaving.Lost(member, cause, error):
                 self._mourn(member, cause, error)
             case leaving.Left(member):
@@ -224,10 +245,11 @@ class Group:
         """
         if not self._engine.closed:
             self._carry_out(self._table.lose(record, cause, error))
+            self.newcomers.look()
 
     def _mourn(self, record: WorkerRecord, cause: str, error: BaseException | None) -> None:
         home, engine = self._home, self._engine
-        if not engine.lifetime.leaving:
+        if not engine.lifetime.leaving and self._table.returning is Returning.MEMBER:
             logger.warning("worker %s was lost: %s", record.describe(), cause)
         home.peers.of(record).fail(failure(record, cause, error))
         self._forget(record)
@@ -245,6 +267,7 @@ class Group:
     def _on_left(self, record: WorkerRecord) -> None:
         if not self._engine.closed:
             self._carry_out(self._table.depart(record))
+            self.newcomers.look()  # this worker may lead now
 
     # --- what is said of a member by somebody who may not be it -------------------------------------------------------
 
@@ -438,7 +461,7 @@ def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> Rp
     else:
         text = f"{record.describe()} was lost: {cause}"
         host, pid = record.hostname, record.pid
-        failure = PeerLost(text, worker=record.name, rank=record.id, host=host, pid=pid, cause=cause)
+        failure = PeerLost(text, worker=record.name, rank=record.rank, host=host, pid=pid, cause=cause)
     failure.__cause__ = error
     return failure
 
@@ -449,27 +472,49 @@ class _NodeForHandlers(Protocol):
     group: Group
 
 
-def _current() -> tuple[Group, WorkerInfo]:
+def _current() -> tuple[Group, int]:
+    """In a handler: the group of this worker, and the id of the caller."""
     call = current_call.get()
     assert call is not None, "these functions are handlers"
-    return cast(_NodeForHandlers, call.node).group, call.caller
+    return cast(_NodeForHandlers, call.node).group, call.caller_id
 
 
 @system
 async def attend(record: list[Any]) -> None:
     """Handler: a member makes itself known, and keeps the connection over which it does so."""
-    group, caller = _current()
+    group, caller_id = _current()
     member = WorkerRecord.from_wire(record)
-    if member.info != caller:
-        raise RpcUsageError(f"worker {caller.name!r} speaks for itself alone, and not for {member.name!r}")
+    _check_own(member, caller_id)
     group.on_joined(member)
+
+
+def _check_own(member: WorkerRecord, caller_id: int) -> None:
+    caller = current.caller()
+    if (member.id, member.info) != (caller_id, caller):
+        raise RpcUsageError(f"worker {caller.name!r} speaks for itself alone, and not for {member.name!r}")
+
+
+@system
+async def arrive(record: list[Any]) -> list[Any]:
+    """Handler, on the leader: a newcomer is there. It is answered when all members know it, with who they are."""
+    group, caller_id = _current()
+    newcomer = WorkerRecord.from_wire(record)
+    _check_own(newcomer, caller_id)
+    return roster_to_wire(await group.newcomers.arrive(newcomer))
+
+
+@system
+async def introduce(record: list[Any]) -> None:
+    """Handler: the leader says that a newcomer has the place of a lost member. It is answered when that is known."""
+    group, caller_id = _current()
+    await group.newcomers.introduce(caller_id, WorkerRecord.from_wire(record))
 
 
 @system
 async def report_lost(record: list[Any], cause: str) -> None:
     """Handler: the leader has seen a member die, and tells it."""
-    group, caller = _current()
-    group.on_report(caller.id, WorkerRecord.from_wire(record), str(cause)[:CAUSE_LIMIT])
+    group, caller_id = _current()
+    group.on_report(caller_id, WorkerRecord.from_wire(record), str(cause)[:CAUSE_LIMIT])
 
 
 @system
@@ -490,8 +535,8 @@ async def present() -> WorkerInfo:
 @system
 async def enter() -> None:
     """Handler, on the leader: the program of a member is done. It is answered when all may leave."""
-    group, caller = _current()
-    await group.enter(caller.id)
+    group, caller_id = _current()
+    await group.enter(caller_id)
 
 
 @system

@@ -166,6 +166,15 @@ def _roster_from_json(value: Any) -> tuple[int, list[Member], set[int]]:
     return version, [Member.from_json(item) for item in members], {*used}
 
 
+def has_formed(board: Board, generation: int, world_size: int) -> bool:
+    """Whether that generation is a group of that size whose members have all been there."""
+    world, verdict = board.get(f"{generation}/world"), board.get(f"{generation}/verdict")
+    if world is None or verdict is None:
+        return False
+    size, _ = board.load(f"{generation}/world", world, _world_from_json)
+    return size == world_size and board.load(f"{generation}/verdict", verdict, _Verdict.from_json).kind == _COMPLETE
+
+
 def check_unique_names(records: Sequence[WorkerRecord]) -> None:
     """RendezvousError naming the ranks that share a name, if any do."""
     holders: dict[str, list[WorkerRecord]] = defaultdict(list)
@@ -229,6 +238,10 @@ class FixedWorld:
     def leave(self, record: WorkerRecord) -> None:
         """Give up the record's place, so that its rank can be taken in the next generation."""
         self.board.put(self._key(f"end/{record.id}"), record.incarnation)
+
+    def enter(self, generation: int, members: list[Member]) -> None:
+        """This worker takes the place of a lost member of that generation, which has those members."""
+        self.generation, self._members = generation, members
 
     def abandon(self, record: WorkerRecord) -> None:
         """Give up the place of a record that has not joined, if it has one."""

@@ -23,13 +23,15 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
-from ...devices import DeviceClaims
+from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
+from ...protocol.leaving import Roster
 from ...transport import sockets
 from ...transport.sockets import SECRET_SUFFIX
 from ..engine.host import host_identity, main_identity
 from .membership import SET_IT, FixedWorld, FreeWorld, Member, Proof
+from .returning import Admission, Answer, PlacesInStore, Return, come_back
 from .secret import CERTIFIED, SALT_SIZE, Secret, given_secret, make_key
 from .stores import (
     LAST_PAUSE,
@@ -65,7 +67,8 @@ class Rendezvous:
 
     rank, world_size: as given or found in the environment; world_size is None for a group that is joined freely.
     hosts_store: this process serves the store, so the group cannot be joined once it has gone.
-    claims: what the members said of their devices, by name, as found at `join`.
+    claims: what the members said of their devices, by name, as found at `join`. returned: how this worker has come to
+    the place of a member that was lost; None if it has not.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Rendezvous:
         self._world = self._make_world()
         self.claims: dict[str, DeviceClaims] = {}
         self._held: _HeldSecret | None = None
+        self.returned: Return | None = None
         self._made: WorkerRecord | None = None
 
     @classmethod
@@ -180,7 +184,9 @@ class Rendezvous:
                 if isinstance(self._world, FreeWorld):
                     members = self._world.join(make, mine, self._patience)
                 else:
-                    members = self._world.join(self._made or make(self._world.rank), mine, self._patience)
+                    record = self._made or make(self._world.rank)
+                    members = self._come_back(self._world, record, mine)
+                    members = members or self._world.join(record, mine, self._patience)
                 self.claims = {member.record.name: member.claims for member in members}
                 return [member.record for member in members]
             except StoreGone:
@@ -188,6 +194,60 @@ class Rendezvous:
                     raise
                 self._reconnect()
         raise RendezvousError(f"the store at {self._place} kept closing for {self._patience.seconds:g} s")
+
+    def _come_back(self, world: FixedWorld, record: WorkerRecord, claims: DeviceClaims) -> list[Member]:
+        """Take the place of a lost member, if a group that has lost it runs here: the members, or nobody."""
+        places = self._places(self._board.number("generation"))
+        returned = come_back(places, record, claims, self._patience)
+        if returned is None:
+            return []
+        members = [*returned.admission.members, returned.member]
+        try:
+            check_device_maps({member.record.name: member.claims for member in members})
+        except RendezvousError:
+            returned.give_up()
+            raise
+        world.enter(returned.generation, members)
+        self.returned, self._made = returned, returned.record
+        return members
+
+    def _places(self, generation: int) -> PlacesInStore:
+        assert self.world_size is not None, "a free group has no places"
+        return PlacesInStore(self._board, generation, self.world_size, self._whole_proof())
+
+    @property
+    def record(self) -> WorkerRecord:
+        """What this worker has said of itself, as `join` was called."""
+        assert self._made is not None, "it has joined"
+        return self._made
+
+    def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
+        """The newcomers that claim the places of these ranks. StoreGone if the store is not there any more."""
+        if self._is_client() and not listens(self._place):  # torch logs every failed operation
+            raise StoreGone(f"the store at {self._place} has gone")
+        return self._places(self.generation).applicants(ranks)
+
+    def admit(self, newcomer: WorkerRecord, roster: Roster) -> None:
+        """Let a newcomer know that it may come, who is in the group, and where it finds the secret."""
+        assert self._made is not None, "who leads has joined"
+        far = newcomer.host != self._made.host
+        offer: dict[str, str] = {}
+        if self._held is not None:
+            if far and self._proof.require_secret is not False:
+                self.turn_away(
+                    newcomer, f"it is on another host than the leader, and AIORPC_SECRET is not set: {SET_IT}"
+                )
+                return
+            offer = self._held.offer(far)
+        members = tuple(member.id for member in roster.members)
+        lost = tuple((member.id, cause) for member, cause in roster.lost)
+        answer = Answer(self._made.incarnation, members=members, lost=lost, secret=offer)
+        self._places(self.generation).reply(newcomer, answer)
+
+    def turn_away(self, newcomer: WorkerRecord, reason: str) -> None:
+        """Let a newcomer know that it cannot come, and why."""
+        assert self._made is not None, "who leads has joined"
+        self._places(self.generation).reply(newcomer, Answer(self._made.incarnation, refused=reason))
 
     def members(self) -> list[WorkerRecord]:
         """Records of the group: who is in it now if it is dynamic, else those found at `join`.
@@ -283,7 +343,12 @@ class Rendezvous:
         self._check_required(record, records)
         held = _HeldSecret(record, Path(directory))
         try:
-            value = self._agree_free(held) if isinstance(self._world, FreeWorld) else self._agree_fixed(held, records)
+            if self.returned is not None:
+                value = self._agree_as_newcomer(held, self.returned.admission)
+            elif isinstance(self._world, FreeWorld):
+                value = self._agree_free(held)
+            else:
+                value = self._agree_fixed(held, records)
             self._check_offer(held)
         except BaseException:
             held.remove()
@@ -317,8 +382,11 @@ class Rendezvous:
             elif asker is not None:
                 held.write()  # somebody may have tidied up
 
+    def _whole_proof(self) -> Proof:
+        return replace(self._proof, key=self._key[1] if self._key is not None else None)
+
     def _make_world(self) -> FixedWorld | FreeWorld:
-        proof = replace(self._proof, key=self._key[1] if self._key is not None else None)
+        proof = self._whole_proof()
         if self.world_size is None:
             return FreeWorld(self._board, self.rank, proof=proof)
         assert self.rank is not None, "checked with the arguments"
@@ -442,6 +510,12 @@ class Rendezvous:
                     Path(offer["path"]).unlink(missing_ok=True)  # nobody else will join: it need not outlive a kill
                 return held.value
         raise RendezvousError(f"no secret from {first.describe()} within {self._patience.seconds:g} s")
+
+    def _agree_as_newcomer(self, held: _HeldSecret, admission: Admission) -> bytes:
+        for _ in self._patience.tries():
+            if self._take(held, admission.secret, admission.by, self._proof.require_secret is False):
+                return held.value
+        raise RendezvousError(f"no secret from {admission.by.describe()} within {self._patience.seconds:g} s")
 
     def _agree_free(self, held: _HeldSecret) -> bytes:
         assert isinstance(self._world, FreeWorld)

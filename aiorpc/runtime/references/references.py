@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -94,7 +94,7 @@ class References:
         accelerators: Accelerators,
         handle_class: type[RRef[Any]] = RRef,
         *,
-        members: Container[int] | None = None,
+        members: set[int] | None = None,
     ) -> None:
         """handle_class: the class of handles that arrive, and of results of `remote`.
 
@@ -105,6 +105,7 @@ class References:
         self.home = home
         self._accelerators = accelerators
         self._most = home.engine.options.max_references
+        self._members = members
         self._table = ReferenceTable(home.engine.id, members=members, most=self._most)
         self._lock = threading.Lock()
         self._values: dict[ReferenceId, Future[Any]] = {}
@@ -279,6 +280,11 @@ class References:
     def on_message(self, sender: int, message: Message) -> None:
         """A message of reference counting arrived; on the loop. Raises ProtocolError."""
         self._run(self._table.on_message, sender, message)
+
+    def admit(self, worker_id: int) -> None:
+        """A worker of that id has come into the group."""
+        if self._members is not None:
+            self._members.add(worker_id)
 
     def on_gone(self, worker_id: int, lost: bool) -> None:
         """A worker died, or left."""

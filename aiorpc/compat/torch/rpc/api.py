@@ -352,7 +352,8 @@ def _gone(names: set[str], node: Node | None) -> list[WorkerInfo]:
     if node is None:
         return []
     members = list(node.group.members.values())
-    return [each.info for each in members if each.name in names and node.group.is_gone(each)]
+    there = {each.name for each in members if not node.group.is_gone(each)}
+    return [each.info for each in members if each.name in names - there and node.group.is_gone(each)]
 
 
 @intrinsic

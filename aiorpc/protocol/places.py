@@ -1,0 +1,75 @@
+"""The places of a group of fixed size, in the view of one worker: who has each, and who may take that of a lost member.
+
+A place is a rank with its name. A process that takes one is a new worker: its id is one that nobody has had, so nothing
+that is kept by ids (references, contexts, calls) can mistake it for the one before. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .identity import WorkerRecord
+from .states import PLACE, PlaceEvent, PlaceState
+
+
+class Places:
+    """holders: by rank, the member that has the place, or had it last. promised: by rank, whom the leader admitted."""
+
+    def __init__(self, members: Iterable[WorkerRecord]) -> None:
+        self.holders: dict[int, WorkerRecord] = {}
+        self.promised: dict[int, WorkerRecord] = {}
+        for record in sorted(members, key=lambda each: each.id):  # of two in one place the later one has it
+            self.holders[record.rank] = record
+        self._states = dict.fromkeys(self.holders, PLACE.initial)
+
+    def state(self, rank: int) -> PlaceState:
+        """Of that place. KeyError if the group has none of that rank."""
+        return self._states[rank]
+
+    def vacant(self) -> list[int]:
+        """The ranks whose members were lost, and that nobody has taken."""
+        return [rank for rank, state in self._states.items() if state in (PlaceState.VACANT, PlaceState.PROMISED)]
+
+    def part(self, record: WorkerRecord, *, lost: bool) -> None:
+        """A member is gone. Nothing happens if another one has its place by now."""
+        if self.holders.get(record.rank) == record and self._states[record.rank] is PlaceState.HELD:
+            self._next(record.rank, PlaceEvent.LOST if lost else PlaceEvent.LEFT)
+
+    def objection(self, record: WorkerRecord) -> str:
+        """Why that newcomer cannot have the place of its rank; "" if it can."""
+        holder = self.holders.get(record.rank)
+        if holder is None:
+            return f"the group has no rank {record.rank}"
+        if holder.name != record.name:
+            return f"rank {record.rank} is the place of {holder.name!r}, and not of {record.name!r}"
+        state = self._states[record.rank]
+        if state is PlaceState.HELD:
+            return f"{holder.describe()} lives, and has that place"
+        if state is PlaceState.CLOSED:
+            return f"{holder.describe()} has left, and only who was lost can be replaced"
+        if record.id <= holder.id:
+            return f"it has the number {record.id}, which is no new one"
+        return ""
+
+    def promise(self, record: WorkerRecord) -> None:
+        """The leader admits a newcomer, to which there is no objection."""
+        self._next(record.rank, PlaceEvent.ADMIT)
+        self.promised[record.rank] = record
+
+    def take(self, record: WorkerRecord) -> WorkerRecord:
+        """A newcomer that was promised its place has arrived; the record of the member before."""
+        self._next(record.rank, PlaceEvent.ARRIVED)
+        del self.promised[record.rank]
+        return self._hold(record)
+
+    def introduce(self, record: WorkerRecord) -> WorkerRecord:
+        """Another worker leads, and says who has a place that is vacant now; the record of the member before."""
+        self._next(record.rank, PlaceEvent.INTRODUCED)
+        return self._hold(record)
+
+    def _hold(self, record: WorkerRecord) -> WorkerRecord:
+        before, self.holders[record.rank] = self.holders[record.rank], record
+        return before
+
+    def _next(self, rank: int, event: PlaceEvent) -> None:
+        self._states[rank] = PLACE.next(self._states[rank], event)

@@ -1,0 +1,93 @@
+"""How a new process takes the place of a member that was lost. `protocol.places` and `protocol.leaving` go by these."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .table import Table, Transition, from_each
+
+
+class PlaceState(Enum):
+    """See `PLACE`."""
+
+    HELD = "held"
+    VACANT = "vacant"
+    PROMISED = "promised"
+    CLOSED = "closed"
+
+
+class PlaceEvent(Enum):
+    """What takes a place from one state to the next, in the view of one worker."""
+
+    LOST = "its member was lost"
+    LEFT = "its member has left in good order"
+    ADMIT = "this worker leads, and admits a newcomer"
+    ARRIVED = "the newcomer that was admitted has proved itself"
+    INTRODUCED = "the leader says who has the place now"
+
+
+_P, _E = PlaceState, PlaceEvent
+
+PLACE: Table[PlaceState, PlaceEvent] = Table(
+    "place in a group of fixed size",
+    about=(
+        "A place is a rank, with its name. Each worker has its own view; only that of the leader decides. A newcomer "
+        "may be lost, too, and its place be taken again."
+    ),
+    initial=_P.HELD,
+    meanings={
+        _P.HELD: "A living member has it.",
+        _P.VACANT: "Its member was lost; a new process may take it.",
+        _P.PROMISED: "At the leader only: a newcomer was admitted, and has not arrived.",
+        _P.CLOSED: "Its member has left, as all will: nobody takes it any more.",
+    },
+    transitions=(
+        Transition(_P.HELD, _E.LOST, _P.VACANT),
+        Transition(_P.HELD, _E.LEFT, _P.CLOSED),
+        Transition(_P.VACANT, _E.ADMIT, _P.PROMISED, "The newcomer is told who is in the group."),
+        Transition(_P.PROMISED, _E.ADMIT, _P.PROMISED, "The newcomer before has not arrived: another one may."),
+        Transition(_P.PROMISED, _E.ARRIVED, _P.HELD, "The leader tells all others."),
+        Transition(_P.VACANT, _E.INTRODUCED, _P.HELD),
+    ),
+    final=(_P.CLOSED,),
+)
+
+
+class Returning(Enum):
+    """See `RETURNING`."""
+
+    ASKING = "asking"
+    ARRIVING = "arriving"
+    MEMBER = "member"
+    OUT = "out"
+
+
+class ReturnEvent(Enum):
+    """What takes a newcomer from one state to the next."""
+
+    ADMITTED = "the leader admits it"
+    LEADER_GONE = "the leader was lost before it has said so"
+    WELCOMED = "the leader says that all know it"
+    TURNED_AWAY = "it is refused, the time is up, or nobody else lives"
+
+
+_R, _V = Returning, ReturnEvent
+
+RETURNING: Table[Returning, ReturnEvent] = Table(
+    "newcomer in a group of fixed size",
+    about="A process that takes the place of a lost member, from its claim in the store to the end of its `init`.",
+    initial=_R.ASKING,
+    meanings={
+        _R.ASKING: "Its claim stands in the store, where the leader looks as long as there are vacant places.",
+        _R.ARRIVING: "It has connected to the leader, which tells all others of it.",
+        _R.MEMBER: "All living members know it. It is as any other one.",
+        _R.OUT: "Its `init` raises, and says why; the process may start again, as another newcomer.",
+    },
+    transitions=(
+        Transition(_R.ASKING, _V.ADMITTED, _R.ARRIVING, "It knows who is in the group, and the secret."),
+        Transition(_R.ARRIVING, _V.LEADER_GONE, _R.OUT, "Nobody can tell who has heard of it: its number is void."),
+        Transition(_R.ARRIVING, _V.WELCOMED, _R.MEMBER),
+        *from_each((_R.ASKING, _R.ARRIVING), _V.TURNED_AWAY, _R.OUT),
+    ),
+    final=(_R.MEMBER, _R.OUT),
+)

@@ -1,0 +1,223 @@
+"""New processes in the places of lost members: what the leader, the others and the newcomer itself do. On the loop.
+
+What is decided, and the order of it all, is in `protocol/leaving.py`; what goes through the store in
+`meeting/returning.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ... import foreign
+from ...errors import RendezvousError, RpcError, RpcUsageError, WorkerClosed
+from ...protocol import leaving
+from ...protocol.identity import WorkerRecord
+from ...protocol.leaving import GroupTable, Outputs, Roster
+from ...protocol.states import Returning
+from ..caller.peers import Peers
+from ..engine.engine import Engine
+from ..meeting.rendezvous import Rendezvous
+from ..meeting.returning import Admission
+from ..meeting.stores import StoreGone
+
+logger = logging.getLogger("aiorpc")
+
+NewcomerOutput = leaving.Admit | leaving.Refuse | leaving.Announce | leaving.Welcome
+
+# Seconds between two looks at whether this worker knows by now what the leader knows already.
+_PAUSE = 0.01
+
+
+class Home(Protocol):
+    """What newcomers need of the worker."""
+
+    engine: Engine
+    rendezvous: Rendezvous
+    peers: Peers
+
+
+class Newcomers:
+    """The newcomers of one worker's group.
+
+    carry_out: does what the table says. lose: takes a member for lost, for a cause. is_together: asks a member whether
+    it is there, and has not parted with another one. verbs: the handlers that are called on others.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        table: GroupTable,
+        *,
+        carry_out: Callable[[Outputs], None],
+        lose: Callable[[WorkerRecord, str], None],
+        is_together: Callable[[WorkerRecord, WorkerRecord], Any],
+        verbs: tuple[Any, Any],
+    ) -> None:
+        self._home = home
+        self._engine = home.engine
+        self._table = table
+        self._carry_out = carry_out
+        self._lose = lose
+        self._is_together = is_together
+        self._arrive, self._introduce = verbs
+        self._answered: set[str] = set()  # the incarnations of those to whom this worker has replied in the store
+        self._arriving: dict[int, asyncio.Future[Roster]] = {}
+        self._looking = False
+        self._blind = False  # the store has gone
+
+    # --- as the leader ------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Look at the store for newcomers, as long as this worker leads and a place is vacant."""
+        if not self._looking and not self._blind and self._wanted():
+            self._looking = True
+            self._engine.tasks.spawn(self._look())
+
+    def _wanted(self) -> bool:
+        return self._table.leads and not self._table.free and bool(self._table.places.vacant())
+
+    async def _look(self) -> None:
+        rendezvous = self._home.rendezvous
+        try:
+            while self._wanted() and not self._engine.closed:
+                ranks = self._table.places.vacant()
+                try:
+                    for record in await self._engine.steps.run(lambda ranks=ranks: rendezvous.applicants(ranks)):  # type: ignore[misc]  # of a lambda with a default
+                        if record.incarnation not in self._answered:
+                            self._carry_out(self._table.apply(record))
+                except StoreGone as error:  # for good, and torch logs every look at it
+                    self._blind = True
+                    logger.info("worker %s can let nobody in any more: %s", self._engine.name, error)
+                    return
+                except RendezvousError as error:
+                    logger.warning("worker %s cannot see who wants to come: %s", self._engine.name, error)
+                await asyncio.sleep(self._engine.bounds.serving_pause)
+        finally:
+            self._looking = False
+
+    def do(self, output: NewcomerOutput) -> None:
+        """What the table has decided."""
+        match output:
+            case leaving.Admit(newcomer, roster):
+                logger.info("worker %s lets %s in", self._engine.name, newcomer.describe())
+                self._reply(newcomer, lambda: self._home.rendezvous.admit(newcomer, roster))
+            case leaving.Refuse(newcomer, reason):
+                arriving = self._arriving.get(newcomer.id)
+                if arriving is None:
+                    self._reply(newcomer, lambda: self._home.rendezvous.turn_away(newcomer, reason))
+                elif not arriving.done():
+                    arriving.set_exception(RpcUsageError(reason))
+            case leaving.Announce(to, newcomer):
+                self._engine.tasks.spawn(self._tell(to, newcomer))
+            case leaving.Welcome(newcomer, roster):
+                arriving = self._arriving.get(newcomer.id)
+                if arriving is not None and not arriving.done():
+                    arriving.set_result(roster)
+                if not self._table.places.promised:
+                    with contextlib.suppress(OSError):
+                        self._home.rendezvous.remove_secret()
+
+    def _reply(self, newcomer: WorkerRecord, say: Callable[[], None]) -> None:
+        self._answered.add(newcomer.incarnation)
+        self._engine.tasks.spawn(self._reply_to(newcomer, say))
+
+    async def _reply_to(self, newcomer: WorkerRecord, say: Callable[[], None]) -> None:
+        try:
+            await self._engine.steps.run(say)
+        except (RendezvousError, OSError) as error:
+            self._answered.discard(newcomer.incarnation)
+            logger.warning("worker %s cannot reply to %s: %s", self._engine.name, newcomer.describe(), error)
+
+    async def arrive(self, newcomer: WorkerRecord) -> Roster:
+        """A newcomer has proved itself. Returns once all members know it. RpcUsageError if it cannot be one of them."""
+        arriving: asyncio.Future[Roster] = self._engine.loop.create_future()
+        self._arriving[newcomer.id] = arriving
+        try:
+            self._carry_out(self._table.arrive(newcomer))
+            return await arriving
+        finally:
+            self._arriving.pop(newcomer.id, None)
+
+    async def _tell(self, to: WorkerRecord, newcomer: WorkerRecord) -> None:
+        try:
+            # Without a limit: a member that is stopped has to know before anybody can call it.
+            await self._home.peers.of(to).call(self._introduce, (newcomer.to_wire(),), None, 0.0, system=True)
+        except RpcUsageError as error:
+            self._lose(newcomer, f"{to.describe()} does not take it for a member: {error}")
+        except RpcError:
+            return  # it is lost, or this worker leaves
+        self._carry_out(self._table.introduced(to.id, newcomer.id))
+
+    # --- as another member --------------------------------------------------------------------------------------------
+
+    async def introduce(self, leader: int, newcomer: WorkerRecord) -> None:
+        """A member says that there is a newcomer. RpcUsageError if that is not for it to say, or cannot be."""
+        await self._until_it_leads(leader)
+        holder = self._table.in_the_way(newcomer)
+        if holder is not None:
+            said_by = self._table.members[leader]
+            if await self._is_together(holder, said_by):
+                raise RpcUsageError(f"{holder.describe()} is there, as it says itself, and has that place")
+            self._lose(holder, f"it was replaced, says {said_by.describe()}")
+        if newcomer.id not in self._table.members:
+            objection = self._table.places.objection(newcomer)
+            if objection:
+                raise RpcUsageError(objection)
+            self._carry_out(self._table.introduce(newcomer))
+
+    async def _until_it_leads(self, leader: int) -> None:
+        """It may know earlier than this worker that those before it are lost."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._engine.bounds.vouch):
+                while self._table.leader != leader:  # noqa: ASYNC110  # as others are lost, which signals nobody
+                    await asyncio.sleep(_PAUSE)
+        if self._table.leader != leader:
+            raise RpcUsageError(f"worker {self._engine.name!r} takes the word of its leader alone, which that is not")
+
+    # --- as the newcomer ----------------------------------------------------------------------------------------------
+
+    async def come(self, seconds: float) -> None:
+        """Become a member, within so many seconds; 0 for no limit. RendezvousError if that cannot be."""
+        returned = self._home.rendezvous.returned
+        assert returned is not None, "it is a newcomer"
+        try:
+            await self._come(returned.admission, seconds)
+            await self._engine.steps.run(returned.settle_in)
+        except BaseException as error:
+            if self._table.returning in (Returning.ASKING, Returning.ARRIVING):
+                self._table.turned_away()
+            await self._engine.steps.run(returned.give_up)
+            if isinstance(error, TimeoutError):
+                why = f"not all members have heard of it within {seconds:g} s: one may be stopped, or hold its loop"
+            elif isinstance(error, RpcError) and not isinstance(error, WorkerClosed):
+                why = f"{foreign.text_of(error)}; start it again"
+            else:
+                raise
+            name = self._engine.name
+            raise RendezvousError(f"worker {name!r} was let into the group, and is no member: {why}") from error
+
+    async def _come(self, admission: Admission, seconds: float) -> None:
+        self._carry_out(self._table.admitted(admission.roster))
+        peer, said = self._home.peers.of(admission.by), (self._engine.record.to_wire(),)
+        async with asyncio.timeout(seconds or None):
+            answer = await peer.call(self._arrive, said, None, 0.0, system=True)
+        self._carry_out(self._table.welcomed(roster_from_wire(answer)))
+
+
+def roster_to_wire(roster: Roster) -> list[Any]:
+    """Plain data."""
+    lost = [[record.to_wire(), cause] for record, cause in roster.lost]
+    return [[record.to_wire() for record in roster.members], lost]
+
+
+def roster_from_wire(value: Any) -> Roster:
+    """What `roster_to_wire` has made."""
+    members, lost = value
+    return Roster(
+        tuple(WorkerRecord.from_wire(each) for each in members),
+        tuple((WorkerRecord.from_wire(record), str(cause)) for record, cause in lost),
+    )

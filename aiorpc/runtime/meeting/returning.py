@@ -1,0 +1,323 @@
+"""Taking the place of a member that was lost, as far as it goes through the store. Blocking; see `protocol/leaving.py`.
+
+Keys beside those of `membership.py`, G being the number of the generation, all of one group that has formed:
+
+    G/slot/RANK/LIFE      who claims the place of that rank after so many others; taken once, by compare and set
+    G/ids                 counts the newcomers: each has an id that nobody has had
+    G/answer/ID           what the leader says to the newcomer of that id: that it is admitted, or why not
+    G/there/ID            the newcomer of that id has become a member
+
+A claim stands until its process gives up (G/end/ID) or is proved dead. Where nobody of the group lives, nobody answers:
+all who come are newcomers then, or all others have ended, and they form the next generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...devices import DeviceClaims
+from ...errors import RendezvousError
+from ...protocol.identity import WorkerRecord
+from ...protocol.leaving import Roster
+from ..engine.host import host_identity, provably_dead
+from .membership import Member, Proof, has_formed
+from .stores import Board, Patience, StoreGone
+
+# Seconds for a word of the leader, where the member whose place is claimed looks alive from here.
+_LIVING_PATIENCE = 2.0
+# Seconds between two looks at who else is there, and for an address to answer.
+_LOOK_PAUSE, _ANSWER = 0.25, 1.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the leader says to a newcomer: why it is refused, or where to go. by: the incarnation of that leader.
+
+    members: the ids of the members that live. lost: those of the lost, with the causes. secret: as an offer of the
+    group's secret; empty where the newcomer has its own. seal: as that of a `Member`.
+    """
+
+    by: str
+    refused: str = ""
+    members: tuple[int, ...] = ()
+    lost: tuple[tuple[int, str], ...] = ()
+    secret: dict[str, str] = field(default_factory=dict)
+    seal: str = ""
+
+    def sealed(self, key: bytes | None, generation: int, newcomer: str) -> Answer:
+        """As a leader that has AIORPC_SECRET writes it for the newcomer of that incarnation."""
+        return self if key is None else replace(self, seal=self._seal(key, generation, newcomer))
+
+    def is_genuine(self, key: bytes | None, generation: int, newcomer: str) -> bool:
+        """Whether it bears the seal that it ought to."""
+        return key is None or hmac.compare_digest(self._seal(key, generation, newcomer).encode(), self.seal.encode())
+
+    def _seal(self, key: bytes, generation: int, newcomer: str) -> str:
+        said = json.dumps(["aiorpc answer", generation, newcomer, *self.to_json()[:-1]])
+        return hmac.digest(key, said.encode(), "sha256").hex()
+
+    def to_json(self) -> list[Any]:
+        """The form `from_json` reads."""
+        return [self.by, self.refused, [*self.members], [[*each] for each in self.lost], self.secret, self.seal]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Answer:
+        """The answer; ValueError, TypeError or LookupError if something else stands there."""
+        by, refused, members, lost, secret, seal = value
+        if not all(type(each) is int for each in (*members, *(member for member, _ in lost))) or not seal.isascii():
+            raise ValueError("no answer to a newcomer")
+        causes = tuple((member, "" + cause) for member, cause in lost)
+        offer = {"" + name: "" + secret[name] for name in secret}
+        return cls("" + by, "" + refused, tuple(members), causes, offer, "" + seal)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """That a newcomer may come: who says so, who is in the group, and an offer of its secret."""
+
+    by: WorkerRecord
+    members: tuple[Member, ...]
+    lost: tuple[tuple[WorkerRecord, str], ...]
+    secret: dict[str, str] = field(repr=False)
+
+    @property
+    def roster(self) -> Roster:
+        """Who is in the group, as the leader has said."""
+        return Roster(tuple(member.record for member in self.members), self.lost)
+
+
+class PlacesInStore:
+    """The places of one generation, as they stand in the store. proof: of this worker, for its own claim."""
+
+    def __init__(self, board: Board, generation: int, world_size: int, proof: Proof) -> None:
+        self.board = board
+        self.generation = generation
+        self.world_size = world_size
+        self.proof = proof
+        self.key = proof.key
+        self._here = host_identity()
+
+    def _key(self, name: str) -> str:
+        return f"{self.generation}/{name}"
+
+    def lives(self, rank: int) -> list[Member]:
+        """All who have claimed that place, in order; those without the seal that they ought to bear are nobody."""
+        found: list[Member] = []
+        for life in itertools.count():
+            key = self._key(f"slot/{rank}/{life}" if life else f"slot/{rank}")
+            entry = self.board.get(key)
+            if entry is None:
+                break
+            member = self._load(key, entry)
+            if self._is_genuine(member, rank):
+                found.append(member)
+        return found
+
+    def _is_genuine(self, member: Member, rank: int) -> bool:
+        sealed = member.own_secret or self.key is None
+        return sealed and member.is_known(self.key, self.generation) and member.record.rank == rank
+
+    def _load(self, key: str, entry: str) -> Member:
+        return self.board.load(key, entry, Member.from_json)
+
+    def holder(self, rank: int) -> Member | None:
+        """The latest who has the place as a member, or had it; None if nobody ever had."""
+        lives = self.lives(rank)
+        there = [each for each in lives if each.record.id == rank or self._is_there(each.record)]
+        return there[-1] if there else None
+
+    def claimant(self, rank: int) -> Member | None:
+        """The newcomer that claims the place, and still may come; None if there is none."""
+        lives = self.lives(rank)
+        last = lives[-1] if lives else None
+        if last is None or last.record.id == rank or self._is_there(last.record) or self.has_ended(last.record):
+            return None
+        return last
+
+    def _is_there(self, record: WorkerRecord) -> bool:
+        return self.board.get(self._key(f"there/{record.id}")) == record.incarnation
+
+    def has_left(self, record: WorkerRecord) -> bool:
+        """Whether it has said here that it has left, or whoever came next has said that it is gone."""
+        return self.board.get(self._key(f"end/{record.id}")) == record.incarnation
+
+    def has_ended(self, record: WorkerRecord) -> bool:
+        """Whether it has left, or is proved dead."""
+        return self.has_left(record) or provably_dead(record, self._here)
+
+    def end(self, record: WorkerRecord) -> None:
+        """Say that it has ended."""
+        self.board.put(self._key(f"end/{record.id}"), record.incarnation)
+
+    def settle_in(self, record: WorkerRecord, before: WorkerRecord) -> None:
+        """A newcomer has become a member: the one before it has the place no more."""
+        self.board.put(self._key(f"there/{record.id}"), record.incarnation)
+        self.end(before)
+
+    # --- the newcomer -------------------------------------------------------------------------------------------------
+
+    def claim(self, record: WorkerRecord, claims: DeviceClaims) -> Member:
+        """Claim the place of the record's rank, under an id that nobody has had; what stands in the store then.
+
+        RendezvousError if somebody who lives claims it already.
+        """
+        number = self.world_size - 1 + self.board.count(self._key("ids"))
+        record = replace(record, id=number)
+        member = self.proof.member(record, claims, self.generation)
+        entry = json.dumps(member.to_json())
+        life = 1
+        while (held := self.board.swap(key := self._key(f"slot/{record.rank}/{life}"), "", entry)) != entry:
+            other = self._load(key, held)
+            over = self._is_there(other.record) or self.has_ended(other.record)
+            if self._is_genuine(other, record.rank) and not over:
+                raise RendezvousError(
+                    f"rank {record.rank} was taken twice: {other.record.describe()} is about to take the place of the "
+                    f"member that was lost, and so wants {record.describe()}"
+                )
+            life += 1
+        return member
+
+    def answer(self, newcomer: WorkerRecord) -> Answer | None:
+        """What the leader has said to a newcomer, if it has."""
+        key = self._key(f"answer/{newcomer.id}")
+        text = self.board.get(key)
+        answer = None if text is None else self.board.load(key, text, Answer.from_json)
+        genuine = answer is not None and answer.is_genuine(self.key, self.generation, newcomer.incarnation)
+        return answer if genuine else None
+
+    def admission(self, answer: Answer) -> Admission:
+        """What an answer that admits somebody says, with the records of all that it names."""
+        known = {each.record.id: each for rank in range(self.world_size) for each in self.lives(rank)}
+        try:
+            by = next(each.record for each in known.values() if each.record.incarnation == answer.by)
+            members = tuple(known[member] for member in answer.members)
+            lost = tuple((known[member].record, cause) for member, cause in answer.lost)
+        except (StopIteration, KeyError):
+            raise self.board.rubbish(self._key("answer"), "an answer with the number of nobody") from None
+        return Admission(by, members, lost, answer.secret)
+
+    def is_over(self, newcomer: WorkerRecord) -> bool:
+        """Whether nobody of the group is left for that newcomer: each has ended, or a newcomer wants its place."""
+        for rank in range(self.world_size):
+            holder = None if rank == newcomer.rank else self.holder(rank)
+            if holder is not None and not self.has_ended(holder.record) and self.claimant(rank) is None:
+                return False
+        return True
+
+    def sign_of_life(self, record: WorkerRecord) -> str:
+        """What shows from here that a worker lives; "" if nothing does."""
+        if record.host == self._here:
+            alive = not provably_dead(record, self._here)
+            return f"process {record.pid} of this host runs" if alive else ""
+        try:
+            if record.tcp_port:
+                socket.create_connection((record.tcp_host, record.tcp_port), _ANSWER).close()
+                return f"it takes connections at {record.tcp_host}:{record.tcp_port}"
+        except OSError:
+            pass
+        return ""
+
+    # --- the leader ---------------------------------------------------------------------------------------------------
+
+    def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
+        """Who claims the places of these ranks, and still may come."""
+        found = [self.claimant(rank) for rank in ranks]
+        return [each.record for each in found if each is not None]
+
+    def reply(self, newcomer: WorkerRecord, answer: Answer) -> None:
+        """Say that to a newcomer."""
+        sealed = answer.sealed(self.key, self.generation, newcomer.incarnation)
+        self.board.put(self._key(f"answer/{newcomer.id}"), json.dumps(sealed.to_json()))
+
+
+class Return:
+    """One newcomer's way into a group that has formed: its claim, and the wait for the leader's word.
+
+    member: the newcomer. admission: what the leader has said, once it has.
+    """
+
+    admission: Admission
+
+    def __init__(self, places: PlacesInStore, member: Member, before: WorkerRecord) -> None:
+        self._places = places
+        self._before = before
+        self.member = member
+        self.record = member.record
+
+    @property
+    def generation(self) -> int:
+        """Of the group."""
+        return self._places.generation
+
+    def wait(self, patience: Patience) -> bool:
+        """For the leader's word; False if the group is over, and the next one forms. RendezvousError: it is refused."""
+        places, began, looked = self._places, time.monotonic(), 0.0
+        for _ in patience.tries():
+            answer = places.answer(self.record)
+            if answer is not None and answer.refused:
+                raise self._refused(f"says the leader of the group: {answer.refused}")
+            if answer is not None:
+                self.admission = places.admission(answer)
+                return True
+            places.board.check_open()
+            if time.monotonic() - looked < _LOOK_PAUSE:
+                continue
+            sign = places.sign_of_life(self._before)
+            over = places.board.number("generation") > places.generation or places.is_over(self.record)
+            if over and not sign:
+                places.end(self._before)  # whoever comes in its place is the proof of that
+                return False
+            if sign and time.monotonic() - began > _LIVING_PATIENCE:
+                raise self._refused(f"and the first lives: {sign}")
+            looked = time.monotonic()
+        raise self._refused(
+            f"and no member of the group that runs has let the second in within {patience.seconds:g} s; that is for "
+            f"its leader, once {self._before.name!r} is lost to it"
+        )
+
+    def _refused(self, why: str) -> RendezvousError:
+        mine = replace(self.record, pid=os.getpid())
+        return RendezvousError(
+            f"rank {self.record.rank} was taken twice: by {self._before.describe()} and by {mine.describe()}, {why}"
+        )
+
+    def settle_in(self) -> None:
+        """All members know this worker."""
+        self._places.settle_in(self.record, self._before)
+
+    def give_up(self) -> None:
+        """Take the claim back."""
+        with contextlib.suppress(StoreGone):
+            self._places.end(self.record)
+
+
+def come_back(places: PlacesInStore, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> Return | None:
+    """Take the place of that record's rank in a group that has formed; None if the rank has nothing to look for there.
+
+    RendezvousError, saying who has the place, if it is not to be had.
+    """
+    formed = places.generation and has_formed(places.board, places.generation, places.world_size)
+    if not formed or places.proof.lacks_secret:  # whoever lacks the secret is told so where all meet
+        return None
+    before = places.holder(record.rank)
+    if before is None or before.record.incarnation == record.incarnation or places.has_left(before.record):
+        return None
+    member = places.claim(record, claims)
+    made = Return(places, member, before.record)
+    try:
+        if made.wait(patience):
+            return made
+    except BaseException:
+        made.give_up()
+        raise
+    made.give_up()
+    return None

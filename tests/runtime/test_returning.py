@@ -1,0 +1,255 @@
+"""New processes in the places of members that were lost, here as further workers of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+import aiorpc
+from aiorpc import (
+    PeerLost,
+    RendezvousError,
+    RpcBackendOptions,
+    RpcUsageError,
+    UnknownWorker,
+    Worker,
+    WorkerLost,
+    WorkerReplaced,
+)
+from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.group import group as handlers
+from aiorpc.runtime.meeting.membership import Member
+from aiorpc.testing import cluster
+from tests.runtime.waiting import until
+
+LONG = 10.0
+SIZE = 3
+
+
+class Count:
+    """A value to refer to."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, by: int) -> int:
+        self.value += by
+        return self.value
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def who_calls() -> tuple[str, int]:
+    caller = aiorpc.caller()
+    return caller.name, caller.id
+
+
+class Place:
+    """Where a group meets, and those who have come back to it."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.returned: list[Worker] = []
+
+    async def come_back(self, rank: int, name: str = "", **options: Any) -> Worker:
+        chosen = RpcBackendOptions(**options)
+        worker = Worker(name or f"worker{rank}", rank=rank, world_size=SIZE, store=self.store, options=chosen)
+        await asyncio.wait_for(worker.start(), LONG)
+        self.returned.append(worker)
+        return worker
+
+
+@contextlib.asynccontextmanager
+async def place(**options: Any) -> AsyncIterator[tuple[list[Worker], Place]]:
+    """A group, and its place; at the end all that live leave together."""
+    here = Place(HashStore())
+    async with cluster(SIZE, store=here.store, options=RpcBackendOptions(**options)) as workers:
+        yield workers, here
+        alive = [each for each in (*workers, *here.returned) if not each.closed]
+        reports = await asyncio.wait_for(asyncio.gather(*(each.shutdown() for each in alive)), LONG)
+        assert not any(report.timed_out for report in reports)
+
+
+async def lose(worker: Worker, *others: Worker) -> None:
+    """It dies, and the others know: by their connections, as the process lives on."""
+    for each in others:
+        assert await each.call(worker.name, abs, -3) == 3
+    await worker.drop()
+    await until(lambda: all(each.node.group.is_gone(worker.node.engine.record) for each in others))
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+async def test_a_new_worker_takes_the_place_of_a_lost_one(rank: int) -> None:
+    """A member's or the leader's: all call it by name and rank, it calls all, and the others are told."""
+    async with place() as (workers, here):
+        dead, *others = workers[rank], *(each for each in workers if each.id != rank)
+        news = [each.events() for each in others]
+        await lose(dead, *others)
+        new = await here.come_back(rank)
+        assert (new.info, new.node.engine.id) == (dead.info, SIZE)
+        for each, heard in zip(others, news, strict=True):
+            assert await each.call(new.name, abs, -3) == await each.call(rank, abs, -3) == 3
+            assert await new.call(each.name, who_calls) == (new.name, rank)
+            assert each.worker_infos() == new.worker_infos() == [worker.info for worker in workers]
+            events = [await asyncio.wait_for(anext(heard), LONG) for _ in range(2)]
+            assert isinstance(events[0], WorkerLost) and events[1] == WorkerReplaced(new.info)
+            with pytest.raises(UnknownWorker):
+                each.call(SIZE, abs, -3)
+            await heard.aclose()
+
+
+async def test_what_belonged_to_the_lost_one_stays_lost() -> None:
+    """References to its values raise PeerLost for ever; those to values of the new one can be used by all."""
+    async with place() as (workers, here):
+        a, b, dead = workers
+        old = a.remote("worker2", Count, 5)
+        assert await old.rpc_async().add(1) == 6
+        pending = a.call("worker2", for_ever)
+        handle = a.peer("worker2")
+        await lose(dead, a, b)
+        with pytest.raises(PeerLost):
+            await pending
+        new = await here.come_back(2)
+        assert await handle.call(abs, -3) == 3  # a handle stands for the name
+        fresh = a.remote("worker2", Count, 1)
+        assert await fresh.rpc_async().add(1) == 2 and fresh.owner() == new.info
+        with pytest.raises(PeerLost, match="worker2"):
+            await old.rpc_async().add(1)
+        with pytest.raises(PeerLost, match="worker2"):
+            await old
+        assert await a.call("worker2", use_reference, fresh) == 12
+        del old, fresh
+
+
+async def use_reference(rref: Any) -> int:
+    return int(await rref.rpc_async().add(10))
+
+
+async def test_a_place_can_be_taken_again_and_again() -> None:
+    """Twice in a row, and by whoever has just come back; then two places at once, that of the leader among them."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        await lose(c, a, b)
+        first = await here.come_back(2)
+        await lose(first, a, b)
+        second = await here.come_back(2)
+        assert await b.call("worker2", abs, -3) == 3
+        await lose(a, b, second)
+        await lose(second, b)
+        assert b.node.group.leads
+        new, third = await asyncio.gather(here.come_back(0), here.come_back(2))
+        for each in (b, new, third):
+            for name in ("worker0", "worker1", "worker2"):
+                assert await each.call(name, abs, -3) == 3
+        assert [each.node.group.leads for each in (b, new, third)] == [True, False, False]
+
+
+async def test_those_who_have_come_back_go_on_alone() -> None:
+    """When all that were there at first have died, the first of those who came leads, and lets others in."""
+    async with place() as (workers, here):
+        await lose(workers[2], *workers[:2])
+        second = await here.come_back(2)
+        await lose(workers[0], workers[1], second)
+        await lose(workers[1], second)
+        assert second.node.group.leads
+        zero, one = await asyncio.gather(here.come_back(0), here.come_back(1))
+        assert await zero.call("worker1", abs, -3) == await one.call("worker2", abs, -3) == 3
+
+
+async def test_the_place_of_one_that_lives_is_refused() -> None:
+    """By name, with who says so, and in a short time; nobody is harmed."""
+    async with place() as (workers, here):
+        with pytest.raises(RendezvousError, match=r"worker1 \(rank 1.*lives: process \d+ of this host runs"):
+            await here.come_back(1)
+        await lose(workers[2], *workers[:2])
+        with pytest.raises(RendezvousError, match=r"says the leader.*rank 2 is the place of 'worker2', and not of 'x'"):
+            await here.come_back(2, "x")
+        await here.come_back(2)
+        assert await workers[0].call("worker1", abs, -3) == 3
+
+
+async def test_who_was_replaced_is_waited_for_as_any_member() -> None:
+    """Those that have entered their shutdown before serve the new one, until it leaves with them."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        leaving = asyncio.ensure_future(b.shutdown())
+        await until(lambda: b.leaving)
+        await lose(c, a, b)
+        new = await here.come_back(2)
+        leaving_too = asyncio.ensure_future(a.shutdown())
+        await until(lambda: a.id in a.node.group.entered)
+        assert await new.call("worker0", abs, -3) == await new.call("worker1", abs, -3) == 3
+        assert not leaving.done() and not leaving_too.done()
+        await asyncio.wait_for(asyncio.gather(new.shutdown(), leaving, leaving_too), LONG)
+
+
+async def test_the_group_can_be_formed_anew_after_a_replacement() -> None:
+    """All leave together and come again, at the same store: they are the next generation."""
+    async with place() as (workers, here):
+        await lose(workers[2], *workers[:2])
+        await here.come_back(2)
+        await asyncio.gather(*(each.shutdown() for each in (*workers[:2], here.returned[0])))
+        again = [Worker(f"worker{rank}", rank=rank, world_size=SIZE, store=here.store) for rank in range(SIZE)]
+        await asyncio.wait_for(asyncio.gather(*(each.start() for each in again)), LONG)
+        assert again[0].node.rendezvous.generation == 2
+        assert await again[0].call("worker2", abs, -3) == 3
+        await asyncio.gather(*(each.shutdown() for each in again))
+
+
+async def test_with_a_secret_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims and answers bear seals; what somebody without the secret writes there lets nobody in."""
+    monkeypatch.setenv("AIORPC_SECRET", "long enough, and random")
+    async with place() as (workers, here):
+        await lose(workers[2], *workers[:2])
+        forged = Member(workers[2].node.engine.record).to_json()
+        here.store.set("aiorpc/1/slot/2/1", json.dumps(forged))
+        new = await here.come_back(2)
+        assert await workers[1].call("worker2", abs, -3) == 3
+        assert new.node.engine.id == SIZE
+
+
+async def test_only_the_leader_introduces_a_newcomer() -> None:
+    """Nobody takes another member's word for it, and not the leader's where the one before says that it is there."""
+    async with place() as (workers, _):
+        a, b, c = workers
+        b.node.engine.bounds = Bounds(vouch=0.1)
+        liar = replace(a.node.engine.record, id=SIZE, incarnation="ab")
+        with pytest.raises(RpcUsageError, match="takes the word of its leader alone"):
+            await c.call("worker1", handlers.introduce, liar.to_wire())
+        b.node.engine.bounds = Bounds()
+        taken = replace(c.node.engine.record, id=SIZE, incarnation="ab")
+        with pytest.raises(RpcUsageError, match=r"worker2 .* is there, as it says itself, and has that place"):
+            await a.call("worker1", handlers.introduce, taken.to_wire())
+        with pytest.raises(RpcUsageError, match="it was not admitted"):
+            await c.call("worker0", handlers.arrive, c.node.engine.record.to_wire())
+        for each in workers:
+            assert await each.call("worker2", abs, -3) == 3 and each.node.group.lost == {}
+
+
+async def test_a_newcomer_whose_leader_dies_in_the_midst_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its init raises and says so; the next try finds the next leader."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        await lose(c, a, b)
+
+        async def die(*_: Any) -> None:
+            await a.drop()
+            await for_ever()
+
+        monkeypatch.setattr(b.node.group.newcomers, "introduce", die)
+        with pytest.raises(RendezvousError, match=r"worker0.*lost"):
+            await here.come_back(2)
+        monkeypatch.undo()
+        await until(lambda: b.node.group.leads)
+        await here.come_back(2)
+        await here.come_back(0)
+        assert await b.call("worker0", abs, -3) == await b.call("worker2", abs, -3) == 3
