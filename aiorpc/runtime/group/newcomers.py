@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ... import foreign
-from ...errors import RendezvousError, RpcError, RpcUsageError, WorkerClosed
+from ...errors import RendezvousError, RpcError, RpcUsageError, StoreGone, WorkerClosed
 from ...protocol import leaving
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import GroupTable, Outputs, Roster
@@ -22,7 +22,6 @@ from ..caller.peers import Peers
 from ..engine.engine import Engine
 from ..meeting.rendezvous import Rendezvous
 from ..meeting.returning import Admission
-from ..meeting.stores import StoreGone
 
 logger = logging.getLogger("aiorpc")
 

@@ -25,12 +25,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...devices import DeviceClaims
-from ...errors import RendezvousError
+from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Roster
 from ..engine.host import host_identity, provably_dead
 from .membership import Member, Proof, has_formed
-from .stores import Board, Patience, StoreGone
+from .stores import Board, Patience
 
 # Seconds for a word of the leader, where the member whose place is claimed looks alive from here.
 _LIVING_PATIENCE = 2.0
