@@ -197,6 +197,19 @@ async def test_a_bound_on_the_wait_for_those_who_work_on() -> None:
         assert b.state.value == "running"
 
 
+async def test_who_leaves_before_the_leader_has_heard_of_it_is_not_waited_for() -> None:
+    """It has no connection on which it could say goodbye; the leader sees in the store that it has left."""
+    store = HashStore()
+    leader, leaver = (Worker(name, rank=rank, world_size=2, store=store) for rank, name in enumerate("ab"))
+
+    async def come_and_go() -> None:
+        await leaver.start()
+        await leaver.shutdown(graceful=False)
+
+    await asyncio.wait_for(asyncio.gather(leader.start(), come_and_go()), LONG)
+    assert await asyncio.wait_for(leader.shutdown(), LONG) == ShutdownReport()
+
+
 # --- cancelled, from a handler, again ---------------------------------------------------------------------------------
 
 

@@ -111,6 +111,7 @@ class Group:
         self.lost = self._table.lost
         self._watch = ProcessWatch(home.engine.loop, self.on_process_exit)
         self._asked: set[int] = set()  # of whom something is looked into
+        self._heard: set[int] = set()  # who has made itself known
         self._entered: dict[int, asyncio.Future[None]] = {}  # the answers to the ENTERs that were received
         self._rounds_limit, self._pause = 0.0, _FIRST_PAUSE
         # While this worker leaves: what its shutdown waits for, and what that takes.
@@ -195,6 +196,8 @@ class Group:
                 self._part(member)
             case leaving.SendEnter(to):
                 self._spawn(self._enter_at(to))
+                if to.id == self._engine.id:
+                    self._spawn(self._look_for_the_silent())
             case leaving.AwaitIdle():
                 self._spawn(self._until_idle())
             case leaving.Go(complete):
@@ -229,6 +232,7 @@ class Group:
 
     def on_joined(self, record: WorkerRecord) -> None:
         """A member is there. It is news for the user only if it was not known."""
+        self._heard.add(record.id)
         self._home.peers.add(record)
         self._carry_out(self._table.join(record))
 
@@ -404,6 +408,18 @@ class Group:
             self._carry_out(self._table.enter_failed(leader.id))
         else:
             self._carry_out(self._table.enter_answered())
+
+    async def _look_for_the_silent(self) -> None:
+        """As the leader that leaves: see in the store who has left before it could say goodbye to this worker."""
+        while silent := [each for each in self._table.live() if each.id not in self._heard | {self._engine.id}]:
+            await asyncio.sleep(self._engine.bounds.serving_pause)
+            try:
+                left = await self._engine.steps.run(lambda: self._home.rendezvous.left(silent))
+            except RendezvousError as error:
+                logger.debug("worker %s cannot see who has left: %s", self._engine.name, error)
+                return
+            for record in left:
+                self._on_left(record)
 
     async def _until_idle(self) -> None:
         pause = _FIRST_PAUSE

@@ -223,9 +223,18 @@ class Rendezvous:
 
     def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
         """The newcomers that claim the places of these ranks. StoreGone if the store is not there any more."""
+        self._check_there()
+        return self._places(self.generation).applicants(ranks)
+
+    def left(self, records: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+        """Those of the members of a fixed group that have left. StoreGone if the store is not there any more."""
+        self._check_there()
+        places = self._places(self.generation)
+        return [record for record in records if places.has_left(record)]
+
+    def _check_there(self) -> None:
         if self._is_client() and not listens(self._place):  # torch logs every failed operation
             raise StoreGone(f"the store at {self._place} has gone")
-        return self._places(self.generation).applicants(ranks)
 
     def admit(self, newcomer: WorkerRecord, roster: Roster) -> None:
         """Let a newcomer know that it may come, who is in the group, and where it finds the secret."""
