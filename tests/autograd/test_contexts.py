@@ -577,7 +577,7 @@ async def test_leaving_while_the_first_call_is_under_way() -> None:
         for name in ("worker1", "worker2"):
             async with autograd.context():
                 call = workers[0].call(name, parts.via, vector(), "worker1" if name == "worker2" else "worker2")
-            await asyncio.wait([asyncio.ensure_future(_outcome(call))], timeout=10)
+            await asyncio.wait([asyncio.ensure_future(_outcome(call))], timeout=30)
             assert [len(worker.node.gradients) for worker in workers] == [0, 0, 0]
 
 

@@ -147,7 +147,7 @@ def test_threads() -> None:
     barrier = threading.Barrier(8)
 
     def look(graph: Tensor) -> None:
-        barrier.wait(10)
+        barrier.wait(30)
         results.append(same(reached(reach, graph), *leaves))
 
     threads = [threading.Thread(target=look, args=(graph,)) for graph in graphs]

@@ -197,7 +197,7 @@ class InThread(Plain):
 
     def look(self) -> Any:
         self._orders.put(True)
-        return self._answers.get(timeout=10)
+        return self._answers.get(timeout=30)
 
     def let_go(self) -> None:
         self._orders.put(False)

@@ -74,7 +74,7 @@ def lost_here() -> list[str]:
 
 async def reach(name: str) -> int:
     """Handler: call that worker."""
-    answer: int = await rpc.peer(name, timeout=10).call(bodies.add, 1, 2)
+    answer: int = await rpc.peer(name, timeout=20).call(bodies.add, 1, 2)
     return answer
 
 
@@ -123,7 +123,7 @@ async def test_nobody_opens_the_second_connection_of_another() -> None:
 
 async def send_much(name: str) -> int:
     """Handler: send that worker what goes by a second connection."""
-    size: int = await rpc.peer(name, timeout=10).call(len, torch.zeros(1 << 20, dtype=torch.float32))
+    size: int = await rpc.peer(name, timeout=20).call(len, torch.zeros(1 << 20, dtype=torch.float32))
     return size
 
 
@@ -167,10 +167,10 @@ async def test_a_report_of_a_loss_is_looked_into(transport: str) -> None:
     async with group(3, transports=(transport,), rpc_timeout=20.0) as (worker, _):
         records = {record.name: record for record in worker.node.group.members.values()}
         for lie in (records["w2"], replace(records["w2"], pid=1), replace(records["w2"], host="h", tcp_port=1)):
-            report = worker.peer("w1", timeout=10).call(handlers.report_lost, lie.to_wire(), "so they say")
+            report = worker.peer("w1", timeout=20).call(handlers.report_lost, lie.to_wire(), "so they say")
             await report
             assert await rpc.call("w1", reach, "w2") == 3
-        lies = worker.peer("w1", timeout=10).call(handlers.attend, replace(records["w2"], id=9, name="w9").to_wire())
+        lies = worker.peer("w1", timeout=20).call(handlers.attend, replace(records["w2"], id=9, name="w9").to_wire())
         with pytest.raises(rpc.RpcError, match="for itself"):
             await lies
         assert await rpc.call("w1", lost_here) == []

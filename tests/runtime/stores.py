@@ -67,7 +67,7 @@ class Stuck:
         if self._first and self.entered.is_set():
             return
         self.entered.set()
-        assert self.open.wait(10)
+        assert self.open.wait(30)
 
 
 def _text(value: Any) -> str:

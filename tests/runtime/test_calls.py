@@ -502,7 +502,7 @@ _events: dict[str, threading.Event] = {}
 
 
 def hold() -> bool:
-    return _events["hold"].wait(10)
+    return _events["hold"].wait(30)
 
 
 async def test_many_threads_may_call_at_once(pair: list[Worker]) -> None:
@@ -565,7 +565,7 @@ _events["hold for ever"] = threading.Event()
 
 
 def hold_forever() -> bool:
-    return _events["hold for ever"].wait(10)
+    return _events["hold for ever"].wait(30)
 
 
 async def count_for_ever() -> Any:

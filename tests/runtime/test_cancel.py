@@ -101,7 +101,7 @@ async def test_the_result_of_a_thread_that_goes_on_is_dropped(pair: list[Worker]
 
 def hold() -> None:
     _flags["it"].entered.set()
-    _flags["it"].release.wait(10)
+    _flags["it"].release.wait(30)
     _flags["it"].finished.set()
 
 
@@ -247,7 +247,7 @@ class Long:
     def __setstate__(self, state: dict[str, str]) -> None:
         self.text = state["text"]
         _flags["it"].decoding.set()
-        assert _flags["it"].release.wait(10)
+        assert _flags["it"].release.wait(30)
 
 
 async def take_long(value: Long) -> None:

@@ -299,7 +299,7 @@ async def test_a_call_that_was_never_started_is_not_run(flags: Flags) -> None:
 
 def hold() -> bool:
     _flags["it"].entered.set()
-    return _flags["it"].release.wait(10)
+    return _flags["it"].release.wait(30)
 
 
 def set_cancelled() -> None:

@@ -140,7 +140,7 @@ _barriers: dict[str, threading.Barrier] = {}
 
 
 def meet() -> int:
-    return _barriers["it"].wait(10)
+    return _barriers["it"].wait(30)
 
 
 async def test_no_more_threads_than_the_option_says() -> None:

@@ -51,7 +51,7 @@ class Gate:
 
     def wait(self) -> None:
         self.entered += 1
-        assert self.open.wait(10)
+        assert self.open.wait(30)
 
 
 _gates: dict[str, Gate] = {}

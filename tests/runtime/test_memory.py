@@ -89,7 +89,7 @@ def keep(value: Any) -> None:
 def hold(value: Any) -> Any:
     """Answer with the same, once the gate is open."""
     _keepers["this test"].started.set()
-    assert _keepers["this test"].gate.wait(10)
+    assert _keepers["this test"].gate.wait(30)
     return value
 
 

@@ -36,7 +36,7 @@ def gate() -> Iterator[Gate]:
 
 
 def wait(number: int) -> int:
-    assert _gates["it"].open.wait(10)
+    assert _gates["it"].open.wait(30)
     _gates["it"].ran.append(number)
     return number
 

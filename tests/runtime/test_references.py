@@ -70,7 +70,7 @@ async def workers() -> AsyncIterator[list[Worker]]:
 
 
 def slow_thing(value: Any) -> Thing:
-    assert _gates["it"].open.wait(10)
+    assert _gates["it"].open.wait(30)
     return Thing(value)
 
 
@@ -83,7 +83,7 @@ def failing() -> Thing:
 
 
 def slow_failing() -> Thing:
-    assert _gates["it"].open.wait(10)
+    assert _gates["it"].open.wait(30)
     raise KeyError("no thing")
 
 

@@ -29,7 +29,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def wait() -> bool:
-    return _gates["it"].wait(10)
+    return _gates["it"].wait(30)
 
 
 async def wait_async() -> bool:
