@@ -39,7 +39,8 @@ async def group(
     **options: Any,
 ) -> AsyncIterator[tuple[FakeCuda, list[Worker]]]:
     """Workers "worker0", ... with these device maps, on one fake; at the end nothing of it is in use, or went wrong."""
-    with fake or FakeCuda(devices, lag=LAG) as fake:
+    # Hundreds of calls at once: on a busy machine a stream waits for long.
+    with fake or FakeCuda(devices, lag=LAG, patience=4 * LIMIT) as fake:
         store = HashStore()
         workers = []
         for rank, each in enumerate(maps):
