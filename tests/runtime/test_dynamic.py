@@ -127,6 +127,7 @@ async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
         ref = worker.remote("phoenix", dict)
         assert await ref == {}
         await old.drop()
+        await until(lambda: names(worker) == ["worker0"])
         for _ in range(2):
             with pytest.raises(PeerLost, match=r"phoenix \(rank 1, pid \d+.*\) was lost.*Nothing was sent") as caught:
                 await asyncio.wait_for(worker.peer("phoenix", timeout=0).call(where), LIMIT)
