@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ LIMIT = 120.0  # seconds for three processes that import torch, one behind the o
 @pytest.mark.time_limit(150)
 def test_it_goes_on_from_its_checkpoint_in_another_process(tmp_path: Path) -> None:
     """One process is lost in the middle; the last step is right, and made by another one."""
-    program = [sys.executable, "-m", "aiorpc.examples.comeback", "--steps", "12", "--kill-at", "4"]
+    program = ["-m", "aiorpc.examples.comeback", "--steps", "12", "--kill-at", "4"]
     outcome = run_program(program, tmp_path, timeout=LIMIT)
     assert outcome.code == 0, outcome.err
     spoken = (r"step 4: lost the server", r"12 steps, the last in another process; the error is 0\.00\d\d")
