@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,8 +103,7 @@ def counted(stage: Stage) -> list[Row]:
         with pair(stage, style) as cohort:
             for operation in OPERATIONS:
                 if operation.style == style:
-                    batches = [_total(batch) for batch in count(cohort, operation, stage.plan)]
-                    found[operation.name] = in_rounds(batches)
+                    found[operation.name] = totals(cohort, operation, stage.plan)
             if style == "blocking":
                 blocks = stage.alternate({"calls": partial(blocks_alive, cohort)})
     rows = [_row(each.quantity, "functions", found[each.name], each.note) for each in OPERATIONS]
@@ -115,11 +114,16 @@ def counted(stage: Stage) -> list[Row]:
 
 
 @contextlib.contextmanager
-def pair(stage: Stage, style: Style) -> Iterator[Cohort]:
-    """Two workers that count."""
+def pair(stage: Stage, style: Style, options: Mapping[str, Any] | None = None) -> Iterator[Cohort]:
+    """Two workers that count. options: further ones."""
     # Cores that are kept awake would only be in the way.
-    with stage.halting(), stage.start("aiorpc", PAIR, style, OPTIONS, counted=True) as cohort:
+    with stage.halting(), stage.start("aiorpc", PAIR, style, {**OPTIONS, **(options or {})}, counted=True) as cohort:
         yield cohort
+
+
+def totals(cohort: Cohort, operation: Operation, plan: Plan) -> list[float]:
+    """All functions that one operation runs in both processes; one figure for each round."""
+    return in_rounds([_total(batch) for batch in count(cohort, operation, plan)])
 
 
 def count(cohort: Cohort, operation: Operation, plan: Plan) -> list[dict[str, dict[str, float]]]:

@@ -1,4 +1,8 @@
-"""What TLS costs: aiorpc by TLS against aiorpc by plain TCP without seals, between two processes over loopback."""
+"""What TLS costs: aiorpc by TLS against aiorpc by plain TCP without seals, between two processes over loopback.
+
+Times of calls depend on whether both ends have a core to themselves. What does not, or less so, stands beside them: the
+processor time of both processes together, and the functions of Python that a short call runs.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import awaited, bulk_clients, clients, functions
+from . import awaited, bulk_clients, clients, counting, functions
 from .bulk import LARGEST, LARGEST_LAG, MB, TCP_OPTIONS, TCP_WARM_UP, label
 from .cohort import Cohort
+from .sides import Style
 from .stage import PAIR, Figures, Stage, column, progress
 from .stats import Row
 
 #: Bytes of a tensor, and how many times as long it may take.
 LIMITS = {64 << 10: None, MB: 2.0, 16 * MB: None, LARGEST: 2.0}
 SHORT_LIMIT = 1.3
+TICK = 0.01  # seconds, in which the system counts processor time
 OPEN: dict[str, Any] = {**TCP_OPTIONS["aiorpc"], "authenticate_frames": False}
 
 
@@ -46,8 +52,8 @@ def tls(stage: Stage) -> list[Row]:
             for style in ("blocking", "awaited")
         )
         seconds = stage.plan.seconds / 2
-        rows.append(_short(stage, blocking, "blocking no-op", clients.latency, functions.noop, seconds))
-        rows.append(_short(stage, by_await, "awaited no-op", awaited.latency, functions.async_noop, seconds))
+        rows += _short(stage, blocking, "blocking no-op", clients.latency, functions.noop, seconds)
+        rows += _short(stage, by_await, "awaited no-op", awaited.latency, functions.async_noop, seconds)
         for size, limit in LIMITS.items():
             progress(f"         {label(size)}")
             for cohort in blocking.values():
@@ -55,14 +61,25 @@ def tls(stage: Stage) -> list[Row]:
             for direction, function in (("send", functions.sink), ("echo", functions.echo)):
                 share = {"function": function, "size": size, "seconds": seconds, "least": stage.plan.transfers}
                 found = _in_turn(stage, blocking, bulk_clients.latency, **share)
-                rows += _rows(found, f"{direction} p50", limit, label(size), size)
+                rows += _rows(found, direction, limit, label(size), size)
         share = {"size": LARGEST, "seconds": seconds, "least": stage.plan.transfers}
-        lag = stage.alternate({"tls": partial(_run, stage, by_await["tls"], awaited.loop_lag, **share)})["tls"]
-        rows += [
-            Row("tls", f"largest lag, {end}", "ms", "lower", column(lag, end), note=label(LARGEST), limit=LARGEST_LAG)
-            for end in ("caller", "callee")
-        ]
+        lag = _in_turn(stage, by_await, awaited.loop_lag, **share)
+        for end in ("caller", "callee"):
+            for kind, limit in (("tls", LARGEST_LAG), ("open", None)):
+                name = f"largest lag, {end}, {'TLS' if kind == 'tls' else 'plain'}"
+                rows.append(Row("tls", name, "ms", "lower", column(lag[kind], end), note=label(LARGEST), limit=limit))
+        rows += [_functions(stage, style, kinds) for style in ("awaited", "blocking")]
     return rows
+
+
+def _functions(stage: Stage, style: Style, kinds: dict[str, dict[str, Any]]) -> Row:
+    """How many functions of Python a no-op runs with TLS that it does not run without."""
+    found = {}
+    for kind, options in kinds.items():
+        with counting.pair(stage, style, options) as cohort:
+            found[kind] = counting.totals(cohort, counting.choose(style), stage.plan)
+    more = tuple(round(a - b, 2) for a, b in zip(found["tls"], found["open"], strict=True))
+    return Row("tls", f"{style} no-op, TLS - plain", "functions", "lower", more)
 
 
 def _short(
@@ -72,9 +89,8 @@ def _short(
     measure: Callable[..., Any],
     function: Callable[..., Any],
     seconds: float,
-) -> Row:
-    found = _in_turn(stage, cohorts, measure, function=function, seconds=seconds)
-    return _rows(found, f"{name} p50", SHORT_LIMIT)[0]
+) -> list[Row]:
+    return _rows(_in_turn(stage, cohorts, measure, function=function, seconds=seconds), name, SHORT_LIMIT)
 
 
 def _in_turn(stage: Stage, cohorts: dict[str, Cohort], measure: Callable[..., Any], **share: Any) -> Any:
@@ -85,17 +101,21 @@ def _in_turn(stage: Stage, cohorts: dict[str, Cohort], measure: Callable[..., An
 
 
 def _run(stage: Stage, cohort: Cohort, measure: Callable[..., Any], /, **share: Any) -> Figures:
-    figures: Figures = stage.activate(cohort).run("client", measure, **share)
-    return figures
+    before = stage.activate(cohort).processor_seconds()
+    figures: Figures = cohort.run("client", measure, **share)
+    # The system counts it in ticks: at least one, as it is divided by. One call before the samples is no sample.
+    used = max(cohort.processor_seconds() - before, TICK)
+    return {**figures, "processor": used * 1e6 / (figures["samples"] + bulk_clients.AGAIN_CALLS)}
 
 
 def _rows(
-    found: dict[str, list[Figures]], quantity: str, limit: float | None, note: str = "", payload: int | None = None
+    found: dict[str, list[Figures]], name: str, limit: float | None, note: str = "", payload: int | None = None
 ) -> list[Row]:
-    """How many times as long, and what both took."""
-    with_tls, without = column(found["tls"], "p50"), column(found["open"], "p50")
-    times = tuple(a / b for a, b in zip(with_tls, without, strict=True))
-    return [
-        Row("tls", f"{quantity}, TLS : plain", "times", "lower", times, note=note, limit=limit),
-        Row("tls", f"{quantity}, TLS", "µs", "lower", with_tls, note=note, payload=payload),
-    ]
+    """How many times as long, in how many times the processor time of both ends; and how long with TLS."""
+    rows = []
+    for quantity, most in (("p50", limit), ("processor", None)):
+        with_tls, without = column(found["tls"], quantity), column(found["open"], quantity)
+        times = tuple(a / b for a, b in zip(with_tls, without, strict=True))
+        rows.append(Row("tls", f"{name} {quantity}, TLS : plain", "times", "lower", times, note=note, limit=most))
+    with_tls = column(found["tls"], "p50")
+    return [*rows, Row("tls", f"{name} p50, TLS", "µs", "lower", with_tls, note=note, payload=payload)]
