@@ -246,7 +246,7 @@ def _cut_records(queued: Sequence[Sequence[Buffer]], start: int) -> tuple[Sequen
         head, data = len(first[0]), memoryview(first[1])
         at = max(start - head, 0)
         left = len(data) - at - PIECE
-        if not start and left != 1 and (head + PIECE) % RECORD != 1:
+        if not start and left != 1 and 1 < head <= RECORD:  # else the piece would be too long
             return (first[0], data[:PIECE]), head + PIECE, not left, left and head + PIECE
         if start >= head and left >= 0 and left != 1:
             return (data[at : at + PIECE],), PIECE, not left, left and start + PIECE
