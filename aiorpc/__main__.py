@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .commands import certificates
+from .commands import certificates, store
 
 #: Modules with `SUMMARY`, `add_arguments(parser)` and `run(options) -> int`, by the name of the command.
-COMMANDS = {"certificates": certificates}
+COMMANDS = {"certificates": certificates, "store": store}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -39,6 +39,11 @@ from .node import Meeting, Node, Plan, registry
 
 logger = logging.getLogger("aiorpc")
 
+# Seconds before the first try to find a store again that has gone.
+_FIRST_PAUSE = 0.05
+# Seconds for a step of joining that was given up; they look at that every few milliseconds, if the store answers.
+_GIVING_UP = 1.0
+
 
 class Life:
     """The life of one worker. On its loop, except where a method says otherwise.
@@ -81,13 +86,22 @@ class Life:
 
     async def _join(self) -> Node:
         steps = Steps(asyncio.get_running_loop(), self.lifetime.name)
+        options = self._plan.options
+        limit = options.rpc_timeout + Bounds().overtime if options.rpc_timeout else None
+        bound = asyncio.timeout(limit)
         try:
-            node = await self._make(steps)
-        except BaseException:
+            async with bound:
+                node = await self._make(steps)
+        except BaseException as error:
             steps.stop.set()
             await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
+            if isinstance(error, TimeoutError) and bound.expired():
+                raise RendezvousError(
+                    f"worker {self.lifetime.name!r} could not join within {options.rpc_timeout:g} s (rpc_timeout): the "
+                    f"store of {self._plan.init_method} does not answer"
+                ) from error
             raise
-        interval = self._plan.options.switch_interval
+        interval = options.switch_interval
         if interval is not None:
             self._stack.callback(sys.setswitchinterval, sys.getswitchinterval())
             sys.setswitchinterval(interval)
@@ -97,12 +111,14 @@ class Life:
         self._stack.callback(registry.remove, node)
         if node.rendezvous.returned is None:
             node.group.start()
+            logger.debug("worker %s has joined as %s", self.lifetime.name, node.engine.record.describe())
             return node
         try:
             await node.group.newcomers.come(self._plan.options.rpc_timeout)
         except BaseException:
             await self.drop()  # without a word: whoever has heard of it shall not think that its place is given up
             raise
+        logger.debug("worker %s has joined as %s", self.lifetime.name, node.engine.record.describe())
         return node
 
     async def _make(self, steps: Steps) -> Node:
@@ -135,10 +151,13 @@ class Life:
                 require_secret=plan.options.require_secret,
                 secret_file=plan.options.secret_file,
                 certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
+                founding=Bounds().founding,
             )
         )
         if unusable is not None and rendezvous.dynamic:
             raise unusable  # nobody waits for this worker
+        what = "a group without a size" if rendezvous.dynamic else f"{rendezvous.world_size} members"
+        logger.debug("worker %s: reached the store of %s, to meet %s there", plan.name, plan.init_method, what)
         confined = rendezvous.dynamic and rendezvous.confined
         listeners = Listeners(plan.name, plan.options, directory, rendezvous.local_address(), confined=confined)
         stack.callback(listeners.close)
@@ -162,12 +181,14 @@ class Life:
 
         records = await steps.run(lambda: rendezvous.join(make_record, plan.claims))
         record = ending.record = rendezvous.record
+        logger.debug("worker %s: met %s", plan.name, ", ".join(each.describe() for each in records))
         if unusable is not None:
             raise unusable  # the others have read it, and need not wait for what will not be
         _check_tls(record, records)
         if not rendezvous.dynamic and all(_is_beside(record, other) for other in records):
             listeners.close_tcp()
         secret = await steps.run(lambda: rendezvous.agree_secret(record, records, directory))
+        logger.debug("worker %s: has what its members know each other by", plan.name)
         meeting = Meeting(rendezvous, listeners, record, records, secret, credentials)
         node = Node(meeting, plan, self.lifetime, steps, stack)
         await node.start()
@@ -319,6 +340,9 @@ class _RendezvousEnd:
         try:
             async with asyncio.timeout(patience):
                 await steps.wait(patience if node is not None and node.patient else 0.1)
+                if node is None and not await steps.wait(_GIVING_UP):
+                    patience = _GIVING_UP
+                    raise TimeoutError
                 if self.rendezvous is not None:
                     await steps.run(self._leave)
         except TimeoutError:
@@ -349,15 +373,34 @@ class _RendezvousEnd:
 
 
 async def _serve_rendezvous(node: Node) -> None:
-    """In a free group: hand the secret to newcomers from other hosts, until the worker ends."""
+    """In a free group: hand the secret to newcomers, and find a store again that has gone, until the worker ends."""
+    engine, rendezvous = node.engine, node.rendezvous
+    bounds, name = engine.bounds, engine.name
+    gone = foreign = False
+    pause = bounds.serving_pause
     while True:
-        await asyncio.sleep(node.engine.bounds.serving_pause)
+        await asyncio.sleep(pause)
         try:
-            await node.engine.steps.run(node.rendezvous.serve_secret_requests)
-        except StoreGone:  # for good, and torch logs every look at it
-            return
+            if not gone:
+                await engine.steps.run(rendezvous.serve_secret_requests)
+                continue
+            pause = min(2 * pause, bounds.foreign_pause if foreign else bounds.return_pause)
+            if await engine.steps.run(lambda: rendezvous.come_back(engine.record)):
+                logger.info("worker %s has found a store again: newcomers find it there", name)
+                gone = foreign = False
+                pause = bounds.serving_pause
+        except StoreGone as error:
+            if not gone:
+                logger.warning("worker %s: %s. Members that know each other go on; newcomers find nobody", name, error)
+            if not rendezvous.may_return:
+                return
+            gone, pause = True, _FIRST_PAUSE
         except RendezvousError as error:
-            logger.debug("%s serves no secrets just now: %s", node.engine.name, error)
+            if gone and not foreign:
+                foreign = True
+                logger.warning("worker %s: %s", name, error)
+            elif not gone:
+                logger.debug("worker %s serves no secrets just now: %s", name, error)
 
 
 def _check_tls(own: WorkerRecord, records: Sequence[WorkerRecord]) -> None:

@@ -851,7 +851,7 @@ def test_a_member_in_the_store_is_read_strictly() -> None:
     assert Member.from_json(asking.to_json()) == asking
     for wrong in (
         whole[:3],
-        [*whole, 0],
+        [*whole, None],
         [*whole[:3], None, *whole[4:]],
         [*whole[:3], [0, "cuda", [], []], *whole[4:]],
         None,

@@ -149,6 +149,7 @@ class OwedCalls:
     def _time_out(self, future: CallFuture) -> None:
         assert future.deadline is not None
         self._counters.timed_out += 1
+        logger.debug("the time of %s is up; worker %r is %s", future.subject, self._peer.name, self._peer.state.value)
         seconds = round(future.deadline - future.started, 6)  # what was asked for, not 0.09999999999854481
         state = self._peer.state
         outcome = ". It was told to stop, and may or may not have run."

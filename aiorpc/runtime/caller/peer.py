@@ -20,6 +20,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -53,6 +54,8 @@ from .misuse import OF_VERBS, check_keywords, no_function, warn_of_copy
 from .owed import Home as OwedHome
 from .owed import ItemSink, OwedCalls
 from .waiting import Form, WaitingCall, WaitingFrame, WaitingMessages, nothing
+
+logger = logging.getLogger("aiorpc")
 
 
 class ReferencesForPeer(Protocol):
@@ -321,6 +324,7 @@ class Peer:
 
     def _overloaded(self, unsent: int) -> Overloaded:
         pending = len(self.owed.pending)
+        logger.debug("worker %r is overloaded with %d calls, %d messages unsent", self.name, pending, unsent)
         return Overloaded(
             f"{pending - self.owed.system} calls to worker {self.name!r} wait for answers, and "
             f"{max(0, unsent - pending)} frames of calls given up wait to be sent (max_pending_calls); "

@@ -235,8 +235,8 @@ class Peers:
             unseen = f"whether another one of that name has joined since is not known: {silent}"
         former = peer.former
         if former is not None and former.gone is not None:
-            ago = time.monotonic() - former.ended
-            error = type(former.gone)(f"{former.gone}. That was {ago:.1f} s ago, and {unseen}. {advice}")
+            since = f". That was {time.monotonic() - former.ended:.1f} s ago, and {unseen}. {advice}"
+            error = type(former.gone)(f"{former.gone}{'' if isinstance(former.gone, PeerRefused) else since}")
             error.__dict__.update(former.gone.__dict__)
             return error
         if silent is not None:

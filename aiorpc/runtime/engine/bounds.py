@@ -30,6 +30,10 @@ class Bounds:
     store: float = 5.0  # for the store when the worker leaves; longer than `Rendezvous.close` waits for others
     look: float = 5.0  # for the store when a name is looked up
     serving_pause: float = 0.25  # between two looks at the store of a free group for newcomers
+    founding: float = 2.0  # for members of an earlier store at ``tcp://``, before a free group is begun there
+    return_pause: float = 0.5  # between two tries to find a store again that has gone; shorter than `founding`
+    foreign_pause: float = 5.0  # the same where others have begun a group of their own
+    overtime: float = 2.0  # for joining to end by itself once its time is up
 
     # Closing; what is still under way after these is left to itself.
     tasks: float = 1.0

@@ -43,6 +43,11 @@ class Lifetime:
         """What a verb raises that cannot be used. Any thread."""
         if self.forked:
             return WorkerClosed("this process was forked from the worker's; start a worker of its own here")
-        if self.state is WorkerState.NEW or self.state is WorkerState.STARTING:
+        if self.state is WorkerState.NEW:
+            return WorkerClosed(
+                f"worker {self.name!r} has not joined its group, as nobody has awaited it: write `await rpc.init(...)` "
+                "or `async with rpc.init(...)`"
+            )
+        if self.state is WorkerState.STARTING:
             return WorkerClosed(f"worker {self.name!r} has not joined its group yet; await it, or use `async with`")
         return WorkerClosed(f"worker {self.name!r} has shut down; it makes no more calls")

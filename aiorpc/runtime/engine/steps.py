@@ -44,7 +44,8 @@ class Steps:
         if not step.cancelled():
             step.exception()  # look at it, or asyncio would log it if whoever waited was cancelled
 
-    async def wait(self, seconds: float) -> None:
-        """Wait for the steps that are under way, for at most so many seconds."""
+    async def wait(self, seconds: float) -> bool:
+        """Wait for the steps that are under way, for at most so many seconds. Whether none is any more."""
         if self._running:
             await asyncio.wait(self._running, timeout=seconds)
+        return not self._running

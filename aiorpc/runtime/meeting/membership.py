@@ -22,11 +22,13 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from ...devices import DeviceClaims, check_device_maps
-from ...errors import DeviceMapError, ProtocolError, RendezvousError
+from ...errors import DeviceMapError, PeerRefused, ProtocolError, RendezvousError
+from ...protocol.handshake import VERSION
 from ...protocol.identity import WorkerRecord
 from ..engine.host import host_identity, is_gone, provably_dead
 from .stores import Board, Patience
@@ -112,12 +114,18 @@ class Member:
     def to_json(self) -> list[object]:
         """The form `from_json` reads."""
         asked = [self.require_secret, self.certificates]
-        return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json(), self.seal, *asked]
+        return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json(), self.seal, *asked, VERSION]
 
     @classmethod
     def from_json(cls, value: object) -> Member:
-        """The member; RendezvousError if something else stands there."""
-        if not isinstance(value, list) or len(value) != 7 or not (isinstance(value[4], str) and value[4].isascii()):
+        """The member; RendezvousError if something else stands there, PeerRefused if it is of another version."""
+        # The version stands at the end for ever; what is before it may differ.
+        if isinstance(value, list) and value and type(value[-1]) is int and value[-1] != VERSION:
+            raise PeerRefused(
+                f"a worker has come that speaks version {value[-1]} of the protocol, we speak {VERSION}; use one aiorpc "
+                "everywhere"
+            )
+        if not isinstance(value, list) or len(value) != 8 or type(value[4]) is not str or not value[4].isascii():
             raise RendezvousError(_NO_WORKER)
         try:
             record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[3])
@@ -173,6 +181,16 @@ def has_formed(board: Board, generation: int, world_size: int) -> bool:
         return False
     size, _ = board.load(f"{generation}/world", world, _world_from_json)
     return size == world_size and board.load(f"{generation}/verdict", verdict, _Verdict.from_json).kind == _COMPLETE
+
+
+def _same_process(holder: WorkerRecord, record: WorkerRecord) -> str:
+    """For errors: what to do if a process has joined twice, as one whose cell was run again."""
+    if (holder.host, holder.pid) != (record.host, record.pid):
+        return ""
+    return (
+        f"Both are of this very process: it has the worker {holder.name!r} already, and goes on with that. To join "
+        "anew, as when a cell is run again, leave first: `await worker.shutdown()`, or `rpc.shutdown()`. "
+    )
 
 
 def check_unique_names(records: Sequence[WorkerRecord]) -> None:
@@ -288,7 +306,7 @@ class FixedWorld:
                 break
             holder = _load(self.board, key, held).record
             if not self._has_ended(self.generation, holder):
-                self._refuse_second(record, holder)
+                self._refuse_second(record, holder, self.generation)
             # Somebody may be waiting for the one that is gone: let them come along to the next generation.
             self._settle(_VOID, f"{holder.describe()} is gone")
             self._advance(patience)
@@ -301,16 +319,24 @@ class FixedWorld:
         last = self.board.number(f"last/{self.rank}")
         holder = self._holder(last, self.rank) if 0 < last < self.generation else None
         if holder is not None and not self._has_ended(last, holder):
-            self._refuse_second(record, holder)
+            self._refuse_second(record, holder, last)
 
     def _has_ended(self, generation: int, holder: WorkerRecord) -> bool:
         ended = self.board.get(f"{generation}/end/{holder.id}") == holder.incarnation
         return ended or provably_dead(holder, self._here)
 
-    def _refuse_second(self, record: WorkerRecord, holder: WorkerRecord) -> None:
+    def _closed(self, generation: int) -> str:
+        """For errors: that the group of that generation runs, if it does."""
+        text = self.board.get(f"{generation}/verdict")
+        if text is None or self._verdict(text).kind != _COMPLETE:
+            return ""
+        return "The group runs, and is closed: a group of fixed size takes nobody else while its members live. "
+
+    def _refuse_second(self, record: WorkerRecord, holder: WorkerRecord, generation: int) -> None:
         text = (
-            f"rank {self.rank} was taken twice: by {holder.describe()} and by {record.describe()}. If the first is "
-            "gone without a trace, meet at another port or remove the rendezvous file"
+            f"rank {self.rank} was taken twice: by {holder.describe()} and by {record.describe()}. "
+            f"{self._closed(generation)}{_same_process(holder, record)}If the first is gone without a trace, meet at "
+            "another port or remove the rendezvous file"
         )
         self._settle(_ABORT, text)
         raise RendezvousError(text)
@@ -327,6 +353,7 @@ class FixedWorld:
         elif self._proof.lacks_secret:  # the others would wait for this worker
             problem = f"AIORPC_SECRET is not set, and {record.describe()} has require_secret=True: {SET_IT}"
         if problem:
+            problem = f"{problem}. {self._closed(self.generation)}".strip().removesuffix(".")
             self._settle(_ABORT, problem)
             self._fail(problem, self.world_size)
 
@@ -430,8 +457,10 @@ class FreeWorld:
     def __init__(self, board: Board, rank: int | None, *, proof: Proof) -> None:
         self.board = board
         self.rank = rank
-        self._proof = proof
+        self.proof = proof
         self._here = host_identity()
+        self.last = ""  # the list as it was read last
+        self.struck: set[str] = set()  # incarnations of those who are gone, whether the store heard of it or not
 
     def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
         """Enter the list under a free id; the members there are now.
@@ -450,17 +479,24 @@ class FreeWorld:
                     f"leave the rank of {record.name} out, or give another"
                 )
             for member in alive:
-                member.check(self._proof.key, self.generation)
+                member.check(self.proof.key, self.generation)
             for other in (member.record for member in alive):
                 if other.name == record.name:
-                    raise RendezvousError(f"name {record.name!r} is not unique: {other.describe()} has it")
+                    hint = _same_process(other, record)
+                    raise RendezvousError(
+                        f"name {record.name!r} is not unique: {other.describe()} has it. {hint}".strip()
+                    )
                 if other.id == record.id:
                     raise RendezvousError(f"rank {record.id} is taken by {other.describe()}, so {record.name} cannot")
-            members = [*alive, self._proof.member(record, claims, self.generation, trusted=True)]
+            members = [*alive, self.proof.member(record, claims, self.generation, trusted=True)]
             check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
             return members
 
         return self._change(enter, patience)
+
+    def founded(self) -> bool:
+        """Whether anybody has ever been in this list."""
+        return self.board.has(self._ROSTER)
 
     def leave(self, record: WorkerRecord) -> None:
         """Take a record off the list; nothing happens if it is not there."""
@@ -469,6 +505,30 @@ class FreeWorld:
             return [member for member in members if member.record.incarnation != record.incarnation]
 
         self._change(strike, Patience(10.0))
+
+    def resume(self, before: FreeWorld, record: WorkerRecord, patience: Patience) -> bool:
+        """Enter the list of the store that was there before into this one, or this worker into the list that is here.
+
+        before: this worker's view of that store. False if others have begun a group of their own here.
+        """
+        _, old, used = self._parse(before.last)
+        self.struck |= before.struck
+        known = {member.record.incarnation for member in old}
+        stay = [member for member in old if member.record.incarnation not in self.struck]
+        taken = used | {member.record.id for member in old}
+        self.board.swap("1/ids", "", str(max(taken, default=-1) + 1))
+        text = self.board.get(self._ROSTER) or ""
+        _, here, _ = self._parse(text)
+        if here and not any(member.record.incarnation in known for member in here):
+            return False
+
+        def enter(members: list[Member], _: set[int]) -> list[Member]:
+            there = {member.record.incarnation for member in members}
+            back = [member for member in stay if not members or member.record.incarnation == record.incarnation]
+            return [*members, *(member for member in back if member.record.incarnation not in there)]
+
+        self._change(enter, patience, remember=taken)
+        return True
 
     abandon = leave  # it is in the list as soon as it has joined
 
@@ -483,11 +543,12 @@ class FreeWorld:
 
     def members(self) -> list[Member]:
         """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
-        _, members, _ = self._parse(self.board.get(self._ROSTER) or "")
+        self.last = self.board.get(self._ROSTER) or ""
+        _, members, _ = self._parse(self.last)
         for member in self.alive(members):
-            member.check(self._proof.key, self.generation)
+            member.check(self.proof.key, self.generation)
         # Of the dead some may be left of another group.
-        return [member for member in members if member.is_known(self._proof.key, self.generation)]
+        return [member for member in members if member.is_known(self.proof.key, self.generation)]
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of the members that are not known to be dead."""
@@ -501,8 +562,16 @@ class FreeWorld:
             pass
         return candidate
 
-    def _change(self, change: Callable[[list[Member], set[int]], list[Member]], patience: Patience) -> list[Member]:
-        """Replace the list by what `change` makes of it and of the ids that left; the new list."""
+    def _change(
+        self,
+        change: Callable[[list[Member], set[int]], list[Member]],
+        patience: Patience,
+        remember: AbstractSet[int] = frozenset(),
+    ) -> list[Member]:
+        """Replace the list by what `change` makes of it and of the ids that left; the new list.
+
+        remember: ids that were used in the list of an earlier store.
+        """
         before = self.board.get(self._ROSTER) or ""
         for _ in patience.tries():
             version, old, used = self._parse(before)
@@ -510,12 +579,14 @@ class FreeWorld:
             stay = {member.record.id for member in members}
             # Those who were there remember the ids of those who left. With nobody left, all may be used again.
             used = (used | {member.record.id for member in old}) - stay if self._any_stay(old, members) else set()
+            used |= remember - stay
             # The version makes each text unique, so a list that changed and changed back is still seen to differ.
             after = json.dumps(
                 {"version": version + 1, "members": [member.to_json() for member in members], "used": sorted(used)}
             )
             held = self.board.swap(self._ROSTER, before, after)
             if held == after:
+                self.last = after
                 return members
             before = held
         raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")

@@ -59,6 +59,7 @@ _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
 _READING_TIME = 2.0
+_RETURN_TIME = 5.0
 _ADVICE = "which is a way to run code in workers: set AIORPC_SECRET for all, or meet in a file of this user's (file://)"
 
 
@@ -74,18 +75,20 @@ class Rendezvous:
     def __init__(
         self,
         place: MeetingPlace,
-        store: Store,
+        board: Board,
         hosts_store: bool,
         patience: Patience,
         own_secret: Secret | None,
         proof: Proof,
+        founding: float,
     ) -> None:
         self.rank = place.rank
         self.world_size = place.world_size
         self.hosts_store = hosts_store
         self._place = place
         self._patience = patience
-        self._board = Board(store, str(place))
+        self._founding = founding
+        self._board = board
         self._own_secret = own_secret
         self._proof = proof
         self._key: tuple[str, Secret] | None = None  # made of our own secret, and the salt that it was made with
@@ -108,19 +111,21 @@ class Rendezvous:
         require_secret: bool | None = None,
         secret_file: str | os.PathLike[str] | None = None,
         certificates: bool = False,
+        founding: float = 0.0,
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
 
         timeout: seconds for this, `join` and `agree_secret` together; 0 means no limit. require_secret: whether nobody
         joins without AIORPC_SECRET; None: only where members or store are on another host. secret_file: where the
         secret stands, in place of AIORPC_SECRET. certificates: without a secret they say who is a member.
+        founding: seconds that whoever finds nobody in a free group at ``tcp://`` waits for members of an earlier store.
         RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time.
         RpcUsageError: the arguments make no sense.
         """
         patience = Patience(timeout, stop)
         own_secret = given_secret(secret_file)
         proof = Proof(None, require_secret, certificates and own_secret is None)
-        make = partial(cls, patience=patience, own_secret=own_secret, proof=proof)
+        make = partial(cls, patience=patience, own_secret=own_secret, proof=proof, founding=founding)
         if store is not None:
             check_ranks(rank, world_size)
             place = MeetingPlace(rank, world_size)
@@ -129,7 +134,7 @@ class Rendezvous:
         if require_secret and own_secret is None and place.world_size is None:  # else those who wait are told as well
             raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {SET_IT}")
         if store is not None:
-            return make(place, store, False)
+            return make(place, Board(store, str(place)), False)
         if place.path:
             return make(place, open_file(place), False)
         made, hosts_store = open_tcp(place, patience)
@@ -180,6 +185,7 @@ class Rendezvous:
         for _ in self._patience.tries():
             try:
                 self._check_open()
+                self._await_elders()
                 self._make_key()
                 if isinstance(self._world, FreeWorld):
                     members = self._world.join(make, mine, self._patience)
@@ -282,7 +288,9 @@ class Rendezvous:
         return next((record for record in members if record.name == name), None)
 
     def leave(self, record: WorkerRecord) -> None:
-        """Take a record out of the group (one's own, or a lost peer's). Nothing happens if the store has gone."""
+        """Take a record out of the group (one's own, or a lost peer's); as far as the store is there, now or later."""
+        if isinstance(self._world, FreeWorld):
+            self._world.struck.add(record.incarnation)
         self._tell(self._world.leave, record)
 
     def abandon(self) -> None:
@@ -365,18 +373,52 @@ class Rendezvous:
         self._held = held
         return value
 
-    def serve_secret_requests(self) -> None:
-        """Hand the secret to newcomers who cannot read the file. A member of a free group calls this now and then.
+    @property
+    def may_return(self) -> bool:
+        """Whether `come_back` may find another store where the one that has gone was."""
+        return self.dynamic and self._is_client()
 
-        It does not wait. Only one member acts: the one that offers the secret or, after that has left, the oldest one
-        that has it. StoreGone if the process that hosts the store has gone.
+    def come_back(self, record: WorkerRecord) -> bool:
+        """After StoreGone, in a free group: meet newcomers at the store that is there now; False if there is none.
+
+        It waits a few seconds at most. RendezvousError if that cannot be, as others have begun a group of their own
+        there, for example.
+        """
+        before = self._world
+        if not listens(self._place) or not isinstance(before, FreeWorld):
+            return False
+        patience = Patience(_RETURN_TIME, self._patience.stop)
+        board = reach_tcp(self._place, patience)
+        try:
+            key = self._key
+            ours = key is None or board.swap("salt", "", key[0]) == key[0]
+            world = FreeWorld(board, self.rank, proof=before.proof)
+            if not ours or not world.resume(before, record, patience):
+                raise RendezvousError(
+                    f"others have begun a group of their own at {self._place}, while {record.describe()} was not heard "
+                    "of there: whoever joins that finds neither this worker nor those that it knows. Start it again to "
+                    "bring it into the new group, or end the new one"
+                )
+        except BaseException:
+            board.close()
+            raise
+        self._board.close()
+        self._board, self._world = board, world
+        return True
+
+    def serve_secret_requests(self) -> None:
+        """See who is there, and hand the secret to newcomers who cannot read the file.
+
+        A member of a free group calls this now and then. It does not wait. Only one member acts: the one that offers
+        the secret or, after that has left, the oldest one that has it. StoreGone if the store has gone.
         """
         world, held = self._world, self._held
-        if held is not None and isinstance(world, FreeWorld):
-            self._serve_secret(world, held)
+        if isinstance(world, FreeWorld):
+            members = world.members()  # also where there is nothing to hand out: see `come_back`
+            if held is not None:
+                self._serve_secret(world, held, world.alive(members))
 
-    def _serve_secret(self, world: FreeWorld, held: _HeldSecret) -> None:
-        alive = world.alive(world.members())
+    def _serve_secret(self, world: FreeWorld, held: _HeldSecret, alive: Sequence[Member]) -> None:
         raw, offer = self._offer()
         asker = self._asker(alive)
         far = asker is not None and asker.host != held.record.host and not self.confined
@@ -422,6 +464,15 @@ class Rendezvous:
             self._connect_again()
         self._board.check_open()
 
+    def _await_elders(self) -> None:
+        """Wait for members of a group that has lost its store: they come back to whatever store is at the place."""
+        if isinstance(self._world, FreeWorld) and self._place.host and self._founding:
+            patience = Patience(min(self._founding, self._patience.attempt()), self._patience.stop)
+            for _ in patience.tries():
+                if self._world.founded():
+                    return
+            logger.info("nobody is at %s, nor came back within %g s: a new group", self._place, patience.seconds)
+
     def _reconnect(self) -> None:
         self._board.close()
         self._wait_for_end()
@@ -429,7 +480,7 @@ class Rendezvous:
 
     def _connect_again(self) -> None:
         self._board.close()
-        self._board = Board(reach_tcp(self._place, self._patience), str(self._place))
+        self._board = reach_tcp(self._place, self._patience)
         self._world = self._make_world()
 
     def _wait_for_end(self) -> None:

@@ -21,7 +21,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from ...errors import RendezvousError, RpcUsageError, StoreGone
+from ...errors import PeerRefused, RendezvousError, RpcUsageError, StoreGone
+from .watch import FileWatch, ServerWatch, Watch, other_language, stranger
 
 _FIRST_PAUSE, LAST_PAUSE = 0.002, 0.05
 _LONGEST_ATTEMPT = 30.0
@@ -153,17 +154,23 @@ def _port(netloc: str, init_method: str) -> int:
 class Board:
     """A torch store, its keys under one prefix, whose every failure is a RendezvousError.
 
-    Safe to use from several threads. Nothing here waits for a key: `get` of a missing key is None.
+    Safe to use from several threads. Nothing here waits for a key: `get` of a missing key is None. watch: looked at
+    before each operation; where the store has gone, torch would block or fill the log.
     """
 
-    def __init__(self, store: Store, place: str) -> None:
+    def __init__(self, store: Store, place: str, watch: Watch | None = None) -> None:
         self._store: Store | None = PrefixStore("aiorpc", store)
         self._place = place
+        self._watch = watch
+        self._end = f"the rendezvous at {place} was closed by this worker"
 
     def _call(self, function: Callable[[Store], T]) -> T:
-        store = self._store
+        store, watch = self._store, self._watch
+        if store is not None and watch is not None and (reason := watch.gone()):
+            self.close(f"the store at {self._place} has gone: {reason}")
+            store = None
         if store is None:
-            raise StoreGone(f"the rendezvous at {self._place} was closed by this worker")
+            raise StoreGone(self._end)
         try:
             return function(store)
         except RuntimeError as error:
@@ -197,6 +204,8 @@ class Board:
         """What `shape` makes of the JSON that stands under a key; it may raise what reading something else raises."""
         try:
             return shape(json.loads(text))
+        except PeerRefused as error:
+            raise RendezvousError(f"cannot meet at {self._place}: {error}") from None
         except RendezvousError as error:
             raise self.rubbish(key, str(error)) from None
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -246,12 +255,18 @@ class Board:
         else:
             self._call(lambda store: store.delete_key(_CLOSING))
 
-    def close(self) -> None:
-        """Let go of the store; a server that this was the last user of ends. Idempotent."""
+    def close(self, reason: str = "") -> None:
+        """Let go of the store; a server that this was the last user of ends. Idempotent.
+
+        reason: what operations that come later say, in place of that this worker has closed it.
+        """
         self._store = None
+        self._end = reason or self._end
+        if self._watch is not None:
+            self._watch.close()
 
 
-def open_file(place: MeetingPlace) -> Store:
+def open_file(place: MeetingPlace) -> Board:
     """The file store at the place's path; its folder must exist."""
     folder = os.path.dirname(os.path.abspath(place.path))
     # torch retries for minutes on a path it cannot open.
@@ -259,10 +274,14 @@ def open_file(place: MeetingPlace) -> Store:
     if not os.path.isdir(folder) or os.path.isdir(place.path) or not os.access(target, os.R_OK | os.W_OK):
         raise RendezvousError(f"cannot open the rendezvous file {place.path}: no such folder, or no permission")
     # Without a worker count the file outlives its users, so that they can meet there again.
-    return FileStore(place.path, -1)
+    store = FileStore(place.path, -1)
+    try:
+        return Board(store, str(place), FileWatch(place.path))
+    except OSError as error:
+        raise StoreGone(f"the rendezvous file {place.path} has gone: {error}") from None
 
 
-def open_tcp(place: MeetingPlace, patience: Patience) -> tuple[Store, bool]:
+def open_tcp(place: MeetingPlace, patience: Patience) -> tuple[Board, bool]:
     """The TCP store at the place, and whether this process hosts it.
 
     Rank 0 hosts. Where ranks are free, so does whoever finds its own address and nobody there. If another process
@@ -274,7 +293,7 @@ def open_tcp(place: MeetingPlace, patience: Patience) -> tuple[Store, bool]:
     for _ in patience.tries():
         if place.world_size or not listens(place):
             try:
-                return _host_tcp(place, patience), True
+                return Board(_host_tcp(place, patience), str(place)), True
             except TimeoutError:
                 reason = "no answer"
             except RuntimeError as error:
@@ -282,6 +301,24 @@ def open_tcp(place: MeetingPlace, patience: Patience) -> tuple[Store, bool]:
         if listens(place):
             return reach_tcp(place, patience), False
     raise RendezvousError(f"cannot host the store at {place} within {patience.seconds:g} s: {reason}")
+
+
+def serve(host: str, port: int) -> tuple[Store, int]:
+    """The server of a store at a local address, and its port; RendezvousError if that cannot be had.
+
+    It ends when nobody refers to what is returned any more.
+    """
+    if not 0 <= port < 1 << 16:
+        raise RendezvousError(f"cannot listen at {host!r}, port {port}: ports are from 0 to 65535")
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise RendezvousError(f"cannot listen at {host!r}, port {port}: {error}") from None
+    with listener:
+        port = int(listener.getsockname()[1])
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        limit = timedelta(seconds=_LONGEST_ATTEMPT)
+        return TCPStore(near, port, None, True, limit, False, False, master_listen_fd=listener.detach()), port
 
 
 def _host_tcp(place: MeetingPlace, patience: Patience) -> Store:
@@ -324,18 +361,37 @@ def _check_leads_here(place: MeetingPlace, patience: Patience) -> None:
         raise RuntimeError(f"{place.host} is no address of this host and does not lead to it ({error})") from error
 
 
-def reach_tcp(place: MeetingPlace, patience: Patience) -> Store:
-    """A client of the store at the place, tried until it answers or the time is up (RendezvousError)."""
+def reach_tcp(place: MeetingPlace, patience: Patience) -> Board:
+    """A client of the store at the place, tried until it answers or the time is up (RendezvousError).
+
+    What answers and is no torch store is told at once.
+    """
     reason = "nothing was tried"
+    asked = False
     for _ in patience.tries():
         # torch's client logs each failed attempt, and waits without limit for a server that never speaks.
         try:
             with socket.create_connection((place.host, place.port), min(patience.attempt(), 5.0)) as probe:
                 address = str(probe.getpeername()[0])
-            limit = timedelta(seconds=max(1.0, patience.attempt()))
-            return bounded(partial(TCPStore, address, place.port, None, False, limit, False), patience.attempt())
+                other = stranger(probe, patience.attempt())
+            if other:
+                raise RendezvousError(f"cannot meet at {place}: {other}")
+            watch = ServerWatch(address, place.port)
+            try:
+                limit = timedelta(seconds=max(1.0, patience.attempt()))
+                make = partial(TCPStore, address, place.port, None, False, limit, False)
+                return Board(bounded(make, patience.attempt()), str(place), watch)
+            except BaseException:
+                watch.close()
+                raise
+        except RendezvousError:
+            raise
         except TimeoutError:
-            reason = "no answer"
+            reason = "no answer from what listens there; if that is no store of torch, another program has the port"
+            other = "" if asked else other_language(place.host, place.port, patience.attempt())
+            asked = True
+            if other:
+                raise RendezvousError(f"cannot meet at {place}: {other}") from None
         except (OSError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
     raise RendezvousError(f"cannot reach the store at {place} within {patience.seconds:g} s: {reason}")

@@ -1,0 +1,225 @@
+"""A store that ends while its group lives: those who know each other go on, and meet newcomers at the next store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+import aiorpc
+from aiorpc import PeerLost, RendezvousError, RpcBackendOptions, StoreGone, Worker
+from aiorpc.runtime import life
+from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.meeting.rendezvous import Rendezvous
+from aiorpc.runtime.meeting.stores import serve
+from tests.limits import busy
+from tests.runtime.stores import Stuck, WatchedStore
+from tests.runtime.test_rendezvous import make_record, server_made_once  # noqa: F401  # a fixture
+from tests.runtime.waiting import LIMIT, until
+
+
+def where() -> str:
+    return aiorpc.current().name
+
+
+def found(group: Rendezvous, name: str) -> list[str]:
+    return [record.name for record in group.join(partial(make_record, name))]
+
+
+@pytest.fixture
+def quick_founding(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets how long whoever finds nobody waits for members of an earlier store."""
+    return lambda seconds: monkeypatch.setattr(life, "Bounds", partial(Bounds, founding=seconds))
+
+
+async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Callable[[float], None]) -> None:
+    """The store ends; calls go on; whoever begins another one at its address is found there by all, and finds them."""
+    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
+    method = f"tcp://127.0.0.1:{port}"
+    quick_founding(0.01)
+    async with aiorpc.init("a", init_method=method) as a, aiorpc.init("b", init_method=method) as b:
+        gone = await aiorpc.init("gone", init_method=method)
+        await until(lambda: len(a.worker_infos()) == len(b.worker_infos()) == 3)
+        await asyncio.sleep(2 * a.node.engine.bounds.serving_pause)  # they look at who is there so often
+        del store
+        await gone.drop()
+        assert await a.call("b", where) == "b" and await b.call("a", where) == "a"
+        with pytest.raises(PeerLost, match=r"gone .* was lost.*Nothing was sent"):
+            await asyncio.wait_for(a.call("gone", where), LIMIT)
+        quick_founding(60.0)
+        async with aiorpc.init("gone", init_method=method) as newcomer:
+            assert newcomer.hosts_store and newcomer.id not in (a.id, b.id, gone.id)
+            for one, other in ((newcomer, "a"), (newcomer, "b"), (a, "gone"), (b, "gone")):
+                assert await one.call(other, where) == other
+            async with aiorpc.init("late", init_method=method) as late:
+                assert {info.name for info in late.worker_infos()} == {"a", "b", "gone", "late"}
+                assert await b.call("late", where) == "late"
+            await asyncio.gather(a.shutdown(), b.shutdown())
+
+
+async def test_a_store_that_has_gone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One line, whatever is asked for meanwhile; a name that was never seen ends with StoreGone's reason at once."""
+    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        async with aiorpc.init("a", init_method=f"tcp://127.0.0.1:{port}") as a:
+            del store
+            await until(lambda: "has gone" in caplog.text)
+            for _ in range(20):
+                with pytest.raises(RendezvousError, match=r"cannot find 'b'.*has gone.*Nothing was sent"):
+                    await asyncio.wait_for(a.call("b", where), LIMIT)
+    assert [record.message for record in caplog.records if "has gone" in record.message] == [
+        f"worker a: the store at tcp://127.0.0.1:{port} has gone: the process that served it has ended. Members that "
+        "know each other go on; newcomers find nobody"
+    ]
+
+
+@pytest.mark.long
+def test_a_store_that_ends_costs_no_lines_of_torch() -> None:
+    """Whoever looks for somebody at a store that is not there asks no client of torch, which logs a stack each time."""
+    program = """
+import asyncio, aiorpc
+from aiorpc.runtime.meeting.stores import serve
+async def main():
+    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
+    async with aiorpc.init("a", init_method=f"tcp://127.0.0.1:{port}") as a:
+        del store
+        for _ in range(20):
+            try: await a.peer("b", timeout=1).call(len, "")
+            except aiorpc.RpcError: pass
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert len(done.stderr.splitlines()) <= 1, done.stderr
+
+
+def test_another_group_at_the_place_is_not_mixed_with() -> None:
+    """Who was not heard of while others began anew says so, and changes nothing for them."""
+    store, port = serve("127.0.0.1", 0)
+    opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
+    with closing(opened()) as old, closing(opened()) as second:
+        assert found(old, "a") == ["a"] and found(second, "b") == ["a", "b"]
+        for each in (old, second):
+            each.serve_secret_requests()
+        mine = old.members()[0]
+        del store
+        with pytest.raises(StoreGone, match="the process that served it has ended"):
+            old.serve_secret_requests()
+        assert not old.come_back(mine)
+        store, _ = serve("127.0.0.1", port)
+        with closing(opened()) as other:
+            assert found(other, "a") == ["a"]
+            with pytest.raises(RendezvousError, match=r"others have begun a group of their own at"):
+                old.come_back(mine)
+            assert [record.name for record in other.members()] == ["a"]
+            other.leave(other.members()[0])
+            assert old.come_back(mine)  # nobody is left there
+            assert sorted(record.name for record in old.members()) == ["a", "b"]
+        del store
+
+
+def test_a_file_that_was_removed_is_told_at_once(tmp_path: Path) -> None:
+    """Whoever waits for the others there is told, long before the time is up; torch would wait for minutes."""
+    folder = tmp_path / "meet"
+    folder.mkdir()
+    opened = Rendezvous.open(f"file://{folder}/store", rank=1, world_size=2, timeout=60.0)
+    timer = threading.Timer(0.1, shutil.rmtree, [folder])
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(StoreGone, match=r"the store at file://.*meet/store has gone: its file was removed"):
+        opened.join(partial(make_record, "b"))
+    assert time.monotonic() - start < 30
+    opened.abandon()
+    opened.close()
+    timer.join()
+
+
+def test_a_file_that_was_replaced_is_no_meeting_place(tmp_path: Path) -> None:
+    """Those who come later would meet at another one."""
+    path = tmp_path / "store"
+    opened = Rendezvous.open(f"file://{path}", rank=None, world_size=None, timeout=LIMIT)
+    opened.join(partial(make_record, "a"))
+    (tmp_path / "other").touch()
+    os.replace(tmp_path / "other", path)
+    with pytest.raises(StoreGone, match="another file was put in its place"):
+        opened.members()
+    opened.close()
+
+
+async def test_joining_ends_though_the_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of the store that does not return is not waited for: the time of joining is that of the option."""
+    monkeypatch.setattr(life, "Bounds", partial(Bounds, overtime=0.1))
+    monkeypatch.setattr(life, "_GIVING_UP", 0.1)
+    store = WatchedStore()
+    store.look = stuck = Stuck()
+    start = time.monotonic()
+    try:
+        with pytest.raises(RendezvousError, match=r"'a' could not join within 0.2 s \(rpc_timeout\)"):
+            await aiorpc.init("a", store=store, options=RpcBackendOptions(rpc_timeout=0.2))
+        assert time.monotonic() - start < 4 * busy()
+    finally:
+        stuck.open.set()
+    await until(lambda: not [each for each in threading.enumerate() if each.name.startswith("aiorpc-a-")])
+
+
+@pytest.mark.parametrize("kind", ["talks first", "answers requests"])
+def test_a_port_of_another_program_is_told_at_once(kind: str) -> None:
+    """What listens there has said something that no store says."""
+    if kind == "talks first":
+        server = socket.create_server(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        thread = threading.Thread(target=_greet, args=(server,))
+    else:
+        http = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+        port = http.server_address[1]
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        start = time.monotonic()
+        with pytest.raises(RendezvousError, match=rf"cannot meet at .*:{port}: .*another program has that port"):
+            Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=1, world_size=2, timeout=60.0)
+        assert time.monotonic() - start < 30
+    finally:
+        if kind == "talks first":
+            server.shutdown(socket.SHUT_RDWR)
+            server.close()
+        else:
+            http.shutdown()
+            http.server_close()
+        thread.join()
+
+
+def _greet(server: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            connection.recv(64)
+
+
+async def test_a_fixed_group_meets_at_a_store_that_is_there_already() -> None:
+    """Rank 0 takes it in place of one of its own; it outlives the group, and serves the next one."""
+    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
+    for _ in range(2):
+        method = f"tcp://127.0.0.1:{port}"
+        workers = [Worker(f"w{rank}", rank=rank, world_size=2, init_method=method) for rank in range(2)]
+        await asyncio.gather(*(worker.start() for worker in workers))
+        assert not any(worker.hosts_store for worker in workers)
+        assert await workers[0].call("w1", where) == "w1"
+        await asyncio.gather(*(worker.shutdown() for worker in workers))
+    del store
