@@ -122,10 +122,10 @@ class Member:
         # The version stands at the end for ever; what is before it may differ.
         if isinstance(value, list) and value and type(value[-1]) is int and value[-1] != VERSION:
             raise PeerRefused(
-                f"a worker has come that speaks version {value[-1]} of the protocol, we speak {VERSION}; use one aiorpc "
-                "everywhere"
+                f"a worker has come that speaks version {value[-1]} of the protocol, we speak {VERSION}; use one "
+                "aiorpc everywhere"
             )
-        if not isinstance(value, list) or len(value) != 8 or type(value[4]) is not str or not value[4].isascii():
+        if not isinstance(value, list) or len(value) != 8 or not isinstance(value[4], str) or not value[4].isascii():
             raise RendezvousError(_NO_WORKER)
         try:
             record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[3])
