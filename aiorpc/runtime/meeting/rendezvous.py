@@ -12,11 +12,10 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,8 @@ from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Roster
-from ...transport import sockets
-from ...transport.sockets import SECRET_SUFFIX
 from ..engine.host import host_identity, main_identity
+from .held import ADVICE, SECRET_BYTES, HeldSecret, from_hex
 from .membership import SET_IT, FixedWorld, FreeWorld, Member, Proof
 from .returning import Admission, Answer, PlacesInStore, Return, come_back
 from .secret import CERTIFIED, SALT_SIZE, Secret, given_secret, make_key
@@ -54,13 +52,11 @@ __all__ = ["Rendezvous", "host_identity", "main_identity"]
 
 logger = logging.getLogger("aiorpc")
 
-_SECRET_BYTES = 32
 _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
 _READING_TIME = 2.0
 _RETURN_TIME = 5.0
-_ADVICE = "which is a way to run code in workers: set AIORPC_SECRET for all, or meet in a file of this user's (file://)"
 
 
 class Rendezvous:
@@ -94,7 +90,7 @@ class Rendezvous:
         self._key: tuple[str, Secret] | None = None  # made of our own secret, and the salt that it was made with
         self._world = self._make_world()
         self.claims: dict[str, DeviceClaims] = {}
-        self._held: _HeldSecret | None = None
+        self._held: HeldSecret | None = None
         self.returned: Return | None = None
         self._made: WorkerRecord | None = None
 
@@ -358,7 +354,7 @@ class Rendezvous:
             return CERTIFIED
         self._check_confined(record, records)
         self._check_required(record, records)
-        held = _HeldSecret(record, Path(directory))
+        held = HeldSecret(record, Path(directory))
         try:
             if self.returned is not None:
                 value = self._agree_as_newcomer(held, self.returned.admission)
@@ -418,7 +414,7 @@ class Rendezvous:
             if held is not None:
                 self._serve_secret(world, held, world.alive(members))
 
-    def _serve_secret(self, world: FreeWorld, held: _HeldSecret, alive: Sequence[Member]) -> None:
+    def _serve_secret(self, world: FreeWorld, held: HeldSecret, alive: Sequence[Member]) -> None:
         raw, offer = self._offer()
         asker = self._asker(alive)
         far = asker is not None and asker.host != held.record.host and not self.confined
@@ -450,9 +446,9 @@ class Rendezvous:
         salt = self._board.swap("salt", "", secrets.token_hex(SALT_SIZE))
         if self._key is not None and self._key[0] == salt:
             return
-        if len(_from_hex(salt)) != SALT_SIZE:
+        if len(from_hex(salt)) != SALT_SIZE:
             raise self._board.rubbish("salt", "no salt")
-        self._key = salt, make_key(self._own_secret, _from_hex(salt))
+        self._key = salt, make_key(self._own_secret, from_hex(salt))
         self._world = self._make_world()
 
     def _is_client(self) -> bool:
@@ -514,7 +510,7 @@ class Rendezvous:
         if self.confined and far:
             raise RendezvousError(
                 f"the store at {self._place} says that {', '.join(far)} would be on another host or in another "
-                f"container, but that place is on this host alone. Somebody else has written into the store, {_ADVICE}"
+                f"container, but that place is on this host alone. Somebody else has written into the store, {ADVICE}"
             )
 
     def _check_required(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
@@ -539,7 +535,7 @@ class Rendezvous:
             f"{place} is trusted to run code on all of them"
         )
 
-    def _check_offer(self, held: _HeldSecret) -> None:
+    def _check_offer(self, held: HeldSecret) -> None:
         """Our own offer of the secret, if we have made one, has to stand in the store as we wrote it."""
         if held.published and self._offer()[0] != held.published:
             raise self._forged(held.record)
@@ -547,13 +543,13 @@ class Rendezvous:
     def _forged(self, owner: WorkerRecord) -> RendezvousError:
         return RendezvousError(
             f"the store at {self._place} does not say of the group's secret what {owner.describe()} wrote there. "
-            f"Somebody who is no member has written into the store, {_ADVICE}"
+            f"Somebody who is no member has written into the store, {ADVICE}"
         )
 
     def _secret_key(self, name: str = "secret") -> str:
         return f"{self.generation}/{name}"
 
-    def _agree_fixed(self, held: _HeldSecret, records: Sequence[WorkerRecord]) -> bytes:
+    def _agree_fixed(self, held: HeldSecret, records: Sequence[WorkerRecord]) -> bytes:
         first = min(records, key=lambda other: other.id)
         openly = any(other.host != first.host for other in records)
         if first.incarnation == held.record.incarnation:
@@ -571,13 +567,13 @@ class Rendezvous:
                 return held.value
         raise RendezvousError(f"no secret from {first.describe()} within {self._patience.seconds:g} s")
 
-    def _agree_as_newcomer(self, held: _HeldSecret, admission: Admission) -> bytes:
+    def _agree_as_newcomer(self, held: HeldSecret, admission: Admission) -> bytes:
         for _ in self._patience.tries():
             if self._take(held, admission.secret, admission.by, self._proof.require_secret is False):
                 return held.value
         raise RendezvousError(f"no secret from {admission.by.describe()} within {self._patience.seconds:g} s")
 
-    def _agree_free(self, held: _HeldSecret) -> bytes:
+    def _agree_free(self, held: HeldSecret) -> bytes:
         assert isinstance(self._world, FreeWorld)
         me = held.record.incarnation
         for _ in self._patience.tries():
@@ -595,7 +591,7 @@ class Rendezvous:
         self._world.trust(held.record, self._patience)
         return held.value
 
-    def _take(self, held: _HeldSecret, offer: dict[str, str], owner: WorkerRecord, openly: bool) -> bool:
+    def _take(self, held: HeldSecret, offer: dict[str, str], owner: WorkerRecord, openly: bool) -> bool:
         """Take the secret that `owner` offers; False if it cannot be had yet. openly: it may stand in the store."""
         if offer.get("owner") != owner.incarnation or ("value" in offer and not openly):
             raise self._forged(owner)
@@ -603,10 +599,10 @@ class Rendezvous:
             # Whoever writes into the store may say anything: only the file proves who made the secret.
             value = held.read(offer.get("path", ""), owner)
         else:
-            value = _from_hex(offer["value"]) if "value" in offer else None
+            value = from_hex(offer["value"]) if "value" in offer else None
         if value is None:
             return False
-        if len(value) != _SECRET_BYTES or offer.get("value", value.hex()) != value.hex():
+        if len(value) != SECRET_BYTES or offer.get("value", value.hex()) != value.hex():
             raise self._forged(owner)
         held.value = Secret(value)
         return True
@@ -625,7 +621,7 @@ class Rendezvous:
         askers = (member.record for member in alive if member.record.incarnation == asker and not member.trusted)
         return next(askers, None)
 
-    def _publish(self, held: _HeldSecret, expected: str, openly: bool) -> bool:
+    def _publish(self, held: HeldSecret, expected: str, openly: bool) -> bool:
         offer = json.dumps(held.offer(openly))
         won = self._board.swap(self._secret_key(), expected, offer) == offer
         if won:
@@ -652,83 +648,3 @@ def _offer_from_json(value: Any) -> dict[str, str]:
 def _is_heir(incarnation: str, alive: Sequence[Member]) -> bool:
     """Whether this member may make a new secret: nobody knows an older one, and all others came later."""
     return bool(alive) and alive[0].record.incarnation == incarnation and not any(member.trusted for member in alive)
-
-
-@dataclass
-class _HeldSecret:
-    """This worker's copy of the group's secret, empty until it is made or taken.
-
-    path: of the file that we keep it in for others, if we do. published: the offer of it that we wrote into the store.
-    """
-
-    record: WorkerRecord
-    directory: Path
-    value: bytes = field(default=b"", repr=False)
-    path: Path | None = None
-    published: str = field(default="", repr=False)
-    _descriptor: int | None = field(default=None, repr=False)  # of the file
-
-    def offer(self, openly: bool) -> dict[str, str]:
-        """What goes into the store: where the file is, and the secret itself only if `openly`."""
-        self.value = self.value or Secret(secrets.token_bytes(_SECRET_BYTES))
-        if self.path is None:
-            # A name of its own: workers of one process may share the directory. That of the socket, if there is one:
-            # whoever finds the socket of a dead worker removes both.
-            stem = Path(self.record.unix_path).stem or secrets.token_hex(8)
-            self.path = self.directory / f"{stem}{SECRET_SUFFIX}"
-        self.write()
-        offer = {"owner": self.record.incarnation, "host": self.record.host, "path": str(self.path)}
-        return {**offer, "value": self.value.hex()} if openly else offer
-
-    def write(self) -> None:
-        """Keep the secret in our file, if we have offered one and it is not there."""
-        if self.path is not None and not self.path.exists():
-            self._let_go()
-            self._descriptor = sockets.write_secret(self.path, self.value)
-
-    def remove(self) -> None:
-        """Remove our file. OSError if that fails."""
-        self._let_go()
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def _let_go(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def read(self, text: str, owner: WorkerRecord) -> bytes | None:
-        """What stands in the file of a member on this host; None if it is not there."""
-        path = Path(text)
-        # Nothing is resolved: a member's path is spelled as we spell ours.
-        if not sockets.is_beside(self.directory, path.parent) or path.suffix != SECRET_SUFFIX or "\0" in text:
-            raise RendezvousError(
-                f"the store says that the group's secret, made by {owner.describe()}, is in {text[:200]!r}, which is "
-                f"no secret in a private directory of this user beside {self.directory}. Either that worker has "
-                "another TMPDIR or user: give all the same, or set AIORPC_SECRET. Or somebody else has written into "
-                f"the store, {_ADVICE}"
-            )
-        return _read_private(text)
-
-
-def _from_hex(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        return b""
-
-
-def _read_private(path: str) -> bytes | None:
-    """Content of a file that only this user can have written; None if it is not there, or is just being written."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RendezvousError(f"cannot read the group's secret ({error}); set AIORPC_SECRET for all") from None
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise RendezvousError(f"{path} is not a private file of this user (mode 0600); set AIORPC_SECRET instead")
-        content = file.read(_SECRET_BYTES + 1)
-    return content if len(content) >= _SECRET_BYTES else None
