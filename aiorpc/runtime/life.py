@@ -385,7 +385,7 @@ async def _serve_rendezvous(node: Node) -> None:
                 await engine.steps.run(rendezvous.serve_secret_requests)
                 continue
             pause = min(2 * pause, bounds.foreign_pause if foreign else bounds.return_pause)
-            if await engine.steps.run(lambda: rendezvous.come_back(engine.record)):
+            if await engine.steps.run(lambda: rendezvous.meet_again(engine.record)):
                 logger.info("worker %s has found a store again: newcomers find it there", name)
                 gone = foreign = False
                 pause = bounds.serving_pause

@@ -117,15 +117,15 @@ def test_another_group_at_the_place_is_not_mixed_with() -> None:
         del store
         with pytest.raises(StoreGone, match="the process that served it has ended"):
             old.serve_secret_requests()
-        assert not old.come_back(mine)
+        assert not old.meet_again(mine)
         store, _ = serve("127.0.0.1", port)
         with closing(opened()) as other:
             assert found(other, "a") == ["a"]
             with pytest.raises(RendezvousError, match=r"others have begun a group of their own at"):
-                old.come_back(mine)
+                old.meet_again(mine)
             assert [record.name for record in other.members()] == ["a"]
             other.leave(other.members()[0])
-            assert old.come_back(mine)  # nobody is left there
+            assert old.meet_again(mine)  # nobody is left there
             assert sorted(record.name for record in old.members()) == ["a", "b"]
         del store
 

@@ -371,10 +371,10 @@ class Rendezvous:
 
     @property
     def may_return(self) -> bool:
-        """Whether `come_back` may find another store where the one that has gone was."""
+        """Whether `meet_again` may find another store where the one that has gone was."""
         return self.dynamic and self._is_client()
 
-    def come_back(self, record: WorkerRecord) -> bool:
+    def meet_again(self, record: WorkerRecord) -> bool:
         """After StoreGone, in a free group: meet newcomers at the store that is there now; False if there is none.
 
         It waits a few seconds at most. RendezvousError if that cannot be, as others have begun a group of their own
@@ -410,7 +410,7 @@ class Rendezvous:
         """
         world, held = self._world, self._held
         if isinstance(world, FreeWorld):
-            members = world.members()  # also where there is nothing to hand out: see `come_back`
+            members = world.members()  # also where there is nothing to hand out: see `meet_again`
             if held is not None:
                 self._serve_secret(world, held, world.alive(members))
 
