@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class HeldSecret:
     path: Path | None = None
     published: str = field(default="", repr=False)
     _descriptor: int | None = field(default=None, repr=False)  # of the file
+    # Two newcomers may be let in at once, each by a thread that finds no file; and the loop removes it.
+    _filing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def offer(self, openly: bool) -> dict[str, str]:
         """What goes into the store: where the file is, and the secret itself only if `openly`."""
@@ -46,15 +49,17 @@ class HeldSecret:
 
     def write(self) -> None:
         """Keep the secret in our file, if we have offered one and it is not there."""
-        if self.path is not None and not self.path.exists():
-            self._let_go()
-            self._descriptor = sockets.write_secret(self.path, self.value)
+        with self._filing:
+            if self.path is not None and not self.path.exists():
+                self._let_go()
+                self._descriptor = sockets.write_secret(self.path, self.value)
 
     def remove(self) -> None:
         """Remove our file. OSError if that fails."""
-        self._let_go()
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        with self._filing:
+            self._let_go()
+            if self.path is not None:
+                self.path.unlink(missing_ok=True)
 
     def _let_go(self) -> None:
         if self._descriptor is not None:
