@@ -17,7 +17,6 @@ import contextlib
 import hmac
 import itertools
 import json
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -285,10 +284,8 @@ class Return:
         )
 
     def _refused(self, why: str) -> RendezvousError:
-        mine = replace(self.record, pid=os.getpid())
-        return RendezvousError(
-            f"rank {self.record.rank} was taken twice: by {self._before.describe()} and by {mine.describe()}, {why}"
-        )
+        both = f"by {self._before.describe()} and by {self.record.describe()}"
+        return RendezvousError(f"rank {self.record.rank} was taken twice: {both}, {why}")
 
     def settle_in(self) -> None:
         """All members know this worker."""
