@@ -35,7 +35,14 @@ from .runtime.caller.handle import PeerHandle
 from .runtime.caller.stream import Stream
 from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
 from .runtime.calls.pending import PendingCall
-from .runtime.group.events import WorkerJoined, WorkerLeft, WorkerLost, WorkerReplaced
+from .runtime.group.events import (
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerReplaced,
+    WorkerResumed,
+    WorkerSuspended,
+)
 from .runtime.group.group import ShutdownReport
 from .runtime.references.rref import RRef
 from .runtime.statistics import Statistics
@@ -82,6 +89,8 @@ __all__ = [
     "WorkerLeft",
     "WorkerLost",
     "WorkerReplaced",
+    "WorkerResumed",
+    "WorkerSuspended",
     "WouldBlockLoop",
     "async_execution",
     "autograd",

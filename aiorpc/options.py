@@ -22,6 +22,8 @@ SHARE_SIZE = 128 * 1024
 BULK_SIZE = 256 * 1024
 # A buffer on a device holds at least two pieces of 2 MiB: while one is filled the other is on its way.
 MIN_DEVICE_BUFFER = 4 << 20
+# Several times what is received before it is acknowledged at once.
+MIN_UNACKNOWLEDGED = 4 << 20
 
 
 def seconds(value: float | timedelta, name: str) -> float:
@@ -141,6 +143,10 @@ class RpcBackendOptions:
         end of ``async with``; 0 means no limit.
     newcomer_grace: seconds for which calls to a name that was never seen in a group without a size wait for a worker of
         that name, from the first of them on; 0: they do not wait.
+    reconnect_grace: seconds in which a TCP connection that has broken is made again, and goes on where it was, before
+        its worker counts as lost; 0, at either end, turns it off.
+    max_unacknowledged_bytes: bytes that were sent over one TCP connection, and are kept until the other end has them;
+        no more is sent then. At least 4 MiB.
     transports: kinds of connection that may be used. Workers of one host that both have unix sockets use no other; a
         group that lives on one host does not even listen on TCP then.
     authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
@@ -198,6 +204,8 @@ class RpcBackendOptions:
     lag_warning: float = 1.0
     shutdown_timeout: float = 0.0
     newcomer_grace: float = 10.0
+    reconnect_grace: float = 20.0
+    max_unacknowledged_bytes: int = 64 << 20
     transports: tuple[str, ...] = field(default=("unix", "tcp"))
     authenticate_frames: bool = True
     secret_file: str | os.PathLike[str] | None = None
@@ -220,6 +228,7 @@ class RpcBackendOptions:
         self.rpc_timeout = seconds(self.rpc_timeout, "rpc_timeout")
         self.shutdown_timeout = seconds(self.shutdown_timeout, "shutdown_timeout")
         self.newcomer_grace = seconds(self.newcomer_grace, "newcomer_grace")
+        self.reconnect_grace = seconds(self.reconnect_grace, "reconnect_grace")
         self.lag_warning = seconds(self.lag_warning, "lag_warning")
         self.busy_wait = seconds(self.busy_wait, "busy_wait")
         for name in (
@@ -235,12 +244,18 @@ class RpcBackendOptions:
             "max_unsent_bytes",
             "max_references",
             "max_queued_bytes",
+            "max_unacknowledged_bytes",
             "min_shared_bytes",
             "min_bulk_bytes",
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RpcUsageError(f"{name} must be an integer >= 1, not {value!r}")
+        if self.max_unacknowledged_bytes < MIN_UNACKNOWLEDGED:
+            raise RpcUsageError(
+                f"max_unacknowledged_bytes must be at least {MIN_UNACKNOWLEDGED} (4 MiB), as less than that is "
+                f"acknowledged too seldom, not {self.max_unacknowledged_bytes!r}"
+            )
         if self.port_range is not None:
             ports = tuple(self.port_range) if isinstance(self.port_range, (tuple, list)) else ()
             if not (len(ports) == 2 and all(type(port) is int for port in ports) and 0 < ports[0] <= ports[1] < 65_536):

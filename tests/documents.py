@@ -34,6 +34,7 @@ TABLES: tuple[AnyTable, ...] = (
     states.MESSAGE,
     states.TRANSFER,
     states.TLS,
+    states.SESSION,
     states.OPENER,
     states.ACCEPTOR,
     states.LEAVING,

@@ -31,10 +31,11 @@ COUNTS = [
     "max_unsent_bytes",
     "max_references",
     "max_queued_bytes",
+    "max_unacknowledged_bytes",
 ]
 CUDA = [torch.device("cuda", index) for index in range(4)]
 CPU = torch.device("cpu")
-DURATIONS = ["rpc_timeout", "shutdown_timeout", "lag_warning", "busy_wait"]
+DURATIONS = ["rpc_timeout", "shutdown_timeout", "lag_warning", "busy_wait", "reconnect_grace"]
 
 
 def test_defaults_are_those_of_torch() -> None:
@@ -56,6 +57,13 @@ def test_counts_are_integers_from_one(name: str, value: Any) -> None:
     """A count that is none is refused, by the name of the option."""
     with pytest.raises(RpcUsageError, match=f"{name} must be an integer >= 1"):
         RpcBackendOptions(**{name: value})
+
+
+def test_what_is_kept_is_more_than_what_is_acknowledged_at_once() -> None:
+    """With less, a connection would stand still until the next look."""
+    assert RpcBackendOptions(max_unacknowledged_bytes=4 << 20).max_unacknowledged_bytes == 4 << 20
+    with pytest.raises(RpcUsageError, match="max_unacknowledged_bytes must be at least 4194304"):
+        RpcBackendOptions(max_unacknowledged_bytes=(4 << 20) - 1)
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", 1.0])

@@ -247,6 +247,12 @@ class Bulk:
             return self._allocate(length)
         return incoming.buffer[offset : offset + length]
 
+    def displace(self, number: int, length: int) -> None:
+        """A chunk of so many bytes that has been placed did not come whole, and will come again."""
+        incoming = self._incoming.get(number)
+        if incoming is not None:
+            incoming.placed -= length
+
     def on_frame(self, frame: Frame) -> None:
         """A chunk is in its place, or a transfer will not be finished. Raises ProtocolError."""
         number = frame.call_id

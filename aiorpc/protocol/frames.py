@@ -65,11 +65,12 @@ class Kind(IntEnum):
     CHANNEL = 13  # = from a channel's one end to its other (channels/)
     PARCEL = 14  # = a message some of whose buffers go by channels (runtime/link.py)
     CHUNK = 15  # = a piece of a large buffer; the call id is the number of its transfer (channels/bulk.py)
+    ACK = 16  # = so many frames have come since the handshake; that number stands in place of the call id (session.py)
 
 
 # Members of an IntEnum cost a look-up and a conversion each time; the hot paths use these.
 CALL, REPLY, ERROR, ITEM = int(Kind.CALL), int(Kind.REPLY), int(Kind.ERROR), int(Kind.ITEM)
-CHANNEL, PARCEL, CHUNK = int(Kind.CHANNEL), int(Kind.PARCEL), int(Kind.CHUNK)
+CHANNEL, PARCEL, CHUNK, ACK = int(Kind.CHANNEL), int(Kind.PARCEL), int(Kind.CHUNK), int(Kind.ACK)
 
 
 class Frame(NamedTuple):
@@ -195,6 +196,12 @@ class FrameDecoder:
     def empty(self) -> bool:
         """Whether all that came were whole frames."""
         return self._large is None and self._start == self._end
+
+    @property
+    def unfinished(self) -> tuple[int, int] | None:
+        """The transfer of the CHUNK that is under way, and the bytes of that chunk; None if there is none."""
+        large = self._large
+        return (large.call_id, large.size) if large is not None and large.kind == CHUNK else None
 
     def feed(self, data: Buffer) -> list[Frame]:
         """Take bytes of the stream that were read elsewhere; returns and raises what `received` does."""
@@ -370,6 +377,10 @@ class _LargeFrame:
                 raise ProtocolError(f"there is no memory here for a tensor of {length} bytes") from None
             self.segments.append(segment)
             self._view = memoryview(segment)
+
+    @property
+    def size(self) -> int:
+        return sum(self._lengths)
 
     @property
     def complete(self) -> bool:

@@ -39,6 +39,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,7 +82,10 @@ class Introduction(NamedTuple):
     #: The number that the opener gave to its link with the acceptor.
     link: int
     #: PIPE: this is the second connection of that link, for chunks. SEALED: what follows the handshake bears seals.
-    #: SAFE: whoever says this reads no pickles, and sends none.
+    #: SAFE: whoever says this reads no pickles, and sends none. LASTING: this side acknowledges what it receives, and
+    #: keeps what it sends until it is acknowledged, if the other side does so too. RESUME: this is a new socket for a
+    #: connection that has broken, the first one of that link, or with PIPE the second one; each side begins again
+    #: behind the frames that the other one has, as PROOF and WELCOME say.
     flags: int
 
 
@@ -92,11 +96,14 @@ class Challenge(NamedTuple):
     version: int
     #: 32 random bytes, never used again.
     nonce: bytes
-    #: SEALED and SAFE, as in an Introduction.
+    #: SEALED, SAFE and LASTING, as in an Introduction.
     flags: int
 
 
-PIPE, SEALED, SAFE = 1, 2, 4
+PIPE, SEALED, SAFE, LASTING, RESUME = 1, 2, 4, 8, 16
+_FLAGS = PIPE | SEALED | SAFE | LASTING | RESUME
+# In front of the proof, when a connection goes on: how many frames the side that proves itself has received.
+_RECEIVED = struct.Struct("<Q")
 
 
 class Handshake:
@@ -111,7 +118,12 @@ class Handshake:
     other member opens it in their name.
     binding: what both ends of the connection below have in common and nobody in between can have (`TlsLayer.binding`);
     proofs and keys are made over it. It has to be set before the first frame; empty where there is no such thing.
-    safe: whether we read no pickles.
+    safe: whether we read no pickles. lasting: whether we want a session (protocol/session.py), and once READY whether
+    both sides do.
+    received: how many frames of a connection that has broken the opener has received, if this is a new socket for it.
+    goes_on: asked by the acceptor, once the opener of such a one has proved itself: how many frames of the same
+    connection it has received itself. The proofs are made with the `session` of its link. theirs: what the other side
+    has received, once READY.
     """
 
     def __init__(
@@ -127,6 +139,9 @@ class Handshake:
         sealed: bool = False,
         session_of: Callable[[WorkerRecord, int], bytes | None] | None = None,
         safe: bool = False,
+        lasting: bool = False,
+        received: int | None = None,
+        goes_on: Callable[[WorkerRecord, int, bool], int] | None = None,
     ) -> None:
         if opener != (expect is not None):
             raise RpcUsageError("an opener says whom it wants, and an acceptor does not")
@@ -136,6 +151,11 @@ class Handshake:
         self.sealed = sealed
         self.binding = b""
         self.safe = safe
+        self.lasting = lasting
+        self.resumes = received is not None
+        self.theirs = 0
+        self._received = received or 0
+        self._goes_on = goes_on
         self._table = OPENER if opener else ACCEPTOR
         self.state = self._table.initial
         self.peer: WorkerRecord | None = None
@@ -156,7 +176,7 @@ class Handshake:
             side = "opener's" if self._opener else "acceptor's"
             raise RpcUsageError(f"an {side} handshake that is {self.state.value} cannot be started")
         whom, known = _hashes(self._acceptor)
-        flags = (PIPE if self.pipe else 0) | self._flags()
+        flags = (PIPE if self.pipe else 0) | (RESUME if self.resumes else 0) | self._flags()
         record = tuple(self.record.to_wire())
         self._mine = write_introduction(Introduction(VERSION, record, self._nonce, whom, known, self.link, flags))
         self.state = self._table.next(self.state, HandshakeEvent.BEGUN)
@@ -200,7 +220,7 @@ class Handshake:
             self._theirs = read_hello(frame.body).introduction
             self._check_flags(self._acceptor, read_challenge(self._theirs).flags)
             self.state = self._table.next(self.state, HandshakeEvent.HELLO)
-            return encode_frame(Kind.PROOF, 0, self._keyed("opener"))
+            return encode_frame(Kind.PROOF, 0, self._proof("opener"))
         if self.state is HandshakeState.PROVED and frame.kind == Kind.WELCOME and self._candidate is not None:
             self._check_proof("acceptor", frame.body)
             self._ready(self._candidate, HandshakeEvent.WELCOME)
@@ -211,8 +231,10 @@ class Handshake:
             reason = self._accept(self._candidate) if self._accept is not None else None
             if reason is not None:
                 raise PeerRefused(reason)
+            if self.resumes and self._goes_on is not None:
+                self._received = self._goes_on(self._candidate, self.link, self.pipe)
             self._ready(self._candidate, HandshakeEvent.PROOF)
-            return encode_frame(Kind.WELCOME, 0, self._keyed("acceptor"))
+            return encode_frame(Kind.WELCOME, 0, self._proof("acceptor"))
         raise ProtocolError(f"{frame} does not belong in a handshake that is {self.state.value}")
 
     def _ready(self, peer: WorkerRecord, event: HandshakeEvent) -> None:
@@ -221,7 +243,7 @@ class Handshake:
 
     def _check_introduction(self) -> WorkerRecord:
         theirs = read_introduction(self._theirs)
-        self.link, self.pipe = theirs.link, bool(theirs.flags & PIPE)
+        self.link, self.pipe, self.resumes = theirs.link, bool(theirs.flags & PIPE), bool(theirs.flags & RESUME)
         peer = WorkerRecord.from_wire(theirs.record)
         whom, known = _hashes(self.record)
         # We do not say who we are: nothing is proved yet.
@@ -233,14 +255,18 @@ class Handshake:
                 "says of it: somebody else has written into the store"
             )
         self._check_flags(peer, theirs.flags)
-        if self.pipe and self._session_of is not None:
-            self._secret = self._session_of(peer, self.link) or self._secret
+        if (self.pipe or self.resumes) and self._session_of is not None:
+            session = self._session_of(peer, self.link)
+            if session is None and self.resumes:
+                raise PeerRefused("the connection that is to go on has ended here")
+            self._secret = session or self._secret
         return peer
 
     def _flags(self) -> int:
-        return (SEALED if self.sealed else 0) | (SAFE if self.safe else 0)
+        return (SEALED if self.sealed else 0) | (SAFE if self.safe else 0) | (LASTING if self.lasting else 0)
 
     def _check_flags(self, peer: WorkerRecord, flags: int) -> None:
+        self.lasting = self.lasting and bool(flags & LASTING)
         sealed = bool(flags & SEALED)
         if sealed != self.sealed:
             says, we = ("seals", "do not") if sealed else ("does not seal", "do")
@@ -263,8 +289,20 @@ class Handshake:
         message = b"\0".join((b"aiorpc", label.encode(), *hashes, _hashes(self._acceptor)[1]))
         return hmac.digest(self._secret, message, "sha256")
 
+    def _proof(self, role: str) -> bytes:
+        """What this side says in PROOF or WELCOME."""
+        if not self.resumes:
+            return self._keyed(role)
+        return _RECEIVED.pack(self._received) + self._keyed(f"{role} has received {self._received}")
+
     def _check_proof(self, role: str, proof: Buffer) -> None:
-        if not hmac.compare_digest(self._keyed(role), proof):
+        label = role
+        if self.resumes:
+            if len(proof) < _RECEIVED.size:
+                raise ProtocolError("a proof that does not say how much was received")
+            (self.theirs,) = _RECEIVED.unpack_from(proof)
+            proof, label = memoryview(proof)[_RECEIVED.size :], f"{role} has received {self.theirs}"
+        if not hmac.compare_digest(self._keyed(label), proof):
             raise PeerRefused(WRONG_SECRET)
 
 
@@ -331,7 +369,7 @@ def _fields(data: Buffer, kind: type[Introduction | Challenge]) -> list[Any]:
 def _check_fields(nonce: Any, flags: Any) -> None:
     if not isinstance(nonce, bytes) or len(nonce) != NONCE_SIZE:
         raise ProtocolError("a HELLO without a nonce")
-    if type(flags) is not int or not 0 <= flags <= PIPE | SEALED | SAFE:
+    if type(flags) is not int or not 0 <= flags <= _FLAGS:
         raise ProtocolError("a HELLO that does not say what the connection is for")
 
 

@@ -162,6 +162,13 @@ class Goodbye(NamedTuple):
     """The sender leaves in good order."""
 
 
+class Ack(NamedTuple):
+    """So many frames have come since the handshake, all kinds counted: that number stands in place of the call id.
+
+    It is for the connection (protocol/session.py), and only where both ends want a session.
+    """
+
+
 class ChannelMessage(NamedTuple):
     """A message from one end of a channel to the other. Channel 0 is the link itself."""
 
@@ -192,7 +199,7 @@ class Chunk(NamedTuple):
     size: int
 
 
-Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | ChannelMessage | Parcel
+Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Ack | ChannelMessage | Parcel
 
 #: The class of each kind of message whose body is written and read here. Those of the handshake are in `handshake`, and
 #: those of reference counting in `reference_messages`.
@@ -207,6 +214,7 @@ CLASSES: dict[Kind, type[Any]] = {
     Kind.CHANNEL: ChannelMessage,
     Kind.PARCEL: Parcel,
     Kind.CHUNK: Chunk,
+    Kind.ACK: Ack,
 }
 
 # What Call(...) and Values(...) do, without their call into Python: two are made for each call.

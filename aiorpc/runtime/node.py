@@ -42,6 +42,7 @@ from .group.connecting import Acceptor, Connector
 from .group.events import Events
 from .group.group import Group
 from .group.listening import Listeners
+from .group.mending import Mender
 from .hooks import Hooks
 from .links.accelerators import Accelerators
 from .links.link import Link
@@ -126,6 +127,7 @@ class Node:
         stack.push_async_callback(self._end_engine)
 
         self.connector = Connector(self, meeting.secret)
+        self.mender = Mender(self, self.connector.reopen)
         self.links = Links(engine, self.accelerators, open_pipe=self.connector.open_pipe, other_end=_other_end)
         self.memory = self.links.memory
         stack.callback(self.memory.close)

@@ -30,6 +30,8 @@ class Statistics:
     connections: int = 0
     connections_refused: int = 0
     connections_given_up: int = 0  # whose other end went away before it had proved itself
+    connections_suspended: int = 0  # how often one broke that might go on over a new socket
+    connections_resumed: int = 0  # how often one did
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_sent: int = 0  # of all kinds, those of the runtime itself and pieces of large buffers among them
@@ -73,6 +75,8 @@ def collect(node: Node) -> Statistics:
         connections=len(connections),
         connections_refused=counters.refused,
         connections_given_up=counters.given_up,
+        connections_suspended=counters.suspended,
+        connections_resumed=counters.resumed,
         bytes_sent=counters.bytes_sent + sum(connection.bytes_sent for connection in connections),
         bytes_received=counters.bytes_received + sum(connection.bytes_received for connection in connections),
         messages_sent=counters.messages_sent + sum(link.messages_sent for link in node.links.all()),

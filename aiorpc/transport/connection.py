@@ -44,6 +44,7 @@ from ..foreign import log_error
 from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_length, whole_frames
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
+from ..protocol.session import Session
 from .send_queue import SendQueue
 from .silence import Silence, hear
 from .tls import TlsLayer
@@ -106,8 +107,13 @@ class Connection:
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.on_drained: Callable[[], None] | None = None
-        self.session = b""  # what its handshake has left for second connections
+        self.session = b""  # what its handshake has left for second connections, and for other sockets
+        self.lasting: Session | None = None  # what outlives the socket; see `lasting.LastingConnection`
         self.on_open: Callable[[], None] | None = None
+        # Called when its socket has broken, with the cause, if it may go on over another one; see `LastingConnection`.
+        self.on_suspended: Callable[[OSError], None] | None = None
+        # Called then with the transfer and the bytes of a chunk that had come in part, and will come again.
+        self.on_cut: Callable[[int, int], None] | None = None
         self.bytes_sent = 0
         self.bytes_received = 0
         self._loop = loop
@@ -169,7 +175,11 @@ class Connection:
     def silence(self, now: float) -> float:
         """Seconds for which the other host has owed an answer; see `silence.Silence.look`. On the loop's thread."""
         heard = None if self._closed else hear(self._sock)
-        return 0.0 if heard is None else self._silence.look(heard, now)
+        if heard is None:
+            return 0.0
+        if heard.over and not self._paused:
+            self._readable()  # uvloop does not tell of all errors of a socket
+        return self._silence.look(heard, now)
 
     @property
     def ended(self) -> bool:
@@ -184,13 +194,15 @@ class Connection:
         """Read nothing more for now; what has been read is still handed out. On the loop's thread. Idempotent."""
         if not self._paused and not self._closed:
             self._paused = True
-            self._loop.remove_reader(self._fd if self._epoll is None else self._epoll.fileno())
+            if self._fd >= 0:
+                self._loop.remove_reader(self._fd if self._epoll is None else self._epoll.fileno())
 
     def resume(self) -> None:
         """Read on after `pause`. On the loop's thread. Idempotent."""
         if self._paused and not self._closed:
             self._paused = False
-            self._loop.add_reader(self._fd if self._epoll is None else self._epoll.fileno(), self._readable)
+            if self._fd >= 0:
+                self._loop.add_reader(self._fd if self._epoll is None else self._epoll.fileno(), self._readable)
 
     @property
     def unsent(self) -> int:
@@ -262,7 +274,7 @@ class Connection:
             try:
                 self._drain()
             except OSError as error:
-                self._call_on_loop(self._write_failed, error)
+                self._call_on_loop(self._write_failed, error, self._sock)
                 return
             finally:
                 lock.release()
@@ -274,14 +286,17 @@ class Connection:
         self.queue.recount()
         if self.tls is not None and _is_owned(self.tls.lock):
             self.tls.lock.release()
-        self._blocked = False  # maybe before the loop was asked to wait for the socket
+        self._blocked = self._fd < 0  # else maybe before the loop was asked to wait for the socket
         self._call_on_loop(self._flush)
 
     def _drain(self) -> None:
         queue = self.queue
         frames, begun = queue.frames, queue.begun
         flags = _DONT_WAIT
+        session = self.lasting
         while (frames or begun) and not self._closed:
+            if session is not None and (session.due or session.size >= session.limit) and not self._may_begin(session):
+                return
             try:
                 sent, whole = queue.write(self._sock, flags)
             except (BlockingIOError, InterruptedError):
@@ -297,9 +312,20 @@ class Connection:
             self._call_on_loop(self._wait_writable)
             return
 
+    def _may_begin(self, session: Session) -> bool:
+        """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer."""
+        raise NotImplementedError  # only `LastingConnection` has a session
+
+    def _counted(self, frames: list[Frame], session: Session) -> list[Frame]:
+        """Frames that have come, to be handed on now: without those that are for the session. On the loop."""
+        raise NotImplementedError  # as above
+
     def _wait_writable(self) -> None:
-        if not self._closed:
-            self._loop.add_writer(self._fd, self._writable)
+        if not self._closed and self._fd >= 0:
+            try:
+                self._loop.add_writer(self._fd, self._writable)
+            except RuntimeError:  # uvloop has seen an error of the socket, and looks at it no more: we find it, too
+                self._readable()
 
     def _writable(self) -> None:
         self._loop.remove_writer(self._fd)
@@ -345,6 +371,8 @@ class Connection:
             frames = decoder.received(count)
             if tls is not None and (self.on_open is not None or tls.outgoing.pending):
                 self._attend_to(tls)
+            if frames and self.lasting is not None:
+                frames = self._counted(frames, self.lasting)
             if frames and self.on_frames is not None:
                 self.on_frames(frames)
             if taken > self._turn or (count < len(buffer) and not decoder.filling):
@@ -363,17 +391,20 @@ class Connection:
     def _take_unread(self) -> None:
         self._left = False
         if self.tls is not None:
-            frames = self.tls.feed()
-            if frames and self.on_frames is not None:
-                self.on_frames(frames)
+            self.hand_on(self.tls.feed())
         while self._unread and not self._closed:
             data = self._unread.popleft()
             if not data:
                 raise ConnectionResetError(_ENDED)
             self.bytes_received += len(data)
-            frames = self._source.feed(data)
-            if frames and self.on_frames is not None:
-                self.on_frames(frames)
+            self.hand_on(self._source.feed(data))
+
+    def hand_on(self, frames: list[Frame]) -> None:
+        """Hand out frames that have come over this connection. On the loop's thread."""
+        if frames and self.lasting is not None:
+            frames = self._counted(frames, self.lasting)
+        if frames and self.on_frames is not None:
+            self.on_frames(frames)
 
     def read_here(self, enough: Callable[[], bool]) -> Sequence[Frame]:
         """Read in this thread until there are answers and nothing else, or until `enough()`: those answers.
@@ -399,6 +430,8 @@ class Connection:
         except BaseException:
             if self._unread or (tls is not None and tls.left):  # the loop will have them
                 self.answers = ()
+            elif self.lasting is not None:
+                self.lasting.took()
             self._interrupted()
             raise
         finally:
@@ -436,10 +469,15 @@ class Connection:
                     return ()
             if frames and length == len(clear):
                 self.answers = frames
+                session = self.lasting
+                if session is not None:
+                    session.expect(len(frames))
                 if unsealer is None:
                     unread.clear()
                 else:
                     unsealer.take(unread, pieces)
+                if session is not None:
+                    session.took()
                 self.bytes_received += len(data)
                 return frames
             if not unread[-1] or not len(clear) - length < least_length(clear, length) <= READ_HERE - length:
@@ -467,7 +505,7 @@ class Connection:
             try:
                 clear = tls.look(unread, READ_HERE)
             except (OSError, ProtocolError) as error:  # it is said once, so the loop would not hear of it
-                self._call_on_loop(self._broke, error)
+                self._call_on_loop(self._broke, error, tls)
                 break
             self.bytes_received += arrived
             frames, length = whole_frames(clear)
@@ -476,14 +514,18 @@ class Connection:
                     return ()
             if frames and length == len(clear):
                 self.answers = frames
+                if self.lasting is not None:
+                    self.lasting.expect(len(frames))
                 tls.take()
+                if self.lasting is not None:
+                    self.lasting.took()
                 return frames
             if not len(clear) - length < least_length(clear, length) <= READ_HERE - length:
                 break
         return ()
 
-    def _broke(self, error: Exception) -> None:
-        if not self._closed:
+    def _broke(self, error: Exception, tls: TlsLayer) -> None:
+        if not self._closed and tls is self.tls:
             self._say_why(error)
             self._fail(error)
 
@@ -537,7 +579,9 @@ class Connection:
         if self._epoll is not None:
             self._epoll.close()
 
-    def _write_failed(self, error: BaseException) -> None:
+    def _write_failed(self, error: BaseException, sock: socket.socket) -> None:
+        if sock is not self._sock:  # that one has been replaced since
+            return
         # What the other side said before it went may still be unread, and a goodbye makes all the difference.
         with self._reading:
             self.resume()
@@ -552,8 +596,7 @@ class Connection:
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._fd if self._epoll is None else self._epoll.fileno())
-        self._loop.remove_writer(self._fd)
+        self._forget_socket()
         # A thread in the middle of a write or read holds a lock; closing under it could meet another descriptor.
         with self._reading, self._lock:
             self.queue.clear()
@@ -565,6 +608,12 @@ class Connection:
         self.on_frames = self.on_drained = self.on_open = None
         if on_closed is not None:
             on_closed(cause)
+
+    def _forget_socket(self) -> None:
+        """Have the loop look at the socket no more."""
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd if self._epoll is None else self._epoll.fileno())
+            self._loop.remove_writer(self._fd)
 
     def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
         if threading.get_ident() == self._thread:

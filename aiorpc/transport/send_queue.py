@@ -12,6 +12,8 @@ Invariants
    that has their last byte. One call of C does that, and notes the number and where the next piece begins. With TLS
    (tls.py) a piece is what waits to be sent there: so before one is encrypted `_announced` says what will be in it, and
    whoever writes next after an interruption sees by what waits whether that was done.
+4. With a session (protocol/session.py) a frame is in one of `frames`, `begun` and `Session.kept`, whatever is raised.
+   It goes to `kept` when it was written as a whole; with pieces, when its last byte is in one.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
-from operator import call
+from itertools import chain, islice, repeat
+from operator import call, is_not
 
 from ..protocol.frames import Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
+from ..protocol.session import Session
 from .tls import PIECE, RECORD, TlsLayer
 
 # Joining below this costs less than another entry in a scatter-gather list; above it the copy costs more.
@@ -33,6 +36,7 @@ BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
 # What a frame takes in memory beside its bytes, about.
 FRAME_COST = 128
+_WAKE: Sequence[Buffer] = (b"",)  # stands for what TLS has to say; no frame
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 _READ: Callable[[Callable[[], bytes]], bytes] = call
 
@@ -49,6 +53,7 @@ class SendQueue:
         self.begun: deque[Sequence[Buffer]] = deque()
         self.size = 0
         self._sent: deque[int] = deque()
+        self._session: Session | None = None
         self._seal: Seal | None = None
         self._in_pieces = False
         self._piece_size = MAX_PAYLOAD
@@ -68,6 +73,8 @@ class SendQueue:
         self.size += size
         if len(frame) <= MAX_BUFFERS:
             self.frames.append(frame)
+        elif self._session is not None:  # which counts frames
+            self.frames.append(_merged(frame))
         else:  # in one call, so that nobody's gets between them
             self.size += (len(frame) - 1) // MAX_BUFFERS * FRAME_COST
             self.frames.extend([frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)])
@@ -83,20 +90,61 @@ class SendQueue:
         """From now on what is written is encrypted, and TLS itself may say something. Nothing may be under way."""
         self._tls, self._in_pieces = tls, True
 
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def keep(self, session: Session) -> None:
+        """From now on frames that were written are kept there. Nothing may be under way."""
+        self._session = session
+
+    @property
+    def between(self) -> bool:
+        """Whether nothing is begun: another frame may come before those that wait. By the writer."""
+        return not self.begun and not self._next_piece[0][1]
+
+    @property
+    def begun_frames(self) -> int:
+        """How many frames are neither waiting nor kept."""
+        return 0 if self._in_pieces else len(self.begun)
+
+    def prepend(self, frame: Sequence[Buffer]) -> None:
+        """Append it before all that waits. By the writer, `between` frames."""
+        self.size += sum(map(len, frame)) + FRAME_COST
+        self.frames.appendleft(frame)
+
+    def go_on(self, other: SendQueue, received: int) -> None:
+        """Begin again behind the frames that the other side has received, over the connection of another queue.
+
+        Its seals or TLS go on here. No writer may be at work. Raises ProtocolError if that number cannot be.
+        """
+        assert self._session is not None, "what is kept is kept there"
+        again = self._session.resume(received, () if self._in_pieces else [*self.begun])
+        self.frames.extendleft(reversed(again))
+        self.begun.clear()
+        self._sent.clear()
+        self._announced.clear()
+        self._seal, self._tls, self._in_pieces = other._seal, other._tls, other._in_pieces
+        self._piece_size = other._piece_size
+        self._next_piece.append(other._next_piece[0])
+        self.recount()
+
     def wake_tls(self) -> None:
         """TLS has something to say. Any thread."""
-        self.append((b"",))
+        self.append(_WAKE)
 
     def clear(self) -> None:
         """Forget all of them. No writer may be at work."""
         self.frames.clear()
         self.begun.clear()
         self.size = 0
+        if self._session is not None:
+            self._session.end()
 
     def recount(self) -> None:
         """Set `size` anew: a writer was interrupted before it had changed that."""
         frames = [*self.frames.copy(), *(() if self._in_pieces else self.begun.copy())]
         self.size = sum(map(len, chain.from_iterable(frames))) + FRAME_COST * len(frames)
+        if self._session is not None:
+            self._session.size = sum(map(len, chain.from_iterable(self._session.kept.copy())))
 
     def write(self, sock: socket.socket, flags: int) -> tuple[int, bool]:
         """One system call, with something to write: bytes that it took, and whether that was all it was given.
@@ -123,7 +171,13 @@ class SendQueue:
         if count == left:
             if not self._in_pieces:
                 self.size -= FRAME_COST * len(begun)
-            begun.clear()
+            session = self._session
+            if session is None or self._in_pieces:
+                begun.clear()
+            else:
+                session.size += sum(map(len, chain.from_iterable(begun)))
+                steps: list[Callable[[], object]] = [partial(session.kept.extend, begun), begun.clear]
+                list(map(_RUN, steps))
         return count, count == size
 
     def _begin(self) -> tuple[Sequence[Buffer], int]:
@@ -147,7 +201,7 @@ class SendQueue:
         # Copied by one call: other threads append meanwhile.
         parts, size, taken, rest = _cut(list(islice(frames, MAX_BUFFERS)), start, self._piece_size)
         piece = seal.piece(number, parts, size)
-        steps: list[Callable[[], object]] = [frames.popleft] * taken
+        steps = self._taking(taken, size)
         steps += (partial(begun.append, piece), partial(self._next_piece.append, (number + 1, rest)))
         list(map(_RUN, steps))
         self.size -= size + FRAME_COST * taken
@@ -168,7 +222,7 @@ class SendQueue:
                     tls.encrypt(parts[0] if len(parts) == 1 else b"".join(parts))
             # Else it is what an interrupted writer has encrypted; or TLS itself has something to say, before all else.
             taken, rest, size = announced[0] if announced else (0, self._next_piece[0][1], 0)
-            steps: list[Callable[[], object]] = [frames.popleft] * taken
+            steps = self._taking(taken, size)
             steps += (partial(self._next_piece.append, (0, rest)), announced.clear)
             records: Iterable[tuple[bytes]] = zip(map(_READ, (tls.outgoing.read,)), strict=True)
             steps.append(partial(self.begun.extend, records))
@@ -177,11 +231,26 @@ class SendQueue:
         piece = self.begun[0]
         return piece, len(piece[0])
 
+    def _taking(self, count: int, size: int) -> list[Callable[[], object]]:
+        """Steps that take so many frames from those that wait, as the piece of so many bytes is made that ends them."""
+        frames, session = self.frames, self._session
+        if session is None:
+            return [frames.popleft] * count
+        session.size += size
+        taken = map(deque.popleft, repeat(frames, count))
+        return [partial(session.kept.extend, filter(partial(is_not, _WAKE), taken))]
+
     def _next_frames(self) -> Iterator[Sequence[Buffer]]:
         yield self.begun[0]
         while self.frames:
             self.begun.extend(map(deque.popleft, (self.frames,)))
             yield self.begun[-1]
+
+
+def _merged(frame: Sequence[Buffer]) -> list[Buffer]:
+    """The same bytes in no more than MAX_BUFFERS buffers, copied."""
+    each = -(-len(frame) // MAX_BUFFERS)
+    return [b"".join(frame[at : at + each]) for at in range(0, len(frame), each)]
 
 
 def _joined(frames: Iterable[Sequence[Buffer]]) -> tuple[list[Buffer], int]:

@@ -13,9 +13,11 @@ import struct
 import sys
 from typing import NamedTuple
 
-# Of the kernel's tcp_info: eight bytes, of which the fourth counts probes that were not answered; then words of four
-# bytes each, among them how many segments are not acknowledged, and milliseconds since the last acknowledgement.
-_INFO = struct.Struct("@3xB4x16xI28xI")
+# Of the kernel's tcp_info: eight bytes, of which the first is the state and the fourth counts probes that were not
+# answered; then words of four bytes each, among them how many segments are not acknowledged, and milliseconds since the
+# last acknowledgement.
+_INFO = struct.Struct("@B2xB4x16xI28xI")
+_ESTABLISHED = 1
 
 
 class Heard(NamedTuple):
@@ -25,6 +27,8 @@ class Heard(NamedTuple):
     owes: bool
     #: Seconds since anything was acknowledged.
     ago: float
+    #: Whether either side has closed it, or it has broken.
+    over: bool = False
 
 
 def hear(sock: socket.socket) -> Heard | None:
@@ -35,9 +39,9 @@ def hear(sock: socket.socket) -> Heard | None:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     except OSError:  # it has ended
         return None
-    probes, unacknowledged, milliseconds = _INFO.unpack(info)
+    state, probes, unacknowledged, milliseconds = _INFO.unpack(info)
     # One probe may have left a moment ago. Of data that did, `Silence` sees it at its first look.
-    return Heard(unacknowledged > 0 or probes > 1, milliseconds / 1000)
+    return Heard(unacknowledged > 0 or probes > 1, milliseconds / 1000, state != _ESTABLISHED)
 
 
 class Silence:

@@ -249,6 +249,23 @@ def test_several_chunks_may_be_read_before_one_is_handed_on() -> None:
     assert got is not None and bytes(got) == bytes(pattern(0, 3 * CHUNK))
 
 
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_chunk_that_came_in_part_comes_again(whole: int) -> None:
+    """At the same place; those before it were handed on."""
+    sender, receiver = make(), make()
+    data = bytes(range(250)) * (3 * CHUNK // 250)
+    wires = [wire for wire in sender.send([data], []) if wire is not None]
+    parts = pieces(sender)
+    for piece in parts[:whole]:
+        piece.give(receiver)
+    receiver.place(parts[whole].number, parts[whole].body, CHUNK)
+    receiver.displace(parts[whole].number, CHUNK)
+    for piece in parts[whole:]:
+        piece.give(receiver)
+    (arrived,) = receiver.receive(wires, [], lambda index, buffer: None)
+    assert arrived == data
+
+
 def test_chunks_that_were_given_no_place_are_refused() -> None:
     """Given up while its bytes were read from another connection: an error of the protocol, not of this program."""
     receiver = make()

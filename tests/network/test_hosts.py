@@ -201,7 +201,7 @@ def test_loss_and_delay_change_nothing_but_the_time(kind: str) -> None:
 @KINDS
 def test_a_cut_link_is_noticed_in_the_middle_of_a_transfer(kind: str) -> None:
     """The caller's pending calls, large and small, get PeerLost within the timeout's bounds; both sides then leave."""
-    with linked(kind, rate=100) as network, group(network, call_and_wait, patience=2) as children:
+    with linked(kind, rate=100) as network, group(network, call_and_wait, patience=2, reconnect_grace=2.0) as children:
         assert children["w0"].hear() == "sent"
         wait_for(lambda: network.right.received() > UNDER_WAY)
         network.cut()
@@ -240,7 +240,7 @@ def test_a_busy_worker_is_not_dead() -> None:
 @pytest.mark.slow
 def test_a_host_that_vanishes_while_its_worker_is_busy_is_found() -> None:
     """The window of its connections is closed then; the probes are no longer answered."""
-    with linked("relay") as network, group(network, call_the_busy, patience=2) as children:
+    with linked("relay") as network, group(network, call_the_busy, patience=2, reconnect_grace=2.0) as children:
         assert children["w0"].hear() == "blocked"
         before = network.right.received()
         children["w0"].tell("push")  # only now: the window takes but so much
@@ -275,7 +275,7 @@ async def fetch(worker: rpc.Worker, link: Link) -> Any:
 
 def test_a_cut_link_is_noticed_by_the_one_who_only_receives() -> None:
     """A result under way: its receiver has nothing to send, and keep-alive tells it."""
-    with linked("relay", rate=100) as network, group(network, fetch, patience=2) as children:
+    with linked("relay", rate=100) as network, group(network, fetch, patience=2, reconnect_grace=2.0) as children:
         assert children["w0"].hear() == "sent"
         wait_for(lambda: network.left.received() > UNDER_WAY)
         network.cut()

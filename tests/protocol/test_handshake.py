@@ -61,6 +61,72 @@ def shake(opener: Handshake, acceptor: Handshake) -> list[Frame]:
     return said
 
 
+SESSION = b"t" * 32
+
+
+def going_on(
+    theirs: bytes | None = SESSION, *, mine: int = 5, secret: bytes = SESSION, pipe: bool = False
+) -> tuple[Handshake, Handshake, list[tuple[str, int, bool]]]:
+    """Both sides of a new socket for link 3, and what the acceptor was asked. theirs: what it has kept of that link."""
+    asked: list[tuple[str, int, bool]] = []
+
+    def goes_on(record: WorkerRecord, link: int, second: bool) -> int:
+        asked.append((record.name, link, second))
+        return 8
+
+    opener = Handshake(OPENER, secret, opener=True, expect=ACCEPTOR, link=3, pipe=pipe, received=mine)
+    acceptor = Handshake(ACCEPTOR, SECRET, opener=False, session_of=lambda *_: theirs, goes_on=goes_on)
+    return opener, acceptor, asked
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_connection_goes_on_where_it_was(pipe: bool) -> None:
+    """Each side learns how much the other one has received; the acceptor is asked only behind the proof."""
+    opener, acceptor, asked = going_on(pipe=pipe)
+    acceptor.feed(one(opener.start()))
+    assert not asked
+    opener, acceptor, asked = going_on(pipe=pipe)
+    shake(opener, acceptor)
+    assert opener.state is acceptor.state is HandshakeState.READY
+    assert (opener.theirs, acceptor.theirs, asked) == (8, 5, [("opener", 3, pipe)])
+
+
+def test_only_the_same_two_workers_go_on() -> None:
+    """Whoever has the secret of the group, and not what the first handshake has left, takes nothing over."""
+    opener, acceptor, asked = going_on(secret=SECRET)
+    with pytest.raises(PeerRefused, match="secret does not match"):
+        shake(opener, acceptor)
+    opener, acceptor, asked_too = going_on(theirs=None)
+    with pytest.raises(PeerRefused, match="has ended here"):
+        shake(opener, acceptor)
+    assert not asked + asked_too
+
+
+@pytest.mark.parametrize("byte", [0, 7, 8, 39])
+@pytest.mark.parametrize("kind", [Kind.PROOF, Kind.WELCOME])
+def test_what_was_received_is_under_the_proof(kind: Kind, byte: int) -> None:
+    """Nobody on the way changes it."""
+    opener, acceptor, _ = going_on()
+    frames, receiver = read(opener.start()), acceptor
+    with pytest.raises(PeerRefused, match="secret does not match"):
+        while frames:
+            if frames[0].kind == kind:
+                body = bytearray(frames[0].body)
+                body[byte] ^= 1
+                frames = [frames[0]._replace(body=bytes(body))]
+            frames = read([part for frame in frames for part in receiver.feed(frame)])
+            receiver = opener if receiver is acceptor else acceptor
+
+
+@pytest.mark.parametrize(("near", "far"), [(True, True), (True, False), (False, True)])
+def test_a_session_takes_two(near: bool, far: bool) -> None:
+    """Either side may do without."""
+    opener = Handshake(OPENER, SECRET, opener=True, expect=ACCEPTOR, lasting=near)
+    acceptor = Handshake(ACCEPTOR, SECRET, opener=False, lasting=far)
+    shake(opener, acceptor)
+    assert opener.lasting is acceptor.lasting is (near and far)
+
+
 def test_both_sides_know_each_other_afterwards() -> None:
     """Same secret: both end READY with the other's whole record, after HELLO, HELLO, PROOF, WELCOME."""
     opener, acceptor = opening(), accepting()

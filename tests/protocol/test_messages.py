@@ -37,6 +37,7 @@ from aiorpc.protocol.handshake import (
 )
 from aiorpc.protocol.messages import (
     CLASSES,
+    Ack,
     ByName,
     Call,
     Cancel,
@@ -140,6 +141,7 @@ GOLDEN: list[tuple[Any, str]] = [
     (FULL_ERROR, "95a36d2e45a174a175a177c40150"),
     (Cancel(), ""),
     (Goodbye(), ""),
+    (Ack(), ""),
     (Credit(0), "9100"),
     (Credit(1000), "91cd03e8"),
     (ChannelMessage(channel=1, fields=["tag", 7]), "920192a374616707"),
@@ -476,7 +478,7 @@ def test_less_than_nothing_is_no_credit() -> None:
         read(Kind.CREDIT, pack([-1]))
 
 
-@pytest.mark.parametrize("kind", [Kind.CANCEL, Kind.GOODBYE])
+@pytest.mark.parametrize("kind", [Kind.CANCEL, Kind.GOODBYE, Kind.ACK])
 def test_a_message_without_fields_has_no_body(kind: Kind) -> None:
     """Also an empty list is one byte too much."""
     with pytest.raises(ProtocolError, match="which has none"):
@@ -484,7 +486,7 @@ def test_a_message_without_fields_has_no_body(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [0, 16, 255, -1, 1 << 40, Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.WELCOME, Kind.REFERENCE]
+    "kind", [0, 17, 255, -1, 1 << 40, Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.WELCOME, Kind.REFERENCE]
 )
 def test_kinds_that_are_read_elsewhere_or_nowhere(kind: int) -> None:
     """Those of the handshake and of reference counting have readers of their own."""

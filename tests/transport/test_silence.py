@@ -55,6 +55,18 @@ async def test_a_closed_window_is_no_silence() -> None:
             await until(probed)
 
 
+async def test_a_connection_that_is_over_is_seen() -> None:
+    """Whoever has closed it; some loops do not tell of all errors of a socket."""
+    with sockets.listen_tcp("127.0.0.1", None) as listener:
+        listener.setblocking(True)
+        with await sockets.connect_tcp("127.0.0.1", listener.getsockname()[1]) as sock:
+            far = listener.accept()[0]
+            before = hear(sock)
+            assert before is not None and not before.over
+            far.close()
+            await until(lambda: (heard := hear(sock)) is not None and heard.over)
+
+
 def test_nothing_is_said_of_unix_sockets() -> None:
     """Nor of one that is closed."""
     left, right = socket.socketpair()

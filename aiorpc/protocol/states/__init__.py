@@ -9,6 +9,7 @@ from .message import MESSAGE, MessageEvent, MessageState
 from .peer import PEER, PeerEvent, PeerState
 from .returning import PLACE, RETURNING, PlaceEvent, PlaceState, ReturnEvent, Returning
 from .served import SERVED, ServedEvent, ServedState
+from .session import SESSION, SessionEvent, SessionState
 from .table import IllegalTransition, Table, Transition, from_each
 from .tls import TLS, TlsEvent, TlsState
 from .transfer import TRANSFER, TransferEvent, TransferState
@@ -24,6 +25,7 @@ __all__ = [
     "RETURNING",
     "ROUNDS",
     "SERVED",
+    "SESSION",
     "TLS",
     "TRANSFER",
     "WORKER",
@@ -42,6 +44,8 @@ __all__ = [
     "Rounds",
     "ServedEvent",
     "ServedState",
+    "SessionEvent",
+    "SessionState",
     "Step",
     "Table",
     "TlsEvent",

@@ -13,6 +13,7 @@ class PeerState(Enum):
     IDLE = "idle"
     CONNECTING = "connecting"
     READY = "ready"
+    SUSPENDED = "suspended"
     GONE = "gone"
 
 
@@ -22,6 +23,8 @@ class PeerEvent(Enum):
     FIRST_MESSAGE = "a message for it"
     NOBODY_WAITS = "it has not joined yet, and no message waits any more"
     CONNECTED = "the handshake is done"
+    BROKEN = "its connection broke, and its process may live"
+    RESUMED = "the connection goes on"
     UNREACHABLE = "it cannot be found or reached"
     GOODBYE = "it said goodbye"
     LOST = "its process died or its connection broke"
@@ -29,7 +32,7 @@ class PeerEvent(Enum):
 
 
 _S, _E = PeerState, PeerEvent
-_ALIVE = (_S.IDLE, _S.CONNECTING, _S.READY)
+_ALIVE = (_S.IDLE, _S.CONNECTING, _S.READY, _S.SUSPENDED)
 
 PEER: Table[PeerState, PeerEvent] = Table(
     "peer",
@@ -43,6 +46,7 @@ PEER: Table[PeerState, PeerEvent] = Table(
         _S.IDLE: "There is no connection, and none is wanted.",
         _S.CONNECTING: "Messages wait, in order. Towards its end the link is there, and frames may come.",
         _S.READY: "Messages go out at once, from any thread.",
+        _S.SUSPENDED: "As READY; what is sent waits in the connection until that goes on (`SESSION`).",
         _S.GONE: "Calls fail at once with the reason.",
     },
     transitions=(
@@ -57,6 +61,8 @@ PEER: Table[PeerState, PeerEvent] = Table(
             LOOP,
         ),
         Transition(_S.CONNECTING, _E.CONNECTED, _S.READY, "What has waited goes out, in order.", LOOP),
+        Transition(_S.READY, _E.BROKEN, _S.SUSPENDED, "The loop connects again, until the grace is over.", LOOP),
+        Transition(_S.SUSPENDED, _E.RESUMED, _S.READY, "What was not acknowledged goes out again.", LOOP),
         Transition(
             _S.CONNECTING,
             _E.UNREACHABLE,

@@ -30,7 +30,7 @@ TLS: Table[TlsState, TlsEvent] = Table(
     "TLS of a connection",
     about=(
         "It comes before the handshake, whose frames are the first that it carries. The end of the connection is no "
-        "event: an end that the other side has not announced by a GOODBYE is a loss, whatever TLS says of it."
+        "event: an end that the other side has not announced by a GOODBYE is a break, whatever TLS says of it."
     ),
     initial=_S.SHAKING,
     meanings={

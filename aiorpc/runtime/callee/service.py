@@ -197,6 +197,7 @@ class Service:
         self._home.references.on_message(self.record.id, reference_messages.read(unpack(frame.body)))
 
     def _on_goodbye(self, _: Frame) -> None:
+        self.connection.on_suspended = None  # its last word: the end of the socket is that of the connection
         self._home.on_goodbye(self.record, self.sure)
 
     # --- ending -------------------------------------------------------------------------------------------------------

@@ -474,6 +474,7 @@ class Peer:
     def _on_goodbye(self, _: Frame) -> None:
         link = self.link
         assert link is not None and self.record is not None, "a message came over it"
+        link.connection.on_suspended = None  # its last word: the end of the socket is that of the connection
         self._home.on_goodbye(self.record, True)  # we have dialled it
         # No answer can follow on this connection (the goodbye may have come earlier on another).
         link.when_drained(partial(self.fail, PeerClosed(f"{self.describe()} has shut down")))
@@ -518,6 +519,12 @@ class Peer:
                         self._post(link, call)
             self.connection = connection
             self.state = PEER.next(self.state, PeerEvent.CONNECTED)
+
+    def on_line(self, event: PeerEvent) -> None:
+        """Its connection has broken and may go on, or goes on."""
+        with self._lock:
+            if PEER.takes(self.state, event):
+                self.state = PEER.next(self.state, event)
 
     def link_ended(self) -> None:
         """The link has ended, and everything that it has brought has been handed on: let go of it."""

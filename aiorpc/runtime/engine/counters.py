@@ -24,6 +24,8 @@ class Counters:
         self.messages_received = 0
         self.refused = 0
         self.given_up = 0  # handshakes whose other end went away
+        self.suspended = 0  # connections that broke, and might go on
+        self.resumed = 0  # how many of them did
         self.traffic: dict[str, Traffic] = {}  # of links that have ended, by channel
         self._latencies = [0] * 48  # answers by the number of bits of their latency in microseconds
 

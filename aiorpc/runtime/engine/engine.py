@@ -15,7 +15,7 @@ from ...options import RpcBackendOptions, seconds
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...rights import Rights, exposed
 from ...transport.certificates import Credentials
-from ...transport.connection import Connection
+from ...transport.lasting import LastingConnection
 from .bounds import Bounds
 from .counters import Counters
 from .lifetime import Lifetime
@@ -75,7 +75,7 @@ class Engine:
         self.bounds = Bounds()
         self.counters = Counters()
         self.tasks = Tasks(self.loop)
-        self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
         self.pool = ThreadPool(

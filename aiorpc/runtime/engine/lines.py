@@ -1,4 +1,4 @@
-"""Finding hosts that have vanished: a look at all TCP connections of a worker, once in a while."""
+"""A look at all TCP connections of a worker, once in a while: for hosts that have vanished, and to acknowledge."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import time
 from collections.abc import Iterable
 
 from ...transport import sockets
-from ...transport.connection import Connection
+from ...transport.lasting import LastingConnection
 
 # So many looks are made until a silence has lasted too long, at least one each second.
 _LOOKS = 10
 _LONGEST_PAUSE = 1.0
+# So many times sooner a connection is given up that goes on over another one.
+_SOONER = 3
 
 
 class LineWatch:
-    """Ends connections whose other host owes an answer for too long (`sockets.TCP_TIMEOUT`). On the loop.
+    """Breaks connections off whose other host owes an answer for too long (`sockets.TCP_TIMEOUT`). On the loop.
 
     A worker that is stopped or busy is not silent in this sense: its host answers for it (`transport.silence`).
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, connections: Iterable[Connection]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, connections: Iterable[LastingConnection]) -> None:
         self._loop = loop
         self._connections = connections
         self._timer: asyncio.TimerHandle | None = None
@@ -40,5 +42,9 @@ class LineWatch:
         now = time.monotonic()
         for connection in list(self._connections):
             silence = connection.silence(now)
-            if silence >= sockets.TCP_TIMEOUT:
-                connection.abort(TimeoutError(f"its host has not answered for {silence:.0f} s"))
+            # To connect anew costs little, and is the best way to find out.
+            limit = sockets.TCP_TIMEOUT if connection.on_suspended is None else sockets.TCP_TIMEOUT / _SOONER
+            if silence >= limit:
+                connection.break_off(silence)
+            else:
+                connection.look()

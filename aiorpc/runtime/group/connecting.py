@@ -27,6 +27,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.states import HandshakeState
 from ...transport import sockets
 from ...transport.connection import Connection
+from ...transport.lasting import LastingConnection
 from ...transport.tls import TlsLayer
 from ..callee import service as callee
 from ..callee.service import Service
@@ -37,6 +38,8 @@ from ..engine.host import provably_dead
 from ..links.link import Link
 from .group import Group, failure
 from .listening import Listeners
+from .mending import Home as MendingHome
+from .mending import Line, Mender
 
 logger = logging.getLogger("aiorpc")
 
@@ -53,8 +56,10 @@ OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
 _FOR_STRANGERS = 0.8
 
 
-class Home(callee.Home, Protocol):
+class Home(callee.Home, MendingHome, Protocol):
     """What connecting needs of the worker."""
+
+    mender: Mender
 
     peers: Peers
     group: Group
@@ -67,13 +72,13 @@ def _descriptors() -> int:
     return limit if limit != resource.RLIM_INFINITY else 1 << 31
 
 
-def _connection(engine: Engine, sock: socket.socket, label: str, *, opener: bool) -> Connection:
+def _connection(engine: Engine, sock: socket.socket, label: str, *, opener: bool) -> LastingConnection:
     decoder = FrameDecoder(max_body=handshake.MAX_BODY, read_size=FIRST_READ_SIZE, allocate=allocate)
     tls = None
     if engine.credentials is not None and sock.family != socket.AF_UNIX:
         context, own = engine.credentials.context(opener=opener)
         tls = TlsLayer(context, decoder, opener=opener, own=own)
-    connection = Connection(engine.loop, sock, decoder, label=label, tls=tls)
+    connection = LastingConnection(engine.loop, sock, decoder, label=label, tls=tls)
     engine.connections.add(connection)
     return connection
 
@@ -81,6 +86,11 @@ def _connection(engine: Engine, sock: socket.socket, label: str, *, opener: bool
 def _seals(engine: Engine, connection: Connection) -> bool:
     """Whether what follows the handshake bears seals. With TLS they would do once more what that does."""
     return engine.options.authenticate_frames and not connection.local and connection.tls is None
+
+
+def _lasts(engine: Engine, connection: Connection) -> bool:
+    """Whether this side wants the connection to outlive its socket."""
+    return bool(engine.options.reconnect_grace) and not connection.local
 
 
 def _objection(engine: Engine, connection: Connection, record: WorkerRecord) -> str | None:
@@ -153,6 +163,7 @@ class Connector:
                 sock = await _reach(self._engine, link.record, (transport,))
                 opening = _Opening(self._engine, link.connection.session, link.record, sock, link.number, pipe=True)
                 opening.on_closed = link.second.closed
+                opening.on_lasting = partial(self._watch, link.record, link.number, None)
                 await opening.run(link.second.attach)
         except (OSError, TimeoutError, RpcError) as error:
             link.second.refused(f"{type(error).__name__}: {error}")
@@ -173,6 +184,7 @@ class Connector:
                 number = next(self._numbers)
                 opening = _Opening(engine, self._secret, record, sock, number)
                 opening.on_closed = partial(self._closed, peer, opening.connection)
+                opening.on_lasting = partial(self._watch, record, number, peer)
                 return await opening.run(partial(peer.attach, number))
             except PeerRefused:
                 raise
@@ -183,6 +195,17 @@ class Connector:
                     raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
+
+    def _watch(self, record: WorkerRecord, number: int, peer: Peer | None, connection: LastingConnection) -> None:
+        line = Line(connection, record, number, pipe=peer is None, opener=True, peer=peer)
+        self._home.mender.watch(line)
+
+    async def reopen(self, line: Line) -> None:
+        """Connect to a worker again, and have a connection that has broken go on. Raises OSError and RpcError."""
+        sock = await _reach(self._engine, line.record, ("tcp",))
+        session, number = line.connection.session, line.link_number
+        opening = _Opening(self._engine, session, line.record, sock, number, pipe=line.pipe, goes_on=line.connection)
+        await opening.run(None)
 
     async def probe(self, record: WorkerRecord) -> None:
         """Connect to a worker once, and let go. Raises OSError or RpcError if nobody takes connections there."""
@@ -224,7 +247,11 @@ async def _reach(engine: Engine, record: WorkerRecord, transports: Sequence[str]
 
 
 class _Opening:
-    """Our side of a handshake that we began. on_closed: told of the end of the connection, once it is ready."""
+    """Our side of a handshake that we began. on_closed: told of the end of the connection, once it is ready.
+
+    on_lasting: told of a connection that both sides want to outlive its socket. goes_on: the connection that gets the
+    socket of this one.
+    """
 
     def __init__(
         self,
@@ -235,6 +262,7 @@ class _Opening:
         link: int,
         *,
         pipe: bool = False,
+        goes_on: LastingConnection | None = None,
     ) -> None:
         self._engine = engine
         self._record = record
@@ -242,14 +270,29 @@ class _Opening:
         self._process = sockets.peer_pid(sock)
         sealed = _seals(engine, self.connection)
         self.handshake = Handshake(
-            engine.record, secret, opener=True, expect=record, link=link, pipe=pipe, sealed=sealed, safe=engine.safe
+            engine.record,
+            secret,
+            opener=True,
+            expect=record,
+            link=link,
+            pipe=pipe,
+            sealed=sealed,
+            safe=engine.safe,
+            lasting=_lasts(engine, self.connection),
+            received=None if goes_on is None else goes_on.received,
         )
+        self._goes_on = goes_on
+        self._secret = secret  # for a second connection, what the first one has left
         self.done: asyncio.Future[None] = engine.loop.create_future()
         self.on_closed: Callable[[BaseException | None], None] | None = None
+        self.on_lasting: Callable[[LastingConnection], None] | None = None
         self._attach: Callable[[Connection], None] | None = None
 
-    async def run(self, attach: Callable[[Connection], None]) -> Connection:
-        """Do the handshake. attach: called as soon as it is done, before any later frame is looked at."""
+    async def run(self, attach: Callable[[Connection], None] | None) -> Connection:
+        """Do the handshake. attach: called as soon as it is done, before any later frame is looked at.
+
+        None where another connection goes on: then that one is told.
+        """
         connection = self.connection
         self._attach = attach
         connection.on_frames = self._on_frames
@@ -286,13 +329,26 @@ class _Opening:
                 self._seal(frames[index + 1 :])
             if self.handshake.state is HandshakeState.READY and not self.done.done():
                 _trust(self._engine, self.connection.decoder)
-                self.connection.session = self.handshake.session()
-                self.done.set_result(None)
-                assert self._attach is not None
-                self._attach(self.connection)
-                if self.connection.on_frames is not None:
-                    self.connection.on_frames(frames[index + 1 :])  # a goodbye may follow at once
+                self._ready(frames[index + 1 :])
                 return
+
+    def _ready(self, behind: list[Frame]) -> None:
+        connection = self.connection
+        if self._goes_on is not None:
+            if behind:
+                raise ProtocolError("the acceptor of a connection that goes on spoke first")
+            self._goes_on.go_on(connection, self.handshake.theirs, opener=True)
+            self.done.set_result(None)
+            return
+        self.done.set_result(None)
+        connection.session = self._secret if self.handshake.pipe else self.handshake.session()
+        if self.handshake.lasting:
+            connection.last(self._engine.options.max_unacknowledged_bytes)
+            if self.on_lasting is not None:
+                self.on_lasting(connection)
+        assert self._attach is not None
+        self._attach(connection)
+        connection.hand_on(behind)  # a goodbye may follow at once
 
     def _seal(self, behind: list[Frame]) -> None:
         if self.handshake.state is HandshakeState.PROVED:
@@ -401,6 +457,20 @@ class Acceptor:
         link = self.home.links.find(record, link_number, opener=False)
         return link.connection.session if link is not None else None
 
+    def goes_on(self, record: WorkerRecord, link_number: int, pipe: bool) -> int:
+        """The opener of a connection has a new socket for it: how many frames have come here. Raises PeerRefused."""
+        connection = self.broken(record, link_number, pipe)
+        connection.halt()
+        return connection.received
+
+    def broken(self, record: WorkerRecord, link_number: int, pipe: bool) -> LastingConnection:
+        """The connection that its opener has a new socket for. Raises PeerRefused if there is none."""
+        link = self.home.links.find(record, link_number, opener=False)
+        connection = None if link is None else link.second.attached if pipe else link.connection
+        if not isinstance(connection, LastingConnection) or connection.lasting is None or connection.closed:
+            raise PeerRefused("the connection that is to go on has ended here")
+        return connection
+
     def refuse(self, reason: str) -> None:
         """A stranger was turned away: count it and log it. A crowd of them fills no log: it is counted alone."""
         self._engine.counters.refused += 1
@@ -472,6 +542,8 @@ class _Accepting:
             sealed=sealed,
             session_of=acceptor.session_of,
             safe=engine.safe,
+            lasting=_lasts(engine, self.connection),
+            goes_on=acceptor.goes_on,
         )
         patience = engine.bounds.handshake
         self._timer = engine.loop.call_later(patience, self._too_slow, patience)
@@ -505,7 +577,15 @@ class _Accepting:
             self._timer.cancel()
             self.acceptor.ended(self)
             _trust(self._home.engine, self.connection.decoder)
+            if self.handshake.resumes:
+                broken = self.acceptor.broken(record, self.handshake.link, self.handshake.pipe)
+                broken.go_on(self.connection, self.handshake.theirs, opener=False)
+                return
             self.connection.session = self.handshake.session()
+            if self.handshake.lasting:
+                self.connection.last(self._home.engine.options.max_unacknowledged_bytes)
+                line = Line(self.connection, record, self.handshake.link, pipe=self.handshake.pipe, opener=False)
+                self._home.mender.watch(line)
             if self.handshake.pipe:
                 self._become_pipe(record)
                 return

@@ -45,7 +45,22 @@ class WorkerReplaced:
     worker: WorkerInfo
 
 
-Event = WorkerJoined | WorkerLeft | WorkerLost | WorkerReplaced
+@dataclass(frozen=True)
+class WorkerSuspended:
+    """The network to a worker has broken; it may live. WorkerResumed follows, or WorkerLost. cause: what was seen."""
+
+    worker: WorkerInfo
+    cause: str
+
+
+@dataclass(frozen=True)
+class WorkerResumed:
+    """The network to a worker is back, and all goes on where it was: no call was lost, and none was run twice."""
+
+    worker: WorkerInfo
+
+
+Event = WorkerJoined | WorkerLeft | WorkerLost | WorkerReplaced | WorkerSuspended | WorkerResumed
 
 
 class Events:

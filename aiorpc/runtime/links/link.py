@@ -11,7 +11,7 @@ Invariants
 1. A message is handed over once, whole, or not at all. While buffers of it are missing, it is held here with all later
    frames of the same call behind it; other calls do not wait.
 2. A message of which a buffer cannot be had is handed over as failed; its call fails, and no other.
-3. A second connection that breaks takes the first along: what was on it is lost.
+3. A second connection that breaks and is not mended takes the first along: what was on it is lost.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class Link:
         self.messages_received = 0
         self.closed = False
         connection.decoder.place = self.bulk.place
+        connection.on_cut = self.bulk.displace
         connection.on_frames = self.on_frames
         self._introduce()  # before anybody else can send: what this end can use has to come first
 

@@ -76,6 +76,7 @@ class SecondConnection:
 
     def __init__(self, link: LinkForSecond) -> None:
         self.connection: Connection | None = None
+        self.attached: Connection | None = None  # the same, before it may be written to
         self._link = link
         self._asked = False
         self._pumping = False
@@ -144,6 +145,8 @@ class SecondConnection:
         if link.closed or self.connection is not None:
             pipe.abort()
             return
+        self.attached = pipe
+        pipe.on_cut = link.bulk.displace
         pipe.decoder.place = link.bulk.place
         pipe.on_frames = partial(link.on_frames, pipe=pipe)
         if link.opener:

@@ -1,0 +1,153 @@
+"""Sessions: one stream of frames each way that goes on over a new socket where the old one has broken.
+
+Both ends count the frames of each direction from the end of the handshake on; ACKs are frames like any other. A frame
+has no number on the wire: it is the next one. Whoever receives says from time to time how many it has received (ACK),
+and whoever sends keeps what was not acknowledged. When a socket breaks, each end says in the handshake of the next one
+how many it has received, and the other one begins again with the next. The states are the table
+`protocol.states.SESSION`.
+
+Invariants
+1. A frame is handed on exactly once, and in order: what was received as a whole is counted when it is handed on; what
+   was received in part is dropped with the socket, and is sent again as a whole.
+2. What is kept are the frames themselves, not copies. They are borrowed until they are acknowledged.
+3. So many bytes are kept at most, and one frame more. Then nothing is sent until something is acknowledged, but ACKs,
+   which overtake the frames that wait: else two ends that both have much to send would wait for each other for ever.
+4. An end that has received nothing but ACKs since it spoke last has nothing to acknowledge, until they are many.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ..errors import ProtocolError
+from .frames import ACK, HEAD, Buffer, Frame, encode_frame
+from .states import SESSION, SessionEvent, SessionState
+
+# So many frames, or bytes of them, are received before they are acknowledged at once; fewer soon.
+ACK_FRAMES = 64
+ACK_BYTES = 1 << 20
+
+
+class Session:
+    """One end of a session. It is used by whoever writes, and by whoever reads; each of them is one thread at a time.
+
+    limit: bytes that are kept. kept: the frames that were handed to the socket as a whole, and are not acknowledged.
+    size: bytes of these and of what was begun. received: how many frames were handed on here. due: whether an ACK is
+    to be sent.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.state = SESSION.initial
+        self.limit = limit
+        self.kept: deque[Sequence[Buffer]] = deque()
+        self.size = 0
+        self.received = 0
+        self.due = False
+        self._acknowledged = 0  # how many frames came before those that are kept
+        self._said = 0  # how many the other end was told that we have
+        self._said_at = 0  # bytes that had come by then
+        self._acks = 0  # ACKs that have come since
+        self._expected = 0  # how many will have been received when a thread has taken what it reads
+
+    def enter(self, event: SessionEvent) -> None:
+        """That has happened to it."""
+        self.state = SESSION.next(self.state, event)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether there is no socket."""
+        return self.state is SessionState.SUSPENDED
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def arrived(self, frames: list[Frame], count: int, begun: int = 0) -> list[Frame]:
+        """Frames that have come, to be handed on now: without those that are for the session itself.
+
+        count: bytes of the connection that have come so far. begun: frames that the writer has under way, beside those
+        that are kept. Raises ProtocolError for an ACK of what was not sent.
+        """
+        self.received += len(frames)
+        for frame in frames:
+            if frame.kind == ACK:
+                frames = self._take_acks(frames, begun)
+                break
+        if not self.due:
+            self.due = self.received - self._said >= ACK_FRAMES or (count - self._said_at >= ACK_BYTES and self.fresh)
+        if self.due:
+            self._said_at = count
+        return frames
+
+    @property
+    def fresh(self) -> bool:
+        """Whether something has come that the other end would like to have acknowledged."""
+        return self.received - self._said > self._acks
+
+    def ack(self) -> list[Buffer]:
+        """The ACK that is due; `told` follows once it is queued."""
+        return encode_frame(ACK, self.received, b"")
+
+    def told(self, ack: Sequence[Buffer]) -> None:
+        """That ACK is on its way."""
+        self.due = False
+        self._said = HEAD.unpack(ack[0])[0]
+        self._acks = 0
+
+    def expect(self, count: int) -> None:
+        """So many frames will have been taken with the next step; `took` follows, also when that was interrupted."""
+        self._expected = self.received + count
+
+    def took(self) -> None:
+        """What was expected was taken. Idempotent."""
+        self.received = max(self.received, self._expected)
+
+    def _take_acks(self, frames: list[Frame], begun: int) -> list[Frame]:
+        rest: list[Frame] = []
+        for frame in frames:
+            if frame.kind != ACK:
+                rest.append(frame)
+                continue
+            self._acks += 1
+            self._acknowledge(frame.call_id, begun)
+        return rest
+
+    def _acknowledge(self, number: int, begun: int) -> None:
+        count = number - self._acknowledged
+        kept = self.kept
+        # The writer may be about to keep what it has begun: that has been received by then, and counts the next time.
+        if count > len(kept) + begun:
+            raise ProtocolError(f"an acknowledgement of {number} frames, of which {count} were not sent")
+        while count > 0 and kept:
+            self.size -= sum(map(len, kept.popleft()))
+            self._acknowledged += 1
+            count -= 1
+
+    # --- going on over a new socket -----------------------------------------------------------------------------------
+
+    def resume(self, received: int, begun: Sequence[Sequence[Buffer]] = ()) -> list[Sequence[Buffer]]:
+        """What has to be sent again, before all that waits; nothing is kept then.
+
+        received: how many frames the other end has. begun: frames that were under way, behind those that are kept.
+        Raises ProtocolError if that cannot be.
+        """
+        whole = [*self.kept, *begun]
+        done = received - self._acknowledged
+        if not 0 <= done <= len(whole):
+            raise ProtocolError(
+                f"the other end has received {received} frames; {self._acknowledged} were acknowledged, and "
+                f"{len(whole)} sent beyond that"
+            )
+        self.enter(SessionEvent.RESUMED)
+        self.kept.clear()
+        self.size = 0
+        self._acknowledged = received
+        # The other end has been told by the handshake.
+        self._said, self._acks, self.due, self._expected = self.received, 0, False, 0
+        return whole[done:]
+
+    def end(self) -> None:
+        """Its connection is over: let go of all that is kept. Idempotent."""
+        if self.state is not SessionState.ENDED:
+            self.enter(SessionEvent.ENDED)
+        self.kept.clear()
+        self.size = 0

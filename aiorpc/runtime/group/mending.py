@@ -1,0 +1,145 @@
+"""Connections between hosts that have broken: they are made again, or given up (`transport.lasting`).
+
+The opener of a connection connects again; the acceptor waits for it, and only looks whether the opener's process still
+takes connections. Both give up when `reconnect_grace` is over. They give up at once when the process is proved dead:
+on this host by its pid; elsewhere when its listener refuses connections again and again, as a worker listens for as
+long as it lives; and when another incarnation, or a worker that has given this one up, answers in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from ...errors import PeerRefused, ProtocolError, RpcError
+from ...protocol.identity import WorkerRecord
+from ...protocol.states import PeerEvent
+from ...transport.lasting import LastingConnection
+from ..caller.peer import Peer
+from ..engine.engine import Engine
+from ..engine.host import provably_dead
+from .events import Events, WorkerResumed, WorkerSuspended
+
+logger = logging.getLogger("aiorpc")
+
+# Seconds between two tries: the first such pause, and the longest. Seconds that one try may take: a packet that is lost
+# while a connection is made is sent again after one second, and after three.
+FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
+TRY = 4.0
+# A listener that refuses so often in a row, which takes most of a second, is gone.
+REFUSALS = 5
+# Of the grace, what is left at least when the host has been silent for long before.
+LEAST_SHARE = 0.5
+
+
+class Home(Protocol):
+    """What mending needs of the worker."""
+
+    news: Events
+
+    @property
+    def engine(self) -> Engine: ...
+
+    async def probe(self, record: WorkerRecord) -> None:
+        """Raises OSError or RpcError if a worker takes no connections."""
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection that may be mended. opener: whether we have opened it. peer: whose calls go over it, if any do."""
+
+    connection: LastingConnection
+    record: WorkerRecord
+    link_number: int
+    pipe: bool
+    opener: bool
+    peer: Peer | None = None
+    #: How often it was suspended.
+    times: int = field(default=0, init=False)
+
+
+class Mender:
+    """See the module. On the loop.
+
+    reopen: makes a line's connection again, and has it go on; raises OSError and RpcError.
+    """
+
+    def __init__(self, home: Home, reopen: Callable[[Line], Awaitable[None]]) -> None:
+        self._home = home
+        self._engine = home.engine
+        self._reopen = reopen
+        self._suspended: dict[str, set[Line]] = {}  # by incarnation
+
+    def watch(self, line: Line) -> None:
+        """That connection is ready, and lasts: when it breaks it is mended."""
+        line.connection.on_suspended = partial(self._on_suspended, line)
+        line.connection.on_resumed = partial(self._on_resumed, line)
+
+    def _on_suspended(self, line: Line, cause: OSError) -> None:
+        engine, record = self._engine, line.record
+        if engine.closed:
+            line.connection.abort(cause)
+            return
+        engine.counters.suspended += 1
+        line.times += 1
+        if line.peer is not None:
+            line.peer.on_line(PeerEvent.BROKEN)
+        logger.info("worker %s: a connection with %s has broken: %s", engine.name, record.describe(), cause)
+        lines = self._suspended.setdefault(record.incarnation, set())
+        if not lines:
+            self._home.news.publish(WorkerSuspended(record.info, str(cause)))
+        lines.add(line)
+        grace = engine.options.reconnect_grace
+        left = max(grace - line.connection.silent_for, LEAST_SHARE * grace)
+        engine.tasks.spawn(self._mend(line, cause, time.monotonic() + left))
+
+    def _on_resumed(self, line: Line) -> None:
+        self._engine.counters.resumed += 1
+        if line.peer is not None:
+            line.peer.on_line(PeerEvent.RESUMED)
+        logger.info("worker %s: a connection with %s goes on", self._engine.name, line.record.describe())
+        if self._forget(line):
+            self._home.news.publish(WorkerResumed(line.record.info))
+
+    def _forget(self, line: Line) -> bool:
+        """It is not suspended any more; whether it was the last one of that worker."""
+        lines = self._suspended.get(line.record.incarnation, set())
+        if line not in lines:
+            return False
+        lines.discard(line)
+        if not lines:
+            del self._suspended[line.record.incarnation]
+        return not lines
+
+    async def _mend(self, line: Line, cause: OSError, limit: float) -> None:
+        connection, times = line.connection, line.times
+        reason: Exception = cause
+        pause, refusals = FIRST_PAUSE, 0
+        while connection.suspended and line.times == times:
+            left = limit - time.monotonic()
+            if left <= 0 or refusals >= REFUSALS or provably_dead(line.record, self._engine.record.host):
+                break
+            try:
+                async with asyncio.timeout(min(TRY, left)):
+                    await (self._reopen(line) if line.opener else self._home.probe(line.record))
+                refusals = 0
+            except (PeerRefused, ProtocolError) as error:
+                if line.opener:
+                    reason = error
+                    break
+            except ConnectionRefusedError:
+                refusals += 1
+            except (OSError, RpcError):  # a timeout among them
+                refusals = 0
+            if connection.suspended:
+                await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
+                pause = min(2 * pause, LAST_PAUSE)
+        if line.times == times:
+            self._forget(line)
+            if connection.suspended:
+                connection.abort(reason)

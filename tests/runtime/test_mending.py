@@ -1,0 +1,279 @@
+"""Connections over TCP that break and are mended: calls, streams, references, gradients and large tensors go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc as rpc
+from aiorpc import Worker
+from aiorpc.protocol.states import PeerState
+from aiorpc.runtime.calls.current import current_node
+from aiorpc.testing import cluster
+from aiorpc.transport import sockets
+from tests.processes import bodies
+from tests.runtime.waiting import until, until_no_references
+
+TCP: dict[str, Any] = {"transports": ("tcp",)}
+
+
+def cut(rng: random.Random | None = None, share: float = 1.0) -> None:
+    """Break that share of the TCP connections of this process, as seen from both of their ends."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not entry.is_socket():
+                continue
+            end = socket.socket(fileno=os.dup(int(entry.name)))
+        with contextlib.suppress(OSError), end:
+            if end.family != socket.AF_UNIX and end.getpeername() and (rng is None or rng.random() < share):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def away() -> Any:
+    """Nobody can be reached over TCP from here, as without a network."""
+
+    async def connect(host: str, port: int) -> socket.socket:
+        raise OSError(101, "Network is unreachable")
+
+    original, sockets.connect_tcp = sockets.connect_tcp, connect
+    try:
+        yield
+    finally:
+        sockets.connect_tcp = original
+
+
+@pytest.fixture
+async def far() -> AsyncIterator[list[Worker]]:
+    """Two workers that speak TCP alone; the first is the current one."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP)) as workers:
+        current_node.set(workers[0].node)
+        assert await rpc.call("worker1", bodies.add, 1, 2) == 3
+        yield workers
+
+
+runs: Counter[int] = Counter()
+
+
+async def count(number: int) -> int:
+    """Handler: how often it is run with a number is counted."""
+    runs[number] += 1
+    return number
+
+
+def numbers(n: int) -> Any:
+    """A stream that ends, of tensors."""
+    for each in range(n):
+        yield torch.full((1000,), each)
+
+
+async def under_cuts(work: Any, seed: int, pause: float = 0.02) -> Any:
+    """The result of some work, while connections are cut again and again."""
+    rng = random.Random(seed)
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        cut(rng, 0.5)
+        await asyncio.wait([task], timeout=pause * rng.random() * 2)
+    return await task
+
+
+async def call_all(many: int, at_once: int) -> list[int]:
+    limit = asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> int:
+        async with limit:
+            return int(await rpc.call("worker1", count, number))
+
+    return list(await asyncio.gather(*[one(number) for number in range(many)]))
+
+
+async def test_each_call_runs_once(far: list[Worker]) -> None:
+    """However often the connections break, in either direction."""
+    runs.clear()
+    assert await under_cuts(call_all(1000, 50), 1) == list(range(1000))
+    assert runs == Counter(range(1000))
+    assert far[0].statistics().connections_resumed > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"authenticate_frames": False}], ids=["sealed", "open"])
+async def test_ten_thousand_calls_and_a_hundred_cuts(options: dict[str, Any]) -> None:
+    """One in a hundred calls is made while a connection breaks."""
+    runs.clear()
+    rng = random.Random(3)
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, **options)) as workers:
+        current_node.set(workers[0].node)
+
+        async def one(number: int) -> int:
+            call = rpc.call("worker1", count, number)
+            if number % 100 == 50:
+                await asyncio.sleep(0.001 * rng.random())
+                cut(rng, 0.5)
+            return int(await call)
+
+        for start in range(0, 10_000, 25):
+            batch = range(start, start + 25)
+            assert list(await asyncio.gather(*[one(number) for number in batch])) == list(batch)
+    assert runs == Counter(range(10_000))
+
+
+async def test_streams_references_and_blocking_calls_go_on(far: list[Worker]) -> None:
+    """Items come in order, references are counted right, and threads that read their own answers lose none."""
+
+    def block() -> list[int]:
+        return [int(rpc.rpc_sync("worker1", bodies.add, (number, 1))) for number in range(200)]
+
+    async def work() -> None:
+        items = [int(item[-1]) async for item in rpc.stream("worker1", numbers, 200)]
+        assert items == list(range(200))
+        counters = [rpc.remote("worker1", bodies.Counter, number) for number in range(50)]
+        assert [await each.rpc_async().add(1) for each in counters] == list(range(1, 51))
+
+    threads = asyncio.to_thread(block)
+    _, blocked = await under_cuts(asyncio.gather(work(), threads), 2)
+    assert blocked == list(range(1, 201))
+    await until_no_references(far)
+
+
+async def test_gradients_go_on(far: list[Worker]) -> None:
+    """A backward pass over both workers, while connections break, has the gradients that it has without."""
+
+    async def work() -> list[torch.Tensor]:
+        found = []
+        for _ in range(4):
+            async with rpc.autograd.context() as context:
+                leaf = torch.full((4,), 2.0, requires_grad=True)
+                there = await rpc.call("worker1", torch.mul, leaf, leaf)
+                await context.backward([there.sum()])
+                found.append(context.gradients()[leaf])
+        return found
+
+    for gradient in await under_cuts(work(), 3):
+        assert torch.equal(gradient, torch.full((4,), 4.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"authenticate_frames": False}], ids=["sealed", "open"])
+async def test_large_tensors_go_on_where_they_were(options: dict[str, Any]) -> None:
+    """There and back, over a second connection that breaks again and again; a piece comes twice at most."""
+    size = 3_000_000
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, **options)) as workers:
+        tensors = [torch.randint(0, 100, (size,)) for _ in range(2)]
+        calls = [workers[0].call("worker1", bodies.echo, tensor) for tensor in tensors]
+        before = workers[0].statistics().bytes_received
+        echoed = await under_cuts(asyncio.gather(*calls), 4, pause=0.05)
+        assert all(torch.equal(tensor, back) for tensor, back in zip(tensors, echoed, strict=True))
+        here = workers[0].statistics()
+        # What was sent and has not been acknowledged is sent again after each break, and no more.
+        again = here.connections_resumed * (here.channels["bulk"].bytes_sent + (1 << 20))
+        assert here.bytes_received - before < 2 * 8 * size * 1.1 + again
+
+
+async def test_callers_see_that_a_worker_is_suspended(far: list[Worker]) -> None:
+    """In the events, the statistics and the state; a call is made meanwhile, another one runs into its deadline."""
+    news = []
+
+    async def listen() -> None:
+        async for event in far[0].events():
+            news.append(event)
+
+    listening = asyncio.create_task(listen())
+    await asyncio.sleep(0)
+    peer = far[0].node.peers.of(far[1].node.engine.record)
+    runs.clear()
+    with away():
+        cut()
+        await until(lambda: peer.state is PeerState.SUSPENDED)
+        call = far[0].call("worker1", count, 7)
+        with pytest.raises(rpc.RpcTimeout):
+            await far[0].peer("worker1", timeout=0.05).call(count, 8)
+        given_up = far[0].call("worker1", count, 9)
+        given_up.cancel()
+        assert not call.done()
+    assert await call == 7
+    await until(lambda: len(news) >= 2)
+    assert [type(event) for event in news] == [rpc.WorkerSuspended, rpc.WorkerResumed]
+    assert {event.worker.name for event in news} == {"worker1"}
+    await until(lambda: peer.state is PeerState.READY)
+    statistics = far[0].statistics()
+    assert statistics.connections_suspended == statistics.connections_resumed > 0
+    assert runs[7] == 1
+    listening.cancel()
+
+
+async def test_the_end_of_the_grace_is_a_loss() -> None:
+    """Named as any other, on both sides."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=0.2)) as workers:
+        assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
+        call = workers[0].call("worker1", bodies.ablock)
+        await until(lambda: workers[1].statistics().calls_running)
+        with away():
+            cut()
+            with pytest.raises(rpc.PeerLost, match="worker1") as caught:
+                await call
+            assert caught.value.worker == "worker1"
+            await until(lambda: not workers[1].statistics().calls_running)
+
+
+async def test_a_listener_that_is_gone_is_a_loss_at_once() -> None:
+    """As of a process that has ended: nobody waits for the grace."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=1000.0)) as workers:
+        assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
+        call = workers[0].call("worker1", bodies.ablock)
+        await until(lambda: workers[1].statistics().calls_running)
+        for listener in workers[1].node.listeners.sockets():
+            listener.shutdown(socket.SHUT_RDWR)
+        cut()
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            await asyncio.wait_for(call, 60)
+
+
+@pytest.mark.parametrize("graces", [(0.0, 20.0), (20.0, 0.0)])
+async def test_without_a_grace_a_break_is_a_loss(graces: tuple[float, float]) -> None:
+    """At either end."""
+    options = [rpc.RpcBackendOptions(**TCP, reconnect_grace=grace) for grace in graces]
+    async with cluster(2, options=options) as workers:
+        assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
+        call = workers[0].call("worker1", bodies.ablock)
+        await until(lambda: workers[1].statistics().calls_running)
+        cut()
+        with pytest.raises(rpc.PeerLost, match="worker1"):
+            await asyncio.wait_for(call, 10)
+        assert workers[0].statistics().connections_suspended == 0
+
+
+async def test_a_goodbye_is_no_break(far: list[Worker]) -> None:
+    """A worker that leaves is not waited for, nor said to be suspended."""
+    news: list[type] = []
+
+    async def listen() -> None:
+        async for event in far[0].events():
+            news.append(type(event))
+
+    listening = asyncio.create_task(listen())
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    await asyncio.gather(*(worker.shutdown() for worker in far))
+    assert time.monotonic() - began < 10  # of 20 s of grace
+    await listening
+    assert rpc.WorkerSuspended not in news
+
+
+async def test_what_a_reader_does_not_take_is_bounded() -> None:
+    """Results of a flood of calls wait with the callee, and arrive."""
+    options = rpc.RpcBackendOptions(**TCP, max_unacknowledged_bytes=4 << 20)
+    async with cluster(2, options=options) as workers:
+        tensor = torch.zeros(30_000)
+        calls = [workers[0].call("worker1", bodies.echo, tensor) for _ in range(300)]
+        answers = await under_cuts(asyncio.gather(*calls), 5, pause=0.1)
+        assert all(torch.equal(answer, tensor) for answer in answers)
