@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -202,6 +203,10 @@ class Node:
     def on_goodbye(self, record: WorkerRecord, sure: bool) -> None:
         """A worker has said that it leaves. sure: it was it for sure that has said so."""
         self.group.on_goodbye(record, sure)
+
+    async def reach(self, record: WorkerRecord) -> socket.socket:
+        """A TCP socket that leads to a worker. Raises OSError or RpcError if it takes no connections."""
+        return await self.connector.reach(record)
 
     async def probe(self, record: WorkerRecord) -> None:
         """Raises OSError or RpcError if a worker takes no connections."""

@@ -14,7 +14,7 @@ import aiorpc as rpc
 from ..processes.workers import Link, wait_for
 from .hosts import linked
 from .members import MIB, group, is_pattern, pattern
-from .test_hosts import KINDS, UNDER_WAY, result_of
+from .test_hosts import KINDS, UNDER_WAY, block_loop, result_of
 
 runs: list[int] = []
 
@@ -87,6 +87,27 @@ def test_an_outage_costs_nothing_but_its_time(kind: str, outage: float, patience
         assert {"WorkerSuspended", "WorkerResumed"} <= news
 
 
+async def call_the_blocked(worker: rpc.Worker, link: Link) -> list[Any]:
+    """A worker blocks its loop while the network is away, and longer."""
+    await rpc.call("w1", count, 1)
+    blocked = rpc.call("w1", block_loop, 9.0)
+    await asyncio.sleep(0.5)
+    link.tell("blocked")
+    return [await blocked, await rpc.call("w1", count, 2)]
+
+
+@pytest.mark.long
+def test_a_worker_that_is_busy_when_the_network_is_back_is_waited_for() -> None:
+    """Its host takes connections, so the grace is not what counts."""
+    with linked("relay") as network, group(network, call_the_blocked, patience=3, reconnect_grace=3.0) as children:
+        assert children["w0"].hear() == "blocked"
+        network.cut()
+        cut = time.monotonic()
+        wait_for(lambda: time.monotonic() > cut + 2.5)
+        network.mend()
+        assert result_of(children) == ["done", 2]
+
+
 async def wait_for_the_end(worker: rpc.Worker, link: Link) -> list[str]:
     """A call that is not answered; what became of it, and what was said meanwhile."""
     news = []
@@ -102,6 +123,9 @@ async def wait_for_the_end(worker: rpc.Worker, link: Link) -> list[str]:
     with pytest.raises(rpc.PeerLost) as caught:
         await call
     assert caught.value.worker == "w1"
+    async with asyncio.timeout(10):
+        while len(news) < 2:  # noqa: ASYNC110  # the news come on their own way
+            await asyncio.sleep(0.01)
     listening.cancel()
     return news
 

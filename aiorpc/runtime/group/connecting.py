@@ -200,9 +200,12 @@ class Connector:
         line = Line(connection, record, number, pipe=peer is None, opener=True, peer=peer)
         self._home.mender.watch(line)
 
-    async def reopen(self, line: Line) -> None:
-        """Connect to a worker again, and have a connection that has broken go on. Raises OSError and RpcError."""
-        sock = await _reach(self._engine, line.record, ("tcp",))
+    async def reach(self, record: WorkerRecord) -> socket.socket:
+        """A TCP socket that leads to a worker. Raises OSError and RpcError."""
+        return await _reach(self._engine, record, ("tcp",))
+
+    async def reopen(self, line: Line, sock: socket.socket) -> None:
+        """Have a connection that has broken go on over a socket that leads there. Raises OSError and RpcError."""
         session, number = line.connection.session, line.link_number
         opening = _Opening(self._engine, session, line.record, sock, number, pipe=line.pipe, goes_on=line.connection)
         await opening.run(None)

@@ -1,7 +1,8 @@
 """Connections between hosts that have broken: they are made again, or given up (`transport.lasting`).
 
 The opener of a connection connects again; the acceptor waits for it, and only looks whether the opener's process still
-takes connections. Both give up when `reconnect_grace` is over. They give up at once when the process is proved dead:
+takes connections. Both give up when `reconnect_grace` is over; only later if the other process can be reached and does
+not answer, as its loop may be blocked. They give up at once when the process is proved dead:
 on this host by its pid; elsewhere when its listener refuses connections again and again, as a worker listens for as
 long as it lives; and when another incarnation, or a worker that has given this one up, answers in its place.
 """
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from ...errors import PeerRefused, ProtocolError, RpcError
+from ...errors import PeerRefused, ProtocolError
 from ...protocol.identity import WorkerRecord
 from ...protocol.states import PeerEvent
 from ...transport.lasting import LastingConnection
@@ -33,6 +35,8 @@ FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 TRY = 4.0
 # A listener that refuses so often in a row, which takes most of a second, is gone.
 REFUSALS = 5
+# While its host takes connections, a process that does not answer may be busy, and is waited for so many times as long.
+BUSY = 6
 # Of the grace, what is left at least when the host has been silent for long before.
 LEAST_SHARE = 0.5
 
@@ -45,8 +49,8 @@ class Home(Protocol):
     @property
     def engine(self) -> Engine: ...
 
-    async def probe(self, record: WorkerRecord) -> None:
-        """Raises OSError or RpcError if a worker takes no connections."""
+    async def reach(self, record: WorkerRecord) -> socket.socket:
+        """A TCP socket that leads to a worker. Raises OSError or RpcError if it takes no connections."""
 
 
 @dataclass(eq=False)
@@ -61,15 +65,17 @@ class Line:
     peer: Peer | None = None
     #: How often it was suspended.
     times: int = field(default=0, init=False)
+    #: When the other process's host has last taken a connection, as of ``time.monotonic()``.
+    reached: float = field(default=0.0, init=False)
 
 
 class Mender:
     """See the module. On the loop.
 
-    reopen: makes a line's connection again, and has it go on; raises OSError and RpcError.
+    reopen: has a line go on over a socket that leads to its worker; raises OSError and RpcError.
     """
 
-    def __init__(self, home: Home, reopen: Callable[[Line], Awaitable[None]]) -> None:
+    def __init__(self, home: Home, reopen: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
         self._home = home
         self._engine = home.engine
         self._reopen = reopen
@@ -96,10 +102,13 @@ class Mender:
         lines.add(line)
         grace = engine.options.reconnect_grace
         left = max(grace - line.connection.silent_for, LEAST_SHARE * grace)
-        engine.tasks.spawn(self._mend(line, cause, time.monotonic() + left))
+        now = time.monotonic()
+        engine.tasks.spawn(self._mend(line, cause, now + left, now + BUSY * grace))
 
     def _on_resumed(self, line: Line) -> None:
         self._engine.counters.resumed += 1
+        if line not in self._suspended.get(line.record.incarnation, set()):
+            self._engine.counters.suspended += 1  # the other end has noticed, and this one had not yet
         if line.peer is not None:
             line.peer.on_line(PeerEvent.RESUMED)
         logger.info("worker %s: a connection with %s goes on", self._engine.name, line.record.describe())
@@ -116,17 +125,19 @@ class Mender:
             del self._suspended[line.record.incarnation]
         return not lines
 
-    async def _mend(self, line: Line, cause: OSError, limit: float) -> None:
+    async def _mend(self, line: Line, cause: OSError, limit: float, last: float) -> None:
+        """Try until then. limit: for a host that cannot be reached; last: for a process that does not answer."""
         connection, times = line.connection, line.times
         reason: Exception = cause
         pause, refusals = FIRST_PAUSE, 0
         while connection.suspended and line.times == times:
-            left = limit - time.monotonic()
-            if left <= 0 or refusals >= REFUSALS or provably_dead(line.record, self._engine.record.host):
+            now = time.monotonic()
+            limit = min(last, max(limit, line.reached + self._engine.options.reconnect_grace))
+            if now >= limit or refusals >= REFUSALS or provably_dead(line.record, self._engine.record.host):
                 break
             try:
-                async with asyncio.timeout(min(TRY, left)):
-                    await (self._reopen(line) if line.opener else self._home.probe(line.record))
+                async with asyncio.timeout(last - now):
+                    await self._try(line, min(TRY, limit - now))
                 refusals = 0
             except (PeerRefused, ProtocolError) as error:
                 if line.opener:
@@ -134,7 +145,8 @@ class Mender:
                     break
             except ConnectionRefusedError:
                 refusals += 1
-            except (OSError, RpcError):  # a timeout among them
+            except Exception as error:  # whatever it is, a timeout as a rule: there is a limit, and it is tried again
+                logger.debug("worker %s: %s is not reached: %r", self._engine.name, line.record.describe(), error)
                 refusals = 0
             if connection.suspended:
                 await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
@@ -143,3 +155,13 @@ class Mender:
             self._forget(line)
             if connection.suspended:
                 connection.abort(reason)
+
+    async def _try(self, line: Line, seconds: float) -> None:
+        """Reach the other process, and have the line go on if this end has opened it."""
+        async with asyncio.timeout(seconds):
+            sock = await self._home.reach(line.record)
+        line.reached = time.monotonic()
+        if line.opener:
+            await self._reopen(line, sock)  # a process that is busy takes its time
+        else:
+            sock.close()
