@@ -10,6 +10,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in torc
 from .futures import Future
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
+from .protocol.retries import Backoff
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.peers import To
 from .runtime.caller.stream import Stream, open_stream
@@ -66,15 +67,27 @@ def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
 
 
-def peer(to: To, *, timeout: float | None = None, wait: bool = False) -> PeerHandle:
+def peer(
+    to: To,
+    *,
+    timeout: float | None = None,
+    wait: bool = False,
+    retries: int = 0,
+    backoff: float | tuple[float, float] = Backoff(),
+    idempotent: bool = False,
+) -> PeerHandle:
     """A handle of a worker with options for the calls made through it.
 
     timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``. wait: whether calls and streams wait,
     within their deadlines, for a worker of that name to join a group without a size, also where one has left or was
-    lost; what `remote` makes has to be there. UnknownWorker if the group cannot have it; RpcUsageError for a timeout
-    below 0, or for what names no worker.
+    lost; what `remote` makes has to be there. retries: how often `call` is tried again if the worker was lost, left,
+    refused the connection, or was overloaded, so for calls that may run twice; all tries together have the one timeout.
+    backoff: seconds that the pause before the first retry has at most, or a pair with
+    those of the longest one; pauses are of random length, up to twice as long with each try. idempotent: whether one
+    process runs such a call once at most, and gives its first answer again. UnknownWorker if the group cannot have it;
+    RpcUsageError for options that cannot be, or for what names no worker.
     """
-    return current().peer(to, timeout=timeout, wait=wait)
+    return current().peer(to, timeout=timeout, wait=wait, retries=retries, backoff=backoff, idempotent=idempotent)
 
 
 def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:

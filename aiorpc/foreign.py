@@ -6,6 +6,7 @@ those can raise, even SystemExit. What has to go on whatever comes goes past all
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import traceback
@@ -66,6 +67,12 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
 def with_traceback(error: BaseException, trace: TracebackType | None) -> BaseException:
     """The same error with that traceback."""
     return BaseException.with_traceback(error, trace)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """As its own `add_note`, where it takes any."""
+    with contextlib.suppress(BaseException):
+        BaseException.add_note(error, note)
 
 
 def is_interrupt(error: BaseException) -> bool:

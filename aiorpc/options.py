@@ -130,6 +130,9 @@ class RpcBackendOptions:
         ends; each costs about 1 KiB, and the value that it keeps.
     max_queued_bytes: bytes of arguments that the calls of one caller, waiting or running here, may have had, before it
         is answered ``Overloaded``; a quarter of the machine's memory by default.
+    max_remembered_answers: answers of idempotent calls that are remembered for one caller, to be given again; the
+        oldest are forgotten.
+    max_remembered_bytes: bytes of these answers.
     shared_memory: bytes of memory that may be shared with workers of this host, for large tensors; a quarter of the
         machine's, at most 4 GiB, by default; 0 turns it off.
     min_shared_bytes: shortest tensor that goes through shared memory by itself.
@@ -195,6 +198,8 @@ class RpcBackendOptions:
     max_unsent_bytes: int = field(default_factory=_part_of_memory)
     max_references: int = 1 << 20
     max_queued_bytes: int = field(default_factory=_part_of_memory)
+    max_remembered_answers: int = 1024
+    max_remembered_bytes: int = 16 << 20
     shared_memory: int = field(default_factory=_quarter_of_memory)
     min_shared_bytes: int = SHARE_SIZE
     min_bulk_bytes: int = BULK_SIZE
@@ -245,6 +250,8 @@ class RpcBackendOptions:
             "max_references",
             "max_queued_bytes",
             "max_unacknowledged_bytes",
+            "max_remembered_answers",
+            "max_remembered_bytes",
             "min_shared_bytes",
             "min_bulk_bytes",
         ):

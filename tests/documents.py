@@ -30,6 +30,7 @@ AnyTable = states.Table[Any, Any]
 TABLES: tuple[AnyTable, ...] = (
     states.WORKER,
     states.PEER,
+    states.RETRIED,
     states.SERVED,
     states.MESSAGE,
     states.TRANSFER,

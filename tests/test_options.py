@@ -32,6 +32,8 @@ COUNTS = [
     "max_references",
     "max_queued_bytes",
     "max_unacknowledged_bytes",
+    "max_remembered_answers",
+    "max_remembered_bytes",
 ]
 CUDA = [torch.device("cuda", index) for index in range(4)]
 CPU = torch.device("cpu")

@@ -113,6 +113,10 @@ class Call(NamedTuple):
     #: The reference that the result becomes the value of, as worker, number and key; the caller's fork of it has the
     #: next number. nil if the result is wanted itself.
     creates: Sequence[int] | None
+    #: For an idempotent call, which its callee runs at most once however often it comes: the number that it has among
+    #: those of its caller, and how often it was sent before; nil for all others. Streams, and calls that create a
+    #: reference, are none.
+    once: Sequence[int] | None
     #: The arguments.
     arguments: Values
 
@@ -138,6 +142,8 @@ class Error(NamedTuple):
     #: The exception itself, if it can be rebuilt; else nil. In a group with safe serialization the fields of an error
     #: of aiorpc's own: a list of one map, as msgpack.
     pickled: bytes | None
+    #: Whether the call may be sent again: nothing was run, or the answer of an idempotent call is kept.
+    again: bool
 
 
 class Cancel(NamedTuple):
@@ -244,7 +250,7 @@ def read_call(body: Buffer) -> Call:
     except Exception as error:
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
     try:
-        function, names, remaining, trace, autograd, credit, creates, arguments = fields
+        function, names, remaining, trace, autograd, credit, creates, once, arguments = fields
         values, tensors_at, opaque_at, pickled, buffers, table, references, gradients = arguments
     except (TypeError, ValueError):
         raise ProtocolError(f"a call that is none: {_shown([fields])}") from None
@@ -264,13 +270,15 @@ def read_call(body: Buffer) -> Call:
         or not (autograd is None or type(autograd) is int)
         or not (credit is None or type(credit) is int)
         or not (creates is None or (type(creates) is list and len(creates) == 3 and _are_ints(creates)))
+        or not (once is None or (type(once) is list and len(once) == 2 and _are_ints(once)))
+        or not (once is None or (credit is None and creates is None))
     ):
         raise ProtocolError(f"a call with a field of a wrong type: {_shown(fields)}")
     if references:
         references = [*map(read_passed, references)]
     recorded = None if gradients is None else _new(Recorded, gradients)
     arguments = _new(Values, (values, tensors_at, opaque_at, pickled, buffers, table, references, recorded))
-    call: Call = _new(Call, (function, names, remaining, trace, autograd, credit, creates, arguments))
+    call: Call = _new(Call, (function, names, remaining, trace, autograd, credit, creates, once, arguments))
     return call
 
 
@@ -316,7 +324,11 @@ def read_values(body: Buffer) -> Values:
 def read_error(body: Buffer) -> Error:
     """The Error of a body. Raises ProtocolError."""
     error = _read(Error, body)
-    if not all(type(text) is str for text in error[:4]) or not (error.pickled is None or type(error.pickled) is bytes):
+    if (
+        not all(type(text) is str for text in error[:4])
+        or not (error.pickled is None or type(error.pickled) is bytes)
+        or type(error.again) is not bool
+    ):
         raise ProtocolError("an error with a field of a wrong type")
     return error
 

@@ -30,6 +30,7 @@ from ..transport.certificates import Credentials
 from .callee.service import Service
 from .caller.peer import Peer
 from .caller.peers import Peers
+from .caller.retrying import Retries
 from .calls import current
 from .calls.current import ServedCall, current_call, current_node
 from .calls.pending import PendingCall
@@ -138,10 +139,12 @@ class Node:
         self.references = References(self, self.accelerators, hooks.handle_class, members=ids)
         stack.callback(self.references.close)
         self.peers = Peers(self)
+        self.retries = Retries(self)
         self.services: set[Service] = set()
         self.group = Group(self, list(meeting.records))
         stack.callback(self.group.close)
         stack.callback(self.peers.close)
+        stack.callback(self.retries.close)
         stack.callback(self._leave_callers)
         for record in meeting.records:
             self.peers.add(record)
@@ -223,6 +226,7 @@ class Node:
         return (
             not any(peer.owed.user_calls() for peer in self.peers.all())
             and not any(service.user_calls() for service in list(self.services))
+            and not self.retries.paused
             and not self.links.busy()
             and not any(observer.holds() for observer in self.engine.observers)
         )

@@ -12,14 +12,16 @@ from .node import Node
 class Statistics:
     """A worker at one moment; see `Worker.statistics`. Times in seconds, sizes in bytes.
 
-    Of calls that were made here: calls_made, calls_answered, calls_pending, calls_timed_out, late_answers, latency_p50
-    and latency_p99. Of calls that were served here: calls_served, calls_running, calls_failed and calls_cancelled.
+    Of calls that were made here: calls_made, calls_answered, calls_pending, calls_timed_out, calls_retried,
+    late_answers, latency_p50 and latency_p99. Of calls that were served here: calls_served, calls_running, calls_failed
+    and calls_cancelled.
     """
 
     calls_made: int = 0
     calls_answered: int = 0
     calls_pending: int = 0
     calls_timed_out: int = 0
+    calls_retried: int = 0  # tries of calls with retries that failed, and were followed by another one
     late_answers: int = 0
     latency_p50: float = 0.0  # upper bound, to within a factor of two
     latency_p99: float = 0.0
@@ -65,6 +67,7 @@ def collect(node: Node) -> Statistics:
         calls_answered=counters.answered(),
         calls_pending=sum(peer.owed.user_calls() for peer in peers),
         calls_timed_out=counters.timed_out,
+        calls_retried=counters.retried,
         late_answers=counters.late_answers,
         latency_p50=counters.quantile(0.5),
         latency_p99=counters.quantile(0.99),

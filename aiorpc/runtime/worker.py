@@ -21,9 +21,10 @@ from ..errors import RpcUsageError
 from ..futures import Future
 from ..options import RpcBackendOptions, seconds
 from ..protocol.identity import WorkerInfo, check_name
+from ..protocol.retries import Backoff
 from ..protocol.states import WorkerState
 from ..rights import check_role
-from .caller.handle import PeerHandle
+from .caller.handle import PeerHandle, make_handle
 from .caller.peers import To
 from .caller.stream import Stream, open_stream
 from .calls.current import CommonHome, current_node
@@ -178,12 +179,21 @@ class Worker:
         node = self.node
         return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
 
-    def peer(self, to: To, *, timeout: float | None = None, wait: bool = False) -> PeerHandle:
+    def peer(
+        self,
+        to: To,
+        *,
+        timeout: float | None = None,
+        wait: bool = False,
+        retries: int = 0,
+        backoff: float | tuple[float, float] = Backoff(),
+        idempotent: bool = False,
+    ) -> PeerHandle:
         """A handle of a worker, with options for the calls made through it. See `aiorpc.peer`."""
         node = self.node
         node.peers.find(to)
-        default = node.engine.default_timeout
-        return PeerHandle(node, to, default if timeout is None else seconds(timeout, "timeout"), wait=wait)
+        limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
+        return make_handle(node, to, limit, wait, retries, backoff, idempotent)
 
     def wait_for(self, to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
         """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""

@@ -251,15 +251,16 @@ def bodies() -> list[tuple[int, bytes]]:
     tensors = Values([None], tensors_at=[0], table=table, gradients=messages.Recorded(1, 2, [0], [None]))
     functions: list[messages.Function] = [ByName(1, "operator:add"), 1, Method(0, 1, 2, "f"), Fetch(0, 1, 2), None]
     calls: list[Any] = [
-        Call(function, None, None, None, None, None, None, values)
+        Call(function, None, None, None, None, None, None, None, values)
         for function, values in zip(functions, (plain, opaque, referring, tensors, opaque), strict=True)
     ]
-    calls.append(Call(ByName(1, "operator:add"), ["b"], 1.5, 7, 8, 9, [0, 1, 0], plain))
+    calls.append(Call(ByName(1, "operator:add"), ["b"], 1.5, 7, 8, 9, [0, 1, 2], None, plain))
+    calls.append(Call(ByName(1, "operator:add"), None, 1.5, None, None, None, None, [3, 1], plain))
     made: list[tuple[Kind, Any]] = [(Kind.CALL, call) for call in calls]
     made += [(Kind.REPLY, Reply(values)) for values in (plain, opaque, referring, tensors)]
     made += [
         (Kind.ITEM, Item(tensors)),
-        (Kind.ERROR, Error("ValueError", "text", "traceback", "w0", PAYLOAD)),
+        (Kind.ERROR, Error("ValueError", "text", "traceback", "w0", PAYLOAD, True)),
         (Kind.CREDIT, Credit(3)),
         (Kind.CANCEL, messages.Cancel()),
         (Kind.GOODBYE, messages.Goodbye()),

@@ -87,38 +87,58 @@ VALUES = Values(
     gradients=Recorded(context=7, number=8, places=[0], behind=[]),
 )
 PLAIN_CALL = Call(
-    function=1, names=None, remaining=None, trace=None, autograd=None, credit=None, creates=None, arguments=NOTHING
+    function=1,
+    names=None,
+    remaining=None,
+    trace=None,
+    autograd=None,
+    credit=None,
+    creates=None,
+    once=None,
+    arguments=NOTHING,
 )
 FULL_CALL = Call(
-    function=1, names=["n"], remaining=0.5, trace=2, autograd=3, credit=4, creates=[5, 6, 7], arguments=VALUES
+    function=1,
+    names=["n"],
+    remaining=0.5,
+    trace=2,
+    autograd=3,
+    credit=4,
+    creates=[5, 6, 7],
+    once=None,
+    arguments=VALUES,
 )
-FULL_ERROR = Error(type_name="m.E", message="t", traceback="u", worker="w", pickled=b"P")
+FULL_ERROR = Error(type_name="m.E", message="t", traceback="u", worker="w", pickled=b"P", again=True)
 
 # A message, and its body in hexadecimal digits.
 GOLDEN: list[tuple[Any, str]] = [
-    (PLAIN_CALL, "9801c0c0c0c0c0c098909090c000c090c0"),
-    (PLAIN_CALL._replace(function=ByName(number=1, name="m:f")), "989201a36d3a66c0c0c0c0c0c098909090c000c090c0"),
+    (PLAIN_CALL, "9901c0c0c0c0c0c0c098909090c000c090c0"),
+    (PLAIN_CALL._replace(function=ByName(number=1, name="m:f")), "999201a36d3a66c0c0c0c0c0c0c098909090c000c090c0"),
     (
         PLAIN_CALL._replace(function=Method(worker=2, number=300, key=4, name="run")),
-        "989402cd012c04a372756ec0c0c0c0c0c098909090c000c090c0",
+        "999402cd012c04a372756ec0c0c0c0c0c0c098909090c000c090c0",
     ),
-    (PLAIN_CALL._replace(function=Fetch(worker=2, number=300, key=4)), "989302cd012c04c0c0c0c0c0c098909090c000c090c0"),
+    (
+        PLAIN_CALL._replace(function=Fetch(worker=2, number=300, key=4)),
+        "999302cd012c04c0c0c0c0c0c0c098909090c000c090c0",
+    ),
     (
         PLAIN_CALL._replace(function=None, arguments=Values([None], opaque_at=[0], pickled=b"N.")),
-        "98c0c0c0c0c0c0c09891c0909100c4024e2e00c090c0",
+        "99c0c0c0c0c0c0c0c09891c0909100c4024e2e00c090c0",
     ),
-    (PLAIN_CALL._replace(names=["k"], arguments=Values([1, -2])), "980191a16bc0c0c0c0c0989201fe9090c000c090c0"),
-    (PLAIN_CALL._replace(remaining=2.5), "9801c0cb4004000000000000c0c0c0c098909090c000c090c0"),
-    (PLAIN_CALL._replace(trace=70000), "9801c0c0ce00011170c0c0c098909090c000c090c0"),
+    (PLAIN_CALL._replace(names=["k"], arguments=Values([1, -2])), "990191a16bc0c0c0c0c0c0989201fe9090c000c090c0"),
+    (PLAIN_CALL._replace(remaining=2.5), "9901c0cb4004000000000000c0c0c0c0c098909090c000c090c0"),
+    (PLAIN_CALL._replace(trace=70000), "9901c0c0ce00011170c0c0c0c098909090c000c090c0"),
     (
         PLAIN_CALL._replace(autograd=1 << 48, arguments=Values([None], [0], gradients=Recorded(1, 2, [0], [[]]))),
-        "9801c0c0c0cf0001000000000000c0c09891c0910090c000c09094010291009190",
+        "9901c0c0c0cf0001000000000000c0c0c09891c0910090c000c09094010291009190",
     ),
-    (PLAIN_CALL._replace(credit=16), "9801c0c0c0c010c098909090c000c090c0"),
-    (PLAIN_CALL._replace(creates=[0, 1, 2]), "9801c0c0c0c0c09300010298909090c000c090c0"),
+    (PLAIN_CALL._replace(credit=16), "9901c0c0c0c010c0c098909090c000c090c0"),
+    (PLAIN_CALL._replace(creates=[0, 1, 2]), "9901c0c0c0c0c093000102c098909090c000c090c0"),
+    (PLAIN_CALL._replace(once=[300, 1]), "9901c0c0c0c0c0c092cd012c0198909090c000c090c0"),
     (
         FULL_CALL,
-        "980191a16ecb3fe0000000000000020304930506079894c001a174c4016291009103c40150029191099194930102060393040500c0940708910090",
+        "990191a16ecb3fe000000000000002030493050607c09894c001a174c4016291009103c40150029191099194930102060393040500c0940708910090",
     ),
     (Reply(NOTHING), "9198909090c000c090c0"),
     (
@@ -137,8 +157,8 @@ GOLDEN: list[tuple[Any, str]] = [
     (Reply(VALUES), "919894c001a174c4016291009103c40150029191099194930102060393040500c0940708910090"),
     (Item(Values(["item"])), "919891a46974656d9090c000c090c0"),
     (Item(VALUES), "919894c001a174c4016291009103c40150029191099194930102060393040500c0940708910090"),
-    (FULL_ERROR._replace(message="wrong", pickled=None), "95a36d2e45a577726f6e67a175a177c0"),
-    (FULL_ERROR, "95a36d2e45a174a175a177c40150"),
+    (FULL_ERROR._replace(message="wrong", pickled=None), "96a36d2e45a577726f6e67a175a177c0c3"),
+    (FULL_ERROR, "96a36d2e45a174a175a177c40150c3"),
     (Cancel(), ""),
     (Goodbye(), ""),
     (Ack(), ""),
@@ -332,23 +352,16 @@ values = st.builds(
 )
 functions: Any = numbers | st.none() | st.builds(ByName, numbers, texts) | st.builds(Fetch, numbers, numbers, numbers)
 functions |= st.builds(Method, numbers, numbers, numbers, texts)
+start = (functions, st.none() | st.lists(texts, max_size=2), st.none() | st.floats(allow_nan=False), some, some)
 calls = st.builds(
-    Call,
-    functions,
-    st.none() | st.lists(texts, max_size=2),
-    st.none() | st.floats(allow_nan=False),
-    some,
-    some,
-    some,
-    st.none() | st.lists(numbers, min_size=3, max_size=3),
-    values,
-)
+    Call, *start, some, st.none() | st.lists(numbers, min_size=3, max_size=3), st.none(), values
+) | st.builds(Call, *start, st.none(), st.none(), st.lists(numbers, min_size=2, max_size=2), values)
 wires = st.lists(st.builds(lambda code, wire: [code, wire], numbers, lists), max_size=3)
 anything = (
     calls
     | st.builds(Reply, values)
     | st.builds(Item, values)
-    | st.builds(Error, texts, texts, texts, texts, st.none() | st.binary(max_size=6))
+    | st.builds(Error, texts, texts, texts, texts, st.none() | st.binary(max_size=6), st.booleans())
     | st.builds(Credit, st.integers(0, (1 << 64) - 1))
     | st.builds(ChannelMessage, numbers, lists)
     | st.builds(Parcel, numbers, wires, st.binary(max_size=6))
@@ -399,13 +412,13 @@ ALLOWED: dict[type[Any], list[tuple[type[Any], ...]]] = {
         (list, type(None)),
         (float, type(None)),
         *[(int, type(None))] * 3,
-        (list, type(None)),
+        *[(list, type(None))] * 2,
         (list,),
     ],
     Values: [(list,), (list,), (list,), (bytes, type(None)), (int,), (list, type(None)), (list,), (list, type(None))],
     Reply: [(list,)],
     Item: [(list,)],
-    Error: [(str,), (str,), (str,), (str,), (bytes, type(None))],
+    Error: [(str,), (str,), (str,), (str,), (bytes, type(None)), (bool,)],
     Credit: [(int,)],
     ChannelMessage: [(int,), (list,)],
     Parcel: [(int,), (list,), (bytes,)],
@@ -463,6 +476,16 @@ def test_what_a_call_cannot_create(creates: list[Any]) -> None:
     """The id of a reference is three numbers."""
     with pytest.raises(ProtocolError):
         read(Kind.CALL, pack(PLAIN_CALL._replace(creates=creates)))
+
+
+@pytest.mark.parametrize("once", [[], [1], [1, 2, 3], [1, None], [True, 1], ["a", 1]], ids=repr)
+def test_what_numbers_no_idempotent_call(once: list[Any]) -> None:
+    """Two numbers; and such a call is neither a stream, nor creates a reference."""
+    with pytest.raises(ProtocolError):
+        read(Kind.CALL, pack(PLAIN_CALL._replace(once=once)))
+    for fields in ({"credit": 1}, {"creates": [0, 1, 2]}):
+        with pytest.raises(ProtocolError):
+            read(Kind.CALL, pack(PLAIN_CALL._replace(once=[1, 0], **fields)))
 
 
 @pytest.mark.parametrize("wires", [[5], [[]], [["x"]], [[None, 1]], [[1], [True]], [{}]], ids=repr)

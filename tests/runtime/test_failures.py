@@ -265,7 +265,7 @@ def test_errors_of_our_own_keep_their_fields_without_pickle(error: Exception) ->
 )
 def test_fields_of_a_wrong_type_are_left_out(said: bytes) -> None:
     """A field that the class does not have, or has with another type, is nothing: what is there has its defaults."""
-    arrived = decode_error(Error("aiorpc.errors.PeerLost", "gone", "", "there", said), "module:function", True)
+    arrived = decode_error(Error("aiorpc.errors.PeerLost", "gone", "", "there", said, False), "module:function", True)
     assert type(arrived) is PeerLost and vars(arrived) == vars(PeerLost("gone")) and arrived.args == ("gone",)
 
 

@@ -323,7 +323,7 @@ def bomb(path: Path) -> Values:
 async def send(worker: rpc.Worker, function: Function, given: Values, **fields: Any) -> Any:
     """A CALL to worker1 as it is written here; its result, or its error raised."""
     number = next(_numbers)
-    message = Call(function, None, None, None, None, fields.get("credit"), None, given)
+    message = Call(function, None, None, None, None, fields.get("credit"), None, None, given)
     with seen(worker) as observed:
         worker.node.peers.find("worker1").send(Kind.CALL, number, write(message))
 

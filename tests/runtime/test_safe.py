@@ -294,8 +294,8 @@ async def test_no_error_runs_anything(group: Group, tmp_path: Path, monkeypatch:
         path = tmp_path / attack.replace(" ", "-")
         gadget = pickle.dumps(ATTACKS[attack](str(path)))
 
-        def tell(error: BaseException, worker: str, safe: bool, pickled: bytes = gadget) -> Error:
-            return Error("ValueError", "no", "no traceback", worker, pickled)
+        def tell(error: BaseException, worker: str, safe: bool, again: bool, pickled: bytes = gadget) -> Error:
+            return Error("ValueError", "no", "no traceback", worker, pickled, again)
 
         monkeypatch.setattr(answers, "encode_error", tell)  # an honest worker looks itself what comes of it
         error = await group.attacked(lambda: group.honest.call("worker1", fail), path)

@@ -7,6 +7,7 @@ from .handshake import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 from .leaving import LEAVING, ROUNDS, Leaving, Rounds, Step, Turn
 from .message import MESSAGE, MessageEvent, MessageState
 from .peer import PEER, PeerEvent, PeerState
+from .retried import RETRIED, RetriedEvent, RetriedState
 from .returning import PLACE, RETURNING, PlaceEvent, PlaceState, ReturnEvent, Returning
 from .served import SERVED, ServedEvent, ServedState
 from .session import SESSION, SessionEvent, SessionState
@@ -22,6 +23,7 @@ __all__ = [
     "OPENER",
     "PEER",
     "PLACE",
+    "RETRIED",
     "RETURNING",
     "ROUNDS",
     "SERVED",
@@ -39,6 +41,8 @@ __all__ = [
     "PeerState",
     "PlaceEvent",
     "PlaceState",
+    "RetriedEvent",
+    "RetriedState",
     "ReturnEvent",
     "Returning",
     "Rounds",

@@ -23,6 +23,7 @@ from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
 from ..links.link import FEW, Link
 from .backlog import Backlog
+from .remembered import KeptAnswer, Remembered, not_begun, not_there
 
 logger = logging.getLogger("aiorpc")
 
@@ -44,7 +45,7 @@ class Answers:
     """The answers of one connection. Any thread.
 
     calls: those that are served; whoever takes a call out of it ends it, and may answer. queued: bytes that these had
-    as they came. streams: how many of them are streams.
+    as they came. streams: how many of them are streams. remembered: answers of idempotent calls.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Answers:
         self._references = references
         self._accelerators = accelerators
         self._backlog = backlog
+        self.remembered = Remembered(engine.options)
 
     def take(self, call_id: int) -> ServedCall | None:
         """Take a call out of `calls`, which ends it; None if somebody else has ended it before. Any thread."""
@@ -110,14 +112,15 @@ class Answers:
             return
         link = self._link
         backlog = self._backlog
-        if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system:
+        crowded = backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.limit and not call.system
+        if crowded and call.once is None:
             self.answer_error(call, backlog.overloaded(call))
             return
         try:
             values = list(result) if type(result) is Results else [result]
             tape = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
-            body, buffers, _ = encode(Reply, (), values, self._caller, link.route_back, tape)
-            del result, values, _
+            body, buffers, out = encode(Reply, (), values, self._caller, link.route_back, tape)
+            del result, values
         except SerializationError as error:
             self.answer_error(call, SerializationError(f"the result of {call.function} {error}"))
             return
@@ -128,6 +131,14 @@ class Answers:
             self.answer_error(call, not_pickled(f"the result of {call.function}", error))
             pass_on(error)
             return
+        if call.once is not None:
+            first = self.remembered.snapshot(REPLY, body, buffers, out is not None)
+            for each in self.remembered.keep(call, first):
+                self.give_again(each, first)
+            if crowded:
+                self.answer_error(call, backlog.overloaded(call))
+                return
+        del out
         if not buffers or (not copy and link.distribution.rides(buffers)):
             if self._may_answer(call):
                 # With few other calls under way there is little to join it with, and no reason to wait for the loop.
@@ -194,18 +205,51 @@ class Answers:
         call.replied = True
         if call.creates is not None:
             self._references.settle_created(call, None, error)
+        again = not call.begun if call.once is None else self._may_come_again(call, error)
         if self._backlog.waiting > self._backlog.limit and not isinstance(error, Overloaded):
             error = self._backlog.overloaded(call)  # an error may be as long as it likes
+            again = again or call.once is not None
         self._engine.counters.failed += 1
         if logger.isEnabledFor(logging.DEBUG):
             foreign.log_error(logger, logging.DEBUG, error, "%s for %s raised", call.function, call.caller)
-        self._send(ERROR, call, write(encode_error(error, self._engine.name, self._engine.safe)))
+        self._send(ERROR, call, write(encode_error(error, self._engine.name, self._engine.safe, again)))
         if self._engine.on_handler_error is not None:
             try:
                 self._engine.on_handler_error(error)
             except BaseException as broken:
                 said = "on_handler_error of worker %s raised"
                 foreign.log_error(logger, logging.ERROR, broken, said, self._engine.name)
+
+    # --- idempotent calls ---------------------------------------------------------------------------------------------
+
+    def give_again(self, call: ServedCall, answer: KeptAnswer) -> None:
+        """Answer an idempotent call as it was answered the first time."""
+        if answer.unkept:
+            self.answer_error(call, not_there(answer))
+        elif self._backlog.waiting > self._backlog.limit:
+            self.answer_error(call, self._backlog.overloaded(call))
+        elif answer.buffers:
+            self._post(call, self._prepare(call, answer.body, answer.buffers, False))
+        elif self._may_answer(call):
+            self._send(answer.kind, call, answer.body)
+
+    def forget(self, call: ServedCall) -> None:
+        """An idempotent call was not run, or was given up: those that have waited for its answer may come again."""
+        for each in self.remembered.drop(call):
+            self.answer_error(each, not_begun(each))
+
+    def _may_come_again(self, call: ServedCall, error: BaseException) -> bool:
+        """Whether an idempotent call that ends with that error may be sent again; if not, the error is its answer."""
+        if not call.begun:
+            self.forget(call)
+            return True
+        if self.remembered.has(call):  # there was no room to send it
+            return True
+        told = encode_error(error, self._engine.name, self._engine.safe)
+        first = self.remembered.snapshot(ERROR, write(told), ())
+        for each in self.remembered.keep(call, first):
+            self.give_again(each, first)
+        return False
 
     # --- items of streams ---------------------------------------------------------------------------------------------
 

@@ -162,6 +162,7 @@ class Runner:
         token = current_call.set(call)
         try:
             args, kwargs = self._take_arguments(call)
+            call.begun = True
             result = _function_of(call)(*args, **kwargs)
         except BaseException as error:
             self._answers.answer_error(call, error)
@@ -205,6 +206,7 @@ class Runner:
                 call.arrival.join()
             if call.landing is not None and mode is not Mode.BATCHED:
                 call.landing.carriers.clear()  # the arguments are the handler's alone
+            call.begun = True
             if mode is Mode.BATCHED:
                 self._join_batch(call, args, kwargs)
                 return
@@ -308,6 +310,7 @@ class Runner:
         # The task copies this context, so it and all it starts know the call that they serve.
         token = current_call.set(call)
         within = current_autograd.set(call.autograd) if call.autograd else None
+        call.begun = True
         try:
             result = handler.function(*args, **kwargs)
             if handler.mode is Mode.ASYNC_GENERATOR:

@@ -30,6 +30,7 @@ from ..links.reassembly import Message
 from . import answers
 from .answers import Answers
 from .backlog import Backlog
+from .remembered import KeptAnswer
 from .resolver import ReferencesForResolver, Resolver
 from .running import Runner
 
@@ -172,6 +173,8 @@ class Service:
         if failure is not None:  # not raised: its traceback would hold this frame, and that the arguments
             self._runner.refuse(call, failure)
             return
+        if call.once is not None and not self._is_first(call):
+            return
         try:
             self._resolver.route(message.function, call)
         except BaseException as error:
@@ -179,6 +182,19 @@ class Service:
             answers.pass_on(error)
         finally:
             failure = None  # its traceback refers to this frame, and so it would keep the arguments
+
+    def _is_first(self, call: ServedCall) -> bool:
+        """Whether an idempotent call is to be run; else it is answered as an earlier try of it."""
+        found = self._answers.remembered.admit(call)
+        if found is True:
+            return True
+        if isinstance(found, RpcError):
+            self._runner.refuse(call, found)
+            return False
+        self._runner.discard_arguments(call)
+        if isinstance(found, KeptAnswer):
+            self._answers.give_again(call, found)
+        return False
 
     def _on_cancel(self, frame: Frame) -> None:
         self.cancel(frame.call_id)
@@ -210,6 +226,8 @@ class Service:
             return
         call.cancelled = True
         self._engine.counters.cancelled += 1
+        if call.once is not None:
+            self._answers.forget(call)
         if call.creates is not None:
             error = RpcCancelled(f"{call.function} was cancelled by its caller")
             self._home.references.settle_created(call, None, error)

@@ -53,8 +53,9 @@ class CallFuture(Future[Any]):
     """The Future of one call.
 
     call_id: its number on the wire. entry: the function. started, deadline: ``time.monotonic()`` seconds; None: no
-    limit. system: whether it is the runtime's own. streamed: whether it stands for the end of a stream. patient:
-    whether it waits for a worker of that name to join, whoever bore the name before.
+    limit. system: whether it is the runtime's own. again: what its Error said of another try; None: no Error has come.
+    streamed: whether it stands for the end of a stream. patient: whether it waits for a worker of that name to join,
+    whoever bore the name before.
     """
 
     # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
@@ -64,6 +65,7 @@ class CallFuture(Future[Any]):
         "_state",
         "_unclaimed",
         "_value",
+        "again",
         "call_id",
         "deadline",
         "entry",
@@ -92,6 +94,7 @@ class CallFuture(Future[Any]):
         self.started = started
         self.deadline = deadline
         self.system = system
+        self.again: bool | None = None
         self.streamed = False
         self.patient = False
         self.call_id = -1

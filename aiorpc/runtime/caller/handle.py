@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from ...futures import Future
+from ...errors import RpcUsageError
+from ...futures import Future, call_site
+from ...protocol.retries import check_backoff, check_retries
 from ..references.references import References
 from ..references.rref import RRef
 from .peers import Peers, To
+from .retrying import Retries, RetryOptions
 from .stream import Stream, open_stream
 
 
@@ -17,6 +21,7 @@ class Home(Protocol):
 
     peers: Peers
     references: References
+    retries: Retries
 
 
 class PeerHandle:
@@ -44,3 +49,44 @@ class PeerHandle:
 
     def __repr__(self) -> str:
         return f"<aiorpc.peer {self._to!r}, timeout {self._timeout:g} s>"
+
+
+class RetryingHandle(PeerHandle):
+    """A worker whose calls are tried again; see `aiorpc.peer`. Any thread."""
+
+    def __init__(self, home: Home, to: To, timeout: float, options: RetryOptions) -> None:
+        super().__init__(home, to, timeout, wait=options.wait)
+        self._options = options
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As `aiorpc.call`, tried again as this handle says. The arguments must not change until it has ended."""
+        site = call_site(sys._getframe(1))
+        return self._home.retries.call(self._to, function, args, kwargs, self._timeout, self._options, site)
+
+    def remote(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the value of a reference is made once."""
+        raise self._refusal("remote")
+
+    def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: what has come of a stream cannot be taken back."""
+        raise self._refusal("stream")
+
+    def _refusal(self, verb: str) -> RpcUsageError:
+        return RpcUsageError(f"{verb}() is not tried again: use rpc.peer({self._to!r}).{verb}(...), without retries")
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self._options.retries} retries>"
+
+
+def make_handle(
+    home: Home, to: To, timeout: float, wait: bool, retries: int, backoff: Any, idempotent: bool
+) -> PeerHandle:
+    """The handle for these options. RpcUsageError for those that cannot be."""
+    retries, backoff = check_retries(retries), check_backoff(backoff)
+    if not isinstance(idempotent, bool):
+        raise RpcUsageError(f"idempotent must be True or False, not {idempotent!r:.40}")
+    if idempotent and not retries:
+        raise RpcUsageError("idempotent=True says how calls are tried again, and retries is 0: give retries=, too")
+    if not retries:
+        return PeerHandle(home, to, timeout, wait=wait)
+    return RetryingHandle(home, to, timeout, RetryOptions(retries, backoff, idempotent, wait))

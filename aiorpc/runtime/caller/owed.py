@@ -263,6 +263,7 @@ class OwedCalls:
     def _settle_error(self, future: CallFuture, frame: Frame) -> None:
         try:
             told = read_error(frame.body)
+            future.again = told.again
             error = self._home.read_error(future.function, decode_error(told, future.function, self._engine.safe))
             if not foreign.is_a(error, BaseException):
                 raise TypeError("read_error gave something that is no exception")

@@ -27,12 +27,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ...errors import Overloaded, PeerClosed, RpcError, RpcUsageError, SerializationError, WorkerClosed
-from ...futures import current_autograd
+from ...futures import CallSite, current_autograd
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
@@ -63,6 +63,13 @@ class ReferencesForPeer(Protocol):
 
     def load(self, passed: Sequence[PassedReference], sender: int) -> Sequence[Any]:
         """Handles of the references in a message from `sender`."""
+
+
+class Try(NamedTuple):
+    """One try of a call with retries. site: where the call was made. once: as in a Call."""
+
+    site: CallSite
+    once: tuple[int, int] | None
 
 
 class Home(OwedHome, Protocol):
@@ -162,6 +169,7 @@ class Peer:
         stream: ItemSink | None = None,
         wait: bool = False,
         depth: int = 2,
+        one_try: Try | None = None,
     ) -> CallFuture:
         """Send one call and return its Future at once. Any thread.
 
@@ -169,7 +177,8 @@ class Peer:
         creates: ids of the reference whose value the result becomes. credit, stream: for a stream, how many items the
         producer may send at first, and who takes them. system: whether the call is the runtime's own. wait: whether it
         waits for the worker to join, however long that takes. depth: how many stack frames up the user's code is.
-        Raises SerializationError and Overloaded; nothing was sent then. If the peer is gone, nothing is raised here:
+        one_try: for a call that may be tried more than once, in place of depth. Raises SerializationError, Overloaded,
+        and RpcUsageError for what is no function; nothing was sent then. If the peer is gone, nothing is raised here:
         the Future has the error.
         """
         if self._lifetime.closed:
@@ -206,7 +215,7 @@ class Peer:
         if kwargs:
             names = list(kwargs)
             values.extend(kwargs.values())
-            if not OF_VERBS.isdisjoint(kwargs):
+            if not OF_VERBS.isdisjoint(kwargs) and not self._home.gradients.as_torch:
                 check_keywords(function, kwargs, self.name)
         named: Function
         kind = type(function)
@@ -233,7 +242,8 @@ class Peer:
                     warn_of_copy(function, self.name, depth + 1)
         try:
             remaining = None if deadline is None else deadline - now
-            head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates)
+            once = None if one_try is None else one_try.once
+            head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates, once)
             body, buffers, out = encode(Call, head, values, self, self.route, tape)
         except SerializationError as error:
             what = name_argument(error.position, named is None, len(args), names, entry.name)
@@ -244,7 +254,9 @@ class Peer:
 
         future = CallFuture(self, entry, now, deadline, system)
         future.patient = wait
-        if not system:
+        if one_try is not None:
+            future.site = one_try.site
+        elif not system:
             frame = sys._getframe(depth)
             future.site = (frame.f_code, frame.f_lasti)
         try:

@@ -57,24 +57,26 @@ class ServedCall:
     """One call that is being served, from its message to its answer; its states are `protocol.states.SERVED`.
 
     It may be read in the thread or task of the handler. It is written on the loop, with two exceptions: `replied` is
-    written by whoever answers, and the arguments, `on_cancel` and `credits` by whoever prepares or runs the handler.
+    written by whoever answers; the arguments, `begun`, `on_cancel` and `credits` by who prepares or runs the handler.
 
     node: the worker that serves it. caller: the worker that made it. caller_id: the id in its record. permits: what
     that may have run; None: everything. function: its name, "?" until it was found. names, arguments, segments: as
     in its message. Whoever runs the handler takes them, and drops them here (`drop_arguments`), so that nothing
     keeps memory that only the arguments hold. credit: how many items of a stream the caller wants first; None if
     the call is no stream. deadline: ``time.monotonic()`` seconds. trace: the id of the first call of the chain.
-    autograd: the autograd context that it was made in. creates: the reference whose value the result becomes.
-    handler: what is run, once it was found. cancelled: whether the caller has given up. replied: whether it was
-    answered. landing: where those of its arguments arrive that lie on devices. arrival: of the value that the
-    handler is a method of; the handler's streams wait for it. size: bytes that it had as it came. on_cancel: called
-    on the loop when the caller gives up. credits: what a generator that runs waits at.
+    autograd: the autograd context that it was made in. creates: the reference whose value the result becomes. once:
+    as in its message. handler: what is run, once it was found. begun: whether that was called, as far as the caller
+    has to know. cancelled: whether the caller has given up. replied: whether it was answered. landing: where those
+    of its arguments arrive that lie on devices. arrival: of the value that the handler is a method of; the handler's
+    streams wait for it. size: bytes that it had as it came. on_cancel: called on the loop when the caller gives up.
+    credits: what a generator that runs waits at.
     """
 
     __slots__ = (
         "arguments",
         "arrival",
         "autograd",
+        "begun",
         "call_id",
         "caller",
         "caller_id",
@@ -89,6 +91,7 @@ class ServedCall:
         "names",
         "node",
         "on_cancel",
+        "once",
         "permits",
         "replied",
         "segments",
@@ -101,7 +104,7 @@ class ServedCall:
     def __init__(
         self, node: CommonHome, caller: WorkerInfo, frame: Frame, message: Call, permits: Permits | None = None
     ) -> None:
-        _, self.names, remaining, trace, self.autograd, self.credit, _, self.arguments = message
+        _, self.names, remaining, trace, self.autograd, self.credit, _, self.once, self.arguments = message
         self.node = node
         self.caller = caller
         self.caller_id = caller.id
@@ -114,6 +117,7 @@ class ServedCall:
         self.trace = trace if trace is not None else (caller.id << 48) | frame.call_id
         self.function = "?"
         self.handler: Handler | None = None
+        self.begun = False
         self.cancelled = False
         self.replied = False
         self.system = False

@@ -35,17 +35,17 @@ class RemoteTraceback(Exception):
         return f"\n{self.text}"
 
 
-def encode_error(error: BaseException, worker: str, safe: bool = False) -> Error:
+def encode_error(error: BaseException, worker: str, safe: bool = False, again: bool = False) -> Error:
     """The Error that tells of an exception. Never raises.
 
-    safe: only by its name and text, and by the fields of an error of aiorpc's own.
+    safe: only by its name and text, and by the fields of an error of aiorpc's own. again: see `Error`.
     """
     whole = not safe and foreign.is_a(error, Exception) and not foreign.is_a(error, NEVER_AS_ITSELF)
     pickled = _pickle(error) if whole else None
     name = _valid(_type_name(type(error)))
     if safe and type(error) is _OWN.get(name):
         pickled = _pack_fields(error)
-    return Error(name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled)
+    return Error(name, _valid(foreign.text_of(error)), _valid(foreign.traceback_of(error)), worker, pickled, again)
 
 
 def decode_error(told: Error, function: str, safe: bool = False) -> BaseException:
@@ -53,7 +53,7 @@ def decode_error(told: Error, function: str, safe: bool = False) -> BaseExceptio
 
     safe: nothing is unpickled, and only errors of aiorpc's own become themselves, with their text and their fields.
     """
-    name, message, text, worker, pickled = told
+    name, message, text, worker, pickled, _ = told
     cause = RemoteTraceback(f"worker {worker!r}, in {function}:\n{text}")
     error: BaseException | None = None
     if safe:
@@ -116,8 +116,7 @@ def without_frames(error: BaseException) -> BaseException:
 
     A Future that held them could never be freed: the garbage collector does not see through torch's part of it.
     """
-    with contextlib.suppress(BaseException):  # a class that takes no notes
-        BaseException.add_note(error, _valid(foreign.traceback_of(error)))
+    foreign.add_note(error, _valid(foreign.traceback_of(error)))
     left: list[BaseException | None] = [error]
     while left:
         each = left.pop()

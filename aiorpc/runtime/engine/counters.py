@@ -18,6 +18,7 @@ class Counters:
         self.cancelled = 0
         self.timed_out = 0
         self.late_answers = 0
+        self.retried = 0
         self.bytes_sent = 0  # of connections that have ended
         self.bytes_received = 0
         self.messages_sent = 0  # of links that have ended

@@ -1,0 +1,88 @@
+"""When a call is tried again, how long the pause before that is, and when there is no further try. No I/O, no clock.
+
+The pause is exponential with full jitter: of random length up to a bound that doubles with each try. Callers that have
+failed together come back apart then, and with the least work for all (Brooker, "Exponential Backoff and Jitter", AWS
+Architecture Blog, 2015).
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Any, NamedTuple
+
+from ..errors import RpcUsageError
+from .states import RETRIED, RetriedEvent, RetriedState
+
+MOST = 1000  # tries of one call that may be asked for
+
+
+class Backoff(NamedTuple):
+    """Bounds of the pauses between tries, in seconds: of the first one, and of all."""
+
+    first: float = 0.1
+    longest: float = 10.0
+
+
+def check_retries(retries: object) -> int:
+    """Return how often a call is tried again; RpcUsageError for what is no such number."""
+    if isinstance(retries, bool) or not isinstance(retries, int) or not 0 <= retries <= MOST:
+        raise RpcUsageError(f"retries must be an integer from 0 to {MOST}, not {retries!r:.40}")
+    return retries
+
+
+def check_backoff(backoff: Any) -> Backoff:
+    """Bounds from what a program says: seconds for the first pause, or those and for the longest. RpcUsageError."""
+    first, longest = backoff if isinstance(backoff, (tuple, list)) and len(backoff) == 2 else (backoff, None)
+    if not _is_duration(first) or not (longest is None or _is_duration(longest)):
+        raise RpcUsageError(
+            "backoff must be the seconds that the first pause has at most, or a pair with those of the longest one, "
+            f"not {backoff!r:.40}"
+        )
+    return Backoff(float(first), max(float(first), Backoff().longest) if longest is None else float(longest))
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+class Tries:
+    """The tries of one call; see the module. One thread at a time.
+
+    state: in the table RETRIED. made: tries that were begun. deadline: when the call ends, in seconds of the clock that
+    `failed` is asked with; None: never.
+    """
+
+    def __init__(self, retries: int, backoff: Backoff, deadline: float | None, random: Random) -> None:
+        self.state = RETRIED.initial
+        self.made = 1
+        self.deadline = deadline
+        self._retries = retries
+        self._backoff = backoff
+        self._random = random
+
+    def failed(self, now: float) -> float | None:
+        """A try has failed in a way that another one may not: seconds until that; None if there is none."""
+        # A bound past which doubling would only overflow.
+        bound = min(self._backoff.longest, self._backoff.first * 2.0 ** min(self.made - 1, 1000))
+        pause = self._random.uniform(0.0, bound)
+        if self.made > self._retries or (self.deadline is not None and now + pause >= self.deadline):
+            self.state = RETRIED.next(self.state, RetriedEvent.USED_UP)
+            return None
+        self.state = RETRIED.next(self.state, RetriedEvent.FAILED)
+        return pause
+
+    def again(self) -> bool:
+        """The pause is over: whether a try is to be made now; not if the call has ended meanwhile."""
+        if self.state is not RetriedState.PAUSED:
+            return False
+        self.state = RETRIED.next(self.state, RetriedEvent.PAUSE_OVER)
+        self.made += 1
+        return True
+
+    def end(self, event: RetriedEvent) -> bool:
+        """The call ends; False if it had ended."""
+        if self.state is RetriedState.ENDED:
+            return False
+        self.state = RETRIED.next(self.state, event)
+        return True

@@ -1,0 +1,146 @@
+"""The first answers of idempotent calls of one connection: a call that comes again is given the answer once more.
+
+A caller numbers its idempotent calls, and says with each how often it has sent it before. What is remembered belongs to
+the connection, so that nobody else can ask for it, and goes with it. It is bounded: the oldest answers are forgotten.
+A call that comes again after that is refused, as nobody knows any more whether it has run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...channels import AnyBuffer
+from ...channels.accelerator import DeviceBuffer
+from ...errors import Overloaded, RpcError
+from ...options import RpcBackendOptions
+from ...protocol.frames import Buffer
+from ..calls.current import ServedCall
+
+
+class KeptAnswer(NamedTuple):
+    """An answer. kind, body, buffers: of its message; or, in place of that, why it cannot be given again."""
+
+    kind: int
+    body: bytes
+    buffers: Sequence[Buffer]
+    unkept: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it has."""
+        return len(self.body) + sum(map(len, self.buffers))
+
+
+class _Running(NamedTuple):
+    """A call that has no answer yet. waiting: calls that are to have the same answer."""
+
+    call: ServedCall
+    waiting: list[ServedCall]
+
+
+class Remembered:
+    """See the module. Any thread."""
+
+    def __init__(self, options: RpcBackendOptions) -> None:
+        self._most, self._most_bytes = options.max_remembered_answers, options.max_remembered_bytes
+        self._running: dict[int, _Running] = {}  # by number
+        self._kept: dict[int, KeptAnswer] = {}  # by number, the oldest first
+        self._bytes = 0
+        self._forgotten = -1  # the highest number of an answer that was forgotten
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many answers are kept."""
+        return len(self._kept)
+
+    def admit(self, call: ServedCall) -> KeptAnswer | RpcError | bool:
+        """An idempotent call has come: True if it is to be run, its answer if that is there, False if it will come.
+
+        Or the error that it ends with.
+        """
+        number, before = _once(call)
+        with self._lock:
+            running = self._running.get(number)
+            if running is not None:
+                running.waiting.append(call)
+                return False
+            answer = self._kept.get(number)
+            if answer is not None:
+                return answer if not answer.unkept else not_there(answer)
+            if before and number <= self._forgotten:
+                return RpcError(
+                    "an earlier try of this call may have been run, and what it answered was forgotten "
+                    f"({self._most} answers, max_remembered_answers, or {self._most_bytes} bytes, max_remembered_bytes)"
+                )
+            self._running[number] = _Running(call, [])
+            return True
+
+    def has(self, call: ServedCall) -> bool:
+        """Whether an answer of that call is kept."""
+        return _once(call)[0] in self._kept
+
+    def snapshot(self, kind: int, body: bytes, buffers: Sequence[AnyBuffer], references: bool = False) -> KeptAnswer:
+        """An answer as it is kept: what the handler has returned may change as soon as it is answered.
+
+        references: whether there are any inside.
+        """
+        size = len(body) + sum(map(len, buffers))
+        if references:
+            return unkept("references were in it, and each travels once")
+        if any(type(buffer) is DeviceBuffer for buffer in buffers):
+            return unkept("tensors on devices were in it")
+        if size > self._most_bytes:
+            return unkept(f"it has {size} bytes, more than are kept (max_remembered_bytes)")
+        return KeptAnswer(kind, body, [bytes(buffer) for buffer in buffers])  # type: ignore[arg-type]  # as asked above
+
+    def keep(self, call: ServedCall, answer: KeptAnswer) -> list[ServedCall]:
+        """That is the answer of a call that was run. Returns the calls that wait for it."""
+        number, _ = _once(call)
+        with self._lock:
+            running = self._running.get(number)
+            if running is None or running.call is not call:
+                return []
+            del self._running[number]
+            self._kept[number] = answer
+            self._bytes += answer.size
+            while len(self._kept) > self._most or self._bytes > self._most_bytes:
+                oldest = next(iter(self._kept))
+                self._bytes -= self._kept.pop(oldest).size
+                self._forgotten = max(self._forgotten, oldest)
+        return running.waiting
+
+    def drop(self, call: ServedCall) -> list[ServedCall]:
+        """That call was not run, or was given up: as if it had never come. Returns the calls that waited for it."""
+        number, _ = _once(call)
+        with self._lock:
+            running = self._running.get(number)
+            if running is None:
+                return []
+            if running.call is not call:
+                if call in running.waiting:
+                    running.waiting.remove(call)
+                return []
+            del self._running[number]
+        return running.waiting
+
+
+def unkept(reason: str) -> KeptAnswer:
+    """In place of an answer that cannot be given again."""
+    return KeptAnswer(0, b"", (), reason)
+
+
+def not_there(answer: KeptAnswer) -> RpcError:
+    """The error of a call whose answer cannot be given again."""
+    return RpcError(f"an earlier try of this call was run, and its answer cannot be given again: {answer.unkept}")
+
+
+def not_begun(call: ServedCall) -> Overloaded:
+    """The error of a call that waited for the answer of an earlier try, which was given up."""
+    return Overloaded(f"an earlier try of {call.function} was given up before it was answered; this one was not run")
+
+
+def _once(call: ServedCall) -> Sequence[int]:
+    assert call.once is not None, "it is asked of idempotent calls alone"
+    return call.once

@@ -1,0 +1,236 @@
+"""Calls that may be tried more than once: one Future for all tries, which are made one after the other.
+
+A try is worth another one if it ended because the worker was lost, has left, or could not be reached, or because a
+queue was full, here or there. Whatever the function itself raised is its answer, and so is what the callee refuses for
+good. The callee's word decides: an Error says whether the call may be sent again.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+from ... import foreign
+from ...errors import Overloaded, PeerClosed, PeerLost, PeerRefused, RpcUsageError, WorkerClosed
+from ...futures import CallSite, Future, current_autograd
+from ...protocol.retries import Backoff, Tries
+from ...protocol.states import RetriedEvent
+from ..calls.current import CommonHome, current_call
+from ..calls.functions import describe
+from ..engine.engine import Engine
+from .future import CallFuture
+from .peer import Try
+from .peers import Peers, To
+
+_PASSING = (PeerLost, PeerClosed, PeerRefused, Overloaded)
+
+
+class RetryOptions(NamedTuple):
+    """How calls are tried again.
+
+    idempotent: whether one worker runs each of them once at most. wait: whether each try waits for the worker to join.
+    """
+
+    retries: int
+    backoff: Backoff
+    idempotent: bool
+    wait: bool
+
+
+class Home(CommonHome, Protocol):
+    """What calls with retries need of the worker that makes them."""
+
+    peers: Peers
+
+
+class Retries:
+    """The calls with retries of one worker. Any thread.
+
+    random: where the length of pauses is from; tests seed it. paused: the calls that wait for their next try.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self.random = Random()
+        self.paused: set[RetriedFuture] = set()
+        self._home = home
+        self._numbers = itertools.count(1)
+        self._closed = False
+
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        options: RetryOptions,
+        site: CallSite,
+    ) -> Future[Any]:
+        """Make a call that is tried again; timeout: seconds for all tries, 0 for no limit.
+
+        Raises what `Peer.call` raises, but for Overloaded; RpcUsageError in a context of autograd.
+        """
+        if current_autograd.get():
+            raise RpcUsageError(
+                f"{describe(function)} is called with retries in an autograd context, and nothing was sent: the first "
+                "try has its place in the graph, so a second one cannot take it; call it without retries"
+            )
+        engine = self._home.engine
+        now = time.monotonic()
+        deadline = now + timeout if timeout else None
+        serving = current_call.get()
+        if serving is not None and serving.node is self._home and serving.deadline is not None:
+            deadline = serving.deadline if deadline is None else min(deadline, serving.deadline)
+        tries = Tries(options.retries, options.backoff, deadline, self.random)
+        number = next(self._numbers) if options.idempotent else None
+        subject = f"the call of {describe(function)} on worker {to!r}"
+        future = RetriedFuture(self, engine, tries, subject, site)
+        future.begin(partial(self._make, to, function, args, kwargs, tries, site, number, options.wait))
+        return future
+
+    def _make(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tries: Tries,
+        site: CallSite,
+        number: int | None,
+        wait: bool,
+    ) -> CallFuture:
+        """One try."""
+        seconds = 0.0 if tries.deadline is None else max(tries.deadline - time.monotonic(), 0.001)
+        once = None if number is None else (number, tries.made - 1)
+        return self._home.peers.find(to).call(function, args, kwargs, seconds, wait=wait, one_try=Try(site, once))
+
+    def pause(self, future: RetriedFuture, seconds: float) -> None:
+        """That call waits for its next try from now on."""
+        self.paused.add(future)
+        if self._closed:  # looked at after it was added: `close` has seen it, or this does
+            future.close()
+        else:
+            self._home.engine.call_on_loop(self._home.engine.loop.call_later, seconds, future.pause_over)
+
+    def close(self) -> None:
+        """This worker leaves: nothing is tried any more. On the loop."""
+        self._closed = True
+        for future in list(self.paused):
+            future.close()
+
+
+class RetriedFuture(Future[Any]):
+    """The Future of a call that may be tried more than once. Its states are the table `protocol.states.RETRIED`."""
+
+    _apart = True
+
+    def __init__(self, retries: Retries, engine: Engine, tries: Tries, subject: str, site: CallSite) -> None:
+        super().__init__()
+        self.subject, self.site = subject, site
+        self.loop, self.executor = engine.loop, engine.pool
+        self._retries = retries
+        self._engine = engine
+        self._tries = tries
+        self._began = time.monotonic()
+        self._context = contextvars.copy_context()  # each try is part of the call in which this one is made
+        self._make: Callable[[], CallFuture] | None = None
+        self._call: CallFuture | None = None
+        self._lock = threading.Lock()  # for `_tries`, `_call` and `_make`
+
+    def begin(self, make: Callable[[], CallFuture]) -> None:
+        """Make the first try. make: makes a try. Raises what that raises, but for Overloaded."""
+        self._make = make
+        try:
+            call = make()
+        except Overloaded as error:
+            self._failed(error)
+            return
+        self._follow(call)
+
+    def _follow(self, call: CallFuture) -> None:
+        """A try is under way."""
+        with self._lock:
+            self._call = call
+            over = self._make is None
+        if over:  # given up meanwhile
+            call.cancel()
+        self.sources = (call,)
+        call.when_settled(self._on_settled)
+
+    def _on_settled(self, call: Future[Any]) -> None:
+        assert type(call) is CallFuture, "it was made by `Peer.call`"
+        call.mark_seen()
+        error = call._error
+        if error is None:
+            self.arrival = call.arrival
+            self._finish(RetriedEvent.ANSWERED, call._value, None)
+        elif foreign.is_a(error, Overloaded if call.again else () if call.again is False else _PASSING):
+            self._failed(error)
+        else:
+            self._finish(RetriedEvent.ANSWERED, None, error)
+
+    def _failed(self, error: BaseException) -> None:
+        with self._lock:
+            if self._make is None:
+                return
+            self._call = None
+            seconds = self._tries.failed(time.monotonic())
+        if seconds is None:
+            self._finish(RetriedEvent.USED_UP, None, error)
+        else:
+            self._engine.counters.retried += 1
+            self._retries.pause(self, seconds)
+
+    def pause_over(self) -> None:
+        """On the loop."""
+        self._retries.paused.discard(self)
+        with self._lock:
+            if self._tries.again():
+                # Not here: to pickle the arguments may take long, and runs code of theirs. In a copy of the context:
+                # the try before, which may have failed at once, can still be on its way out of its own.
+                self._engine.in_background(self._context.copy().run, self._try_again)
+
+    def _try_again(self) -> None:
+        make = self._make
+        if make is None:
+            return
+        try:
+            call = make()
+        except Overloaded as error:
+            self._failed(error)
+        except BaseException as error:
+            self._finish(RetriedEvent.ANSWERED, None, error)
+        else:
+            self._follow(call)
+
+    def _finish(self, event: RetriedEvent, value: Any, error: BaseException | None) -> None:
+        with self._lock:
+            if self._make is None:
+                return
+            self._make = None
+            self._tries.end(event)
+        if error is not None and self._tries.made > 1:
+            seconds = time.monotonic() - self._began
+            foreign.add_note(error, f"it was tried {self._tries.made} times in {seconds:.3g} s")
+        self.settle(value, error)
+
+    def _on_cancel(self) -> None:
+        with self._lock:
+            self._make, call = None, self._call
+            self._tries.end(RetriedEvent.GIVEN_UP)
+        self._retries.paused.discard(self)
+        if call is not None:
+            call.cancel()
+
+    def close(self) -> None:
+        """The worker leaves."""
+        self._retries.paused.discard(self)
+        name = self._engine.name
+        error = WorkerClosed(f"worker {name!r} shut down before the next try of {self.describe()}")
+        self._finish(RetriedEvent.CLOSED, None, error)
