@@ -39,6 +39,7 @@ SET_IT = (
     "set AIORPC_SECRET (or secret_file) for all workers, to the same random text of at least 16 bytes (openssl rand "
     "-hex 32)"
 )
+CLOSED = "The group runs, and is closed: a group of fixed size takes nobody else while its members live. "
 _NO_WORKER = "something that is no worker"
 _COMPLETE = "complete"
 _TIMEOUT = "timeout"
@@ -183,7 +184,7 @@ def has_formed(board: Board, generation: int, world_size: int) -> bool:
     return size == world_size and board.load(f"{generation}/verdict", verdict, _Verdict.from_json).kind == _COMPLETE
 
 
-def _same_process(holder: WorkerRecord, record: WorkerRecord) -> str:
+def same_process(holder: WorkerRecord, record: WorkerRecord) -> str:
     """For errors: what to do if a process has joined twice, as one whose cell was run again."""
     if (holder.host, holder.pid) != (record.host, record.pid):
         return ""
@@ -330,12 +331,12 @@ class FixedWorld:
         text = self.board.get(f"{generation}/verdict")
         if text is None or self._verdict(text).kind != _COMPLETE:
             return ""
-        return "The group runs, and is closed: a group of fixed size takes nobody else while its members live. "
+        return CLOSED
 
     def _refuse_second(self, record: WorkerRecord, holder: WorkerRecord, generation: int) -> None:
         text = (
             f"rank {self.rank} was taken twice: by {holder.describe()} and by {record.describe()}. "
-            f"{self._closed(generation)}{_same_process(holder, record)}If the first is gone without a trace, meet at "
+            f"{self._closed(generation)}{same_process(holder, record)}If the first is gone without a trace, meet at "
             "another port or remove the rendezvous file"
         )
         self._settle(_ABORT, text)
@@ -482,7 +483,7 @@ class FreeWorld:
                 member.check(self.proof.key, self.generation)
             for other in (member.record for member in alive):
                 if other.name == record.name:
-                    hint = _same_process(other, record)
+                    hint = same_process(other, record)
                     raise RendezvousError(
                         f"name {record.name!r} is not unique: {other.describe()} has it. {hint}".strip()
                     )

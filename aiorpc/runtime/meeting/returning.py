@@ -28,7 +28,7 @@ from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Roster
 from ..engine.host import host_identity, provably_dead
-from .membership import Member, Proof, has_formed
+from .membership import CLOSED, Member, Proof, has_formed, same_process
 from .stores import Board, Patience
 
 # Seconds for a word of the leader, where the member whose place is claimed looks alive from here.
@@ -276,7 +276,9 @@ class Return:
                 places.end(self._before)  # whoever comes in its place is the proof of that
                 return False
             if sign and time.monotonic() - began > _LIVING_PATIENCE:
-                raise self._refused(f"and the first lives: {sign}")
+                raise self._refused(
+                    f"and the first lives: {sign}. {CLOSED}{same_process(self._before, self.record)}".strip()
+                )
             looked = time.monotonic()
         raise self._refused(
             f"and no member of the group that runs has let the second in within {patience.seconds:g} s; that is for "
