@@ -338,11 +338,12 @@ class _RendezvousEnd:
         node = joined()
         patience = Bounds().store if node is None else node.engine.bounds.store
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(patience) as limit:
                 await steps.wait(patience if node is not None and node.patient else 0.1)
                 if node is None and not await steps.wait(_GIVING_UP):
-                    patience = _GIVING_UP
-                    raise TimeoutError
+                    # It may answer this thread and not that one; but whoever gives up does not wait for long.
+                    patience = 2 * _GIVING_UP
+                    limit.reschedule(asyncio.get_running_loop().time() + _GIVING_UP)
                 if self.rendezvous is not None:
                     await steps.run(self._leave)
         except TimeoutError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import aiorpc as rpc
 from aiorpc.protocol import handshake
 from aiorpc.protocol.frames import Kind
+from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.group import connecting
 
 from .test_strangers import frame, hello, talk, targets, warnings_of
@@ -23,7 +25,7 @@ async def test_a_stranger_learns_nothing_of_the_worker(transport: str) -> None:
     async with group(1, transports=(transport,)) as (worker, _):
         record = worker.node.engine.record
         target = targets(record)[transport]
-        mine = ["stranger", 7, "ab" * 16, "host", "name", 4711, "main", "", "127.0.0.1", 1, "", ""]
+        mine = WorkerRecord("stranger", 7, "ab" * 16, "host", "name", 4711, "main", "", "127.0.0.1", 1).to_wire()
         sealed = transport == "tcp"
         for wanted in (record.to_wire(), mine):
             greeting = hello(wanted, sealed, record=mine)
@@ -64,7 +66,7 @@ async def test_a_stranger_does_not_write_in_our_log(caplog: pytest.LogCaptureFix
     async with group(1, transports=("tcp",)) as (worker, _):
         record = worker.node.engine.record
         said = [frame(Kind.REFUSED, forged), frame(Kind.CALL, forged), frame(Kind.HELLO, forged)]
-        long = [*record.to_wire()[:3], "h" * 4000, forged[:4000].decode(), 1, "m" * 4000, "", "127.0.0.1", 1, "", ""]
+        long = replace(record, host="h" * 4000, hostname=forged[:4000].decode(), pid=1, main="m" * 4000).to_wire()
         said.append(hello(record.to_wire(), True, record=long) + frame(Kind.PROOF, bytes(32)))
         for data in said:
             assert len(data) < handshake.MAX_BODY + 100
