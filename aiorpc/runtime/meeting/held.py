@@ -37,12 +37,13 @@ class HeldSecret:
 
     def offer(self, openly: bool) -> dict[str, str]:
         """What goes into the store: where the file is, and the secret itself only if `openly`."""
-        self.value = self.value or Secret(secrets.token_bytes(SECRET_BYTES))
-        if self.path is None:
-            # A name of its own: workers of one process may share the directory. That of the socket, if there is one:
-            # whoever finds the socket of a dead worker removes both.
-            stem = Path(self.record.unix_path).stem or secrets.token_hex(8)
-            self.path = self.directory / f"{stem}{SECRET_SUFFIX}"
+        with self._filing:
+            self.value = self.value or Secret(secrets.token_bytes(SECRET_BYTES))
+            if self.path is None:
+                # A name of its own: workers of one process may share the directory. That of the socket, if there is
+                # one: whoever finds the socket of a dead worker removes both.
+                stem = Path(self.record.unix_path).stem or secrets.token_hex(8)
+                self.path = self.directory / f"{stem}{SECRET_SUFFIX}"
         self.write()
         offer = {"owner": self.record.incarnation, "host": self.record.host, "path": str(self.path)}
         return {**offer, "value": self.value.hex()} if openly else offer
