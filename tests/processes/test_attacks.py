@@ -36,7 +36,7 @@ from .workers import Link, Place, processes, until
 
 CHOSEN = b"chosen by the attacker, 32 bytes"
 PATIENCE = 8.0  # seconds that an attack goes on
-TRIES = range(3)
+TRIES = [0, *(pytest.param(number, marks=pytest.mark.long) for number in (1, 2))]
 
 
 @pytest.fixture(autouse=True)
