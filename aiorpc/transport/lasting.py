@@ -8,9 +8,9 @@ nothing. Somebody else makes a new one, whose other end proves itself as usual, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ..protocol.frames import Frame
+from ..protocol.frames import Buffer, Frame
 from ..protocol.session import Session
 from ..protocol.states import SessionEvent
 from .connection import Connection
@@ -27,6 +27,7 @@ class LastingConnection(Connection):
     on_resumed: Callable[[], None] | None = None
     silent_for = 0.0
     _full = False  # nothing is written until something has come
+    _ack: Sequence[Buffer] = ()  # the last one that was queued
 
     def last(self, limit: int) -> None:
         """From now on what is sent is kept until it is acknowledged, and the connection outlives its socket.
@@ -86,7 +87,7 @@ class LastingConnection(Connection):
             self.flush()
 
     def _prepend_ack(self, session: Session) -> None:
-        ack = session.ack()
+        ack = self._ack = session.ack()
         self.queue.prepend(ack)
         session.told(ack)
 
@@ -95,6 +96,8 @@ class LastingConnection(Connection):
             return True
         if session.due:
             self._prepend_ack(session)
+            return True
+        if self.queue.frames and self.queue.frames[0] is self._ack:  # else two ends that are full would wait for ever
             return True
         self._full = self._blocked = True
         if session.size < session.limit:  # the loop has just taken an acknowledgement, and has not seen this yet
