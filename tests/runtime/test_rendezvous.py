@@ -918,8 +918,8 @@ def test_a_store_on_another_host_needs_a_secret(
     """Whoever reaches it may write there, although all members are beside each other."""
     with closing(Group(f"tcp://127.0.0.1:{free_port()}", None)) as group:
         group.require_secret = None
-        monkeypatch.setattr("aiorpc.runtime.meeting.rendezvous.is_local", lambda place: False)
-        monkeypatch.setattr("aiorpc.runtime.meeting.rendezvous.is_loopback", lambda place: False)
+        for module, name in (("rendezvous", "is_loopback"), ("agreeing", "is_loopback"), ("agreeing", "is_local")):
+            monkeypatch.setattr(f"aiorpc.runtime.meeting.{module}.{name}", lambda place: False)
         records = group.join(0, 1)
         with pytest.raises(RendezvousError, match=r"the store at tcp://127.* is on another host than worker0"):
             group.opened[0].agree_secret(records[0], records, tmp_path)

@@ -414,7 +414,7 @@ class Group:
         while silent := [each for each in self._table.live() if each.id not in self._heard | {self._engine.id}]:
             await asyncio.sleep(self._engine.bounds.serving_pause)
             try:
-                left = await self._engine.steps.run(lambda: self._home.rendezvous.left(silent))
+                left = await self._engine.steps.run(lambda: self._home.rendezvous.newcomers.left(silent))
             except RendezvousError as error:
                 logger.debug("worker %s cannot see who has left: %s", self._engine.name, error)
                 return

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from ... import foreign
@@ -80,12 +81,12 @@ class Newcomers:
         return self._table.leads and not self._table.free and bool(self._table.places.vacant())
 
     async def _look(self) -> None:
-        rendezvous = self._home.rendezvous
+        in_store = self._home.rendezvous.newcomers
         try:
             while self._wanted() and not self._engine.closed:
-                ranks = self._table.places.vacant()
+                look = partial(in_store.applicants, self._table.places.vacant())
                 try:
-                    for record in await self._engine.steps.run(lambda ranks=ranks: rendezvous.applicants(ranks)):  # type: ignore[misc]  # of a lambda with a default
+                    for record in await self._engine.steps.run(look):
                         if record.incarnation not in self._answered:
                             self._carry_out(self._table.apply(record))
                 except StoreGone as error:  # for good, and torch logs every look at it
@@ -103,11 +104,11 @@ class Newcomers:
         match output:
             case leaving.Admit(newcomer, roster):
                 logger.info("worker %s lets %s in", self._engine.name, newcomer.describe())
-                self._reply(newcomer, lambda: self._home.rendezvous.admit(newcomer, roster))
+                self._reply(newcomer, lambda: self._home.rendezvous.newcomers.admit(newcomer, roster))
             case leaving.Refuse(newcomer, reason):
                 arriving = self._arriving.get(newcomer.id)
                 if arriving is None:
-                    self._reply(newcomer, lambda: self._home.rendezvous.turn_away(newcomer, reason))
+                    self._reply(newcomer, lambda: self._home.rendezvous.newcomers.turn_away(newcomer, reason))
                 elif not arriving.done():
                     arriving.set_exception(RpcUsageError(reason))
             case leaving.Announce(to, newcomer):

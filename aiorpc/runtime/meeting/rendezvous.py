@@ -7,7 +7,6 @@ timeout given to `Rendezvous.open`; a timeout of 0 means no limit, and `stop` en
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -18,18 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
-from ...protocol.leaving import Roster
 from ..engine.host import host_identity, main_identity
-from .held import ADVICE, SECRET_BYTES, HeldSecret, from_hex
-from .membership import SET_IT, FixedWorld, FreeWorld, Member, Proof
-from .returning import Admission, Answer, PlacesInStore, Return, come_back
+from .agreeing import Agreement
+from .fixed import FixedWorld
+from .free import FreeWorld
+from .held import HeldSecret, from_hex
+from .membership import SET_IT, Member, Proof
+from .returning import NewcomersInStore, PlacesInStore, Return, come_back
 from .secret import CERTIFIED, SALT_SIZE, Secret, given_secret, make_key
 from .stores import (
     LAST_PAUSE,
@@ -38,7 +38,6 @@ from .stores import (
     Patience,
     bounded,
     check_ranks,
-    is_local,
     is_loopback,
     listens,
     local_address,
@@ -55,7 +54,6 @@ logger = logging.getLogger("aiorpc")
 _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
 _PROBE_PAUSE = 0.05
-_READING_TIME = 2.0
 _RETURN_TIME = 5.0
 
 
@@ -223,42 +221,14 @@ class Rendezvous:
         assert self._made is not None, "it has joined"
         return self._made
 
-    def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
-        """The newcomers that claim the places of these ranks. StoreGone if the store is not there any more."""
-        self._check_there()
-        return self._places(self.generation).applicants(ranks)
-
-    def left(self, records: Sequence[WorkerRecord]) -> list[WorkerRecord]:
-        """Those of the members of a fixed group that have left. StoreGone if the store is not there any more."""
-        self._check_there()
-        places = self._places(self.generation)
-        return [record for record in records if places.has_left(record)]
+    @property
+    def newcomers(self) -> NewcomersInStore:
+        """Who wants the places of lost members, as a member of a group of fixed size sees it."""
+        return NewcomersInStore(self._places(self.generation), self.record, self._held, self._check_there)
 
     def _check_there(self) -> None:
         if self._is_client() and not listens(self._place):  # torch logs every failed operation
             raise StoreGone(f"the store at {self._place} has gone")
-
-    def admit(self, newcomer: WorkerRecord, roster: Roster) -> None:
-        """Let a newcomer know that it may come, who is in the group, and where it finds the secret."""
-        assert self._made is not None, "who leads has joined"
-        far = newcomer.host != self._made.host
-        offer: dict[str, str] = {}
-        if self._held is not None:
-            if far and self._proof.require_secret is not False:
-                self.turn_away(
-                    newcomer, f"it is on another host than the leader, and AIORPC_SECRET is not set: {SET_IT}"
-                )
-                return
-            offer = self._held.offer(far)
-        members = tuple(member.id for member in roster.members)
-        lost = tuple((member.id, cause) for member, cause in roster.lost)
-        answer = Answer(self._made.incarnation, members=members, lost=lost, secret=offer)
-        self._places(self.generation).reply(newcomer, answer)
-
-    def turn_away(self, newcomer: WorkerRecord, reason: str) -> None:
-        """Let a newcomer know that it cannot come, and why."""
-        assert self._made is not None, "who leads has joined"
-        self._places(self.generation).reply(newcomer, Answer(self._made.incarnation, refused=reason))
 
     def members(self) -> list[WorkerRecord]:
         """Records of the group: who is in it now if it is dynamic, else those found at `join`.
@@ -309,7 +279,8 @@ class Rendezvous:
         """
         try:
             with contextlib.suppress(StoreGone):
-                self._await_readers()
+                if self._held is not None:
+                    self._agreement().await_readers(self._held)
                 if self.hosts_store:
                     self._announce_end()
         finally:  # also where a stranger has written into the store what nobody can read
@@ -320,14 +291,6 @@ class Rendezvous:
         """Remove the file with the group's secret, if this worker made it. Does not wait; OSError if that fails."""
         if self._held is not None:
             self._held.remove()
-
-    def _await_readers(self) -> None:
-        """Wait until the others have read the file with the secret: a rank may leave before others have begun."""
-        if isinstance(self._world, FixedWorld) and self._held is not None and self._held.path is not None:
-            others = self._world.world_size - 1
-            for _ in Patience(_READING_TIME).tries():
-                if self._board.number(self._secret_key("secret/read")) >= others:
-                    return
 
     def _announce_end(self) -> None:
         if isinstance(self._world, FixedWorld) and self._world.members():
@@ -347,22 +310,17 @@ class Rendezvous:
         RendezvousError, unless `require_secret` is False: then they get the secret through the store, and whoever
         reaches that may join. RendezvousError, too, where somebody else was at what the store says of it.
         """
-        self._check_agreement()
+        agreement = self._agreement()
+        agreement.check_alike()
         if self._key is not None:
             return self._key[1]
         if self._proof.certificates:
             return CERTIFIED
-        self._check_confined(record, records)
-        self._check_required(record, records)
+        agreement.check_allowed(record, records)
         held = HeldSecret(record, Path(directory))
+        admission = self.returned.admission if self.returned is not None else None
         try:
-            if self.returned is not None:
-                value = self._agree_as_newcomer(held, self.returned.admission)
-            elif isinstance(self._world, FreeWorld):
-                value = self._agree_free(held)
-            else:
-                value = self._agree_fixed(held, records)
-            self._check_offer(held)
+            value = agreement.reach(held, records, admission, self._patience)
         except BaseException:
             held.remove()
             raise
@@ -412,22 +370,10 @@ class Rendezvous:
         if isinstance(world, FreeWorld):
             members = world.members()  # also where there is nothing to hand out: see `meet_again`
             if held is not None:
-                self._serve_secret(world, held, world.alive(members))
+                self._agreement().serve(held, world, world.alive(members))
 
-    def _serve_secret(self, world: FreeWorld, held: HeldSecret, alive: Sequence[Member]) -> None:
-        raw, offer = self._offer()
-        asker = self._asker(alive)
-        far = asker is not None and asker.host != held.record.host and not self.confined
-        far = far and self._proof.require_secret is False
-        if self._owner(offer, alive) is None:
-            heirs = [member.record.incarnation for member in alive if member.trusted]
-            if heirs[:1] == [held.record.incarnation]:
-                self._publish(held, raw, far)
-        elif offer["owner"] == held.record.incarnation:
-            if far and "value" not in offer:
-                self._publish(held, raw, True)
-            elif asker is not None:
-                held.write()  # somebody may have tidied up
+    def _agreement(self) -> Agreement:
+        return Agreement(self._board, self._place, self._world, self._proof, confined=self.confined)
 
     def _whole_proof(self) -> Proof:
         return replace(self._proof, key=self._key[1] if self._key is not None else None)
@@ -489,162 +435,3 @@ class Rendezvous:
                 with contextlib.suppress(TimeoutError):
                     if not probe.recv(1):
                         return
-
-    def _check_agreement(self) -> None:
-        """Members that know each other by different things would find that out at their first call."""
-        members = self._world.members()
-        with_it, without = _parted(members, [member.own_secret for member in members])
-        if with_it and without:
-            raise RendezvousError(
-                f"AIORPC_SECRET must be set for all workers or for none: {with_it} have it, {without} have not"
-            )
-        with_them, without = _parted(members, [member.certificates for member in members])
-        if with_them and without:
-            raise RendezvousError(
-                f"{with_them} know members by their certificates alone, {without} do not: give all workers tls= with "
-                f"the same verify_names and require_secret, or {SET_IT}"
-            )
-
-    def _check_confined(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
-        far = [other.describe() for other in records if other.host != record.host]
-        if self.confined and far:
-            raise RendezvousError(
-                f"the store at {self._place} says that {', '.join(far)} would be on another host or in another "
-                f"container, but that place is on this host alone. Somebody else has written into the store, {ADVICE}"
-            )
-
-    def _check_required(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
-        far = [other.describe() for other in records if other.host != record.host]
-        place = self._place
-        if not (far or (place.host and not is_loopback(place) and not is_local(place))):
-            return
-        members = self._world.members()
-        careless, others = _parted(members, [member.require_secret is False for member in members])
-        if self._proof.require_secret is False and not others:
-            return
-        if careless and others:
-            raise RendezvousError(
-                f"require_secret has to be the same on all workers where they or their store are on several hosts: "
-                f"{careless} have require_secret=False, {others} have not. {_upper(SET_IT)}"
-            )
-        where = f"{', '.join(far)} would be" if far else f"the store at {place} is"
-        raise RendezvousError(
-            f"AIORPC_SECRET is not set, and {where} on another host than {record.describe()}, or in another container. "
-            f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. Or give "
-            "require_secret=False to all: then their secret goes through the store, and whoever reaches "
-            f"{place} is trusted to run code on all of them"
-        )
-
-    def _check_offer(self, held: HeldSecret) -> None:
-        """Our own offer of the secret, if we have made one, has to stand in the store as we wrote it."""
-        if held.published and self._offer()[0] != held.published:
-            raise self._forged(held.record)
-
-    def _forged(self, owner: WorkerRecord) -> RendezvousError:
-        return RendezvousError(
-            f"the store at {self._place} does not say of the group's secret what {owner.describe()} wrote there. "
-            f"Somebody who is no member has written into the store, {ADVICE}"
-        )
-
-    def _secret_key(self, name: str = "secret") -> str:
-        return f"{self.generation}/{name}"
-
-    def _agree_fixed(self, held: HeldSecret, records: Sequence[WorkerRecord]) -> bytes:
-        first = min(records, key=lambda other: other.id)
-        openly = any(other.host != first.host for other in records)
-        if first.incarnation == held.record.incarnation:
-            if not self._publish(held, "", openly):
-                raise self._forged(first)
-            if len(records) == 1:
-                held.remove()
-            return held.value
-        for _ in self._patience.tries():
-            raw, offer = self._offer()
-            if raw and self._take(held, offer, first, openly):
-                read = self._board.count(self._secret_key("secret/read"))
-                if read >= len(records) - 1 and first.host == held.record.host:
-                    Path(offer["path"]).unlink(missing_ok=True)  # nobody else will join: it need not outlive a kill
-                return held.value
-        raise RendezvousError(f"no secret from {first.describe()} within {self._patience.seconds:g} s")
-
-    def _agree_as_newcomer(self, held: HeldSecret, admission: Admission) -> bytes:
-        for _ in self._patience.tries():
-            if self._take(held, admission.secret, admission.by, self._proof.require_secret is False):
-                return held.value
-        raise RendezvousError(f"no secret from {admission.by.describe()} within {self._patience.seconds:g} s")
-
-    def _agree_free(self, held: HeldSecret) -> bytes:
-        assert isinstance(self._world, FreeWorld)
-        me = held.record.incarnation
-        for _ in self._patience.tries():
-            alive = self._world.alive(self._world.members())
-            raw, offer = self._offer()
-            owner = self._owner(offer, alive)
-            if owner is not None:
-                if self._take(held, offer, owner.record, not self.confined):
-                    break
-                self._board.put(self._secret_key("wanted"), me)
-            elif _is_heir(me, alive) and self._publish(held, raw, False):
-                break
-        else:
-            raise RendezvousError(f"no member of the group handed out its secret within {self._patience.seconds:g} s")
-        self._world.trust(held.record, self._patience)
-        return held.value
-
-    def _take(self, held: HeldSecret, offer: dict[str, str], owner: WorkerRecord, openly: bool) -> bool:
-        """Take the secret that `owner` offers; False if it cannot be had yet. openly: it may stand in the store."""
-        if offer.get("owner") != owner.incarnation or ("value" in offer and not openly):
-            raise self._forged(owner)
-        if owner.host == held.record.host:
-            # Whoever writes into the store may say anything: only the file proves who made the secret.
-            value = held.read(offer.get("path", ""), owner)
-        else:
-            value = from_hex(offer["value"]) if "value" in offer else None
-        if value is None:
-            return False
-        if len(value) != SECRET_BYTES or offer.get("value", value.hex()) != value.hex():
-            raise self._forged(owner)
-        held.value = Secret(value)
-        return True
-
-    def _offer(self) -> tuple[str, dict[str, str]]:
-        raw = self._board.get(self._secret_key()) or ""
-        return raw, self._board.load(self._secret_key(), raw, _offer_from_json) if raw else {}
-
-    def _owner(self, offer: dict[str, str], alive: Sequence[Member]) -> Member | None:
-        owners = (member for member in alive if member.record.incarnation == offer.get("owner"))
-        return next(owners, None)
-
-    def _asker(self, alive: Sequence[Member]) -> WorkerRecord | None:
-        """The member that asked to be sent the secret, if it is still there and has none yet."""
-        asker = self._board.get(self._secret_key("wanted"))
-        askers = (member.record for member in alive if member.record.incarnation == asker and not member.trusted)
-        return next(askers, None)
-
-    def _publish(self, held: HeldSecret, expected: str, openly: bool) -> bool:
-        offer = json.dumps(held.offer(openly))
-        won = self._board.swap(self._secret_key(), expected, offer) == offer
-        if won:
-            held.published = offer
-        return won
-
-
-def _parted(members: Sequence[Member], marks: Sequence[bool]) -> tuple[str, str]:
-    """Those with the mark and those without it, as one phrase each."""
-    parts = [
-        [m.record.describe() for m, has in zip(members, marks, strict=True) if has is side] for side in (True, False)
-    ]
-    return ", ".join(parts[0]), ", ".join(parts[1])
-
-
-def _upper(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _offer_from_json(value: Any) -> dict[str, str]:
-    return {"" + key: "" + value[key] for key in value}
-
-
-def _is_heir(incarnation: str, alive: Sequence[Member]) -> bool:
-    """Whether this member may make a new secret: nobody knows an older one, and all others came later."""
-    return bool(alive) and alive[0].record.incarnation == incarnation and not any(member.trusted for member in alive)

@@ -1,6 +1,6 @@
 """Taking the place of a member that was lost, as far as it goes through the store. Blocking; see `protocol/leaving.py`.
 
-Keys beside those of `membership.py`, G being the number of the generation, all of one group that has formed:
+Keys beside those of `fixed.py`, G being the number of the generation, all of one group that has formed:
 
     G/slot/RANK/LIFE      who claims the place of that rank after so many others; taken once, by compare and set
     G/ids                 counts the newcomers: each has an id that nobody has had
@@ -19,7 +19,7 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,9 @@ from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Roster
 from ..engine.host import host_identity, provably_dead
-from .membership import CLOSED, Member, Proof, has_formed, same_process
+from .fixed import CLOSED, has_formed
+from .held import HeldSecret
+from .membership import SET_IT, Member, Proof, same_process
 from .stores import Board, Patience
 
 # Seconds for a word of the leader, where the member whose place is claimed looks alive from here.
@@ -225,7 +227,7 @@ class PlacesInStore:
             pass
         return ""
 
-    # --- the leader ---------------------------------------------------------------------------------------------------
+    # --- the members --------------------------------------------------------------------------------------------------
 
     def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
         """Who claims the places of these ranks, and still may come."""
@@ -236,6 +238,51 @@ class PlacesInStore:
         """Say that to a newcomer."""
         sealed = answer.sealed(self.key, self.generation, newcomer.incarnation)
         self.board.put(self._key(f"answer/{newcomer.id}"), json.dumps(sealed.to_json()))
+
+
+class NewcomersInStore:
+    """Who wants the places of lost members, as one member of the group sees and answers them in the store.
+
+    record: of this member. held: the secret that the members have made, if they have. check_there: raises StoreGone if
+    the store is not there any more.
+    """
+
+    def __init__(
+        self, places: PlacesInStore, record: WorkerRecord, held: HeldSecret | None, check_there: Callable[[], None]
+    ) -> None:
+        self._places = places
+        self._record = record
+        self._held = held
+        self._check_there = check_there
+
+    def applicants(self, ranks: Sequence[int]) -> list[WorkerRecord]:
+        """The newcomers that claim the places of these ranks. StoreGone if the store is not there any more."""
+        self._check_there()
+        return self._places.applicants(ranks)
+
+    def left(self, records: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+        """Those of these members that have left. StoreGone if the store is not there any more."""
+        self._check_there()
+        return [record for record in records if self._places.has_left(record)]
+
+    def admit(self, newcomer: WorkerRecord, roster: Roster) -> None:
+        """As the leader, let a newcomer know that it may come, who is in the group, and where it finds the secret."""
+        far = newcomer.host != self._record.host
+        offer: dict[str, str] = {}
+        if self._held is not None:
+            if far and self._places.proof.require_secret is not False:
+                self.turn_away(
+                    newcomer, f"it is on another host than the leader, and AIORPC_SECRET is not set: {SET_IT}"
+                )
+                return
+            offer = self._held.offer(far)
+        members = tuple(member.id for member in roster.members)
+        lost = tuple((member.id, cause) for member, cause in roster.lost)
+        self._places.reply(newcomer, Answer(self._record.incarnation, members=members, lost=lost, secret=offer))
+
+    def turn_away(self, newcomer: WorkerRecord, reason: str) -> None:
+        """As the leader, let a newcomer know that it cannot come, and why."""
+        self._places.reply(newcomer, Answer(self._record.incarnation, refused=reason))
 
 
 class Return:

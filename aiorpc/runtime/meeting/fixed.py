@@ -1,0 +1,327 @@
+"""Agreeing on who is in a group of fixed size, on top of a key-value store.
+
+Blocking; every wait polls within a `Patience`. The keys, G being the number of a generation (one init and shutdown of
+the whole group; the store may outlive many):
+
+    generation            the generation that workers now join
+    last/RANK             the generation this rank was last in
+    G/world               world size and rank of the first comer; the others must agree
+    G/slot/RANK           who holds the rank; taken once, by compare and set
+    G/end/RANK            its holder has left, or gave up
+    G/verdict             set once: complete, or why this generation failed
+    G/done                how many ranks have learnt the verdict
+
+Every rank obeys the verdict, so no rank can believe in a group that another has given up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from ...devices import DeviceClaims, check_device_maps
+from ...errors import RendezvousError
+from ...protocol.identity import WorkerRecord
+from ..engine.host import host_identity, is_gone, provably_dead
+from .membership import SET_IT, Member, Proof, same_process
+from .stores import Board, Patience
+
+CLOSED = "The group runs, and is closed: a group of fixed size takes nobody else while its members live. "
+_COMPLETE = "complete"
+_TIMEOUT = "timeout"
+_ABORT = "abort"
+_VOID = "void"
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """How a generation ended its gathering: what, why, when (Unix time), and which process said so."""
+
+    kind: str
+    text: str
+    time: float
+    host: str
+    pid: int
+
+    @classmethod
+    def from_json(cls, value: Any) -> _Verdict:
+        """The form that `_settle` writes; ValueError or TypeError if it is another."""
+        kind, text, at, host, pid = value
+        if kind not in (_COMPLETE, _TIMEOUT, _ABORT, _VOID) or type(pid) is not int or pid < 0:
+            raise ValueError("no verdict")
+        return cls(kind, "" + text, 0.0 + at, "" + host, pid)
+
+
+def _world_from_json(value: Any) -> tuple[int, str]:
+    """World size, and who said so."""
+    size, who = value
+    if type(size) is not int or not 0 < size < 1 << 31:
+        raise ValueError("no world size")
+    return size, "" + who
+
+
+def has_formed(board: Board, generation: int, world_size: int) -> bool:
+    """Whether that generation is a group of that size whose members have all been there."""
+    world, verdict = board.get(f"{generation}/world"), board.get(f"{generation}/verdict")
+    if world is None or verdict is None:
+        return False
+    size, _ = board.load(f"{generation}/world", world, _world_from_json)
+    return size == world_size and board.load(f"{generation}/verdict", verdict, _Verdict.from_json).kind == _COMPLETE
+
+
+def check_unique_names(records: Sequence[WorkerRecord]) -> None:
+    """RendezvousError naming the ranks that share a name, if any do."""
+    holders: dict[str, list[WorkerRecord]] = defaultdict(list)
+    for record in records:
+        holders[record.name].append(record)
+    for name, same in holders.items():
+        if len(same) > 1:
+            who = " and ".join(record.describe() for record in same)
+            ranks = " and ".join(str(record.id) for record in same)
+            raise RendezvousError(f"name {name!r} is not unique: ranks {ranks} have it: {who}")
+
+
+def check_unmixed(board: Board, here: str, patience: Patience) -> None:
+    """RendezvousError if a group of fixed size lives at this store: nobody can join it."""
+    generation = board.number("generation")
+    key = f"{generation}/world"
+    world = board.get(key) if generation else None
+    for rank in range(board.load(key, world, _world_from_json)[0] if world is not None else 0):
+        if patience.stop.is_set() or patience.left() <= 0:
+            raise RendezvousError(f"a group of {rank} workers and more was still being looked at when time was up")
+        slot = f"{generation}/slot/{rank}"
+        entry = board.get(slot)
+        holder = board.load(slot, entry, Member.from_json).record if entry is not None else None
+        if holder is None or provably_dead(holder, here):
+            continue
+        if board.get(f"{generation}/end/{rank}") != holder.incarnation:
+            raise RendezvousError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. "
+                f"{holder.describe()} belongs to a group of fixed size; give a world_size to join one"
+            )
+
+
+class FixedWorld:
+    """A group whose size all its members know beforehand."""
+
+    def __init__(self, board: Board, rank: int, world_size: int, *, proof: Proof, hosts_store: bool) -> None:
+        self.board = board
+        self.rank = rank
+        self.world_size = world_size
+        self.generation = 0
+        self._proof = proof
+        self._hosts_store = hosts_store
+        self._here = host_identity()
+        self._entry = ""  # what we wrote into our slot
+        self._members: list[Member] = []
+
+    def join(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
+        """Take this rank's place and wait for the others; all members, by rank.
+
+        RendezvousError, on every rank that is there: a second holder of a rank, two members of one name, different
+        world sizes, or a member that waited long enough and gave up. DeviceMapError, on all: claims that do not fit.
+        """
+        while True:
+            late = self._take_slot(record, claims, patience)
+            verdict = self._await_verdict(record, patience)
+            if verdict.kind == _VOID or (late and self._is_stale(verdict, patience)):
+                self._end()
+                self._advance(patience)
+                continue
+            return self._obey(verdict)
+
+    def leave(self, record: WorkerRecord) -> None:
+        """Give up the record's place, so that its rank can be taken in the next generation."""
+        self.board.put(self._key(f"end/{record.id}"), record.incarnation)
+
+    def enter(self, generation: int, members: list[Member]) -> None:
+        """This worker takes the place of a lost member of that generation, which has those members."""
+        self.generation, self._members = generation, members
+
+    def abandon(self, record: WorkerRecord) -> None:
+        """Give up the place of a record that has not joined, if it has one."""
+        held = self._holder(self.generation, self.rank)
+        if held is not None and held.incarnation == record.incarnation:
+            self.leave(record)
+
+    def members(self) -> list[Member]:
+        """The members found at `join`."""
+        return self._members
+
+    def wait_until_known(self, ranks: int, seconds: float) -> None:
+        """What the store's host does before it goes: let so many ranks learn the verdict, within so many seconds."""
+        for _ in Patience(seconds).tries():
+            if self.board.number(self._key("done")) >= ranks:
+                return
+
+    def _key(self, name: str) -> str:
+        return f"{self.generation}/{name}"
+
+    def _holder(self, generation: int, rank: int) -> WorkerRecord | None:
+        """Whose that rank is in that generation, as the store says."""
+        key = f"{generation}/slot/{rank}"
+        entry = self.board.get(key)
+        return self.board.load(key, entry, Member.from_json).record if entry is not None else None
+
+    def _advance(self, patience: Patience) -> None:
+        self.board.swap("generation", str(self.generation), str(self.generation + 1))
+        self.generation = self.board.number("generation")
+        if patience.left() <= 0:
+            raise RendezvousError(f"rank {self.rank} found no generation to join within {patience.seconds:g} s")
+
+    def _take_slot(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> bool:
+        """Hold this rank's slot in the current generation. True if that generation had its verdict already."""
+        self.board.swap("generation", "", "1")
+        self.generation = self.board.number("generation")
+        while True:
+            entry = self._entry = json.dumps(self._proof.member(record, claims, self.generation).to_json())
+            self._check_previous(record)
+            late = self.board.has(self._key("verdict"))
+            key = self._key(f"slot/{self.rank}")
+            held = self.board.swap(key, "", entry)
+            if held == entry:
+                break
+            holder = self.board.load(key, held, Member.from_json).record
+            if not self._has_ended(self.generation, holder):
+                self._refuse_second(record, holder, self.generation)
+            # Somebody may be waiting for the one that is gone: let them come along to the next generation.
+            self._settle(_VOID, f"{holder.describe()} is gone")
+            self._advance(patience)
+        self.board.put(f"last/{self.rank}", str(self.generation))
+        self._check_world(record)
+        return late
+
+    def _check_previous(self, record: WorkerRecord) -> None:
+        """A rank whose last holder is still in an older generation has two processes now."""
+        last = self.board.number(f"last/{self.rank}")
+        holder = self._holder(last, self.rank) if 0 < last < self.generation else None
+        if holder is not None and not self._has_ended(last, holder):
+            self._refuse_second(record, holder, last)
+
+    def _has_ended(self, generation: int, holder: WorkerRecord) -> bool:
+        ended = self.board.get(f"{generation}/end/{holder.id}") == holder.incarnation
+        return ended or provably_dead(holder, self._here)
+
+    def _closed(self, generation: int) -> str:
+        """For errors: that the group of that generation runs, if it does."""
+        text = self.board.get(f"{generation}/verdict")
+        if text is None or self._verdict(text).kind != _COMPLETE:
+            return ""
+        return CLOSED
+
+    def _refuse_second(self, record: WorkerRecord, holder: WorkerRecord, generation: int) -> None:
+        text = (
+            f"rank {self.rank} was taken twice: by {holder.describe()} and by {record.describe()}. "
+            f"{self._closed(generation)}{same_process(holder, record)}If the first is gone without a trace, meet at "
+            "another port or remove the rendezvous file"
+        )
+        self._settle(_ABORT, text)
+        raise RendezvousError(text)
+
+    def _check_world(self, record: WorkerRecord) -> None:
+        mine = json.dumps([self.world_size, record.describe()])
+        first = self.board.swap(self._key("world"), "", mine)
+        size, who = self.board.load(self._key("world"), first, _world_from_json)
+        problem = ""
+        if size != self.world_size:
+            problem = f"world_size differs: {who} says {size}, {record.describe()} says {self.world_size}"
+        elif self.rank >= self.world_size:
+            problem = f"rank {self.rank} of {record.describe()} is not below the world_size of {self.world_size}"
+        elif self._proof.lacks_secret:  # the others would wait for this worker
+            problem = f"AIORPC_SECRET is not set, and {record.describe()} has require_secret=True: {SET_IT}"
+        if problem:
+            problem = f"{problem}. {self._closed(self.generation)}".strip().removesuffix(".")
+            self._settle(_ABORT, problem)
+            self._fail(problem, self.world_size)
+
+    def _settle(self, kind: str, text: str = "") -> _Verdict:
+        """Propose a verdict; return the one that holds, which is the first that was proposed."""
+        verdict = _Verdict(kind, text, time.time(), self._here, os.getpid())
+        return self._verdict(self.board.swap(self._key("verdict"), "", json.dumps(astuple(verdict))))
+
+    def _verdict(self, text: str) -> _Verdict:
+        return self.board.load(self._key("verdict"), text, _Verdict.from_json)
+
+    def _await_verdict(self, record: WorkerRecord, patience: Patience) -> _Verdict:
+        slots = [self._key(f"slot/{rank}") for rank in range(self.world_size)]
+        for _ in patience.tries():
+            held = self.board.get(self._key("verdict"))
+            if held is not None:
+                return self._verdict(held)
+            self.board.check_open()
+            if self.board.has(*slots):
+                records = [member.record for member in self._read(slots)]
+                dead = [each.describe() for each in records if self._has_ended(self.generation, each)]
+                if dead:  # they may be started again: they are met in the next generation
+                    return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
+                return self._settle(_COMPLETE)
+        return self._settle(_TIMEOUT, self._missing(record, patience))
+
+    def _read(self, slots: list[str]) -> list[Member]:
+        entries = zip(slots, self.board.get_all(slots), strict=True)
+        return [self.board.load(key, entry, Member.from_json) for key, entry in entries]
+
+    def _missing(self, record: WorkerRecord, patience: Patience) -> str:
+        held = [self._holder(self.generation, rank) for rank in range(self.world_size)]
+        missing = [rank for rank, holder in enumerate(held) if holder is None]
+        here = ", ".join(holder.describe() for holder in held if holder is not None)
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        return f"{record.describe()} waited {patience.seconds:g} s for {ranks} of {self.world_size}; here: {here}"
+
+    def _is_stale(self, verdict: _Verdict, patience: Patience) -> bool:
+        """True if a verdict found on arrival says nothing about the group that now gathers."""
+        old = abs(time.time() - verdict.time) > (patience.seconds or 60.0)
+        return verdict.kind != _ABORT or old or (verdict.host == self._here and is_gone(verdict.pid))
+
+    def _obey(self, verdict: _Verdict) -> list[Member]:
+        if verdict.kind != _COMPLETE:
+            here = sum(self.board.has(self._key(f"slot/{rank}")) for rank in range(self.world_size))
+            self._fail(verdict.text, self.world_size if verdict.kind == _ABORT else here)
+        self._members = self._read([self._key(f"slot/{rank}") for rank in range(self.world_size)])
+        try:
+            self._check_own_slot()
+            self._check_members()
+            check_unique_names([member.record for member in self._members])
+            check_device_maps({member.record.name: member.claims for member in self._members})
+        except RendezvousError:
+            self._give_up(self.world_size)
+            raise
+        self.board.count(self._key("done"))
+        return self._members
+
+    def _check_own_slot(self) -> None:
+        if self.board.get(self._key(f"slot/{self.rank}")) != self._entry:
+            raise RendezvousError(
+                f"the store holds another record of rank {self.rank} than the one that this worker wrote there: "
+                "somebody who is no member has written into the store. Find out who, and set AIORPC_SECRET for all"
+            )
+
+    def _check_members(self) -> None:
+        for rank, member in enumerate(self._members):
+            member.check(self._proof.key, self.generation)
+            if member.record.id != rank:
+                raise RendezvousError(
+                    f"the store has {member.record.describe()} in the place of rank {rank}: somebody who is no member "
+                    "has written into the store"
+                )
+
+    def _fail(self, text: str, ranks: int) -> None:
+        self._give_up(ranks)
+        raise RendezvousError(text)
+
+    def _give_up(self, ranks: int) -> None:
+        """Let go of the slot; the store's host lets so many ranks hear of the reason before it goes."""
+        self._end()
+        self.board.count(self._key("done"))
+        if self._hosts_store:
+            self.wait_until_known(ranks, 1.0)
+
+    def _end(self) -> None:
+        holder = self._holder(self.generation, self.rank)
+        if holder is not None:
+            self.leave(holder)

@@ -1,0 +1,188 @@
+"""Agreeing on who is in a group that workers join and leave at any time, on top of a key-value store.
+
+Blocking; every wait polls within a `Patience`. The keys are those of the first generation: ``1/roster`` is the list of
+the members, and ``1/ids`` counts those to whom an id was given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any
+
+from ...devices import DeviceClaims, check_device_maps
+from ...errors import RendezvousError
+from ...protocol.identity import WorkerRecord
+from ..engine.host import host_identity, provably_dead
+from .fixed import check_unmixed
+from .membership import Member, Proof, same_process
+from .stores import Board, Patience
+
+MakeRecord = Callable[[int], WorkerRecord]
+
+
+def _roster_from_json(value: Any) -> tuple[int, list[Member], set[int]]:
+    """Version, members, and the ids of those who left while others stayed."""
+    version, members, used = value["version"], value["members"], value["used"]
+    if type(version) is not int or type(members) is not list or not all(type(each) is int for each in used):
+        raise ValueError("no roster")
+    return version, [Member.from_json(item) for item in members], {*used}
+
+
+class FreeWorld:
+    """A group that workers join and leave at any time.
+
+    All who are in it stand in one list under one key, oldest first, changed by compare and set: names and ids are
+    unique because each change sees the whole list. A member that died on this host is dropped by the next to join.
+    """
+
+    generation = 1
+    _ROSTER = "1/roster"
+
+    def __init__(self, board: Board, rank: int | None, *, proof: Proof) -> None:
+        self.board = board
+        self.rank = rank
+        self.proof = proof
+        self._here = host_identity()
+        self.last = ""  # the list as it was read last
+        self.struck: set[str] = set()  # incarnations of those who are gone, whether the store heard of it or not
+
+    def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
+        """Enter the list under a free id; the members there are now.
+
+        RendezvousError if the name or rank is taken, or a group of fixed size lives here. DeviceMapError if the claims
+        do not fit with those of the others.
+        """
+        check_unmixed(self.board, self._here, patience)
+        record = make_record(self._free_id() if self.rank is None else self.rank)
+
+        def enter(members: list[Member], used: set[int]) -> list[Member]:
+            alive = self.alive(members)
+            if alive and record.id in used:
+                raise RendezvousError(
+                    f"rank {record.id} belonged to a worker that has left this group, and its members remember it; "
+                    f"leave the rank of {record.name} out, or give another"
+                )
+            for member in alive:
+                member.check(self.proof.key, self.generation)
+            for other in (member.record for member in alive):
+                if other.name == record.name:
+                    hint = same_process(other, record)
+                    raise RendezvousError(
+                        f"name {record.name!r} is not unique: {other.describe()} has it. {hint}".strip()
+                    )
+                if other.id == record.id:
+                    raise RendezvousError(f"rank {record.id} is taken by {other.describe()}, so {record.name} cannot")
+            members = [*alive, self.proof.member(record, claims, self.generation, trusted=True)]
+            check_device_maps({member.record.name: member.claims for member in members}, fixed=False)
+            return members
+
+        return self._change(enter, patience)
+
+    def founded(self) -> bool:
+        """Whether anybody has ever been in this list."""
+        return self.board.has(self._ROSTER)
+
+    def leave(self, record: WorkerRecord) -> None:
+        """Take a record off the list; nothing happens if it is not there."""
+
+        def strike(members: list[Member], _: set[int]) -> list[Member]:
+            return [member for member in members if member.record.incarnation != record.incarnation]
+
+        self._change(strike, Patience(10.0))
+
+    def resume(self, before: FreeWorld, record: WorkerRecord, patience: Patience) -> bool:
+        """Enter the list of the store that was there before into this one, or this worker into the list that is here.
+
+        before: this worker's view of that store. False if others have begun a group of their own here.
+        """
+        _, old, used = self._parse(before.last)
+        self.struck |= before.struck
+        known = {member.record.incarnation for member in old}
+        stay = [member for member in old if member.record.incarnation not in self.struck]
+        taken = used | {member.record.id for member in old}
+        self.board.swap("1/ids", "", str(max(taken, default=-1) + 1))
+        text = self.board.get(self._ROSTER) or ""
+        _, here, _ = self._parse(text)
+        if here and not any(member.record.incarnation in known for member in here):
+            return False
+
+        def enter(members: list[Member], _: set[int]) -> list[Member]:
+            there = {member.record.incarnation for member in members}
+            back = [member for member in stay if not members or member.record.incarnation == record.incarnation]
+            return [*members, *(member for member in back if member.record.incarnation not in there)]
+
+        self._change(enter, patience, remember=taken)
+        return True
+
+    abandon = leave  # it is in the list as soon as it has joined
+
+    def trust(self, record: WorkerRecord, patience: Patience) -> None:
+        """Note that this member holds the group's secret."""
+
+        def mark(members: list[Member], _: set[int]) -> list[Member]:
+            same = record.incarnation
+            return [replace(m, trusted=m.trusted or m.record.incarnation == same) for m in members]
+
+        self._change(mark, patience)
+
+    def members(self) -> list[Member]:
+        """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
+        self.last = self.board.get(self._ROSTER) or ""
+        _, members, _ = self._parse(self.last)
+        for member in self.alive(members):
+            member.check(self.proof.key, self.generation)
+        # Of the dead some may be left of another group.
+        return [member for member in members if member.is_known(self.proof.key, self.generation)]
+
+    def alive(self, members: Sequence[Member]) -> list[Member]:
+        """Those of the members that are not known to be dead."""
+        return [member for member in members if not provably_dead(member.record, self._here)]
+
+    def _free_id(self) -> int:
+        """A number no member has or had; the counter never goes back."""
+        _, members, used = self._parse(self.board.get(self._ROSTER) or "")
+        taken = used | {member.record.id for member in members}
+        while (candidate := self.board.count("1/ids") - 1) in taken:
+            pass
+        return candidate
+
+    def _change(
+        self,
+        change: Callable[[list[Member], set[int]], list[Member]],
+        patience: Patience,
+        remember: AbstractSet[int] = frozenset(),
+    ) -> list[Member]:
+        """Replace the list by what `change` makes of it and of the ids that left; the new list.
+
+        remember: ids that were used in the list of an earlier store.
+        """
+        before = self.board.get(self._ROSTER) or ""
+        for _ in patience.tries():
+            version, old, used = self._parse(before)
+            members = change(old, used)
+            stay = {member.record.id for member in members}
+            # Those who were there remember the ids of those who left. With nobody left, all may be used again.
+            used = (used | {member.record.id for member in old}) - stay if self._any_stay(old, members) else set()
+            used |= remember - stay
+            # The version makes each text unique, so a list that changed and changed back is still seen to differ.
+            after = json.dumps(
+                {"version": version + 1, "members": [member.to_json() for member in members], "used": sorted(used)}
+            )
+            held = self.board.swap(self._ROSTER, before, after)
+            if held == after:
+                self.last = after
+                return members
+            before = held
+        raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")
+
+    @staticmethod
+    def _any_stay(old: list[Member], new: list[Member]) -> bool:
+        before = {member.record.incarnation for member in old}
+        return any(member.record.incarnation in before for member in new)
+
+    def _parse(self, text: str) -> tuple[int, list[Member], set[int]]:
+        """Its version, the members, and the ids of those who left while others stayed."""
+        return self.board.load(self._ROSTER, text, _roster_from_json) if text else (0, [], set())
