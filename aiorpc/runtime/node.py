@@ -40,7 +40,8 @@ from .engine.lifetime import Lifetime
 from .engine.lines import LineWatch
 from .engine.steps import Steps
 from .gradients.contexts import Gradients
-from .group.connecting import Acceptor, Connector
+from .group.accepting import Acceptor
+from .group.connecting import Connector
 from .group.events import Events
 from .group.group import Group
 from .group.listening import Listeners

@@ -13,7 +13,7 @@ import aiorpc as rpc
 from aiorpc.protocol import handshake
 from aiorpc.protocol.frames import Kind
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.runtime.group import connecting
+from aiorpc.runtime.group import accepting
 
 from .test_strangers import frame, hello, talk, targets, warnings_of
 from .workers import group, until
@@ -82,13 +82,13 @@ async def test_a_crowd_of_strangers_does_not_fill_our_log(caplog: pytest.LogCapt
     """The first are logged, the last of these says that there are more, and all are counted."""
     async with group(1, transports=("tcp",)) as (worker, _):
         target = targets(worker.node.engine.record)["tcp"]
-        crowd = connecting.REFUSALS_LOGGED + 20
+        crowd = accepting.REFUSALS_LOGGED + 20
         with warnings_of(caplog) as logged:
             refused = worker.statistics().connections_refused + crowd
             for _stranger in range(crowd):
                 await asyncio.to_thread(talk, target, frame(Kind.CALL, b""))
             await until(partial(_has_refused, worker, refused))
-        assert len(logged) == connecting.REFUSALS_LOGGED
+        assert len(logged) == accepting.REFUSALS_LOGGED
         assert [line for line in logged if "only counted" in line] == logged[-1:]
 
 
