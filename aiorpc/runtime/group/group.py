@@ -284,13 +284,25 @@ class Group:
             self._look_into(service.record, self._engine.record, believed, "has broken a connection")
 
     def on_report(self, reporter: int, record: WorkerRecord, cause: str) -> None:
-        """A member says that it has lost another one."""
+        """A member says that it has lost another one.
+
+        The other one may say the same of it. Then the one that leads before the other stays, so that all lose the same.
+        """
         told, known = self.members.get(reporter), self.members.get(record.id)
         if told is not None and known == record:
-            self._look_into(record, told, partial(self.on_lost, record, cause), f"was lost, says {told.describe()}")
+            other = told if told.id < record.id else self._engine.record
+            believed = partial(self.on_lost, record, cause)
+            self._look_into(record, other, believed, f"was lost, says {told.describe()}", told)
 
-    def _look_into(self, record: WorkerRecord, other: WorkerRecord, believed: Callable[[], None], what: str) -> None:
-        """Ask a member whether `other` and it have parted, before that is believed.
+    def _look_into(
+        self,
+        record: WorkerRecord,
+        other: WorkerRecord,
+        believed: Callable[[], None],
+        what: str,
+        told: WorkerRecord | None = None,
+    ) -> None:
+        """Ask a member whether `other` and it have parted, before that is believed. told: by whom, if not by itself.
 
         Only a proof of who has connected would make that unnecessary: over unix sockets the kernel's word, over TCP a
         certificate. Whoever is gone does not answer.
@@ -303,9 +315,16 @@ class Group:
             believed()
             return
         self._asked.add(record.id)
-        self._engine.tasks.spawn(self._ask(record, other, believed, what))
+        self._engine.tasks.spawn(self._ask(record, other, believed, what, told))
 
-    async def _ask(self, record: WorkerRecord, other: WorkerRecord, believed: Callable[[], None], what: str) -> None:
+    async def _ask(
+        self,
+        record: WorkerRecord,
+        other: WorkerRecord,
+        believed: Callable[[], None],
+        what: str,
+        told: WorkerRecord | None,
+    ) -> None:
         try:
             for pause in _VOUCH_PAUSES:  # it may come to see only now what the other one has seen
                 await asyncio.sleep(pause)
@@ -314,6 +333,8 @@ class Group:
                 if not await self._is_together(record, other):
                     believed()
                     return
+            if told is not None and self.is_gone(told):
+                return  # the two had lost each other
         finally:
             self._asked.discard(record.id)
         logger.warning(
