@@ -261,6 +261,19 @@ async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
                 await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
 
 
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+async def test_worker_of_this_host_that_listens_no_more_is_lost_soon(transport: str) -> None:
+    """Its process lives on, as it does in tests: that it refuses connections says enough, without the whole time."""
+    options = RpcBackendOptions(transports=(transport,), shutdown_timeout=0.1)
+    async with cluster(2, options=options) as workers:
+        workers[0].node.engine.bounds = Bounds(connect=100 * LONG, refused=0.1)
+        take_no_connections(workers[1])
+        for sock in listeners(workers[1]):
+            sock.shutdown(socket.SHUT_RDWR)  # it listens no more
+        with pytest.raises(PeerLost, match=r"worker1.*cannot be reached.*does not take connections"):
+            await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
+
+
 async def test_what_goes_wrong_on_the_way_is_told_at_once() -> None:
     """An error that trying again cannot mend is an error of the calls, with the reason, not a hang."""
     ways = [RpcBackendOptions(transports=(each,), shutdown_timeout=0.1) for each in ("unix", "tcp")]

@@ -14,6 +14,7 @@ class Bounds:
 
     # Connecting.
     connect: float = 30.0  # for a worker that refuses connections; the system alone would try for minutes
+    refused: float = 1.0  # for one of this host that does: a worker listens for as long as it lives
     handshake: float = 10.0  # for whoever has connected to prove itself
     handshakes: int = 256  # connections that may be in their handshake at once: strangers must not use up descriptors
     pipe: float = 10.0  # for the second connection of a link

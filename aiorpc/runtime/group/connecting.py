@@ -42,6 +42,8 @@ FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
 # How many bytes the runtime adds to a body at most: for errors (calls/failures.py), and for the way of each buffer
 # (links/link.py).
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
+# What the system says of an address of this host at which nobody listens.
+_NOBODY_LISTENS = (ConnectionRefusedError, FileNotFoundError)
 
 
 class Home(callee.Home, MendingHome, Protocol):
@@ -147,10 +149,12 @@ class Connector:
     async def _open(self, record: WorkerRecord, peer: Peer) -> Connection:
         """Open a connection to a worker, ready for calls, trying again with ever longer pauses for a bounded time.
 
-        Raises OSError and PeerRefused.
+        That is a short one on this host, where nothing but the worker itself refuses connections to it: its process may
+        go on without it. Raises OSError and PeerRefused.
         """
         engine = self._engine
         limit = time.monotonic() + engine.bounds.connect
+        refused: float | None = None  # since when, at each try
         pause = FIRST_PAUSE
         while True:
             try:
@@ -167,7 +171,13 @@ class Connector:
             except OSError as error:
                 if peer.gone is not None:
                     raise
-                if time.monotonic() > limit or provably_dead(record, engine.record.host):
+                now = time.monotonic()
+                if record.host != engine.record.host or not isinstance(error, _NOBODY_LISTENS):
+                    refused = None
+                elif refused is None:
+                    refused = now
+                ended = refused is not None and now > refused + engine.bounds.refused
+                if ended or now > limit or provably_dead(record, engine.record.host):
                     raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
