@@ -86,6 +86,22 @@ async def test_the_callee_refuses_one_callers_flood(gate: Gate) -> None:
         assert await workers[0].call("worker1", len, "abc") == 3
 
 
+@pytest.mark.parametrize("known", [False, True])
+async def test_what_is_refused_is_told_at_the_callee(gate: Gate, caplog: pytest.LogCaptureFixture, known: bool) -> None:
+    """By a DEBUG line for each, with the function, the caller and the option, as its program sees no error."""
+    async with cluster(2, options=[RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1)]) as workers:
+        if known:
+            assert await workers[0].call("worker1", abs, -1) == 1
+        busy = workers[0].call("worker1", wait_async, 1)
+        with caplog.at_level("DEBUG", "aiorpc"), pytest.raises(Overloaded):
+            await workers[0].call("worker1", abs, -1)
+        gate.open.set()
+        assert await busy == 1
+    (line,) = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
+    assert line.startswith("worker worker1 refused builtins:abs, called by worker worker0: ")
+    assert "max_queued_calls" in line
+
+
 async def test_shutdown_is_not_held_up_by_a_full_queue(gate: Gate, pair: list[Worker]) -> None:
     """The runtime's own calls do not count: a worker at its limit still leaves with the others."""
     async with cluster(2, options=RpcBackendOptions(max_pending_calls=1)) as workers:

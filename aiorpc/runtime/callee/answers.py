@@ -211,7 +211,7 @@ class Answers:
             again = again or call.once is not None
         self._engine.counters.failed += 1
         if logger.isEnabledFor(logging.DEBUG):
-            foreign.log_error(logger, logging.DEBUG, error, "%s for %s raised", call.function, call.caller)
+            self._log(call, error)
         self._send(ERROR, call, write(encode_error(error, self._engine.name, self._engine.safe, again)))
         if self._engine.on_handler_error is not None:
             try:
@@ -219,6 +219,13 @@ class Answers:
             except BaseException as broken:
                 said = "on_handler_error of worker %s raised"
                 foreign.log_error(logger, logging.ERROR, broken, said, self._engine.name)
+
+    def _log(self, call: ServedCall, error: BaseException) -> None:
+        if not call.begun and foreign.is_a(error, Overloaded):
+            text, name = foreign.text_of(error), self._engine.name
+            logger.debug("worker %s refused %s, called by worker %s: %s", name, call.function, call.caller.name, text)
+        else:
+            foreign.log_error(logger, logging.DEBUG, error, "%s for %s raised", call.function, call.caller)
 
     # --- idempotent calls ---------------------------------------------------------------------------------------------
 

@@ -65,6 +65,20 @@ class Resolver:
             return place is not None and functions.is_intrinsic(place.found) and functions.is_system(place.found)
         return name.startswith("aiorpc.") and functions.is_loaded(name) and functions.resolve(name).system
 
+    def name(self, function: Function) -> str:
+        """What a call names, for messages about one that is not run."""
+        match function:
+            case ByName(_, name):
+                return name
+            case Method(_, _, _, name):
+                return f"{name} of a reference"
+            case Fetch():
+                return "to_here"
+            case int():
+                handler = self._functions.get(function)
+                return f"function number {function}" if handler is None else handler.name
+        return "a function that came by value"
+
     def route(self, function: Function, call: ServedCall) -> None:
         """Find what the call names and have it started, now or as soon as it is there.
 

@@ -171,6 +171,7 @@ class Service:
         elif message.arguments.references:
             self._home.references.coming()
         if failure is not None:  # not raised: its traceback would hold this frame, and that the arguments
+            call.function = self._resolver.name(message.function)
             self._runner.refuse(call, failure)
             return
         if call.once is not None and not self._is_first(call):
