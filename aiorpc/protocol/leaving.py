@@ -50,8 +50,8 @@ How a newcomer comes (the store is where it meets the leader; all else goes over
     its `init` returns  <-------------------------    answers ARRIVE, once all have answered or are gone
 
 If the leader is lost in the midst of that, some may have heard of the newcomer and some not. So its number is void:
-it ends, as if it had died, and its process starts again. Whoever has heard of it finds it dead, the next leader at
-once, because a leader looks after all members that it knows.
+it ends, as if it had died, and begins anew as another newcomer, as long as it has time. Whoever has heard of the first
+one finds it dead, the next leader at once, because a leader looks after all members that it knows.
 """
 
 from __future__ import annotations

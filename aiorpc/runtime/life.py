@@ -3,6 +3,9 @@
 Its states are the table `protocol.states.WORKER`. Everything that joining makes is entered into one exit stack. The
 stack takes it down again, whether joining has failed halfway or the worker leaves after a long life: there is no other
 place where a worker is taken down.
+
+A newcomer that loses the leader before it is a member begins anew, under another id: as whatever knows the first one
+must take it for dead, all its parts are made anew, and so is its `Lifetime`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -43,6 +47,8 @@ logger = logging.getLogger("aiorpc")
 _FIRST_PAUSE = 0.05
 # Seconds for a step of joining that was given up; they look at that every few milliseconds, if the store answers.
 _GIVING_UP = 1.0
+# Seconds for joining once more, when the time for all of it is almost up; 0 would be no limit.
+_LEAST = 0.1
 
 
 class Life:
@@ -52,15 +58,20 @@ class Life:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.lifetime = Lifetime(plan.name)
-        self.node: Node | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._plan = plan
-        self._ending = _RendezvousEnd(plan)
-        self._stack = AsyncExitStack()
         self._joining: asyncio.Task[Node] | None = None
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """As it is before it begins to join."""
+        self.lifetime = Lifetime(self._plan.name)
+        self.node: Node | None = None
+        self._ending = _RendezvousEnd(self._plan)
+        self._stack = AsyncExitStack()
         self._closing: asyncio.Future[None] | None = None
+        self._goes_on = False  # it is taken down to begin anew
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
@@ -79,19 +90,47 @@ class Life:
         self._joining = asyncio.ensure_future(self._join())
         try:
             await self._joining
-        except asyncio.CancelledError:
-            if self._shutdown is not None:
+        except BaseException as error:
+            self._plan.news.end()
+            if isinstance(error, asyncio.CancelledError) and self._shutdown is not None:
                 raise WorkerClosed(f"worker {self.lifetime.name!r} was shut down before it had joined") from None
             raise
 
     async def _join(self) -> Node:
+        limit = self._plan.options.rpc_timeout
+        deadline = time.monotonic() + limit if limit else float("inf")
+        seconds = limit
+        while True:
+            node = await self._meet(seconds)
+            if node.rendezvous.returned is None:
+                node.group.start()
+                break
+            try:
+                await node.group.newcomers.come(seconds)
+                break
+            except BaseException as error:
+                lost = isinstance(error, RendezvousError) and node.group.is_gone(node.rendezvous.returned.admission.by)
+                self._goes_on = lost and time.monotonic() < deadline and self._shutdown is None
+                await self.drop()  # without a word: whoever has heard of it shall not think that its place is given up
+                if not self._goes_on or self._shutdown is not None:
+                    raise
+                why = error.__cause__
+            name = self.lifetime.name
+            logger.info("worker %s lost the leader before it was a member, and begins anew: %s", name, why)
+            self._reset()
+            self.lifetime.enter(WorkerEvent.START)
+            seconds = max(_LEAST, deadline - time.monotonic()) if limit else limit
+        logger.debug("worker %s has joined as %s", self.lifetime.name, node.engine.record.describe())
+        return node
+
+    async def _meet(self, patience: float) -> Node:
+        """Meet the others, within so many seconds; a newcomer is no member yet."""
         steps = Steps(asyncio.get_running_loop(), self.lifetime.name)
         options = self._plan.options
-        limit = options.rpc_timeout + Bounds().overtime if options.rpc_timeout else None
-        bound = asyncio.timeout(limit)
+        bound = asyncio.timeout(patience + Bounds().overtime if patience else None)
         try:
             async with bound:
-                node = await self._make(steps)
+                node = await self._make(steps, patience)
         except BaseException as error:
             steps.stop.set()
             await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
@@ -109,19 +148,9 @@ class Life:
         self.lifetime.enter(WorkerEvent.JOINED)
         registry.add(node)
         self._stack.callback(registry.remove, node)
-        if node.rendezvous.returned is None:
-            node.group.start()
-            logger.debug("worker %s has joined as %s", self.lifetime.name, node.engine.record.describe())
-            return node
-        try:
-            await node.group.newcomers.come(self._plan.options.rpc_timeout)
-        except BaseException:
-            await self.drop()  # without a word: whoever has heard of it shall not think that its place is given up
-            raise
-        logger.debug("worker %s has joined as %s", self.lifetime.name, node.engine.record.describe())
         return node
 
-    async def _make(self, steps: Steps) -> Node:
+    async def _make(self, steps: Steps, patience: float) -> Node:
         plan, stack = self._plan, self._stack
         for pattern in Rights(plan.options.serve).patterns():
             check_pattern(pattern)
@@ -145,7 +174,7 @@ class Life:
                 plan.init_method,
                 rank=plan.rank,
                 world_size=plan.world_size,
-                timeout=plan.options.rpc_timeout,
+                timeout=patience,
                 stop=steps.stop,
                 store=plan.store,
                 require_secret=plan.options.require_secret,
@@ -204,7 +233,7 @@ class Life:
         Any thread.
         """
         state = self.lifetime.state
-        if state in (WorkerState.NEW, WorkerState.CLOSED) and self._shutdown is None:
+        if state in (WorkerState.NEW, WorkerState.CLOSED) and self._shutdown is None and not self._goes_on:
             return ShutdownReport()
         if self._shutdown is not None and self._shutdown.done():
             if not self._shutdown.cancelled():
@@ -288,6 +317,8 @@ class Life:
             await asyncio.shield(self._closing)
 
     async def _take_down(self) -> None:
+        if not self._goes_on:
+            self._plan.news.end()
         await self._stack.aclose()
         # It is CLOSED already if the interpreter exits or this is a forked child.
         if self.lifetime.state is WorkerState.CLOSING:

@@ -158,7 +158,6 @@ class Node:
         stack.callback(self.monitor.stop)
         self.lines = LineWatch(engine.loop, engine.connections)
         stack.callback(self.lines.stop)
-        stack.callback(self.news.end)
 
     async def start(self) -> None:
         """Wake the devices that calls use, and begin to take connections."""

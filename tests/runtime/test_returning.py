@@ -20,9 +20,11 @@ from aiorpc import (
     RpcUsageError,
     UnknownWorker,
     Worker,
+    WorkerClosed,
     WorkerLost,
     WorkerReplaced,
 )
+from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.meeting.membership import Member
@@ -235,21 +237,91 @@ async def test_only_the_leader_introduces_a_newcomer() -> None:
             assert await each.call("worker2", abs, -3) == 3 and each.node.group.lost == {}
 
 
-async def test_a_newcomer_whose_leader_dies_in_the_midst_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its init raises and says so; the next try finds the next leader."""
+async def die(worker: Worker) -> None:
+    """The leader dies, and does not answer what it is asked by then."""
+    await worker.drop()
+    await for_ever()
+
+
+@pytest.mark.parametrize("heard", [False, True])
+async def test_a_newcomer_whose_leader_dies_in_the_midst_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Its init goes on with the next leader, under another id; that one may have heard of the first id, or not."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        news = b.events()
+        await lose(c, a, b)
+        b.node.engine.bounds = Bounds(refused=0.05)
+        newcomers = b.node.group.newcomers
+        introduce = newcomers.introduce
+
+        async def die_meanwhile(leader: int, newcomer: Any) -> None:
+            if heard:
+                await introduce(leader, newcomer)
+            await die(a)
+
+        monkeypatch.setattr(newcomers, "introduce", die_meanwhile)
+        new = await here.come_back(2)
+        monkeypatch.undo()
+        assert new.node.engine.id == SIZE + 1 and b.node.group.leads
+        assert await new.call("worker1", abs, -3) == await b.call("worker2", abs, -3) == 3
+        await here.come_back(0)
+        assert await b.call("worker0", abs, -3) == await new.call("worker0", abs, -3) == 3
+        told = [type(await asyncio.wait_for(anext(news), LONG)) for _ in range(6 if heard else 4)]
+        assert told.count(WorkerLost) == told.count(WorkerReplaced)
+        await news.aclose()
+
+
+async def test_who_listens_to_a_newcomer_that_begins_anew_hears_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its listeners are those of the worker, and not of one try."""
     async with place() as (workers, here):
         a, b, c = workers
         await lose(c, a, b)
-
-        async def die(*_: Any) -> None:
-            await a.drop()
-            await for_ever()
-
-        monkeypatch.setattr(b.node.group.newcomers, "introduce", die)
-        with pytest.raises(RendezvousError, match=r"worker0.*lost"):
-            await here.come_back(2)
+        monkeypatch.setattr(b.node.group.newcomers, "introduce", lambda *_: die(a))
+        new = Worker("worker2", rank=2, world_size=SIZE, store=here.store)
+        heard = new.events()
+        here.returned.append(new)
+        await asyncio.wait_for(new.start(), LONG)
         monkeypatch.undo()
-        await until(lambda: b.node.group.leads)
-        await here.come_back(2)
         await here.come_back(0)
-        assert await b.call("worker0", abs, -3) == await b.call("worker2", abs, -3) == 3
+        while not isinstance(await asyncio.wait_for(anext(heard), LONG), WorkerReplaced):
+            pass
+        await heard.aclose()
+
+
+@pytest.mark.parametrize("way", ["shutdown", "cancel"])
+async def test_a_newcomer_that_begins_anew_can_be_given_up(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """At whatever moment; then it begins no more, and leaves nothing."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        await lose(c, a, b)
+        monkeypatch.setattr(b.node.group.newcomers, "introduce", lambda *_: die(a))
+        new = Worker("worker2", rank=2, world_size=SIZE, store=here.store)
+        starting = asyncio.ensure_future(new.start())
+        await until(lambda: b.node.group.leads)
+        if way == "shutdown":
+            await asyncio.wait_for(new.shutdown(), LONG)
+            with pytest.raises((WorkerClosed, RendezvousError)):
+                await starting
+        else:
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        monkeypatch.undo()
+        assert new.state is WorkerState.CLOSED and [event async for event in new.events()] == []
+        await here.come_back(2)
+        assert await b.call("worker2", abs, -3) == 3
+
+
+@pytest.mark.long
+async def test_a_newcomer_that_begins_anew_has_one_time_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When that is over its init raises, and says that nobody has let it in."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        await lose(c, a, b)
+        monkeypatch.setattr(b.node.group.newcomers, "look", lambda: None)  # it lets nobody in
+        monkeypatch.setattr(b.node.group.newcomers, "introduce", lambda *_: die(a))
+        with pytest.raises(RendezvousError, match=r"has let the second in|have heard of it"):
+            await here.come_back(2, rpc_timeout=1.0)
+        assert b.node.group.leads

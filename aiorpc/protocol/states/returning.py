@@ -81,7 +81,10 @@ RETURNING: Table[Returning, ReturnEvent] = Table(
         _R.ASKING: "Its claim stands in the store, where the leader looks as long as there are vacant places.",
         _R.ARRIVING: "It has connected to the leader, which tells all others of it.",
         _R.MEMBER: "All living members know it. It is as any other one.",
-        _R.OUT: "Its `init` raises, and says why; the process may start again, as another newcomer.",
+        _R.OUT: (
+            "If the leader was lost, and there is time, it begins anew as another newcomer; else its `init` raises, "
+            "and says why."
+        ),
     },
     transitions=(
         Transition(_R.ASKING, _V.ADMITTED, _R.ARRIVING, "It knows who is in the group, and the secret."),
