@@ -6,7 +6,9 @@ There each program is started by its name. Here they are run by the same three p
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +63,15 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_it_runs_unchanged_under_torchrun(spoken: dict[str, str], name: str) -> None:
     """Each worker finds its place, the results are right, and nobody else speaks."""
     assert matches(spoken[name], SPOKEN[name]), spoken[name]
+
+
+@pytest.mark.long
+@pytest.mark.time_limit(2 * LIMIT + 30)
+def test_a_job_that_is_started_again_goes_on_from_what_it_has_written(tmp_path: Path) -> None:
+    """As the guide says of `--max-restarts`: one worker is killed, all meet anew at torchrun's store, none by hand."""
+    options = ["--max-restarts", "2", "--monitor-interval", "0.1"]
+    program = torchrun(3, *options, "-m", "tests.examples.restarted", str(tmp_path), "7", "4")
+    outcome = run_program(program, tmp_path, timeout=2 * LIMIT)
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"^7 steps, from 4 on, after 1 restarts$", outcome.out, re.MULTILINE), outcome.out
+    assert (tmp_path / "steps1").read_text() == "7"

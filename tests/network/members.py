@@ -34,19 +34,21 @@ def group(
     *args: Any,
     hosts: tuple[Host, ...] = (),
     patience: int | None = None,
+    env: dict[str, str] = SECRET,
     **options: Any,
 ) -> Iterator[Children]:
     """w0 runs ``await script(worker, link, *args)`` on the left host; the others, one for each of `hosts`, serve.
 
-    hosts: the right one if not given. patience: seconds after which a silent network counts as broken. options:
-    RpcBackendOptions of all. Each process returns what its script returned and the names of the lost.
+    hosts: the right one if not given. patience: seconds after which a silent network counts as broken. env: what
+    all have in their environment. options: RpcBackendOptions of all. Each process returns what its script returned and
+    the names of the lost.
     """
     with processes() as children:
         others = hosts or (network.right,)
         for place, host in zip(places(1 + len(others), network.meeting), (network.left, *others), strict=True):
-            own = script if place.rank == 0 else _serve
+            own = script if place.rank == 0 else serve
             own_args = args if place.rank == 0 else ()
-            children.start(place, take_part, host.namespace, own, own_args, patience, options, env=SECRET)
+            children.start(place, take_part, host.namespace, own, own_args, patience, options, env=env)
         yield children
 
 
@@ -85,7 +87,7 @@ async def _live(
     return value, lost
 
 
-async def _serve(worker: rpc.Worker, link: Link) -> None:
+async def serve(worker: rpc.Worker, link: Link) -> None:
     """Nothing: shutdown serves until all have entered it."""
 
 

@@ -155,6 +155,30 @@ async def test_a_place_can_be_taken_again_and_again() -> None:
         assert [each.node.group.leads for each in (b, new, third)] == [True, False, False]
 
 
+async def where_unless(number: int) -> int:
+    """The id of the worker that runs this; never from that one."""
+    here = aiorpc.current().node.engine.id
+    if here == number:
+        await for_ever()
+    return here
+
+
+@pytest.mark.parametrize("idempotent", [False, True])
+async def test_a_call_with_retries_goes_on_to_who_has_taken_the_place(idempotent: bool) -> None:
+    """It was under way when the member died; each try looks up who has the name, while the place is vacant in vain."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        peer = a.peer("worker2", timeout=60, retries=1000, backoff=(0.01, 0.05), idempotent=idempotent)
+        assert await peer.call(where_unless, -1) == 2
+        call = peer.call(where_unless, 2)
+        await lose(c, a, b)
+        await until(lambda: a.statistics().calls_retried >= 3)
+        assert not call.done()
+        new = await here.come_back(2)
+        assert await asyncio.wait_for(call, LONG) == new.node.engine.id == SIZE
+        assert await peer.call(where_unless, 2) == SIZE
+
+
 async def test_those_who_have_come_back_go_on_alone() -> None:
     """When all that were there at first have died, the first of those who came leads, and lets others in."""
     async with place() as (workers, here):
