@@ -179,6 +179,40 @@ async def test_large_tensors_go_on_where_they_were(options: dict[str, Any]) -> N
         assert here.bytes_received - before < 2 * 8 * size * 1.1 + again
 
 
+class Weights:
+    """A tensor that is changed in place, and given away as it is."""
+
+    def __init__(self, size: int) -> None:
+        self.value = torch.zeros(size)
+
+    def get(self) -> torch.Tensor:
+        """Not a copy."""
+        return self.value
+
+    def step(self) -> None:
+        """All elements grow by one."""
+        self.value.add_(1)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(1000, 25), pytest.param(500_000, 40, marks=pytest.mark.long)])
+async def test_what_a_caller_has_got_is_not_sent_again(far: list[Worker], size: int, steps: int) -> None:
+    """So a returned tensor may be changed in place behind that, whatever was acknowledged before the network broke."""
+    weights: Any = rpc.remote("worker1", Weights, size)
+
+    async def work(weights: Any = weights) -> list[torch.Tensor]:
+        got = []
+        for _ in range(steps):
+            got.append(await weights.rpc_async().get())
+            await weights.rpc_async().step()
+        return got
+
+    for number, value in enumerate(await under_cuts(work(), 5)):
+        assert torch.equal(value, torch.full((size,), float(number)))
+    assert far[0].statistics().connections_resumed > 0
+    del weights
+    await until_no_references(far)
+
+
 async def test_callers_see_that_a_worker_is_suspended(far: list[Worker]) -> None:
     """In the events, the statistics and the state; a call is made meanwhile, another one runs into its deadline."""
     news = []
