@@ -91,6 +91,8 @@ class Life:
         try:
             await self._joining
         except BaseException as error:
+            if self._closing is not None:  # it was cancelled while it was taken down
+                await asyncio.wait((self._closing,))
             self._plan.news.end()
             if isinstance(error, asyncio.CancelledError) and self._shutdown is not None:
                 raise WorkerClosed(f"worker {self.lifetime.name!r} was shut down before it had joined") from None
