@@ -26,7 +26,7 @@ from .states import SESSION, SessionEvent, SessionState
 
 # So many frames, or bytes of them, are received before they are acknowledged at once; fewer soon.
 ACK_FRAMES = 64
-ACK_BYTES = 1 << 20
+ACK_BYTES = 2 << 20
 
 
 class Session:

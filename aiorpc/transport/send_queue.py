@@ -10,8 +10,9 @@ Invariants
    handler raises, between any two instructions of a writer on the main thread, no frame is broken or lost.
 3. Once it seals (protocol/seal.py), `begun` holds the piece that is being written; frames leave `frames` with the piece
    that has their last byte. One call of C does that, and notes the number and where the next piece begins. With TLS
-   (tls.py) a piece is what waits to be sent there: so before one is encrypted `_announced` says what will be in it, and
-   whoever writes next after an interruption sees by what waits whether that was done.
+   (tls.py) several pieces are encrypted before they are written: `_announced` says beforehand what will be in each, and
+   goes when the frames were taken. Whoever writes next after an interruption sees by what is in `begun`, and by what
+   waits in TLS, how many of them were made; the others are made again.
 4. With a session (protocol/session.py) a frame is in one of `frames`, `begun` and `Session.kept`, whatever is raised.
    It goes to `kept` when it was written as a whole; with pieces, when its last byte is in one.
 """
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, repeat
-from operator import call, is_not
+from operator import call, is_not, itemgetter
 
 from ..protocol.frames import Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
@@ -34,11 +35,19 @@ from .tls import PIECE, RECORD, TlsLayer
 JOIN_SIZE = 16 * 1024
 BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
+# With TLS so much is encrypted before it is written, at most: the other end is woken once for all of it, and finds work
+# while the next is encrypted. It begins with one piece, so that the other end of a single message need not wait long.
+RUN = 8 * PIECE
 # What a frame takes in memory beside its bytes, about.
 FRAME_COST = 128
 _WAKE: Sequence[Buffer] = (b"",)  # stands for what TLS has to say; no frame
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 _READ: Callable[[Callable[[], bytes]], bytes] = call
+_RECORDS: Callable[[tuple[int, bytes]], tuple[bytes]] = itemgetter(slice(1, None))
+
+
+#: How many frames end in a piece, how much of the next one is in it, and its size.
+_Piece = tuple[int, int, int]
 
 
 class SendQueue:
@@ -60,8 +69,8 @@ class SendQueue:
         # Number of the next piece, and how much of the first frame is in those before.
         self._next_piece = deque(((0, 0),), maxlen=1)
         self._tls: TlsLayer | None = None
-        # How many frames end in the piece, how much of the next one is in it, and its size.
-        self._announced: deque[tuple[int, int, int]] = deque(maxlen=1)
+        self._run = PIECE  # how much is encrypted next
+        self._announced: deque[Sequence[_Piece]] = deque(maxlen=1)  # to be encrypted, one after the other
 
     def __len__(self) -> int:
         """Frames that are not written as a whole; one of very many buffers counts as several."""
@@ -99,7 +108,7 @@ class SendQueue:
     @property
     def between(self) -> bool:
         """Whether nothing is begun: another frame may come before those that wait. By the writer."""
-        return not self.begun and not self._next_piece[0][1]
+        return not self.begun and not self._next_piece[0][1] and not self._announced
 
     @property
     def begun_frames(self) -> int:
@@ -153,7 +162,7 @@ class SendQueue:
         """
         begun, sent = self.begun, self._sent
         buffers: Sequence[Buffer]
-        if begun:
+        if begun and not self._announced:
             rest = _rest(list(chain.from_iterable(begun)), sum(sent))
             left = sum(map(len, rest))
             buffers, size = _joined([rest])
@@ -208,28 +217,33 @@ class SendQueue:
         return piece, sum(map(len, piece))
 
     def _begin_records(self, tls: TlsLayer) -> tuple[Sequence[Buffer], int]:
-        frames, announced = self.frames, self._announced
+        frames, begun, announced = self.frames, self.begun, self._announced
         with tls.lock:
-            if not tls.outgoing.pending:
-                start = self._next_piece[0][1]
+            if not begun and not tls.outgoing.pending:
                 first = frames[0]
-                if not start and len(frames) == 1 == len(first) and 1 < len(first[0]) <= RECORD:
-                    parts, size, taken, rest = first, len(first[0]), 1, 0  # a short message alone
+                if len(frames) == 1 == len(first) and 1 < len(first[0]) <= RECORD and not self._next_piece[0][1]:
+                    announced.append([(1, 0, len(first[0]))])  # a short message alone
+                    tls.encrypt(first[0])
                 else:
-                    parts, size, taken, rest = _cut_records(frames, start)
-                announced.append((taken, rest, size))
-                if size:
-                    tls.encrypt(parts[0] if len(parts) == 1 else b"".join(parts))
+                    pieces, parts = _cut_run(frames, self._next_piece[0][1], self._run)
+                    announced.append(pieces)
+                    made = zip(map(tls.encrypt, parts), map(_READ, repeat(tls.outgoing.read)), strict=False)
+                    begun.extend(map(_RECORDS, made) if parts else (_WAKE,))
             # Else it is what an interrupted writer has encrypted; or TLS itself has something to say, before all else.
-            taken, rest, size = announced[0] if announced else (0, self._next_piece[0][1], 0)
+            if tls.outgoing.pending:
+                begun.extend(zip(map(_READ, (tls.outgoing.read,)), strict=True))
+            taken, rest, size = 0, self._next_piece[0][1], 0
+            for ends, start, length in announced[0][: len(begun)] if announced else ():
+                taken, rest, size = taken + ends, start, size + length
             steps = self._taking(taken, size)
             steps += (partial(self._next_piece.append, (0, rest)), announced.clear)
-            records: Iterable[tuple[bytes]] = zip(map(_READ, (tls.outgoing.read,)), strict=True)
-            steps.append(partial(self.begun.extend, records))
             list(map(_RUN, steps))
+        self._run = min(2 * self._run, RUN) if frames else PIECE
         self.size -= size + FRAME_COST * taken
-        piece = self.begun[0]
-        return piece, len(piece[0])
+        if len(begun) == 1:
+            return begun[0], len(begun[0][0])
+        buffers = list(chain.from_iterable(begun))
+        return buffers, sum(map(len, buffers))
 
     def _taking(self, count: int, size: int) -> list[Callable[[], object]]:
         """Steps that take so many frames from those that wait, as the piece of so many bytes is made that ends them."""
@@ -304,22 +318,38 @@ def _cut(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[lis
     return parts, most - room, len(frames), 0
 
 
-def _cut_records(queued: Sequence[Sequence[Buffer]], start: int) -> tuple[Sequence[Buffer], int, int, int]:
+def _cut_run(queued: Iterable[Sequence[Buffer]], start: int, most: int) -> tuple[list[_Piece], list[Buffer]]:
+    """What is encrypted next, piece by piece, until it is `most` bytes: what is in each, and its bytes."""
+    frames = list(islice(queued, MAX_BUFFERS))  # by one call: other threads append meanwhile
+    pieces: list[_Piece] = []
+    data: list[Buffer] = []
+    at = size = 0
+    while at < len(frames) and size < most:
+        parts, length, taken, start = _cut_records(frames[at:], start)
+        if not length:  # nothing but _WAKE, which has been said
+            return pieces or [(taken, 0, 0)], data
+        pieces.append((taken, start, length))
+        data.append(parts[0] if len(parts) == 1 else b"".join(parts))
+        at += taken
+        size += length
+    return pieces, data
+
+
+def _cut_records(frames: Sequence[Sequence[Buffer]], start: int) -> tuple[Sequence[Buffer], int, int, int]:
     """`_cut` for TLS: no record will have a single byte, as readers could not tell whether they had read that one.
 
-    A large buffer with a head, which is what a chunk is, is cut from its own beginning on: so nothing of it is left
-    that would have to be copied to stand beside the next head, and only the piece with its own head is a copy.
+    Of a large buffer with a head, which is what a chunk is, the head is a piece of its own. So nothing has to be copied
+    to stand beside it, and the reader knows where the data belongs before it decrypts them, in records that are full.
     """
-    first = queued[0]
+    first = frames[0]
     if len(first) == 2 and len(first[1]) >= PIECE:
         head, data = len(first[0]), memoryview(first[1])
-        at = max(start - head, 0)
+        if not start and 1 < head <= RECORD:
+            return (first[0],), head, 0, head
+        at = start - head
         left = len(data) - at - PIECE
-        if not start and left != 1 and 1 < head <= RECORD:  # else the piece would be too long
-            return (first[0], data[:PIECE]), head + PIECE, not left, left and head + PIECE
-        if start >= head and left >= 0 and left != 1:
+        if at >= 0 and left >= 0 and left != 1:
             return (data[at : at + PIECE],), PIECE, not left, left and start + PIECE
-    frames = list(islice(queued, MAX_BUFFERS))  # by one call: other threads append meanwhile
     parts, size, taken, rest = _cut(frames, start, PIECE)
     lone = rest and sum(map(len, frames[taken])) - rest == 1
     if lone or (size > 1 and size % RECORD == 1):

@@ -142,24 +142,41 @@ class TlsLayer:
         more = True
         while more:
             buffer = decoder.get_buffer()
-            taken, room = 0, len(buffer)
             with self.lock:
                 try:
-                    while taken < room and more:
-                        count = read(room - taken, buffer[taken:])
-                        if not count:
-                            raise self._ended()
-                        taken += count
-                        # Less than there is room for: that was all that is left of the record.
-                        more = taken == room or incoming.pending > 0
-                    more = more and (incoming.pending > 0 or self._object.pending() > 0)
+                    # What a record begins may be large, so that the next ones belong elsewhere.
+                    taken = self._fill(buffer) if decoder.filling else read(len(buffer), buffer)
+                    if not taken:
+                        raise self._ended()
+                    # Less than there is room for: that was all that is left of the record.
+                    more = incoming.pending > 0 or (taken == len(buffer) and self._object.pending() > 0)
                 except ssl.SSLWantReadError:
-                    more = False
+                    break
                 except ssl.SSLError as error:
                     raise self._broken(error) from error
-            if taken:
-                frames += decoder.received(taken)
+            frames += decoder.received(taken)
         return frames
+
+    def _fill(self, buffer: memoryview) -> int:
+        """Decrypt all that has come of a large buffer to where it belongs: how many bytes of it. With `lock` held.
+
+        One call of C reads records, each to where it lies if those before it are full; what is not is moved then.
+        """
+        room = min(len(buffer), self._incoming.pending + RECORD)
+        places = [buffer[at : at + RECORD] for at in range(0, room, RECORD)]
+        counts: list[int] = []
+        try:
+            counts.extend(map(self._read, repeat(RECORD), places))
+        except ssl.SSLWantReadError:
+            if not counts:
+                raise
+        end = sum(counts)
+        if end != len(counts) * RECORD:
+            end = 0
+            for count, place in zip(counts, places, strict=False):
+                buffer[end : end + count] = place[:count]
+                end += count
+        return end
 
     def feed(self, data: Buffer = b"") -> list[Frame]:
         """Take bytes of the wire that were read elsewhere, after what a thread has left here; as `received`."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -13,7 +14,7 @@ from functools import partial
 import pytest
 
 from aiorpc.errors import PeerRefused, ProtocolError
-from aiorpc.protocol.frames import CHUNK, Buffer, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.frames import CHUNK, READ_SIZE, Buffer, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import send_queue
 from aiorpc.transport import tls as tls_module
@@ -190,7 +191,7 @@ def test_no_record_has_a_single_byte() -> None:
 @pytest.mark.parametrize("head", [26, RECORD + 1, 3 * PIECE])
 @pytest.mark.parametrize("size", [PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 1, 8 * PIECE, 8 * PIECE + 5_000])
 def test_large_buffers_are_cut_where_few_copies_are_needed(head: int, size: int) -> None:
-    """Of chunks behind each other each byte is in one piece, in order; all but the pieces with heads are no copies."""
+    """Of chunks behind each other each byte is in one piece, in order; of those of whole pieces nothing is copied."""
     chunks: list[list[Buffer]] = [[bytes([n]) * head, memoryview(os.urandom(size))] for n in range(3)]
     frames, start = chunks, 0
     pieces: list[bytes] = []
@@ -203,7 +204,64 @@ def test_large_buffers_are_cut_where_few_copies_are_needed(head: int, size: int)
         frames, start = frames[taken:], rest
     assert b"".join(pieces) == b"".join(bytes(part) for chunk in chunks for part in chunk)
     if size % PIECE == 0 and head == 26:
-        assert copied == len(chunks) and len(pieces) == len(chunks) * (size // PIECE)
+        assert copied == 0 and len(pieces) == len(chunks) * (1 + size // PIECE)
+
+
+class Counting(FrameDecoder):
+    """Counts how often something is put into it, and how much of that goes by way of its own buffer."""
+
+    times = own = 0
+
+    def received(self, count: int) -> list[Frame]:
+        self.times += 1
+        self.own += 0 if self.filling else count
+        return super().received(count)
+
+
+class Taking:
+    """In place of a socket: takes all that is written, and keeps what each system call took."""
+
+    def __init__(self) -> None:
+        self.taken: list[bytes] = []
+
+    def send(self, data: bytes, flags: int) -> int:
+        self.taken.append(bytes(data))
+        return len(data)
+
+    def sendmsg(self, buffers: list[Buffer], ancillary: object, flags: int) -> int:
+        return self.send(b"".join(buffers), flags)
+
+
+def test_large_buffers_take_few_steps_and_no_copies(credentials: Credentials) -> None:
+    """The first piece goes out at once, the rest by few system calls; the reader decrypts it to where it belongs."""
+    decoder, places = Counting(max_body=1 << 16, max_segment=1 << 20), [bytearray(1 << 20) for _ in range(8)]
+    left, right = layer(credentials, True, FrameDecoder(max_body=1 << 16)), layer(credentials, False, decoder)
+    left.start()
+    for _ in range(2):
+        right.feed(left.outgoing.read())
+        left.feed(right.outgoing.read())
+    assert left.open and right.open
+    decoder.times = decoder.own = 0
+    decoder.place = lambda transfer, body, length: memoryview(places[transfer])[:length]
+    queue, sock, content = send_queue.SendQueue(), Taking(), [os.urandom(1 << 20) for _ in range(8)]
+    queue.use_tls(left)
+    heads = 0
+    for number, data in enumerate(content):
+        chunk = encode_frame(CHUNK, number, b"\x90", [data])
+        heads += len(chunk[0])
+        queue.append(chunk)
+    while queue:
+        queue.write(sock, 0)  # type: ignore[arg-type]  # it is one in what is called
+    assert len(sock.taken[0]) < 2 * PIECE
+    assert len(sock.taken) <= 12, "it was 64 with a system call for each piece"
+    frames: list[Frame] = []
+    for data in sock.taken:
+        for at in range(0, len(data), READ_SIZE):
+            frames += right.feed(data[at : at + READ_SIZE])
+    assert [frame.call_id for frame in frames] == [*range(len(content))]
+    assert places == content
+    assert decoder.own == heads, "nothing but heads goes by way of another buffer"
+    assert decoder.times <= 8 * len(content), "several records are read at once"
 
 
 async def test_the_end_is_told(half: tuple[End, Far]) -> None:
@@ -341,14 +399,20 @@ async def test_the_end_is_told_by_the_loop_when_a_thread_reads_it(shared: tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "urgent"), [(10, True), pytest.param(2 * PIECE, True, marks=pytest.mark.long), (10, False)]
+    ("size", "urgent", "segment"),
+    [
+        (10, True, 0),
+        pytest.param(2 * PIECE, True, 0, marks=pytest.mark.long),
+        pytest.param(10, True, 4 * PIECE + 5, marks=pytest.mark.long),
+        (10, False, 0),
+    ],
 )
 async def test_interruption_of_a_sender_loses_and_doubles_nothing(
-    half: tuple[End, Far], size: int, urgent: bool
+    half: tuple[End, Far], size: int, urgent: bool, segment: int
 ) -> None:
     """An exception between any two instructions of send in a thread: what was queued arrives once, in order."""
     end, far = half
-    takes_little(end.sock, 4096 if size < PIECE else 64 * 1024)
+    takes_little(end.sock, 4096 if size + segment < PIECE else 64 * 1024)
     found: list[int] = []
     stuck: list[str] = []
     at = 0
@@ -359,8 +423,9 @@ async def test_interruption_of_a_sender_loses_and_doubles_nothing(
         return written
 
     for at in range(5_000):
-        frame = encode_frame(Kind.CALL, at, bytes(size))
-        place = await asyncio.to_thread(interrupted, partial(end.connection.send, frame, urgent=urgent), at, *FILES)
+        frame = encode_frame(Kind.CALL, at, bytes(size), [bytes(segment)] if segment else ())
+        files = (*FILES, ssl.__file__)  # which calls C once for each piece
+        place = await asyncio.to_thread(interrupted, partial(end.connection.send, frame, urgent=urgent), at, *files)
         try:
             await until(read, SOON)
         except TimeoutError:
