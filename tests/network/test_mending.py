@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import aiorpc as rpc
 
+from ..authority import Authority
 from ..processes.workers import Link, wait_for
 from .hosts import linked
 from .members import MIB, group, is_pattern, pattern
@@ -62,6 +64,31 @@ async def work_through(worker: rpc.Worker, link: Link, size: int, small: int) ->
     ran = await rpc.call("w1", counted)
     listening.cancel()
     return intact, answers == list(range(small)), items == list(range(50)), sorted(ran) == list(range(small)), set(news)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("protection", ["sealed", "open", "tls"])
+def test_a_quarter_of_a_gigabyte_arrives_whole(tmp_path: Path, protection: str) -> None:
+    """Though the line is down for three seconds in the midst of it; of small calls beside it each runs once."""
+    outage, size = 3.0, 256 * MIB
+    options: dict[str, Any] = {"reconnect_grace": 60.0, "rpc_timeout": 150.0}
+    options |= {"authenticate_frames": False} if protection == "open" else {}
+    if protection == "tls":
+        options["tls"] = Authority(tmp_path).tls("w*")
+    with (
+        linked("veth", rate=400) as network,
+        group(network, work_through, size, 300, patience=2, **options) as children,
+    ):
+        assert children["w0"].hear() == "sent"
+        wait_for(lambda: network.right.received() > size // 2, 60.0)
+        network.cut()
+        cut = time.monotonic()
+        wait_for(lambda: time.monotonic() > cut + outage, outage + 10)
+        assert network.right.received() < size
+        network.mend()
+        *whole, news = result_of(children, timeout=100.0)
+        assert whole == [True] * 4
+        assert {"WorkerSuspended", "WorkerResumed"} <= news and "WorkerLost" not in news
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ from aiorpc.protocol.states import PeerState
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
+from tests.authority import Authority
 from tests.processes import bodies
 from tests.runtime.waiting import until, until_no_references
 
@@ -54,12 +55,37 @@ def away() -> Any:
         sockets.connect_tcp = original
 
 
+KINDS: dict[str, dict[str, Any]] = {"sealed": {}, "open": {"authenticate_frames": False}, "tls": {}}
+#: Seconds between two cuts, on average: a handshake has to get through between some of them.
+PAUSES = {"sealed": 0.02, "open": 0.02, "tls": 0.1}
+ALSO_TLS = pytest.mark.parametrize("kind", ["sealed", "tls"])
+ALL_KINDS = pytest.mark.parametrize("kind", list(KINDS))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> rpc.Tls:
+    return Authority(tmp_path_factory.mktemp("authority")).tls("worker*")
+
+
 @pytest.fixture
-async def far() -> AsyncIterator[list[Worker]]:
+def kind() -> str:
+    """What protects the bytes on the wire, where a test has not several."""
+    return "sealed"
+
+
+@pytest.fixture
+def options(kind: str, certificate: rpc.Tls) -> rpc.RpcBackendOptions:
+    """Of workers that speak TCP alone."""
+    return rpc.RpcBackendOptions(**TCP, **KINDS[kind], tls=certificate if kind == "tls" else None)
+
+
+@pytest.fixture
+async def far(options: rpc.RpcBackendOptions) -> AsyncIterator[list[Worker]]:
     """Two workers that speak TCP alone; the first is the current one."""
-    async with cluster(2, options=rpc.RpcBackendOptions(**TCP)) as workers:
+    async with cluster(2, options=options) as workers:
         current_node.set(workers[0].node)
         assert await rpc.call("worker1", bodies.add, 1, 2) == 3
+        assert (workers[0].node.engine.record.tls == "1.3") == (options.tls is not None)
         yield workers
 
 
@@ -98,37 +124,37 @@ async def call_all(many: int, at_once: int) -> list[int]:
     return list(await asyncio.gather(*[one(number) for number in range(many)]))
 
 
-async def test_each_call_runs_once(far: list[Worker]) -> None:
+@ALSO_TLS
+async def test_each_call_runs_once(far: list[Worker], kind: str) -> None:
     """However often the connections break, in either direction."""
     runs.clear()
-    assert await under_cuts(call_all(1000, 50), 1) == list(range(1000))
+    assert await under_cuts(call_all(1000, 50), 1, PAUSES[kind]) == list(range(1000))
     assert runs == Counter(range(1000))
     assert far[0].statistics().connections_resumed > 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"authenticate_frames": False}], ids=["sealed", "open"])
-async def test_ten_thousand_calls_and_a_hundred_cuts(options: dict[str, Any]) -> None:
+@ALL_KINDS
+async def test_ten_thousand_calls_and_a_hundred_cuts(far: list[Worker]) -> None:
     """One in a hundred calls is made while a connection breaks."""
     runs.clear()
     rng = random.Random(3)
-    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, **options)) as workers:
-        current_node.set(workers[0].node)
 
-        async def one(number: int) -> int:
-            call = rpc.call("worker1", count, number)
-            if number % 100 == 50:
-                await asyncio.sleep(0.001 * rng.random())
-                cut(rng, 0.5)
-            return int(await call)
+    async def one(number: int) -> int:
+        call = rpc.call("worker1", count, number)
+        if number % 100 == 50:
+            await asyncio.sleep(0.001 * rng.random())
+            cut(rng, 0.5)
+        return int(await call)
 
-        for start in range(0, 10_000, 25):
-            batch = range(start, start + 25)
-            assert list(await asyncio.gather(*[one(number) for number in batch])) == list(batch)
+    for start in range(0, 10_000, 25):
+        batch = range(start, start + 25)
+        assert list(await asyncio.gather(*[one(number) for number in batch])) == list(batch)
     assert runs == Counter(range(10_000))
 
 
-async def test_streams_references_and_blocking_calls_go_on(far: list[Worker]) -> None:
+@ALSO_TLS
+async def test_streams_references_and_blocking_calls_go_on(far: list[Worker], kind: str) -> None:
     """Items come in order, references are counted right, and threads that read their own answers lose none."""
 
     def block() -> list[int]:
@@ -141,7 +167,7 @@ async def test_streams_references_and_blocking_calls_go_on(far: list[Worker]) ->
         assert [await each.rpc_async().add(1) for each in counters] == list(range(1, 51))
 
     threads = asyncio.to_thread(block)
-    _, blocked = await under_cuts(asyncio.gather(work(), threads), 2)
+    _, blocked = await under_cuts(asyncio.gather(work(), threads), 2, PAUSES[kind])
     assert blocked == list(range(1, 201))
     await until_no_references(far)
 
@@ -163,20 +189,19 @@ async def test_gradients_go_on(far: list[Worker]) -> None:
         assert torch.equal(gradient, torch.full((4,), 4.0))
 
 
-@pytest.mark.parametrize("options", [{}, {"authenticate_frames": False}], ids=["sealed", "open"])
-async def test_large_tensors_go_on_where_they_were(options: dict[str, Any]) -> None:
+@ALL_KINDS
+async def test_large_tensors_go_on_where_they_were(far: list[Worker], kind: str) -> None:
     """There and back, over a second connection that breaks again and again; a piece comes twice at most."""
     size = 3_000_000
-    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, **options)) as workers:
-        tensors = [torch.randint(0, 100, (size,)) for _ in range(2)]
-        calls = [workers[0].call("worker1", bodies.echo, tensor) for tensor in tensors]
-        before = workers[0].statistics().bytes_received
-        echoed = await under_cuts(asyncio.gather(*calls), 4, pause=0.05)
-        assert all(torch.equal(tensor, back) for tensor, back in zip(tensors, echoed, strict=True))
-        here = workers[0].statistics()
-        # What was sent and has not been acknowledged is sent again after each break, and no more.
-        again = here.connections_resumed * (here.channels["bulk"].bytes_sent + (1 << 20))
-        assert here.bytes_received - before < 2 * 8 * size * 1.1 + again
+    tensors = [torch.randint(0, 100, (size,)) for _ in range(2)]
+    calls = [rpc.call("worker1", bodies.echo, tensor) for tensor in tensors]
+    before = far[0].statistics().bytes_received
+    echoed = await under_cuts(asyncio.gather(*calls), 4, max(PAUSES[kind], 0.05))
+    assert all(torch.equal(tensor, back) for tensor, back in zip(tensors, echoed, strict=True))
+    here = far[0].statistics()
+    # What was sent and has not been acknowledged is sent again after each break, and no more.
+    again = here.connections_resumed * (here.channels["bulk"].bytes_sent + (1 << 20))
+    assert here.bytes_received - before < 2 * 8 * size * 1.1 + again
 
 
 class Weights:
