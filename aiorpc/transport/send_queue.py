@@ -23,7 +23,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from operator import call, is_not, itemgetter
 
 from ..protocol.frames import Buffer
@@ -207,8 +207,7 @@ class SendQueue:
     def _begin_piece(self, seal: Seal) -> tuple[Sequence[Buffer], int]:
         frames, begun = self.frames, self.begun
         number, start = self._next_piece[0]
-        # Copied by one call: other threads append meanwhile.
-        parts, size, taken, rest = _cut(list(islice(frames, MAX_BUFFERS)), start, self._piece_size)
+        parts, size, taken, rest = _cut(_first_of(frames, MAX_BUFFERS), start, self._piece_size)
         piece = seal.piece(number, parts, size)
         steps = self._taking(taken, size)
         steps += (partial(begun.append, piece), partial(self._next_piece.append, (number + 1, rest)))
@@ -318,9 +317,14 @@ def _cut(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[lis
     return parts, most - room, len(frames), 0
 
 
-def _cut_run(queued: Iterable[Sequence[Buffer]], start: int, most: int) -> tuple[list[_Piece], list[Buffer]]:
+def _first_of(queued: Sequence[Sequence[Buffer]], most: int) -> list[Sequence[Buffer]]:
+    """By their numbers: other threads append meanwhile, which no iterator would outlive."""
+    return list(map(queued.__getitem__, range(min(len(queued), most))))
+
+
+def _cut_run(queued: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[list[_Piece], list[Buffer]]:
     """What is encrypted next, piece by piece, until it is `most` bytes: what is in each, and its bytes."""
-    frames = list(islice(queued, MAX_BUFFERS))  # by one call: other threads append meanwhile
+    frames = _first_of(queued, MAX_BUFFERS)
     pieces: list[_Piece] = []
     data: list[Buffer] = []
     at = size = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import inspect
 import socket
@@ -93,19 +94,34 @@ class Interruption(BaseException):
 
 def interrupted(work: Callable[[], None], at: int, *files: str) -> str | None:
     """Run `work`, and raise before the instruction of that number in those files: the place, None if it is done."""
-    left = at
     place = None
 
+    def interrupt(where: str) -> None:
+        nonlocal place
+        place = where
+        raise Interruption
+
+    with contextlib.suppress(Interruption):
+        meanwhile(work, at, interrupt, *files)
+    return place
+
+
+def meanwhile(work: Callable[[], None], at: int, act: Callable[[str], None], *files: str) -> bool:
+    """Run `work`, and `act` once, before the instruction of that number in those files, as another thread might.
+
+    `act` is told the place. False if there was no such instruction.
+    """
+    left = at
+
     def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal left, place
+        nonlocal left
         if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             left -= 1
-            if left < 0:
-                place = f"{frame.f_code.co_name}, line {frame.f_lineno}, byte {frame.f_lasti}"
-                raise Interruption
+            if left == -1:
+                act(f"{frame.f_code.co_name}, line {frame.f_lineno}, byte {frame.f_lasti}")
         return trace
 
     before = sys.gettrace()
@@ -115,8 +131,6 @@ def interrupted(work: Callable[[], None], at: int, *files: str) -> str | None:
     sys.settrace(trace)
     try:
         work()
-    except Interruption:
-        return place
     finally:
         sys.settrace(before)
-    return None
+    return left < 0

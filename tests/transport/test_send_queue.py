@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,7 @@ from aiorpc.protocol.frames import Buffer, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.seal import MAX_PAYLOAD, OVERHEAD, Seal, Unsealer
 from aiorpc.transport import send_queue
 from aiorpc.transport.send_queue import BATCH_SIZE, JOIN_SIZE, MAX_BUFFERS, SendQueue
-from tests.transport.ends import interrupted
+from tests.transport.ends import interrupted, meanwhile
 
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
@@ -314,6 +315,25 @@ def test_interruption_anywhere_loses_and_doubles_nothing(
             wrong.append(f"{place}: {bytes(sock.data)[:60]!r}")
     assert wrong == []
     assert 50 < at < 9_999, "it was not interrupted"
+
+
+@pytest.mark.parametrize("seals", [False, True], ids=["open", "sealed"])
+def test_others_append_at_any_moment(seals: bool) -> None:
+    """Between any two instructions of the writer: it fails by that no more than it loses or doubles anything."""
+    frames: list[list[Buffer]] = [[b"one", b"two"], [b"three"]]
+
+    def happened(at: int) -> bool:
+        queue, sock = filled(frames), Taker([3, None])
+        if seals:
+            queue.seal(Seal(KEY), JOIN_SIZE - 7)
+        if not meanwhile(partial(drain, queue, sock), at, lambda _: queue.append([b"later"]), send_queue.__file__):
+            return False
+        drain(queue, sock)
+        assert (opened(sock.data) if seals else bytes(sock.data)) == joined([*frames, [b"later"]])
+        return True
+
+    moments = next(at for at in range(10_000) if not happened(at))
+    assert moments > 50
 
 
 def test_interruption_of_append_leaves_all_or_nothing() -> None:
