@@ -12,13 +12,16 @@ TEST_JOBS ?= 2
 LONG_JOBS ?= 3
 ARGS ?=
 SECONDS ?= 60
+SEED ?=
+ROUNDS ?= 100
+KINDS ?=
 BENCH_ARGS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong fuzz conformance lint format types check bench wheel hooks clean distclean
+.PHONY: help demo test testlong fuzz chaos conformance lint format types check bench wheel hooks clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,6 +37,9 @@ testlong: $(VENV)/.installed-test ## run the rest: the other loop, mutants, stor
 
 fuzz: $(VENV)/.installed-fuzz ## feed broken input to every decoder and to live workers (SECONDS; ARGS)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
+chaos: $(VENV)/.installed-test ## kill, stop, cut off and restart members under load (SEED; ROUNDS; KINDS; ARGS)
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED)) $(if $(KINDS),--kinds $(KINDS)) $(ARGS)
 
 conformance: $(VENV)/.installed-test ## run PyTorch's own RPC tests on aiorpc (ARGS; see tests/conformance/README.md)
 	$(BIN)/python -m tests.conformance $(ARGS)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,22 +21,11 @@ from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from tests.authority import Authority
+from tests.cuts import cut
 from tests.processes import bodies
 from tests.runtime.waiting import until, until_no_references
 
 TCP: dict[str, Any] = {"transports": ("tcp",)}
-
-
-def cut(rng: random.Random | None = None, share: float = 1.0) -> None:
-    """Break that share of the TCP connections of this process, as seen from both of their ends."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if not entry.is_socket():
-                continue
-            end = socket.socket(fileno=os.dup(int(entry.name)))
-        with contextlib.suppress(OSError), end:
-            if end.family != socket.AF_UNIX and end.getpeername() and (rng is None or rng.random() < share):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,46 @@
+"""What has to hold of the operations of a round, whatever happened meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from .load import GIVEN_UP, Outcome
+
+LOOKED_AT = (
+    "every operation ends, with its value or with `PeerLost` for a process that was killed, whose name and pid it has;",
+    "values are right: of calls, nested and blocking ones too, streams, references, gradients, large tensors, batches;",
+    "a call that returned has run once, one of which nothing was sent never, and none has run twice in one process;",
+    "afterwards each living member reaches each other one by its name, newcomers in the places of the dead included;",
+    "nothing is left in the workers: no call, no reference, no shared memory, no job, no blocked thread;",
+    "they leave in bounded time, and have lost those who were killed and nobody else;",
+    "no descriptor, thread, task or child is left in their processes, and no file of the dead.",
+)
+
+
+def judge(outcome: Outcome, killed: Mapping[int, str]) -> str:
+    """What is wrong with an error; empty if it is one that has to be expected. killed: names by process id.
+
+    A wait ends with its value, or because a process was killed: the error names that one, and nobody who lives.
+    """
+    if not outcome.error:
+        return ""
+    if outcome.error == "PeerLost" and killed.get(outcome.pid) == outcome.worker:
+        return ""
+    return f"operation {outcome.number} ({outcome.kind} to {outcome.to}) ended with {outcome.error}: {outcome.text}"
+
+
+def miscounted(outcomes: Sequence[Outcome], runs: Mapping[tuple[int, int], int]) -> Iterator[str]:
+    """Operations that ran too often, or not at all. runs: how often each one did in each process."""
+    made = {outcome.number: outcome for outcome in outcomes}
+    totals: Counter[int] = Counter()
+    for (number, pid), count in runs.items():
+        totals[number] += count
+        if count > 1:
+            yield f"operation {number} ran {count} times in process {pid}: {made.get(number, 'of a caller who died')}"
+    for number, outcome in made.items():
+        total = totals[number]
+        least = 0 if outcome.error or outcome.kind in GIVEN_UP else 1
+        most = 0 if outcome.unsent else total if outcome.retried else 1
+        if not least <= total <= most:
+            yield f"operation {number} ran {total} times: {outcome}"

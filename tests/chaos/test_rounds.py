@@ -1,0 +1,76 @@
+"""Some rounds of `python -m tests.chaos`, and that what it looks at is seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from .invariants import judge, miscounted
+from .load import Outcome
+from .plans import KINDS, Fault, Plan, make_plan
+from .rounds import play
+
+
+def test_a_round_follows_from_its_seed() -> None:
+    """And every kind of fault comes up."""
+    plans = [make_plan(1, number, list(KINDS)) for number in range(200)]
+    assert plans == [make_plan(1, number, list(KINDS)) for number in range(200)]
+    assert len(set(map(str, plans))) > 190
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(KINDS)
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["fixed", "free"])
+def test_a_round(free: bool) -> None:
+    """One member is stopped, and another one killed, under load."""
+    faults = Fault(0.05, "stop", 1, 0.2), Fault(0.2, "kill", 2)
+    verdict = play(Plan(1, 0, 3, free, "file", ("unix", "tcp"), 0.3, faults))
+    assert not verdict.wrong
+    assert verdict.operations
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(12))
+def test_more_rounds(number: int) -> None:
+    """As the command plays them."""
+    assert not play(make_plan(1, number, list(KINDS))).wrong
+
+
+LOST = {7: "w1"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "fine"),
+    [
+        (Outcome(1, "call", "w1"), True),
+        (Outcome(1, "call", "w1", error="PeerLost", worker="w1", pid=7), True),
+        (Outcome(1, "call", "w1", error="PeerLost", worker="w1", pid=8), False),
+        (Outcome(1, "call", "w2", error="PeerLost", worker="w2", pid=7), False),
+        (Outcome(1, "call", "w1", error="RpcTimeout", worker="w1"), False),
+        (Outcome(1, "call", "w1", error="WrongValue"), False),
+    ],
+)
+def test_errors_name_who_was_killed(outcome: Outcome, fine: bool) -> None:
+    """Nobody who lives, and nothing else is an end."""
+    assert bool(judge(outcome, LOST)) is not fine
+
+
+@pytest.mark.parametrize(
+    ("outcome", "runs", "fine"),
+    [
+        (Outcome(1, "call", "w1"), {(1, 7): 1}, True),
+        (Outcome(1, "call", "w1"), {}, False),
+        (Outcome(1, "call", "w1"), {(1, 7): 2}, False),
+        (Outcome(1, "call", "w1"), {(1, 7): 1, (1, 8): 1}, False),
+        (Outcome(1, "retried", "w1", retried=True), {(1, 7): 1, (1, 8): 1}, True),
+        (Outcome(1, "retried", "w1", retried=True), {(1, 7): 2}, False),
+        (Outcome(1, "cancelled", "w1"), {}, True),
+        (Outcome(1, "call", "w1", error="PeerLost"), {(1, 7): 1}, True),
+        (Outcome(1, "call", "w1", error="PeerLost", unsent=True), {(1, 7): 1}, False),
+        (Outcome(2, "call", "w1"), {(1, 7): 2, (2, 7): 1}, False),
+    ],
+)
+def test_runs_are_counted(outcome: Outcome, runs: dict[tuple[int, int], int], fine: bool) -> None:
+    """Once if it went well, never if nothing was sent, and never twice in one process."""
+    assert list(miscounted([outcome], Counter(runs))) == [] if fine else list(miscounted([outcome], Counter(runs)))
