@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from .load import GIVEN_UP, Outcome
 
 LOOKED_AT = (
-    "every operation ends, with its value or with `PeerLost` for a process that was killed, whose name and pid it has;",
+    "every operation ends, with its value or an error that names who was killed (by name and pid) or has left;",
     "values are right: of calls, nested and blocking ones too, streams, references, gradients, large tensors, batches;",
     "a call that returned has run once, one of which nothing was sent never, and none has run twice in one process;",
     "afterwards each living member reaches each other one by its name, newcomers in the places of the dead included;",
@@ -18,14 +18,20 @@ LOOKED_AT = (
 )
 
 
-def judge(outcome: Outcome, killed: Mapping[int, str]) -> str:
-    """What is wrong with an error; empty if it is one that has to be expected. killed: names by process id.
+def judge(outcome: Outcome, killed: Mapping[int, str], left: Collection[str] = (), store_died: bool = False) -> str:
+    """What is wrong with an error; empty if it is one that has to be expected.
 
-    A wait ends with its value, or because a process was killed: the error names that one, and nobody who lives.
+    killed: names by process id. left: names. store_died: whether the store of a free group was in a killed process.
+    A wait ends with its value, or because a process was killed or has left: the error names that one, and nobody else.
+    Without the store of a free group nobody can say where a member is that one has not heard of.
     """
     if not outcome.error:
         return ""
     if outcome.error == "PeerLost" and killed.get(outcome.pid) == outcome.worker:
+        return ""
+    if outcome.error in ("PeerClosed", "WorkerClosed") and any(name in outcome.text for name in left):
+        return ""
+    if outcome.error in ("RendezvousError", "StoreGone") and store_died and "Nothing was sent" in outcome.text:
         return ""
     return f"operation {outcome.number} ({outcome.kind} to {outcome.to}) ended with {outcome.error}: {outcome.text}"
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +46,10 @@ class Outcome:
 
 @dataclass
 class Load:
-    """The operations of one member, the current worker. life: a number that no other process of the round has."""
+    """The operations of one member, the current worker. life: a number that no other process of the round has.
+
+    kinds: of operations.
+    """
 
     worker: rpc.Worker
     names: list[str]
@@ -54,6 +57,7 @@ class Load:
     file: str
     rng: random.Random
     threads: ThreadPoolExecutor
+    kinds: Sequence[str]
 
     def __post_init__(self) -> None:
         self.outcomes: list[Outcome] = []
@@ -72,7 +76,7 @@ class Load:
             await asyncio.sleep(self.rng.uniform(0, 0.01))
 
     async def _one(self) -> Outcome:
-        kind, to = self.rng.choice(list(OPERATIONS)), self.rng.choice(self.names)
+        kind, to = self.rng.choice(self.kinds), self.rng.choice(self.names)
         mark = Mark(self.file, next(self._numbers))
         outcome = partial(Outcome, mark.number, kind, to, retried=kind == "retried")
         try:

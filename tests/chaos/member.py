@@ -25,6 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 import aiorpc as rpc
 from tests import leaks
 from tests.cuts import cut
+from tests.network.relay import enter
 from tests.processes.bodies import hold_the_interpreter
 from tests.processes.workers import Link, Place, until
 
@@ -36,13 +37,19 @@ AT_ONCE = 5  # operations of one member
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a member is told at first. life: a number of its own in this round. names: of all places of the group."""
+    """What a member is told at first. life: a number of its own in this round. names: of all places of the group.
+
+    load: kinds of operations. namespace, address: of the host that the member is on, if there are several.
+    """
 
     seed: str
     life: int
     names: list[str]
     folder: str
     transports: tuple[str, ...]
+    load: tuple[str, ...]
+    namespace: str = ""
+    address: str | None = None
 
     @property
     def log(self) -> Path:
@@ -52,6 +59,8 @@ class Assignment:
 
 def live(place: Place, link: Link, assignment: Assignment) -> list[str]:
     """Body: a whole life; returns what is left of it in the process, one line each."""
+    if assignment.namespace:
+        enter(assignment.namespace)
     gc.freeze()  # the collector need not look at all of torch each time
     with assignment.log.open("w", buffering=1) as log:
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
@@ -75,7 +84,10 @@ async def _live(place: Place, link: Link, assignment: Assignment) -> list[str]:
     threading.Thread(target=_hear, args=(link, loop, orders), daemon=True, name="orders").start()
     # In a thread, which stays and is counted: what is closed late needs the loop.
     before = await asyncio.to_thread(leaks.take_snapshot)
-    options = rpc.RpcBackendOptions(rpc_timeout=LIMIT, transports=assignment.transports)
+    address = assignment.address
+    options = rpc.RpcBackendOptions(
+        rpc_timeout=LIMIT, transports=assignment.transports, address=address, bind_address=address
+    )
     began = time.monotonic()
     rank = None if place.world_size is None else place.rank
     joining = rpc.init(
@@ -85,9 +97,11 @@ async def _live(place: Place, link: Link, assignment: Assignment) -> list[str]:
         link.tell({"pid": os.getpid(), "seconds": time.monotonic() - began})
         with ThreadPoolExecutor(AT_ONCE) as threads:
             rng = random.Random(f"{assignment.seed}:{assignment.life}")
-            load = Load(worker, assignment.names, assignment.life, f"{assignment.folder}/runs", rng, threads)
-            await _obey(worker, link, orders, load)
-        report = await worker.shutdown()
+            load = Load(
+                worker, assignment.names, assignment.life, f"{assignment.folder}/runs", rng, threads, assignment.load
+            )
+            graceful = await _obey(worker, link, orders, load)
+        report = await worker.shutdown(graceful)
         link.tell({"lost": [info.name for info in report.lost], "timed_out": report.timed_out})
         del load, report
     del worker, joining
@@ -95,8 +109,8 @@ async def _live(place: Place, link: Link, assignment: Assignment) -> list[str]:
     return [*left, *await leaks.tasks_left([])]
 
 
-async def _obey(worker: rpc.Worker, link: Link, orders: asyncio.Queue[tuple[Any, ...]], load: Load) -> None:
-    """Do as the round says, until it says "leave"."""
+async def _obey(worker: rpc.Worker, link: Link, orders: asyncio.Queue[tuple[Any, ...]], load: Load) -> bool:
+    """Do as the round says, until it says "leave"; whether that is to be graceful."""
     working: asyncio.Task[None] | None = None
     told: dict[str, Callable[..., Awaitable[object]]] = {"reach": reach, "settle": settle}
     while True:
@@ -110,7 +124,7 @@ async def _obey(worker: rpc.Worker, link: Link, orders: asyncio.Queue[tuple[Any,
         elif order in told:
             link.tell(await told[order](worker, *arguments))
         elif order == "leave":
-            return
+            return bool(arguments[0])
 
 
 def _hear(link: Link, loop: asyncio.AbstractEventLoop, orders: asyncio.Queue[tuple[Any, ...]]) -> None:

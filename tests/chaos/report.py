@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +21,47 @@ SLOWEST = 5  # rounds that are told
 
 
 class Campaign:
-    """Rounds of one seed."""
+    """Rounds of one seed. told: what is said of them, as it can be merged with what is said of others."""
 
-    def __init__(self, seed: int, kinds: Sequence[str]) -> None:
-        self.found: list[Verdict] = []
+    def __init__(self, seed: int) -> None:
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in ("counts", "faults", "forms", "failed")}
+        self._rounds: list[dict[str, Any]] = []
+        self.found: list[dict[str, Any]] = []
         self._seed = seed
-        self._kinds = kinds
-        self._rounds: list[tuple[float, int, str]] = []
-        self._counts: Counter[str] = Counter()
-        self._faults: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-        self._forms: Counter[str] = Counter()
 
-    def add(self, verdict: Verdict) -> None:
-        """One more round."""
+    def add(self, verdict: Verdict, again: str) -> None:
+        """One more round. again: the command that plays it once more."""
         plan = verdict.plan
-        self._rounds.append((verdict.seconds, plan.number, str(plan)))
-        self._counts.update(operations=verdict.operations, runs=verdict.runs, processes=verdict.processes)
-        self._faults += verdict.faults
-        self._failed += verdict.failed
-        self._forms[f"{'free' if plan.free else 'fixed'} at {plan.meeting}, {'+'.join(plan.transports)}"] += 1
+        self._rounds.append({"seconds": round(verdict.seconds, 1), "round": plan.number, "plan": str(plan)})
+        counts = {"operations": verdict.operations, "runs": verdict.runs, "processes": verdict.processes}
+        self._take({"counts": counts, "faults": verdict.faults, "forms": {plan.form: 1}, "failed": verdict.failed})
         if verdict.wrong:
-            self.found.append(verdict)
+            self.found.append({"round": plan.number, "again": again, "plan": str(plan), "wrong": verdict.wrong[:20]})
 
-    def again(self, verdict: Verdict) -> str:
-        """The command that plays a round once more."""
-        kinds = f" --kinds {' '.join(self._kinds)}" if len(self._kinds) < len(KINDS) else ""
-        return f"python -m tests.chaos --seed {self._seed} --first {verdict.plan.number} --rounds 1{kinds}"
+    def merge(self, told: Mapping[str, Any]) -> None:
+        """What another campaign of this seed has said."""
+        self._rounds += told["rounds"]
+        self.found += told["found"]
+        self._take(told)
+
+    def _take(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        for name, counter in self._counts.items():
+            counter.update(counts[name])
+
+    def told(self) -> dict[str, Any]:
+        """All of it, for `merge`."""
+        return {"rounds": self._rounds, "found": self.found, **self._counts}
 
     @property
     def summary(self) -> str:
         """In one line."""
-        seconds = sum(each for each, _, _ in self._rounds)
-        found = ", ".join(str(each.plan.number) for each in self.found) or "none"
-        return f"{len(self._rounds):,} rounds of seed {self._seed} in {seconds:,.0f} s; something is wrong in: {found}"
+        found = ", ".join(str(each["round"]) for each in self.found) or "none"
+        return f"{len(self._rounds):,} rounds of seed {self._seed}; something is wrong in: {found}"
 
-    def write(self, path: Path) -> None:
-        """To that file, and the document beside it."""
-        said = self._said()
-        path.write_text(json.dumps(said, indent=1, sort_keys=True) + "\n")
-        path.with_suffix(".md").write_text(readable(said))
-
-    def _said(self) -> dict[str, Any]:
-        seconds = sorted(each for each, _, _ in self._rounds)
-        return {
+    def write(self, path: Path, seconds: float) -> None:
+        """To that file, and the document beside it. seconds: that it took."""
+        each = sorted(self._rounds, key=lambda one: -float(one["seconds"]))
+        said = self.told() | {
             "seed": self._seed,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": {
@@ -73,35 +70,23 @@ class Campaign:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },
-            "rounds": len(seconds),
-            "seconds": {"all": round(sum(seconds)), "median": round(seconds[len(seconds) // 2], 1)},
-            "slowest": [
-                {"seconds": round(each, 1), "round": number, "plan": plan}
-                for each, number, plan in sorted(self._rounds, reverse=True)[:SLOWEST]
-            ],
-            "counts": dict(self._counts),
-            "faults": dict(self._faults),
-            "forms": dict(self._forms),
-            "failed": dict(self._failed),
-            "found": [
-                {"again": self.again(each), "plan": str(each.plan), "wrong": each.wrong[:20]} for each in self.found
-            ],
+            "rounds": len(each),
+            "seconds": {"all": round(seconds), "median": each[len(each) // 2]["seconds"]},
+            "slowest": each[:SLOWEST],
         }
+        path.write_text(json.dumps(said, indent=1, sort_keys=True) + "\n")
+        path.with_suffix(".md").write_text(readable(said))
 
 
-def readable(said: dict[str, Any]) -> str:
+def readable(said: Mapping[str, Any]) -> str:
     """What a report says, as a document."""
     machine, counts, seconds = said["machine"], said["counts"], said["seconds"]
     failed = sum(said["failed"].values())
     errors = ", ".join(f"{count:,} {error}" for error, count in sorted(said["failed"].items())) or "none"
-    found = [
-        f"- `{each['again']}` ({each['plan']})\n{_lines(f'  - {line}' for line in each['wrong'])}"
-        for each in said["found"]
-    ]
     parts = [
         "# Chaos: a campaign",
         f"Written by `python -m tests.chaos --report`; do not edit it. {said['rounds']:,} rounds of seed "
-        f"{said['seed']} in {seconds['all']:,} s (median {seconds['median']} s), on {said['date']}; Python "
+        f"{said['seed']} in {seconds['all']:,} s (median of a round {seconds['median']} s), on {said['date']}; Python "
         f"{machine['python']}, torch {machine['torch']}, {machine['system']}, {machine['cores']} cores.",
         f"{counts['processes']:,} processes made {counts['operations']:,} operations whose end is known (of those that "
         f"were killed it is not), of which {failed:,} failed: {errors}. Handlers ran {counts['runs']:,} times.",
@@ -111,8 +96,11 @@ def readable(said: dict[str, Any]) -> str:
         _lines(f"- {each}" for each in LOOKED_AT),
         "The slowest rounds:",
         _lines(f"- {each['seconds']} s: round {each['round']}, {each['plan']}" for each in said["slowest"]),
-        "What was wrong:" if found else "Nothing was wrong.",
-        *found,
+        "What was wrong:" if said["found"] else "Nothing was wrong.",
+        *(
+            f"- `{each['again']}` ({each['plan']})\n{_lines(f'  - {line}' for line in each['wrong'])}"
+            for each in said["found"]
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 

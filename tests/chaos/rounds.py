@@ -10,11 +10,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tests import leaks
+from tests.network.hosts import Network, linked
+from tests.network.members import SECRET
 from tests.ports import free_port
 from tests.processes.workers import Child, Children, Place, processes
 
@@ -30,13 +32,15 @@ SLICE = 0.02  # seconds: how the processor is taken from a slow member, for most
 
 @dataclass(eq=False)
 class Life:
-    """One process of a round. begun: when it was started; killed: when it was killed, if it was."""
+    """One process of a round. begun: when it was started; killed, left: whether it was killed, or has been told to
+    leave while others worked.
+    """
 
     number: int
     rank: int
     child: Child
-    begun: float
-    killed: float | None = None
+    killed: bool = False
+    left: bool = False
     joined: bool = False
 
     @property
@@ -69,8 +73,12 @@ def play(plan: Plan, kept_in: Path | None = None) -> Verdict:
     folder = tempfile.mkdtemp(prefix="chaos-", dir=kept_in)
     verdict = Verdict(plan)
     try:
-        with processes() as children:
-            a_round = Round(plan, children, Path(folder), verdict)
+        with contextlib.ExitStack() as stack:
+            network = None
+            if plan.hosts > 1:
+                network = stack.enter_context(linked("relay", delay=plan.delay, loss=plan.loss))
+            children = stack.enter_context(processes())
+            a_round = Round(plan, children, Path(folder), network, verdict)
             try:
                 a_round.play()
             except AssertionError as error:
@@ -90,15 +98,17 @@ def play(plan: Plan, kept_in: Path | None = None) -> Verdict:
 class Round:
     """See the module."""
 
-    def __init__(self, plan: Plan, children: Children, folder: Path, verdict: Verdict) -> None:
+    def __init__(self, plan: Plan, children: Children, folder: Path, network: Network | None, verdict: Verdict) -> None:
         self._plan = plan
         self._children = children
         self._folder = folder
         self._verdict = verdict
         self._rng = random.Random(f"{plan.seed}:{plan.number}:moments")
         self._lives: list[Life] = []
+        self._network = network
         self._port = free_port() if plan.meeting == "tcp" else 0
-        self._meeting = f"tcp://127.0.0.1:{self._port}" if self._port else f"file://{folder}/store"
+        at = "127.0.0.1" if network is None else network.left.address
+        self._meeting = f"tcp://{at}:{self._port}" if self._port else f"file://{folder}/store"
 
     def play(self) -> None:
         """All of it. AssertionError for what ends the round; what is wrong besides is noted."""
@@ -120,6 +130,7 @@ class Round:
                 self._welcome(life)
         done("suffered")
         outcomes = [outcome for said in self._ask("end") for outcome in said]
+        outcomes += [outcome for life in self._lives if life.left for outcome in self._hear(life)]
         done("ended")
         self._judge(outcomes)
         self._compare("does not reach", self._ask("reach", {life.name: life.child.pid for life in self._living()}))
@@ -136,9 +147,13 @@ class Round:
         place = Place(f"w{rank}", rank, None if plan.free else plan.size, self._meeting)
         names = [f"w{each}" for each in range(plan.size)]
         number = len(self._lives)
-        assignment = Assignment(f"{plan.seed}:{plan.number}", number, names, str(self._folder), plan.transports)
-        began = time.monotonic()
-        life = Life(number, rank, self._children.start(place, live, assignment), began)
+        assignment = Assignment(
+            f"{plan.seed}:{plan.number}", number, names, str(self._folder), plan.transports, plan.load
+        )
+        if self._network is not None:
+            host = (self._network.left, self._network.right)[rank % 2]
+            assignment = replace(assignment, namespace=host.namespace, address=host.address)
+        life = Life(number, rank, self._children.start(place, live, assignment, env=SECRET))
         self._lives.append(life)
         if plan.free and plan.meeting == "tcp" and number == 0:  # who hosts the store is to be known
             self._await(life)
@@ -156,7 +171,7 @@ class Round:
         life.child.tell(("load",))
 
     def _living(self) -> list[Life]:
-        return [life for life in self._lives if life.killed is None]
+        return [life for life in self._lives if not life.killed and not life.left]
 
     def _at(self, rank: int) -> Life:
         """The latest process in that place."""
@@ -199,14 +214,22 @@ class Round:
         life = self._at(rank)
         if what == "start":
             self._start(rank)
-        elif life.killed is None and what == "kill":
-            life.killed = time.monotonic()
+        elif what in ("down", "up") and self._network is not None:
+            (self._network.cut if what == "down" else self._network.mend)()
+        elif life.killed or life.left:
+            return
+        elif what == "leave":
+            life.left = True
+            life.child.tell(("end",))
+            life.child.tell(("leave", self._plan.free))
+        elif what == "kill":
+            life.killed = True
             life.child.kill()
-        elif life.killed is None and what in ("stop", "continue"):
+        elif what in ("stop", "continue"):
             life.child.kill(signal.SIGSTOP if what == "stop" else signal.SIGCONT)
-        elif life.killed is None and what == "cut":
+        elif what == "cut":
             life.child.tell(("cut", None, 1.0, self._port or None))
-        elif life.killed is None:
+        else:
             life.child.tell(("block", float(what)))
 
     def _look_for_newcomers(self) -> None:
@@ -218,13 +241,15 @@ class Round:
 
     def _judge(self, outcomes: Sequence[Outcome]) -> None:
         verdict = self._verdict
-        killed = {life.child.pid: life.name for life in self._lives if life.killed is not None}
+        killed = {life.child.pid: life.name for life in self._lives if life.killed}
+        left = [life.name for life in self._lives if life.left]
         runs = runs_in(self._folder / "runs")
         verdict.operations = len(outcomes)
         verdict.runs = runs.total()
         verdict.processes = len(self._lives)
         verdict.failed = Counter(outcome.error for outcome in outcomes if outcome.error)
-        verdict.wrong += [said for outcome in outcomes if (said := judge(outcome, killed))]
+        store_died = any(life.number == 0 for life in self._lives if life.killed) and bool(self._port)
+        verdict.wrong += [said for outcome in outcomes if (said := judge(outcome, killed, left, store_died))]
         verdict.wrong += miscounted(outcomes, runs)
 
     def _compare(self, what: str, found: Sequence[dict[str, Any]]) -> None:
@@ -233,13 +258,16 @@ class Round:
                 self._verdict.wrong.append(f"{life.name} (process {life.number}) {what} {each}")
 
     def _leave(self) -> None:
-        killed = {life.name for life in self._lives if life.killed is not None}
-        for life, said in zip(self._living(), self._ask("leave"), strict=True):
+        killed = {life.name for life in self._lives if life.killed}
+        gone = [life for life in self._lives if life.left]
+        living = self._living()
+        farewells = [*self._ask("leave", True), *map(self._hear, gone)]
+        for life, said in zip([*living, *gone], farewells, strict=True):
             lost = set(said["lost"])
-            missing = killed - lost - {each.name for each in self._living()} if not self._plan.free else set()
+            missing = set() if self._plan.free or life.left else killed - lost - {each.name for each in living}
             if said["timed_out"] or lost - killed or missing:
                 self._verdict.wrong.append(f"{life.name} left with {said}, and {sorted(killed)} were killed")
-        for life in self._living():
+        for life in [*living, *gone]:
             left = self._hear(life)
             self._verdict.wrong += [f"{life.name} (process {life.number}) left behind: {each}" for each in left]
             code = life.child.join(END)
@@ -262,8 +290,11 @@ def _deeds(fault: Fault) -> Iterator[tuple[float, str]]:
         yield fault.at, "kill"
     elif fault.kind == "block":
         yield fault.at, str(fault.seconds)
-    elif fault.kind == "cut":
-        yield fault.at, "cut"
+    elif fault.kind in ("cut", "leave"):
+        yield fault.at, fault.kind
+    elif fault.kind == "line":
+        yield fault.at, "down"
+        yield fault.at + fault.seconds, "up"
     elif fault.kind == "stop":
         yield fault.at, "stop"
         yield fault.at + fault.seconds, "continue"

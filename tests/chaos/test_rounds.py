@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from .invariants import judge, miscounted
-from .load import Outcome
+from .load import OPERATIONS, Outcome
 from .plans import KINDS, Fault, Plan, make_plan
 from .rounds import play
 
@@ -24,7 +24,7 @@ def test_a_round_follows_from_its_seed() -> None:
 def test_a_round(free: bool) -> None:
     """One member is stopped, and another one killed, under load."""
     faults = Fault(0.05, "stop", 1, 0.2), Fault(0.2, "kill", 2)
-    verdict = play(Plan(1, 0, 3, free, "file", ("unix", "tcp"), 0.3, faults))
+    verdict = play(Plan(1, 0, 3, free, "file", ("unix", "tcp"), 0.3, tuple(OPERATIONS), faults))
     assert not verdict.wrong
     assert verdict.operations
 
@@ -49,11 +49,14 @@ LOST = {7: "w1"}
         (Outcome(1, "call", "w2", error="PeerLost", worker="w2", pid=7), False),
         (Outcome(1, "call", "w1", error="RpcTimeout", worker="w1"), False),
         (Outcome(1, "call", "w1", error="WrongValue"), False),
+        (Outcome(1, "call", "w3", error="PeerClosed", text="w3 has shut down"), True),
+        (Outcome(1, "call", "w1", error="PeerClosed", text="w1 has shut down"), False),
+        (Outcome(1, "call", "w1", error="StoreGone", text="Nothing was sent."), False),
     ],
 )
 def test_errors_name_who_was_killed(outcome: Outcome, fine: bool) -> None:
-    """Nobody who lives, and nothing else is an end."""
-    assert bool(judge(outcome, LOST)) is not fine
+    """Or who has left, and nobody who is there; nothing else is an end."""
+    assert bool(judge(outcome, LOST, ["w3"])) is not fine
 
 
 @pytest.mark.parametrize(
