@@ -74,11 +74,12 @@ def main() -> int:
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # of a campaign: where to say what came of it
     parser.add_argument("--report", type=Path, help="a file for what came of it, as JSON; a document beside it")
     options = parser.parse_args()
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of the members' stores, which tell of each connection that ends
+    options.kinds = possible(options.kinds or list(KINDS))
+    options.load = options.load or list(OPERATIONS)
+    chosen = ["--kinds", *options.kinds] if options.kinds != list(KINDS) else []
+    chosen += ["--load", *options.load] if options.load != list(OPERATIONS) else []
     campaign = Campaign(options.seed)
-    chosen = [
-        *(("--kinds", *options.kinds) if options.kinds else ()),
-        *(("--load", *options.load) if options.load else ()),
-    ]
     began = time.monotonic()
     with own_temporary_directory() as usual:
         if options.jobs > 1:

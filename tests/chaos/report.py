@@ -61,6 +61,7 @@ class Campaign:
     def write(self, path: Path, seconds: float) -> None:
         """To that file, and the document beside it. seconds: that it took."""
         each = sorted(self._rounds, key=lambda one: -float(one["seconds"]))
+        middle = each[len(each) // 2]["seconds"] if each else 0.0
         said = self.told() | {
             "seed": self._seed,
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -71,7 +72,7 @@ class Campaign:
                 "torch": torch.__version__,
             },
             "rounds": len(each),
-            "seconds": {"all": round(seconds), "median": each[len(each) // 2]["seconds"]},
+            "seconds": {"all": round(seconds), "median": middle},
             "slowest": each[:SLOWEST],
         }
         path.write_text(json.dumps(said, indent=1, sort_keys=True) + "\n")
