@@ -126,7 +126,8 @@ def play_at_once(campaign: Campaign, options: argparse.Namespace, chosen: Sequen
         def one(first: int) -> Path:
             part = Path(tempfile.gettempdir()) / f"{first}.json"
             rounds = min(share, options.first + options.rounds - first)
-            arguments = [*command(options.seed, first, rounds, chosen)[1:], "--part", str(part)]
+            arguments = [*command(options.seed, first, rounds, chosen)[1:], "--minutes", str(options.minutes)]
+            arguments += ["--part", str(part)]
             subprocess.run(
                 [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "TMPDIR": str(usual)}, check=False
             )
