@@ -136,6 +136,10 @@ async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
             await asyncio.wait_for(anext(worker.peer("phoenix", timeout=0).stream(pair)), LIMIT)
         with pytest.raises(PeerLost, match="phoenix"):
             worker.remote("phoenix", where)
+        for argument in (ref, [ref], worker.remote("worker0", dict)):
+            call = worker.call("phoenix", len, argument)  # a reference needs the id of whom it is for
+            with pytest.raises(PeerLost, match=r"phoenix \(rank 1.* was lost.*Nothing was sent.*call of builtins:len"):
+                await asyncio.wait_for(call, LIMIT)
         with pytest.raises(RpcTimeout, match=r"'phoenix'.*no worker of that name.*Nothing was sent"):
             await worker.wait_for("phoenix", timeout=0.1)
         waiting = worker.wait_for("phoenix")

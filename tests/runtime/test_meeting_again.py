@@ -59,6 +59,12 @@ async def test_newcomers_at_another_store_find_who_is_there(quick_founding: Call
         assert await a.call("b", where) == "b" and await b.call("a", where) == "a"
         with pytest.raises(PeerLost, match=r"gone .* was lost.*Nothing was sent"):
             await asyncio.wait_for(a.call("gone", where), LIMIT)
+        with pytest.raises(PeerLost, match=r"gone .* was lost.*is not known: the store.*Nothing was sent"):
+            a.remote("gone", dict)
+        with pytest.raises(PeerLost, match=r"gone .* was lost.*is not known: the store.*Nothing was sent"):
+            await asyncio.wait_for(a.call("gone", len, a.remote("b", dict)), LIMIT)
+        with pytest.raises(RendezvousError, match=r"cannot find 'nobody'.*Nothing was sent"):
+            a.remote("nobody", dict)
         quick_founding(60.0)
         async with aiorpc.init("gone", init_method=method) as newcomer:
             assert newcomer.hosts_store and newcomer.id not in (a.id, b.id, gone.id)

@@ -107,8 +107,10 @@ async def test_a_newcomer_of_the_same_name_gets_the_next_try(store: Store) -> No
         await until(lambda: RUNS["for ever"])
         assert await other == "server"
         await first.drop()
+        with_reference = worker.peer("server", retries=1000, backoff=(0.01, 0.05)).call(str, worker.remote(0, dict))
         async with aiorpc.init("server", store=store):
             await until(lambda: RUNS["for ever"] == 2)
+            assert "RRef" in await with_reference
             assert worker.statistics().calls_retried >= 1 and not call.done()
             call.cancel()
             with pytest.raises(RpcCancelled):

@@ -41,6 +41,7 @@ from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...transport.connection import Connection
 from ..calls.current import current_call
+from ..calls.failures import absence_behind
 from ..calls.functions import describe
 from ..calls.values import encode
 from ..engine.deadlines import Deadlines
@@ -246,6 +247,11 @@ class Peer:
             head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates, once)
             body, buffers, out = encode(Call, head, values, self, self.route, tape)
         except SerializationError as error:
+            absence = absence_behind(error)
+            if absence is not None:
+                frame = sys._getframe(depth)
+                site = (frame.f_code, frame.f_lasti) if one_try is None else one_try.site
+                return self._ended(CallFuture(self, entry, now, deadline, system), site, stream, absence)
             what = name_argument(error.position, named is None, len(args), names, entry.name)
             raise SerializationError(f"{what} for worker {self.name!r} {error}") from error.__cause__
         otherwise = None
@@ -279,6 +285,12 @@ class Peer:
         # `fail` may have looked through `pending` before this call was in it; `gone` is set before that look.
         if self.gone is not None:
             owed.settle(call_id, self.gone)
+        return future
+
+    def _ended(self, future: CallFuture, site: CallSite, stream: ItemSink | None, error: RpcError) -> CallFuture:
+        """A call that ends before it is sent, as its reference leads nowhere: whom it is for is not there."""
+        future.site = site
+        self.owed.settle(self.owed.enter(future, stream), error)
         return future
 
     def _for_other_main(

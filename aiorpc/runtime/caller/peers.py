@@ -161,14 +161,19 @@ class Peers:
         return not self._dynamic and named.record.id < record.id  # it has taken the place of that one
 
     def id_of(self, peer: Peer) -> int:
-        """The id of a peer. UnknownWorker if it has not joined yet."""
+        """The id of a peer. UnknownWorker if it has not joined yet; what a call by its name ends with if it is gone."""
+        silent: StoreGone | None = None
         if peer.record is None and self._dynamic:
-            record = self._home.rendezvous.find(peer.name, self._engine.bounds.look)
+            record = None
+            try:
+                record = self._home.rendezvous.find(peer.name, self._engine.bounds.look)
+            except StoreGone as error:
+                silent = error
             if record is not None and not self._home.group.is_gone(record):
                 self._adopt(peer, record)
         if peer.record is None:
-            if peer.former is not None:
-                raise self._absent(peer, None)
+            if peer.former is not None or silent is not None:
+                raise self._absent(peer, silent)
             raise UnknownWorker(f"worker {peer.name!r} has not joined yet; a reference needs a worker that is there")
         return peer.record.id
 

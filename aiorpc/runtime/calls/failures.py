@@ -6,7 +6,16 @@ import contextlib
 from typing import Any
 
 from ... import errors, foreign
-from ...errors import ProtocolError, RemoteError
+from ...errors import (
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    RemoteError,
+    RendezvousError,
+    RpcError,
+    SerializationError,
+)
 from ...protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
 from ...protocol.messages import Error
 from ...protocol.packing import pack, unpack
@@ -104,6 +113,14 @@ def _set_fields(error: BaseException, packed: bytes | None) -> None:
         value = said.get(name)
         if type(value) is kind or (kind is float and type(value) is int):
             own[name] = value
+
+
+def absence_behind(error: SerializationError) -> RpcError | None:
+    """What a reference could not be written for, if that is that the worker it is meant for is not there."""
+    cause: BaseException | None = error
+    while isinstance(cause, SerializationError):
+        cause = cause.__cause__
+    return cause if isinstance(cause, (PeerLost, PeerClosed, PeerRefused, RendezvousError)) else None
 
 
 def came_from_afar(error: BaseException) -> bool:
