@@ -216,6 +216,8 @@ class Round:
             self._start(rank)
         elif what in ("down", "up") and self._network is not None:
             (self._network.cut if what == "down" else self._network.mend)()
+        elif what == "continue" and not life.killed:
+            life.child.kill(signal.SIGCONT)
         elif life.killed or life.left:
             return
         elif what == "leave":
@@ -225,8 +227,8 @@ class Round:
         elif what == "kill":
             life.killed = True
             life.child.kill()
-        elif what in ("stop", "continue"):
-            life.child.kill(signal.SIGSTOP if what == "stop" else signal.SIGCONT)
+        elif what == "stop":
+            life.child.kill(signal.SIGSTOP)
         elif what == "cut":
             life.child.tell(("cut", None, 1.0, self._port or None))
         else:
