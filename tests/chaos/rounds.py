@@ -81,7 +81,7 @@ def play(plan: Plan, kept_in: Path | None = None) -> Verdict:
             a_round = Round(plan, children, Path(folder), network, verdict)
             try:
                 a_round.play()
-            except AssertionError as error:
+            except (AssertionError, OSError) as error:  # the latter of a pipe to a process that has ended
                 lines = str(error).strip().splitlines()
                 verdict.wrong.append(" ... ".join(dict.fromkeys([lines[0], lines[-1]])))  # of a traceback the ends
                 a_round.tell_where_all_stand()
@@ -217,7 +217,8 @@ class Round:
         elif what in ("down", "up") and self._network is not None:
             (self._network.cut if what == "down" else self._network.mend)()
         elif what == "continue" and not life.killed:
-            life.child.kill(signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it has left, and ended
+                life.child.kill(signal.SIGCONT)
         elif life.killed or life.left:
             return
         elif what == "leave":
