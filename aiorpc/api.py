@@ -63,7 +63,7 @@ def call(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     RpcUsageError for what names no worker. Cancelling the Future stops the callee as far as it can be stopped;
     it may have run in part.
     """
-    node = registry.get()
+    node = registry.only or registry.get()
     return node.peers.find(to).call(function, args, kwargs, node.engine.default_timeout)
 
 

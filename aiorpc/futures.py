@@ -10,10 +10,11 @@ learns that it was too late.
     VALUE, ERROR   any settler                          unchanged; `set_*` raise, `settle` returns False
 
 Invariants
-1. ``_unclaimed`` holds one item; whoever takes it out with the atomic ``list.pop`` settles. Nothing else decides.
+1. ``_callbacks`` begins with `UNCLAIMED`; whoever takes that out with the atomic ``list.remove`` settles. Nothing else
+   decides.
 2. ``_state`` is written after the outcome, so whoever sees VALUE or ERROR can read the outcome without a lock.
 3. Each registered callback runs exactly once: it is taken from the list by an atomic ``list.pop``, by the settler or
-   by a registrar that finds the Future settled after it appended.
+   by a registrar that finds the Future settled after it appended. Nobody takes one while the Future is PENDING.
 4. User code (`then`, `add_done_callback`) never runs on a thread that runs an event loop, nor in one that waits for a
    call and reads its answer; it is handed to the pool.
 5. torch's C++ half is completed once, by the winner, before any callback runs: `torch.futures.wait_all` sees it.
@@ -32,7 +33,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -47,9 +48,10 @@ S = TypeVar("S")
 PENDING, VALUE, ERROR = 0, 1, 2
 
 _CFuture = torch._C.Future
-# Held for the moment in which a Future gets its list of callbacks; most Futures never have one.
-_callbacks_lock = threading.Lock()
 _running_loop = asyncio._get_running_loop
+_LOCK = type(threading.Lock())
+#: Stands among the callbacks of a Future until somebody settles it.
+UNCLAIMED: Any = object()
 
 
 class BlockObserver(Protocol):
@@ -63,8 +65,11 @@ class BlockObserver(Protocol):
 class Executor(Protocol):
     """Where callbacks of users run if the thread that settles must not run them (`ThreadPool`).
 
-    It also says in which threads it pays to wait without sleeping.
+    It also says in which threads it pays to wait without sleeping. may_stay_awake: whether there may be any.
     """
+
+    @property
+    def may_stay_awake(self) -> bool: ...
 
     def submit(self, fn: Callable[..., None], *args: object) -> None: ...
 
@@ -159,7 +164,6 @@ class Future(torch.futures.Future[T], Generic[T]):
     _value: Any = None
     _error: BaseException | None = None
     _trace: TracebackType | None = None  # what the error's traceback was when it came
-    _callbacks: list[Callable[[Future[Any]], None]] | None = None
     _unobserved: _Unobserved | None = None
     _marks: Marks | None = None  # makes the arrival of what a callback returns
     _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
@@ -169,15 +173,15 @@ class Future(torch.futures.Future[T], Generic[T]):
         if devices:
             self._devices = [torch.device(device) for device in devices]
         _CFuture.__init__(self, self._devices)
-        self._unclaimed = [True]
+        self._callbacks: list[_Registered] = [UNCLAIMED]
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self, value: Any, error: BaseException | None = None) -> bool:
         """Complete with a value or any error; False if somebody else did so first. Any thread; never raises."""
         try:
-            self._unclaimed.pop()
-        except IndexError:
+            self._callbacks.remove(UNCLAIMED)
+        except ValueError:
             return False
         if error is None:
             self._value = value
@@ -257,6 +261,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         """The result of a completed Future; raises its error, or RpcUsageError if it is not complete."""
         if self._state == PENDING:
             raise RpcUsageError(f"value() of {self.describe()}: it is not complete yet; use wait() or await it")
+        if self._error is None and self.arrival is None and not self._devices:  # as `_outcome`, for most calls
+            value: T = self._value
+            return value
         try:
             return self._outcome()
         finally:
@@ -266,13 +273,14 @@ class Future(torch.futures.Future[T], Generic[T]):
         """The error of a completed Future, None if it has a value; RpcUsageError if it is not complete."""
         if self._state == PENDING:
             raise RpcUsageError(f"exception() of {self.describe()}: it is not complete yet")
-        self.mark_seen()
+        if self._unobserved is not None:
+            self._unobserved.seen = True
         return self._error
 
     @property
     def waiters(self) -> int:
         """How many wait for it now: threads in `wait`, tasks that await it, and callbacks."""
-        return len(self._callbacks or ())
+        return len(self._callbacks) - (UNCLAIMED in self._callbacks)
 
     def describe(self) -> str:
         """What this Future stands for, with the place that made it where that is known."""
@@ -293,7 +301,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                 self.arrival.join()
             elif self._devices:
                 _CFuture.wait(self)  # torch's half knows on which streams it was completed
-            return cast(T, self._value)
+            value: T = self._value
+            return value
         self.mark_seen()
         try:
             # Each raise appends to the traceback, so it starts again from what came with the error.
@@ -314,6 +323,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             raise RpcUsageError(f"timeout must not be negative; got {timeout!r}")
         if self._state == PENDING:
             self._block(timeout)
+        if self._error is None and self.arrival is None and not self._devices:  # as `_outcome`, for most calls
+            value: T = self._value
+            return value
         try:
             return self._outcome()
         finally:
@@ -327,7 +339,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 "use `await future` here, or call it from a `def` handler or another thread"
             )
         executor = self.executor
-        if executor is None:
+        if executor is None or not executor.may_stay_awake:
             self._sleep(timeout)
             return
         began = time.monotonic()
@@ -345,40 +357,32 @@ class Future(torch.futures.Future[T], Generic[T]):
         # A Python lock, not torch's C++ wait: it can be interrupted by a signal on the main thread.
         gate = threading.Lock()
         gate.acquire()
-
-        def wake(_: Future[Any]) -> None:
-            gate.release()
-
-        self.when_settled(wake)
+        self._callbacks.append(gate)
+        if self._state != PENDING:
+            self._run_callbacks()
         observer = block_observer.get()
         if observer is not None:
             observer.enter_blocked()
         try:
             woken = gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         except BaseException:
-            self._remove_callback(wake)
+            self._remove_callback(gate)
             raise
         finally:
             if observer is not None:
                 observer.exit_blocked()
         # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
-        if not woken and self._remove_callback(wake):
+        if not woken and self._remove_callback(gate):
             raise RpcTimeout(f"waited {timeout:g} s for {self.describe()}", seconds=timeout or 0.0)
 
     def __await__(self) -> Generator[Any, None, T]:
         if self._state == PENDING:
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
-
-            def wake(_: Future[Any]) -> None:
-                if _running_loop() is loop:
-                    _wake(waiter)
-                else:
-                    # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
-                    with contextlib.suppress(RuntimeError):
-                        loop.call_soon_threadsafe(_wake, waiter)
-
-            self.when_settled(wake)
+            wake = loop, waiter
+            self._callbacks.append(wake)
+            if self._state != PENDING:
+                self._run_callbacks()
             try:
                 yield from waiter
             except (asyncio.CancelledError, GeneratorExit):  # the latter: the coroutine was dropped
@@ -386,6 +390,9 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if self._remove_callback(wake) and not self.waiters:
                     self.cancel()
                 raise
+        if self._error is None and self.arrival is None and not self._devices:  # as `_outcome`, for most calls
+            value: T = self._value
+            return value
         try:
             return self._outcome()
         finally:
@@ -429,20 +436,14 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
         """Register an internal callback: runs in the settling thread, must be quick and must not raise."""
-        callbacks = self._callbacks
-        if callbacks is None:
-            with _callbacks_lock:
-                callbacks = self._callbacks
-                if callbacks is None:
-                    callbacks = self._callbacks = []
-        callbacks.append(callback)
+        self._callbacks.append(callback)
         if self._state != PENDING:
             self._run_callbacks()
 
-    def _remove_callback(self, callback: Callable[[Future[Any]], None]) -> bool:
+    def _remove_callback(self, callback: _Registered) -> bool:
         """Take a callback back; False if it has run or is about to."""
         try:
-            (self._callbacks or []).remove(callback)
+            self._callbacks.remove(callback)
         except ValueError:
             return False
         return True
@@ -455,12 +456,28 @@ class Future(torch.futures.Future[T], Generic[T]):
                 callback = callbacks.pop(0)
             except IndexError:
                 break
-            if type(callback) is _UserCallback and (apart or _running_loop() is not None):
+            kind = type(callback)
+            if kind is tuple:  # a task that awaits
+                loop, waiter = callback
+                if _running_loop() is not loop:
+                    # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
+                    with contextlib.suppress(RuntimeError):
+                        loop.call_soon_threadsafe(_wake, waiter)
+                elif not waiter.done():
+                    waiter.set_result(None)
+            elif kind is _LOCK:  # a thread that waits
+                callback.release()
+            elif kind is _UserCallback and (apart or _running_loop() is not None):
                 users.append(callback)
             else:
                 callback(self)
         if users:
             _hand_over(self, users)
+
+
+#: What waits for a Future: an internal callback, one of the user's, the loop and the asyncio Future of a task that
+#: awaits it, or the lock at which a thread waits. The latter two are no functions, to run one less for each call.
+_Registered = Any
 
 
 class _UserCallback:

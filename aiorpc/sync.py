@@ -7,6 +7,7 @@ that worker. A verb that would block the loop of its worker is refused with Woul
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,9 +106,12 @@ def rpc_sync(
     timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. From any thread but the one that runs
     the worker's loop: there it raises WouldBlockLoop, with nothing sent.
     """
-    node = registry.get()
-    node.engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
-    return node.peers.find(to).call(func, args or (), kwargs, node.engine.timeout(timeout)).wait()
+    node = registry.only or registry.get()
+    engine = node.engine
+    if engine.thread == threading.get_ident():
+        engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
+    seconds = engine.default_timeout if timeout == UNSET_RPC_TIMEOUT else engine.timeout(timeout)
+    return node.peers.find(to).call(func, args or (), kwargs, seconds).wait()
 
 
 def rpc_async(
@@ -121,7 +125,7 @@ def rpc_async(
 
     timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. Any thread.
     """
-    node = registry.get()
+    node = registry.only or registry.get()
     return node.peers.find(to).call(func, args or (), kwargs, node.engine.timeout(timeout))
 
 

@@ -722,6 +722,8 @@ async def test_callbacks_go_to_the_executor() -> None:
     jobs: list[tuple[Any, ...]] = []
 
     class Threads:
+        may_stay_awake = True
+
         def stay_awake(self, look: Any, done: Any, timeout: float | None) -> None:
             raise AssertionError("nobody waits")
 

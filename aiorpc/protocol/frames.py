@@ -232,12 +232,8 @@ class FrameDecoder:
                 frames.append(self._large.frame())
                 self._large = None
                 self.filling = False
-        else:
-            self._end += count
-            self._parse(frames)
-        return frames
-
-    def _parse(self, frames: list[Frame]) -> None:
+            return frames
+        self._end += count
         buffer, start, end = self._buffer, self._start, self._end
         size = HEAD.size
         need = size
@@ -260,8 +256,12 @@ class FrameDecoder:
             frames.append(_new_frame(Frame, (kind, call_id, bytes(buffer[start + size : start + need]), ())))
             start += need
             need = size
-        self._start = start
-        self._make_room(need)
+        if start == end and buffer is self._buffer and len(buffer) == self.read_size and self._large is None:
+            self._start = self._end = 0  # as `_make_room` does, for most that comes
+        else:
+            self._start = start
+            self._make_room(need)
+        return frames
 
     def _check(self, magic: int, body_length: int, count: int) -> None:
         if magic != MAGIC:

@@ -2,10 +2,10 @@
 
 The body of a message is the msgpack array of the fields of its class, all of them, in their order. A message whose
 class has no fields has an empty body. `write` makes a body, and `read` takes one apart; where a message is on the path
-of each call there is a function of its own beside them (`write_with`, `read_call`, `read_values`), which does the same
-in fewer steps. Reading checks the number of the fields and the types of those that the runtime relies on, and raises
-ProtocolError for a body that does not fit: nobody behind this module looks at a body again, or at a field by its
-number.
+of each call there is a function of its own beside them (`write_with`, `write_plain`, `read_call`, `read_values`), which
+does the same in fewer steps. Reading checks the number of the fields and the types of those that the runtime relies on,
+and raises ProtocolError for a body that does not fit: nobody behind this module looks at a body again, or at a field by
+its number.
 
 Bodies of the handshake that a worker of another version has to understand (HELLO, REFUSED) keep their form for ever;
 see `handshake`. Messages of reference counting have classes of their own in `reference_messages`, and what the two ends
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 from msgpack import unpackb
 
 from ..errors import ProtocolError
-from .frames import Buffer, Kind
-from .packing import LONG, look_through, pack, unpack
+from .frames import HEAD, MAGIC, Buffer, Kind
+from .packing import LONG, PLAIN, look_through, new_packer, pack, packers, unpack
 from .reference_messages import PassedReference, read_passed
 
 M = TypeVar("M", bound="Message")
@@ -226,6 +226,7 @@ CLASSES: dict[Kind, type[Any]] = {
 # What Call(...) and Values(...) do, without their call into Python: two are made for each call.
 _new: Any = tuple.__new__
 _CHUNK = struct.Struct("<QQ")
+_NOTHING_ELSE = Values([])[1:]
 
 
 def write(message: Message) -> bytes:
@@ -238,7 +239,33 @@ def write_with(kind: type[Call | Reply | Item], head: tuple[Any, ...], values: V
 
     Raises what `write` raises.
     """
-    return pack(_new(kind, (*head, values)))
+    try:  # as `pack` does, with one function less for each call
+        packer = packers.pop()
+    except IndexError:
+        packer = new_packer()
+    body: bytes = packer.pack(_new(kind, (*head, values)))
+    packers.append(packer)
+    return body
+
+
+def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any], limit: int) -> list[Buffer] | None:
+    """The frame of a message of that kind whose last field are Values without anything but plain ones: most calls that
+    have to be quick, and their answers, are of this kind, and this is all that they need.
+
+    head: as of `write_with`. limit: bytes that the body may have. None if a value is not plain, or the frame cannot be.
+    """
+    if not PLAIN.issuperset(map(type, values)):
+        return None
+    try:
+        packer = packers.pop()
+    except IndexError:
+        packer = new_packer()
+    try:
+        body: bytes = packer.pack((*head, (values, *_NOTHING_ELSE)))
+    except (OverflowError, ValueError):  # an int beyond 64 bits, a str that is no text, one that is too long
+        return None
+    packers.append(packer)
+    return [HEAD.pack(call_id, len(body), 0, kind, MAGIC) + body] if len(body) <= limit else None
 
 
 def read_call(body: Buffer) -> Call:
@@ -283,13 +310,16 @@ def read_call(body: Buffer) -> Call:
 
 
 def _read_function(wire: list[Any]) -> Function:
-    match [type(part) for part in wire[:5]]:
+    function: Function = None
+    match list(map(type, wire[:5])):
         case [builtins.int, builtins.str]:
-            return ByName(*wire)
+            function = _new(ByName, wire)
         case [builtins.int, builtins.int, builtins.int, builtins.str]:
-            return Method(*wire)
+            function = _new(Method, wire)
         case [builtins.int, builtins.int, builtins.int]:
-            return Fetch(*wire)
+            function = _new(Fetch, wire)
+    if function is not None:
+        return function
     raise ProtocolError(f"a call of {wire!r:.80}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -13,20 +14,23 @@ from .frames import Buffer
 
 #: Bytes. What is longer is looked through before it is unpacked.
 LONG = 1024
+#: Exact types that msgpack brings back as themselves. No bool subclass exists; int subclasses (enums) are not exact.
+PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 # Making a packer costs as much as packing a call, so packers are kept here. `pop` and `append` of a deque are atomic: a
 # packer is taken out, used by one thread, and put back. If packing raises, the packer is not put back, as it may hold
 # half a message.
-_packers: deque[msgpack.Packer] = deque(maxlen=32)
+packers: deque[msgpack.Packer] = deque(maxlen=32)
+new_packer = partial(msgpack.Packer, autoreset=True)
 
 
 def pack(fields: Sequence[object]) -> bytes:
     """A message body from fields that are plain values, or lists or tuples of them."""
     try:
-        packer = _packers.pop()
+        packer = packers.pop()
     except IndexError:
-        packer = msgpack.Packer(autoreset=True)
+        packer = new_packer()
     body: bytes = packer.pack(fields)
-    _packers.append(packer)
+    packers.append(packer)
     return body
 
 

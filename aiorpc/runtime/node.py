@@ -288,6 +288,9 @@ class Node:
 
 
 class _RegistryForNodes(Protocol):
+    @property
+    def only(self) -> Node | None: ...
+
     def add(self, node: Node) -> None: ...
 
     def remove(self, node: Node) -> None: ...
@@ -305,12 +308,14 @@ def serving() -> tuple[Node, ServedCall]:
     """In a handler that belongs to the runtime: the node that serves the call, and the call."""
     call = current_call.get()
     assert call is not None, "only handlers ask"
-    return cast(Node, call.node), call
+    node: Any = call.node  # a Node: there is nothing else
+    return node, call
 
 
 def node_of(rref: RRef[Any]) -> Node:
     """The node whose handle an RRef is."""
-    return cast(Node, rref._references.home)
+    node: Node = rref._references.home  # type: ignore[assignment]  # a Node: there is nothing else
+    return node
 
 
 def _other_end(link: Link) -> Link | None:

@@ -45,7 +45,7 @@ from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_l
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from ..protocol.session import Session
-from .send_queue import SendQueue
+from .send_queue import FRAME_COST, SendQueue
 from .silence import Silence, hear
 from .tls import TlsLayer
 
@@ -219,12 +219,19 @@ class Connection:
         """
         if self._closed:
             return
+        queue = self.queue
         try:
-            self.queue.append(frame)
+            if len(frame) == 1:  # as `append` does, with one function less for most frames
+                queue.size += len(frame[0]) + FRAME_COST
+                queue.frames.append(frame)
+            else:
+                queue.append(frame)
             if more:
                 return
-            if not self._blocked and (len(self.queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
-                self._write_here()
+            if not self._blocked and (len(queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
+                self._write()
+                if self.on_drained is not None:  # as in `_write_here`
+                    self._call_on_loop(self._drained)
             elif not self._scheduled:
                 self._schedule()
         except BaseException:
@@ -264,15 +271,37 @@ class Connection:
             self._call_on_loop(self._drained)
 
     def _write(self) -> None:
-        lock = self._lock
-        frames, begun = self.queue.frames, self.queue.begun
+        """Write what is queued, as far as the socket takes it, unless another thread does."""
+        lock, queue = self._lock, self.queue
+        frames, begun = queue.frames, queue.begun
         # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
         while (frames or begun) and not self._blocked and not self._closed:
             # Ours already: a signal handler sends something in the midst of our own writing.
             if lock._is_owned() or not lock.acquire(False):  # type: ignore[attr-defined]  # see `_is_owned`
                 return
             try:
-                self._drain()
+                flags = _DONT_WAIT
+                session = self.lasting
+                while (frames or begun) and not self._closed:
+                    if (
+                        session is not None
+                        and (session.due or session.size >= session.limit)
+                        and not self._may_begin(session)
+                    ):
+                        break
+                    try:
+                        sent, whole = queue.write(self._sock, flags)
+                    except (BlockingIOError, InterruptedError):
+                        sent, whole = 0, False
+                    self.bytes_sent += sent
+                    if whole:
+                        flags = _DONT_WAIT
+                    elif self._patient and flags and sent:
+                        flags = 0  # once more, and this time wait a little
+                    else:
+                        self._blocked = True
+                        self._call_on_loop(self._wait_writable)
+                        break
             except OSError as error:
                 self._call_on_loop(self._write_failed, error, self._sock)
                 return
@@ -288,29 +317,6 @@ class Connection:
             self.tls.lock.release()
         self._blocked = self._fd < 0  # else maybe before the loop was asked to wait for the socket
         self._call_on_loop(self._flush)
-
-    def _drain(self) -> None:
-        queue = self.queue
-        frames, begun = queue.frames, queue.begun
-        flags = _DONT_WAIT
-        session = self.lasting
-        while (frames or begun) and not self._closed:
-            if session is not None and (session.due or session.size >= session.limit) and not self._may_begin(session):
-                return
-            try:
-                sent, whole = queue.write(self._sock, flags)
-            except (BlockingIOError, InterruptedError):
-                sent, whole = 0, False
-            self.bytes_sent += sent
-            if whole:
-                flags = _DONT_WAIT
-                continue
-            if self._patient and flags and sent:
-                flags = 0  # once more, and this time wait a little
-                continue
-            self._blocked = True
-            self._call_on_loop(self._wait_writable)
-            return
 
     def _may_begin(self, session: Session) -> bool:
         """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer."""
@@ -342,7 +348,28 @@ class Connection:
         try:
             if self._unread or self._left:
                 self._take_unread()
-            self._read()
+            taken = 0
+            tls = self.tls
+            while not (self._closed or self._paused):
+                decoder = self._source  # now: it changes with a seal
+                buffer = decoder.get_buffer()
+                if self._patient and decoder.filling:
+                    count = self._sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
+                else:
+                    count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
+                if count == 0:
+                    raise ConnectionResetError(_ENDED)
+                taken += count
+                self.bytes_received += count  # now: whoever is told of an end below looks at it
+                frames = decoder.received(count)
+                if tls is not None and (self.on_open is not None or tls.outgoing.pending):
+                    self._attend_to(tls)
+                if frames and self.lasting is not None:
+                    frames = self._counted(frames, self.lasting)
+                if frames and self.on_frames is not None:
+                    self.on_frames(frames)
+                if taken > self._turn or (count < len(buffer) and not decoder.filling):
+                    return
         except (BlockingIOError, InterruptedError):
             pass
         except (OSError, ProtocolError) as error:
@@ -353,30 +380,6 @@ class Connection:
             self._fail(error)
         finally:
             self._reading.release()
-
-    def _read(self) -> None:
-        taken = 0
-        tls = self.tls
-        while not (self._closed or self._paused):
-            decoder = self._source  # now: it changes with a seal
-            buffer = decoder.get_buffer()
-            if self._patient and decoder.filling:
-                count = self._sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
-            else:
-                count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
-            if count == 0:
-                raise ConnectionResetError(_ENDED)
-            taken += count
-            self.bytes_received += count  # now: whoever is told of an end below looks at it
-            frames = decoder.received(count)
-            if tls is not None and (self.on_open is not None or tls.outgoing.pending):
-                self._attend_to(tls)
-            if frames and self.lasting is not None:
-                frames = self._counted(frames, self.lasting)
-            if frames and self.on_frames is not None:
-                self.on_frames(frames)
-            if taken > self._turn or (count < len(buffer) and not decoder.filling):
-                return
 
     def _say_why(self, error: Exception) -> None:
         """The last word to somebody whose bytes this side cannot take, if it can be said in their words."""

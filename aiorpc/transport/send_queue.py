@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import call, is_not, itemgetter
@@ -38,6 +38,8 @@ MAX_BUFFERS = 256
 # With TLS so much is encrypted before it is written, at most: the other end is woken once for all of it, and finds work
 # while the next is encrypted. It begins with one piece, so that the other end of a single message need not wait long.
 RUN = 8 * PIECE
+# So many frames are looked at to join them for one system call.
+MAX_FRAMES = 2048
 # What a frame takes in memory beside its bytes, about.
 FRAME_COST = 128
 _WAKE: Sequence[Buffer] = (b"",)  # stands for what TLS has to say; no frame
@@ -160,15 +162,25 @@ class SendQueue:
 
         Raises what the socket raises; nothing is written then.
         """
-        begun, sent = self.begun, self._sent
+        frames, begun, sent = self.frames, self.begun, self._sent
         buffers: Sequence[Buffer]
         if begun and not self._announced:
             rest = _rest(list(chain.from_iterable(begun)), sum(sent))
             left = sum(map(len, rest))
-            buffers, size = _joined([rest])
+            buffers, size, _ = _joined([rest])
         else:
             sent.clear()
-            buffers, size = self._begin()
+            if self._seal is not None:
+                buffers, size = self._begin_piece(self._seal)
+            elif self._tls is not None:
+                buffers, size = self._begin_records(self._tls)
+            elif len(frames) == 1 and len(frames[0]) <= 2:  # a small message, or a head and one segment
+                buffers = frames[0]
+                size = sum(map(len, buffers))
+                begun.extend(map(deque.popleft, (frames,)))
+            else:
+                buffers, size, taken = _joined(_first_of(frames, MAX_FRAMES))
+                begun.extend(map(deque.popleft, repeat(frames, taken)))
             left = size
         if len(buffers) == 1:
             sent.extend(map(sock.send, buffers, (flags,)))
@@ -188,21 +200,6 @@ class SendQueue:
                 steps: list[Callable[[], object]] = [partial(session.kept.extend, begun), begun.clear]
                 list(map(_RUN, steps))
         return count, count == size
-
-    def _begin(self) -> tuple[Sequence[Buffer], int]:
-        """The next frames, as buffers to write, and their size."""
-        if self._seal is not None:
-            return self._begin_piece(self._seal)
-        if self._tls is not None:
-            return self._begin_records(self._tls)
-        frames, begun = self.frames, self.begun
-        begun.extend(map(deque.popleft, (frames,)))
-        first = begun[0]
-        if not frames and len(first) == 1:
-            return first, len(first[0])
-        if not frames and len(first) == 2:  # head and one segment
-            return first, len(first[0]) + len(first[1])
-        return _joined(self._next_frames())
 
     def _begin_piece(self, seal: Seal) -> tuple[Sequence[Buffer], int]:
         frames, begun = self.frames, self.begun
@@ -253,12 +250,6 @@ class SendQueue:
         taken = map(deque.popleft, repeat(frames, count))
         return [partial(session.kept.extend, filter(partial(is_not, _WAKE), taken))]
 
-    def _next_frames(self) -> Iterator[Sequence[Buffer]]:
-        yield self.begun[0]
-        while self.frames:
-            self.begun.extend(map(deque.popleft, (self.frames,)))
-            yield self.begun[-1]
-
 
 def _merged(frame: Sequence[Buffer]) -> list[Buffer]:
     """The same bytes in no more than MAX_BUFFERS buffers, copied."""
@@ -266,15 +257,16 @@ def _merged(frame: Sequence[Buffer]) -> list[Buffer]:
     return [b"".join(frame[at : at + each]) for at in range(0, len(frame), each)]
 
 
-def _joined(frames: Iterable[Sequence[Buffer]]) -> tuple[list[Buffer], int]:
-    """Buffers for one system call, of as many frames as are good for one, and their size.
+def _joined(frames: Sequence[Sequence[Buffer]]) -> tuple[list[Buffer], int, int]:
+    """Buffers for one system call, of as many frames as are good for one, their size, and how many frames these are.
 
     Small buffers are joined, large ones stay as they are. Of a frame that is too much the rest is left out.
     """
     buffers: list[Buffer] = []
     small: list[Buffer] = []
-    size = 0
+    size = taken = 0
     for frame in frames:
+        taken += 1
         for buffer in frame:
             if len(buffers) >= 2 * MAX_BUFFERS:
                 break
@@ -290,7 +282,7 @@ def _joined(frames: Iterable[Sequence[Buffer]]) -> tuple[list[Buffer], int]:
             break
     if small:
         buffers.append(b"".join(small))
-    return buffers, size
+    return buffers, size, taken
 
 
 def _cut(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[list[Buffer], int, int, int]:

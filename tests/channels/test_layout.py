@@ -248,7 +248,7 @@ def test_tensor_whose_memory_was_freed(count: int) -> None:
     for tensors in ([tensor], [view], [tensor, view], [torch.ones(1), tensor]):
         with pytest.raises(SerializationError, match=r"float32 tensor of shape \(\d+,\) whose memory was freed"):
             describe(tensors)
-    assert describe_plain(tensor) is None
+    assert describe_plain([tensor]) is None
 
 
 def test_tensor_inside_of_a_transform() -> None:
@@ -257,7 +257,7 @@ def test_tensor_inside_of_a_transform() -> None:
     def inside(tensor: Tensor) -> Tensor:
         with pytest.raises(SerializationError, match="holds a tensor without memory of its own"):
             describe([tensor])
-        assert describe_plain(tensor) is None
+        assert describe_plain([tensor]) is None
         return tensor
 
     torch.vmap(inside)(torch.ones(2, 2))
@@ -266,9 +266,9 @@ def test_tensor_inside_of_a_transform() -> None:
 def test_tensor_with_attributes_is_not_plain() -> None:
     """They go by pickle, which a table entry does not replace."""
     tensor = torch.ones(2)
-    assert describe_plain(tensor) is not None
+    assert describe_plain([tensor]) is not None
     tensor.note = "text"  # type: ignore[attr-defined]  # tensors take any attribute
-    assert describe_plain(tensor) is None
+    assert describe_plain([tensor]) is None
 
 
 def test_what_is_not_plain_is_left_to_the_others() -> None:
@@ -277,7 +277,7 @@ def test_what_is_not_plain_is_left_to_the_others() -> None:
     others = [dense.to_sparse(), dense.to_sparse_csr(), torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8)]
     others += [dense.to("meta"), dense.t()[:3], dense[:0], (dense * 1j).conj()]
     for tensor in others:
-        assert describe_plain(tensor) is None
+        assert describe_plain([tensor]) is None
 
 
 @pytest.mark.parametrize("count", [2, EMBEDDED_SIZE, DIRECT_SIZE])
@@ -285,10 +285,10 @@ def test_plain_tensor_that_requires_gradients(count: int) -> None:
     """Its entry and its bytes are those of the general way, for a leaf and for what was computed."""
     leaf = torch.arange(float(count), requires_grad=True)
     for tensor in (leaf, leaf * 2):
-        described = describe_plain(tensor)
+        described = describe_plain([tensor])
         assert described is not None
         (plain,), lent = described
-        (entry, _), buffers = describe([tensor, torch.ones(1)])  # two: by the general way
+        (entry, _), buffers = describe([tensor, torch.ones(0)])  # one without bytes: by the general way
         assert [*plain[:3], tuple(plain[3]), *plain[4:]] == [*entry[:3], (count,), *entry[4:]]
         assert [bytes(buffer) for buffer in lent] == [bytes(buffer) for buffer in buffers]
 

@@ -11,7 +11,8 @@ from ...channels import AnyBuffer
 from ...errors import Overloaded, SerializationError
 from ...futures import AnyFuture, outcome
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
-from ...protocol.messages import Item, Reply, Values, write
+from ...protocol.messages import Item, Reply, Values, write, write_plain
+from ...protocol.packing import PLAIN
 from ...transport.connection import Connection
 from ..calls.current import ServedCall, where
 from ..calls.failures import encode_error
@@ -88,7 +89,15 @@ class Answers:
     def _may_answer(self, call: ServedCall) -> bool:
         # If the caller gave up while this answer was being made, the answer is sent all the same, because references
         # may be in it. The caller drops the late answer but takes its references, and the table here waits for that.
-        call.replied = self.take(call.call_id) is not None or call.cancelled
+        if self.calls.pop(call.call_id, None) is None:
+            call.replied = call.cancelled
+        else:
+            call.replied = True
+            self.queued -= call.size
+            if call.credit is not None:
+                self.streams -= 1
+            if call.system:
+                self.system -= 1
         return call.replied
 
     # --- results ------------------------------------------------------------------------------------------------------
@@ -116,8 +125,15 @@ class Answers:
         if crowded and call.once is None:
             self.answer_error(call, backlog.overloaded(call))
             return
+        values = list(result) if type(result) is Results else [result]
+        if call.once is None and PLAIN.issuperset(map(type, values)):  # most that have to be quick are of this kind
+            frame = write_plain(REPLY, call.call_id, (), values, self._caller.max_body)
+            if frame is not None:
+                if self._may_answer(call):
+                    # With few other calls under way there is little to join it with: no reason to wait for the loop.
+                    link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
+                return
         try:
-            values = list(result) if type(result) is Results else [result]
             tape = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
             body, buffers, out = encode(Reply, (), values, self._caller, link.route_back, tape)
             del result, values
@@ -141,11 +157,8 @@ class Answers:
         del out
         if not buffers or (not copy and link.distribution.rides(buffers)):
             if self._may_answer(call):
-                # With few other calls under way there is little to join it with, and no reason to wait for the loop.
-                urgent = len(self.calls) < FEW + self.system
-                link.send(
-                    REPLY, call.call_id, encode_frame(REPLY, call.call_id, body, buffers), urgent=urgent, call=call
-                )
+                frame = encode_frame(REPLY, call.call_id, body, buffers)
+                link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
         elif not copy and link.distribution.too_long_for_loop(buffers):
             settled = self._accelerators.settled(buffers)
             size = sum(map(len, settled))
@@ -265,6 +278,10 @@ class Answers:
         if self._engine.lifetime.forked:
             end_child(where(call))
         link = self._link
+        frame = write_plain(ITEM, call.call_id, (), [item], self._caller.max_body)
+        if frame is not None:
+            link.send(ITEM, call.call_id, frame, call=call)
+            return
         tape: Tape | None = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
         try:
             body, buffers, _ = encode(Item, (), [item], self._caller, link.route_back, tape)

@@ -21,6 +21,8 @@ from ..engine.engine import Engine
 from .answers import Answers
 from .running import Runner
 
+_new: Any = tuple.__new__  # what Handler(...) does, without its call into Python
+
 
 class ReferencesForResolver(Protocol):
     """The values that this worker owns (`References`)."""
@@ -30,7 +32,10 @@ class ReferencesForResolver(Protocol):
 
 
 class Resolver:
-    """Finds what the calls of one connection name. On the loop, except where a method says otherwise."""
+    """Finds what the calls of one connection name. On the loop, except where a method says otherwise.
+
+    functions: those that have been named, by the numbers that they were given.
+    """
 
     def __init__(
         self,
@@ -48,7 +53,7 @@ class Resolver:
         self._references = references
         self._caller = caller
         self._permits = permits
-        self._functions: dict[int, Handler] = {}
+        self.functions: dict[int, Handler] = {}
         self._methods: dict[tuple[type, str, object], Handler] = {}
 
     def is_system(self, function: Function) -> bool:
@@ -57,7 +62,7 @@ class Resolver:
         Otherwise many calls of users would keep a worker from leaving and from hearing of losses.
         """
         if type(function) is int:
-            handler = self._functions.get(function)
+            handler = self.functions.get(function)
             return handler is not None and handler.system
         name = function.name if type(function) is ByName else ""
         if self._permits is not None:
@@ -75,35 +80,34 @@ class Resolver:
             case Fetch():
                 return "to_here"
             case int():
-                handler = self._functions.get(function)
+                handler = self.functions.get(function)
                 return f"function number {function}" if handler is None else handler.name
         return "a function that came by value"
 
     def route(self, function: Function, call: ServedCall) -> None:
-        """Find what the call names and have it started, now or as soon as it is there.
+        """Find what the call names, if that is no number of `functions`, and have it started as soon as it is there.
 
         Raises if that cannot be; whoever calls this answers with the error.
         """
         if type(function) is int:
-            handler = self._functions.get(function)
-            if handler is None:
-                raise ProtocolError(f"function number {function} was never named")
-            self._runner.start(call, handler)
-            return
+            raise ProtocolError(f"function number {function} was never named")
         match function:
             case ByName(number, name):
-                handler = self._functions.get(number)
+                handler = self.functions.get(number)
                 if handler is None:
                     call.function = name
                     if not functions.is_loaded(name) and (self._permits is None or self._permits.may_import(name)):
                         self._engine.background.submit(self._import, number, name, call)
                         return
-                    handler = self._functions[number] = self._find(name)
+                    handler = self.functions[number] = self._find(name)
                 self._runner.start(call, handler)
             case Method(worker, number, key, name):
                 call.function = f"{name} of a reference"
                 value = self._references.value(worker, number, key, self._caller)
-                when_done(value, partial(self._found_value, name, call))
+                if value.done():
+                    self._found_value(name, call, value)
+                else:
+                    when_done(value, partial(self._found_value, name, call))
             case Fetch(worker, number, key):
                 call.function = "to_here"
                 value = self._references.value(worker, number, key, self._caller)
@@ -128,7 +132,7 @@ class Resolver:
         except BaseException as error:  # a module may exit as it is imported
             self._runner.refuse(call, error)
             return
-        self._functions[number] = handler  # the loop reads it; setting one key of a dictionary is atomic
+        self.functions[number] = handler  # the loop reads it; setting one key of a dictionary is atomic
         self._engine.call_on_loop(self._runner.start, call, handler)
 
     def _unpack_function(self, call: ServedCall) -> None:
@@ -185,7 +189,7 @@ class Resolver:
                     # Kept without the method: that would keep this value alive.
                     self._methods[type(value), name, attribute] = handler._replace(function=len)
             else:
-                handler = handler._replace(function=method)
+                handler = _new(Handler, (method, *handler[1:]))
         except BaseException as failure:
             self._runner.refuse(call, failure)
             return

@@ -20,6 +20,7 @@ from ...channels.landing import LandedCoroutine, current_landing
 from ...errors import Overloaded, RpcCancelled, RpcUsageError, SerializationError
 from ...futures import is_future, when_done
 from ...protocol.codec import names_nothing
+from ...protocol.messages import Values
 from ..calls.batching import Batch, get_batcher
 from ..calls.current import NO_VALUES, CommonHome, ServedCall, current_call
 from ..calls.functions import Handler, Mode
@@ -53,6 +54,7 @@ class Runner:
         self._load_references = load_references
         self._track = track
         self._backlog = backlog
+        self._tasks = node.engine.tasks.alive
         backlog.start(self.resume)
         self._ways: dict[str, Callable[[ServedCall], None]] = {  # by the value: hashing an Enum is a call into Python
             Mode.THREAD.value: self._start_thread,
@@ -133,7 +135,11 @@ class Runner:
             ) from error.__cause__
 
     def _take_arguments(self, call: ServedCall) -> tuple[list[Any], dict[str, Any]]:
-        values = self.decode(call)
+        values, _, _, pickled, _, table, references, _ = call.arguments
+        if pickled or references or self._devices or call.landing is not None:
+            values = self.decode(call)
+        elif table:
+            values = decode(call.arguments, call.segments, self._load_references, self._track, None, self._engine.safe)
         # As `drop_arguments` does, for each call that runs.
         segments, call.segments, call.arguments = call.segments, (), NO_VALUES
         if type(segments) is list:
@@ -230,7 +236,11 @@ class Runner:
         try:
             if mode is Mode.DEFERRED:
                 self._defer(call, result.pop())
-            elif type(result[0]) is not GeneratorType and asyncio.iscoroutine(result[0]):  # it is one in Python 3.11
+            elif (
+                hasattr(type(result[0]), "__await__")  # else that is known without a function of Python's
+                and type(result[0]) is not GeneratorType  # it is one in Python 3.11
+                and asyncio.iscoroutine(result[0])
+            ):
                 # A plain function that hands back a coroutine: run it where coroutines run.
                 self._engine.call_on_loop(self._create_task, call, result.pop())
             else:
@@ -275,7 +285,25 @@ class Runner:
 
     # --- tasks --------------------------------------------------------------------------------------------------------
 
+    def _decode_for_task(self, call: ServedCall) -> None:
+        """In a thread: the arguments are large."""
+        try:
+            values = self.decode(call)
+        except BaseException as error:
+            self._answers.answer_error(call, error)
+            return
+        call.drop_arguments()
+        call.arguments = Values(values)  # as they are: nothing is left to decode
+        self._engine.call_on_loop(self._start_decoded, call)
+
+    def _start_decoded(self, call: ServedCall) -> None:
+        if call.over:  # by now
+            self._answers.answer_error(call, _not_run(call))
+        else:
+            self._start_task(call)
+
     def _start_task(self, call: ServedCall) -> None:
+        """Run a coroutine, or an asynchronous generator. On the loop."""
         pickled = call.arguments.pickled
         if pickled is not None and len(pickled) > LARGE_PICKLE:
             self._engine.background.submit(self._decode_for_task, call)
@@ -285,24 +313,6 @@ class Runner:
         except BaseException as error:
             self._answers.answer_error(call, error)
             return
-        self._start_coroutine(call, args, kwargs)
-
-    def _decode_for_task(self, call: ServedCall) -> None:
-        """In a thread: the arguments are large."""
-        try:
-            args, kwargs = self._take_arguments(call)
-        except BaseException as error:
-            self._answers.answer_error(call, error)
-            return
-        self._engine.call_on_loop(self._start_decoded, call, args, kwargs)
-
-    def _start_decoded(self, call: ServedCall, args: list[Any], kwargs: dict[str, Any]) -> None:
-        if call.over:  # by now
-            self._answers.answer_error(call, _not_run(call))
-        else:
-            self._start_coroutine(call, args, kwargs)
-
-    def _start_coroutine(self, call: ServedCall, args: list[Any], kwargs: dict[str, Any]) -> None:
         if call.landing is not None:
             call.landing.carriers.clear()  # the arguments are the handler's alone
         handler = call.handler
@@ -341,12 +351,14 @@ class Runner:
     def _serve_coroutine(self, call: ServedCall, handler: Any) -> None:
         on_device = call.landing is not None or call.arrival is not None
         coroutine = self._run_steps(call, handler) if on_device else self._run_coroutine(call, handler)
-        call.on_cancel = partial(self._cancel_task, self._engine.tasks.serve(coroutine), coroutine, handler)
+        task = call.task = self._engine.loop.create_task(coroutine)
+        self._tasks.add(task)
+        call.on_cancel = partial(self._cancel_task, task, coroutine, handler)
 
     def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, handler: Any) -> None:
         if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
             # Nothing of it has run, so nothing of it will: the handler's coroutine would never be awaited.
-            self._engine.tasks.drop(task)
+            self._tasks.discard(task)
             if hasattr(handler, "close"):
                 handler.close()
         task.cancel()
@@ -363,6 +375,7 @@ class Runner:
                     call.arrival.join()
         except Exception as error:  # the device's
             coroutine.close()
+            self._tasks.discard(call.task)
             self._answers.answer_error(call, error)
             return
         await LandedCoroutine(coroutine, landing)
@@ -381,8 +394,8 @@ class Runner:
             pass_on(error)
             return
         finally:
-            call.on_cancel = None  # it leads back here: without the cycle all of it goes with the last reference
-            self._engine.tasks.served()
+            self._tasks.discard(call.task)
+            call.task = call.on_cancel = None  # they lead back here: without the cycle it goes with the last reference
         self._answers.answer(call, result.pop())
 
 

@@ -118,6 +118,7 @@ class Service:
         )
         self._permits = permits_of(home.engine.rights, home.engine.name, record)
         self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, record.id, self._permits)
+        self._functions = self._resolver.functions
 
     def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
         return self._home.references.load(passed, self.record.id)
@@ -177,7 +178,11 @@ class Service:
         if call.once is not None and not self._is_first(call):
             return
         try:
-            self._resolver.route(message.function, call)
+            handler = self._functions.get(message.function) if type(message.function) is int else None
+            if handler is not None:
+                self._runner.start(call, handler)
+            else:
+                self._resolver.route(message.function, call)
         except BaseException as error:
             self._runner.refuse(call, error)
             answers.pass_on(error)

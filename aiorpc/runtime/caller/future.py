@@ -10,7 +10,7 @@ import torch
 
 from ... import foreign
 from ...errors import RpcCancelled, RpcError
-from ...futures import PENDING, Executor, Future, Marks
+from ...futures import PENDING, UNCLAIMED, Executor, Future, Marks
 from ...protocol.frames import Frame
 from ...transport.connection import Connection
 from ..engine.engine import Engine
@@ -63,7 +63,6 @@ class CallFuture(Future[Any]):
         "_callbacks",
         "_error",
         "_state",
-        "_unclaimed",
         "_value",
         "again",
         "call_id",
@@ -80,12 +79,17 @@ class CallFuture(Future[Any]):
     _apart = True
 
     def __init__(
-        self, peer: PeerForFuture, entry: FunctionEntry, started: float, deadline: float | None, system: bool
+        self,
+        peer: PeerForFuture,
+        entry: FunctionEntry,
+        call_id: int,
+        started: float,
+        deadline: float | None,
+        system: bool,
     ) -> None:
         _CFuture.__init__(self, [])
-        self._unclaimed = [True]
         self._state = PENDING
-        self._callbacks = None
+        self._callbacks = [UNCLAIMED]
         self._error = None
         self._value = None
         self.site = None
@@ -97,7 +101,7 @@ class CallFuture(Future[Any]):
         self.again: bool | None = None
         self.streamed = False
         self.patient = False
-        self.call_id = -1
+        self.call_id = call_id
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]  # an attribute there; here it is the peer's

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import RpcUsageError
-from ...protocol.codec import PLAIN
+from ...protocol.packing import PLAIN
 from ..calls.functions import describe
 
 #: Keywords that belong to other verbs than the one that passes all keywords on.

@@ -79,11 +79,12 @@ class Home(CommonHome, Protocol):
 class OwedCalls:
     """See the module. Methods belong to the loop where they do not say otherwise.
 
-    pending: the Futures of the calls, by number. streams: who takes the items of those that are streams. system: how
-    many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave.
+    ids: gives each call its number. pending: the Futures of the calls, by number. streams: who takes the items of those
+    that are streams. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave.
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:
+        self.ids = itertools.count(1)
         self.pending: dict[int, CallFuture] = {}
         # Weak: a consumer that breaks out of its loop drops the stream, and that is what stops the producer.
         self.streams: WeakValueDictionary[int, ItemSink] = WeakValueDictionary()
@@ -95,11 +96,10 @@ class OwedCalls:
         self._devices = home.links.accelerators.accelerator is not None
         self._deadlines = deadlines
         self._peer = peer
-        self._ids = itertools.count(1)
 
-    def enter(self, future: CallFuture, stream: ItemSink | None) -> int:
-        """A call is about to be sent; the number that it gets. stream: who takes its items. Any thread."""
-        future.call_id = call_id = next(self._ids)
+    def enter(self, future: CallFuture, stream: ItemSink | None) -> None:
+        """A call is about to be sent. stream: who takes its items. Any thread."""
+        call_id, deadline = future.call_id, future.deadline
         self.pending[call_id] = future
         if future.system:
             self.system += 1
@@ -108,9 +108,8 @@ class OwedCalls:
         if stream is not None:
             self.streams[call_id] = stream
             future.streamed = True
-        if future.deadline is not None:
-            self._deadlines.add(future.deadline)
-        return call_id
+        if deadline is not None and deadline < self._deadlines.next:
+            self._deadlines.add(deadline)
 
     # --- ends without an answer ---------------------------------------------------------------------------------------
 
@@ -207,18 +206,20 @@ class OwedCalls:
 
     def on_answer(self, frame: Frame) -> None:
         """An answer has arrived. Called by whoever reads the connection: the loop, or a thread that waits."""
-        future = self.take(frame.call_id)
+        future = self.pending.pop(frame.call_id, None)  # as `take`
         if future is None:
             self._counters.late_answers += 1
             self._discard(frame)
             return
+        if future.system:
+            self.system -= 1
         now = time.monotonic()
         if future.deadline is not None and now > future.deadline:
             self._time_out(future)
             self._counters.late_answers += 1
             self._discard(frame)
             return
-        self._counters.record_latency(now - future.started)
+        self._counters.latencies[int((now - future.started) * 1e6).bit_length()] += 1
         entry = future.entry
         # An error may have come before the callee looked at the function (Overloaded, no such module).
         if not entry.confirmed and entry.number >= 0 and frame.kind == REPLY:
@@ -231,13 +232,17 @@ class OwedCalls:
         landing = frame.landing if type(frame) is Message else None
         try:
             result = read_values(frame.body)
-            if result.pickled and len(result.pickled) > LARGE_PICKLE:
+            values, _, _, pickled, _, table, references, _ = result
+            if pickled and len(pickled) > LARGE_PICKLE:
                 self._engine.background.submit(self._settle_value, future, result, frame.segments, landing)
                 return
         except Exception as error:
             future.settle(None, without_frames(error))
             return
-        self._settle_value(future, result, frame.segments, landing)
+        if len(values) == 1 and not (table or pickled or references):
+            future.settle(values[0])  # most answers that have to be quick are of this kind: there is nothing to decode
+        else:
+            self._settle_value(future, result, frame.segments, landing)
 
     def _settle_value(
         self, future: CallFuture, result: Values, segments: Sequence[Buffer], landing: Landing | None

@@ -36,7 +36,7 @@ from ...futures import CallSite, current_autograd
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import ByName, Call, Fetch, Function, Method
+from ...protocol.messages import ByName, Call, Fetch, Function, Method, write_plain
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...transport.connection import Connection
@@ -189,7 +189,11 @@ class Peer:
         if not system:
             limit = self.engine.options.max_pending_calls
             connection = self.connection
-            unsent = len(self._waiting) if connection is None else connection.unsent
+            if connection is None:
+                unsent = len(self._waiting)
+            else:
+                queue = connection.queue
+                unsent = len(queue.frames) + len(queue.begun)
             # The runtime's own calls do not count: a worker that waits for the others at shutdown still makes its own.
             # Unsent frames of calls that were given up do: a peer that does not read must not fill our memory.
             if len(pending) - owed.system >= limit or unsent - len(pending) >= limit:
@@ -241,44 +245,50 @@ class Peer:
                 values.insert(0, function)
                 if kind is MethodType and not self._home.gradients.as_torch:
                     warn_of_copy(function, self.name, depth + 1)
-        try:
-            remaining = None if deadline is None else deadline - now
-            once = None if one_try is None else one_try.once
-            head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates, once)
-            body, buffers, out = encode(Call, head, values, self, self.route, tape)
-        except SerializationError as error:
-            absence = absence_behind(error)
-            if absence is not None:
-                frame = sys._getframe(depth)
-                site = (frame.f_code, frame.f_lasti) if one_try is None else one_try.site
-                return self._ended(CallFuture(self, entry, now, deadline, system), site, stream, absence)
-            what = name_argument(error.position, named is None, len(args), names, entry.name)
-            raise SerializationError(f"{what} for worker {self.name!r} {error}") from error.__cause__
-        otherwise = None
-        if unknown:
-            otherwise = self._for_other_main(entry, function, head, values, tape, Form(body, buffers, out))
+        remaining = None if deadline is None else deadline - now
+        once = None if one_try is None else one_try.once
+        head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates, once)
+        call_id = next(owed.ids)
+        frame = None if unknown else write_plain(CALL, call_id, head, values, self.max_body)
+        body, out, otherwise = b"", None, None
+        buffers: Sequence[Any] = ()
+        if frame is None:
+            try:
+                body, buffers, out = encode(Call, head, values, self, self.route, tape)
+            except SerializationError as error:
+                absence = absence_behind(error)
+                if absence is not None:
+                    caller = sys._getframe(depth)
+                    site = (caller.f_code, caller.f_lasti) if one_try is None else one_try.site
+                    return self._ended(CallFuture(self, entry, call_id, now, deadline, system), site, stream, absence)
+                what = name_argument(error.position, named is None, len(args), names, entry.name)
+                raise SerializationError(f"{what} for worker {self.name!r} {error}") from error.__cause__
+            if unknown:
+                otherwise = self._for_other_main(entry, function, head, values, tape, Form(body, buffers, out))
 
-        future = CallFuture(self, entry, now, deadline, system)
+        future = CallFuture(self, entry, call_id, now, deadline, system)
         future.patient = wait
         if one_try is not None:
             future.site = one_try.site
         elif not system:
-            frame = sys._getframe(depth)
-            future.site = (frame.f_code, frame.f_lasti)
+            caller = sys._getframe(depth)
+            future.site = (caller.f_code, caller.f_lasti)
         try:
             # Entered before the frame is queued: the answer may come before this function has returned.
-            call_id = owed.enter(future, stream)
+            owed.enter(future, stream)
             link = self.link  # read once: the loop takes it away when the connection ends
-            if otherwise is not None:
+            if (
+                frame is None
+                and otherwise is None
+                and (not buffers or (link is not None and link.distribution.rides(buffers)))
+            ):
+                frame = encode_frame(CALL, call_id, body, buffers)
+            if frame is None:
                 self._send_buffers(WaitingCall(future, body, buffers, out, False, otherwise))
-            elif buffers and not (link is not None and link.distribution.rides(buffers)):
-                self._send_buffers(WaitingCall(future, body, buffers, out))
+            elif link is None or self.connection is None:
+                self._send_later(WaitingFrame(CALL, call_id, frame, future))
             else:
-                whole = encode_frame(CALL, call_id, body, buffers)
-                if link is None or self.connection is None:
-                    self._send_later(WaitingFrame(CALL, call_id, whole, future))
-                else:
-                    link.send(CALL, call_id, whole, urgent=len(pending) <= FEW + owed.system, call=future)
+                link.send(CALL, call_id, frame, urgent=len(pending) <= FEW + owed.system, call=future)
         except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
             future.cancel()
             raise
@@ -290,7 +300,8 @@ class Peer:
     def _ended(self, future: CallFuture, site: CallSite, stream: ItemSink | None, error: RpcError) -> CallFuture:
         """A call that ends before it is sent, as its reference leads nowhere: whom it is for is not there."""
         future.site = site
-        self.owed.settle(self.owed.enter(future, stream), error)
+        self.owed.enter(future, stream)
+        self.owed.settle(future.call_id, error)
         return future
 
     def _for_other_main(

@@ -5,6 +5,7 @@ The registry is the one thing that this process knows about all of its workers; 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
@@ -69,7 +70,7 @@ class ServedCall:
     has to know. cancelled: whether the caller has given up. replied: whether it was answered. landing: where those
     of its arguments arrive that lie on devices. arrival: of the value that the handler is a method of; the handler's
     streams wait for it. size: bytes that it had as it came. on_cancel: called on the loop when the caller gives up.
-    credits: what a generator that runs waits at.
+    credits: what a generator that runs waits at. task: what runs a coroutine or an asynchronous generator.
     """
 
     __slots__ = (
@@ -98,6 +99,7 @@ class ServedCall:
         "size",
         "started",
         "system",
+        "task",
         "trace",
     )
 
@@ -126,6 +128,7 @@ class ServedCall:
         self.creates: ReferenceId | None = None
         self.on_cancel: Callable[[], object] | None = None
         self.credits: Cancellable | None = None
+        self.task: asyncio.Task[None] | None = None
 
     @property
     def over(self) -> bool:
@@ -145,13 +148,13 @@ current_node: ContextVar[CommonHome | None] = ContextVar("aiorpc_node", default=
 
 
 class Registry:
-    """The workers that live in this process."""
+    """The workers that live in this process. only: the worker that verbs act on, if that is sure; else ask `get`."""
 
     def __init__(self) -> None:
         self._nodes: weakref.WeakSet[CommonHome] = weakref.WeakSet()
         self._hooked = False
         self._lock = threading.Lock()
-        self._only: CommonHome | None = None
+        self.only: CommonHome | None = None
 
     def add(self, node: CommonHome) -> None:
         """From now on the worker can be the current one."""
@@ -175,8 +178,8 @@ class Registry:
 
     def get(self) -> CommonHome:
         """The worker that module-level verbs act on. NotInitialized if there is none, or several and no context."""
-        if self._only is not None:
-            return self._only
+        if self.only is not None:
+            return self.only
         call = current_call.get()
         if call is not None:
             return call.node
@@ -196,7 +199,7 @@ class Registry:
 
     def _update(self) -> None:
         nodes = list(self._nodes)
-        self._only = nodes[0] if len(nodes) == 1 else None
+        self.only = nodes[0] if len(nodes) == 1 else None
 
     def _after_fork(self) -> None:
         # Only this thread lives on in the child: locks held by others stay held, so take none of them.
@@ -207,7 +210,7 @@ class Registry:
         if call is not None and call.node.engine.thread == threading.get_ident():
             # The fork of a coroutine that is a handler: the loop must not go on here when that awaits something.
             call.node.engine.loop.call_soon(end_child, where(call))
-        # Nothing to end here at exit, and a worker of the child's own may start; verbs still find `_only`, and raise.
+        # Nothing to end here at exit, and a worker of the child's own may start; verbs still find `only`, and raise.
         self._nodes.clear()
 
     def _at_exit(self) -> None:

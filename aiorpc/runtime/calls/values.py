@@ -16,9 +16,10 @@ from ...channels import AnyBuffer, layout
 from ...channels.landing import Landing
 from ...channels.routes import Route
 from ...errors import ProtocolError, SerializationError
-from ...protocol.codec import PLAIN, Incoming, Outgoing, Past, decode_values, encode_values
+from ...protocol.codec import Incoming, Outgoing, Past, decode_values, encode_values
 from ...protocol.frames import MAX_SEGMENTS, Buffer
 from ...protocol.messages import Call, Item, Recorded, Reply, Values, write_with
+from ...protocol.packing import PLAIN
 from ...protocol.reference_messages import PassedReference
 
 # A message whose pickle is longer than this is unpickled in a thread, off the loop.
@@ -90,21 +91,31 @@ def encode(
     than ours, whatever the target says. Raises SerializationError, and has then undone everything. The buffers
     borrow the tensors' memory.
     """
-    for value in values:
-        if type(value) not in PLAIN:
-            break
-    else:  # most calls that have to be quick are of this kind
-        try:
-            body = write_with(kind, head, _new(Values, (values, (), (), None, 0, None, (), None)))
-            if len(body) <= target.max_body:
-                return body, (), None
-        except (OverflowError, ValueError):  # an int beyond 64 bits, a str that is no text, one that is too long
-            pass
     out: Outgoing | None = None
     try:
-        alone = _around_tensor(values, route, tape)
-        if alone is not None:
-            said, buffers = alone
+        tensors: list[Tensor] = []
+        places: list[int] = []
+        for position, value in enumerate(values):
+            type_ = type(value)
+            if type_ is Tensor and not (tape is not None and value.requires_grad):
+                tensors.append(value)
+                places.append(position)
+            elif not (
+                type_ in _ALWAYS_PLAIN
+                or (type_ is int and -(1 << 63) <= value < 1 << 64)
+                or (type_ is str and value.isascii())
+            ):
+                tensors.clear()
+                break
+        # What `_in_general` gives for plain tensors among plain values, in half of its instructions.
+        described = layout.describe_plain(tensors) if tensors and (route is None or not route.host_target) else None
+        if described is not None:
+            buffers: Sequence[AnyBuffer]
+            table, buffers = described
+            plain = [*values]
+            for position in places:
+                plain[position] = None
+            said = _new(Values, (plain, places, (), None, 0, table, (), None))
         else:
             same_main = target.same_main and not other_main
             out = Outgoing(target, same_main=same_main, route=route, apart=tape is not None, safe=target.safe)
@@ -124,36 +135,6 @@ def encode(
         if out is not None:
             out.unsend()
         raise
-
-
-def _around_tensor(
-    values: list[Any], route: Route | None, tape: Recorder | None
-) -> tuple[Values, Sequence[AnyBuffer]] | None:
-    """What `_in_general` gives for one plain tensor among plain values, in half of its instructions.
-
-    None for all else: also for a tensor whose past an autograd context records, and for one that goes to a device.
-    """
-    place = -1
-    for position, value in enumerate(values):
-        kind = type(value)
-        if (
-            kind in _ALWAYS_PLAIN
-            or (kind is int and -(1 << 63) <= value < 1 << 64)
-            or (kind is str and value.isascii())
-        ):
-            continue
-        if kind is not Tensor or place >= 0 or (tape is not None and value.requires_grad):
-            return None
-        place = position
-    if place < 0 or (route is not None and route.host_target):
-        return None
-    described = layout.describe_plain(values[place])
-    if described is None:
-        return None
-    plain = [*values]
-    plain[place] = None
-    table, buffers = described
-    return _new(Values, (plain, (place,), (), None, 0, table, (), None)), buffers
 
 
 def _in_general(
@@ -223,7 +204,7 @@ def decode(
     safe: whether no pickles are read.
     Raises whatever unpickling raises, and ProtocolError for a message that is none.
     """
-    values, tensors_at, _, pickled, count, table, passed, said = message
+    values, tensors_at, opaque_at, pickled, count, table, passed, said = message
     if not (table or pickled or passed):
         return values
     # The references come first: their senders wait until they are taken, so that must happen whatever fails below.
@@ -237,10 +218,11 @@ def decode(
     past: Past | None = None
     if said and track is not None:
         tensors, past = track(said, tensors)
-    if not pickled and not references and len(tensors) == 1 and type(tensors_at) is list and len(tensors_at) == 1:
+    if not (pickled or references or opaque_at) and len(tensors) == len(tensors_at):
         try:
-            values[tensors_at[0]] = tensors[0]
+            for position, tensor in zip(tensors_at, tensors, strict=True):
+                values[position] = tensor
         except (TypeError, IndexError) as error:
-            raise ProtocolError(f"a message whose tensor has no place: {error}") from None
+            raise ProtocolError(f"a message whose tensors have no place: {error}") from None
         return values
     return decode_values(message, Incoming(tensors, references, past, safe), buffers)

@@ -28,11 +28,7 @@ class Counters:
         self.suspended = 0  # connections that broke, and might go on
         self.resumed = 0  # how many of them did
         self.traffic: dict[str, Traffic] = {}  # of links that have ended, by channel
-        self._latencies = [0] * 48  # answers by the number of bits of their latency in microseconds
-
-    def record_latency(self, seconds: float) -> None:
-        """One call was answered."""
-        self._latencies[min(47, int(seconds * 1e6).bit_length())] += 1
+        self.latencies = [0] * 64  # answers by the number of bits of their latency in microseconds
 
     def add_connection(self, connection: Connection) -> None:
         """A connection has ended; its bytes still count."""
@@ -46,13 +42,13 @@ class Counters:
 
     def answered(self) -> int:
         """Calls that got an answer."""
-        return sum(self._latencies)
+        return sum(self.latencies)
 
     def quantile(self, share: float) -> float:
         """Seconds within which that share of the answers came, to within a factor of two; 0.0 without answers."""
         total = self.answered()
         seen = 0
-        for bits, count in enumerate(self._latencies):
+        for bits, count in enumerate(self.latencies):
             seen += count
             if total and seen >= share * total:
                 return float(1 << bits) / 1e6

@@ -22,8 +22,9 @@ class Deadlines:
     scan: ends what is due at `now` and returns the earliest deadline of the rest, or infinity. clock: says what time it
     is, in seconds; that of all deadlines.
 
-    `_next` is the time of the next look. The loop sets it to infinity before it looks. So a thread that adds a call too
-    late for that look sees infinity, and asks for another one; no deadline is forgotten between the two.
+    `next` is the time of the next look: a call with a later deadline need not be added. The loop sets it to infinity
+    before it looks. So a thread that adds a call too late for that look sees infinity, and asks for another one; no
+    deadline is forgotten between the two.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Deadlines:
         self._loop = loop
         self._scan = scan
         self._clock = clock
-        self._next = float("inf")
+        self.next = float("inf")
         self._earliest = 0.0  # no look before this
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -47,8 +48,8 @@ class Deadlines:
 
         The call must stand where `scan` looks before this is called.
         """
-        if deadline < self._next and not self._closed:
-            self._next = deadline
+        if deadline < self.next and not self._closed:
+            self.next = deadline
             self._loop.call_soon_threadsafe(self._plan, deadline)
 
     def close(self) -> None:
@@ -71,7 +72,7 @@ class Deadlines:
 
     def _look(self) -> None:
         self._timer = None
-        self._next = float("inf")
+        self.next = float("inf")
         began = self._clock()
         following = float("inf")
         try:
@@ -79,7 +80,7 @@ class Deadlines:
         finally:
             ended = self._clock()
             self._earliest = ended + _SHARE * (ended - began)
-            if following < self._next:
-                self._next = following
-            if self._next < float("inf"):
-                self._plan(self._next)
+            if following < self.next:
+                self.next = following
+            if self.next < float("inf"):
+                self._plan(self.next)

@@ -67,6 +67,7 @@ class Engine:
         # Where nothing is unpickled, nothing is run either that nobody has named.
         self.rights = Rights((exposed,) if self.safe and options.serve is None else options.serve)
         self.record = record
+        self.id = record.id  # its number in the group: the rank, if it is no replacement
         self.credentials = credentials
         self.steps = steps
         self.loop = asyncio.get_running_loop()
@@ -86,11 +87,6 @@ class Engine:
             busy=options.busy_wait if len(os.sched_getaffinity(0)) > 1 else 0.0,
         )
         self.background = ThreadPool(f"{self.name}-background", 2, prepare=prepare)
-
-    @property
-    def id(self) -> int:
-        """Its number in the group: the rank, if it is no replacement."""
-        return self.record.id
 
     @property
     def info(self) -> WorkerInfo:
@@ -113,7 +109,7 @@ class Engine:
 
     def refuse_on_loop(self, verb: str, instead: str) -> None:
         """Raise WouldBlockLoop if this thread runs the worker's loop; nothing has been sent then."""
-        if self.on_loop:
+        if threading.get_ident() == self.thread and self.on_loop:
             raise WouldBlockLoop(f"{verb} would block the event loop that has to bring the answer; use `{instead}`")
 
     # --- handing work over, from any thread ---------------------------------------------------------------------------

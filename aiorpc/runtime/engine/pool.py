@@ -47,6 +47,7 @@ class ThreadPool:
     name: shown in thread names. limit: jobs that may run at once, those that wait for a nested call not counted.
     linger: seconds a thread above the limit stays idle before it ends (starting one costs more than keeping one).
     prepare: called first in each thread, to set its context variables. busy: seconds, see `stay_awake`.
+    may_stay_awake: whether there may be threads that wait without sleeping (`stay_awake`).
     All methods may be called from any thread. The pool lives until ``close``; it belongs to the process that made it.
     """
 
@@ -66,6 +67,7 @@ class ThreadPool:
         self._linger = linger
         self._prepare = prepare
         self._most_busy = busy
+        self.may_stay_awake = bool(busy)
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
         self._idle: list[threading.Lock] = []
@@ -201,7 +203,7 @@ class ThreadPool:
 
     def _kick(self) -> None:
         """Wake an idle thread, or start one, where the limit allows."""
-        if self._busy() >= self._limit:
+        if self._threads - len(self._idle) - self._blocked >= self._limit:  # as `_busy`
             return
         try:
             wake = self._idle.pop()
@@ -264,7 +266,11 @@ class ThreadPool:
         fresh = True
         self._waking = False
         while True:
-            if self._busy() <= self._limit and self._run_next(fresh):
+            if (
+                self._jobs
+                and self._threads - len(self._idle) - self._blocked <= self._limit  # as `_busy`
+                and self._run_next(fresh)
+            ):
                 fresh = False
                 continue
             if self._closed and not self._jobs:
@@ -281,7 +287,7 @@ class ThreadPool:
             fn, args = self._jobs.popleft()
         except IndexError:
             return False
-        if fresh:
+        if fresh and self._jobs and not self._waking:
             self._look_again()
         try:
             fn(*args)
@@ -294,7 +300,7 @@ class ThreadPool:
     def _park(self, wake: threading.Lock) -> bool:
         """Sleep until woken; False if this thread is surplus and has left instead."""
         self._idle.append(wake)
-        if self._must_stay_up():
+        if self._closed if not self._jobs else self._busy() < self._limit:
             if not self._unpark(wake):
                 wake.acquire()
             return True
@@ -304,9 +310,6 @@ class ThreadPool:
                 return True
             if self._retire(wake):
                 return False
-
-    def _must_stay_up(self) -> bool:
-        return self._busy() < self._limit if self._jobs else self._closed
 
     def _unpark(self, wake: threading.Lock) -> bool:
         """Stop being idle; False if somebody has already taken us from the list to wake us."""
