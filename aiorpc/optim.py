@@ -421,9 +421,8 @@ class LocalOptimizer:
     def step_on(self, node: Node, context_id: int, seconds: float | None = None) -> int:
         """The same, on that worker. seconds: as of `_Turns.take`."""
         context = node.gradients.find(context_id)
-        gradients = {} if context is None else context.gradients()
-        own = [gradients.get(parameter) for parameter in self._parameters]
-        count = sum(gradient is not None for gradient in own)
+        own = [] if context is None else context.gradients_of(self._parameters)
+        count = len(own) - own.count(None)
         if count:
             with _turns.take(self._parameters, seconds), _Gradients(self._parameters, own):
                 self.optimizer.step()

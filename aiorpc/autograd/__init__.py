@@ -33,7 +33,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     ``rpc_timeout``. After an error part of the gradients may be there. From any thread but the loop's, where
     ``await ctx.backward(roots)`` does the same. The pass itself runs in threads, never on a loop.
     """
-    registry.get().engine.refuse_on_loop("autograd.backward()", "await ctx.backward(roots)")
+    (registry.only or registry.get()).engine.refuse_on_loop("autograd.backward()", "await ctx.backward(roots)")
     make_pass(context_id, roots, retain_graph).drive()
 
 

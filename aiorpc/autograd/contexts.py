@@ -68,7 +68,7 @@ class context:
         return Context(self._id)
 
     def __enter__(self) -> Context:
-        node = registry.get()
+        node = registry.only or registry.get()
         node.engine.refuse_on_loop("`with autograd.context()`", "async with autograd.context() as ctx")
         return self._open(node)
 
@@ -127,11 +127,12 @@ class _Farewell:
     def go_on(self) -> None:
         """Those that answer from now on may name others, too."""
         self._alone = True
-        self.tell()
+        if self._todo - self._told:
+            self.tell()
 
     def _answered(self, call: Future[bytes]) -> None:
         if call.exception() is None:
-            self._todo = self._todo.union(each for (each,) in struct.iter_unpack("<q", call.value()))
+            self._todo = self._todo.union(*struct.iter_unpack("<q", call.value()))
         else:  # it is gone, and with it what it knew of others
             self._todo = self._todo | {record.id for record in self._node.group.live()}
         if self._alone:
@@ -148,7 +149,7 @@ def forget(context_id: int) -> bytes:
 
 def make_pass(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> Pass:
     """A pass that has not started; any thread. Raises RpcUsageError for roots, or a context, that cannot be."""
-    node = registry.get()
+    node = registry.only or registry.get()
     node.engine.lifetime.check_open()
     if isinstance(context_id, bool) or not isinstance(context_id, int):
         raise RpcUsageError(f"a context is named by its id, an int, not {context_id!r:.80}")

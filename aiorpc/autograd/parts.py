@@ -6,6 +6,7 @@ States of a part: WAITING for its plan (gradients that come early are kept), RUN
 from __future__ import annotations
 
 import itertools
+import operator
 import struct
 import sys
 import threading
@@ -30,6 +31,8 @@ Tensor = torch.Tensor
 # On the wire: the names of entries, packed, and then the gradient of each; None: nothing flows there.
 Wire = Results
 Gradients = dict[SentName, Tensor | None]
+_new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
+_LEAF, _GRADIENT = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class Entry(NamedTuple):
@@ -102,7 +105,10 @@ class Part:
                     break
                 self._running = True
                 last = ready == self._left and not waiting
-                used = [(e.edge, self._gradients[name]) for name, e in self._entries.items() if e.mask & ready]
+                used = []
+                for name, entry in self._entries.items():
+                    if entry.mask & ready:
+                        used.append((entry.edge, self._gradients[name]))
                 arrivals, self._arrivals = self._arrivals, []
             try:
                 deliveries = self._run(used, ready, self._retain or not last, arrivals)
@@ -135,12 +141,16 @@ class Part:
                 "the graph goes on in a tensor that was received in another autograd context. Contexts do not mix: "
                 "call again in this one; a @batched function must not gather calls of several contexts that go backward"
             )
-        given = [each for each in used if each[1] is not None]
+        given: list[tuple[GradientEdge, Tensor]] = []
+        taken: set[int] = set()
+        for edge, gradient in used:
+            if gradient is not None:
+                given.append((edge, gradient))
+                taken.add(_memory_of(gradient))
         results = _evaluate(given, targets, retain)
         holders = _references(results)
         deliveries: dict[int, Gradients] = {}
         leaves: list[tuple[Tensor, Tensor]] = []
-        taken = {_memory_of(gradient) for _, gradient in given if gradient is not None}
         for target, gradient in zip(targets, results, strict=True):
             if isinstance(target, ReceivedTensor):
                 deliveries.setdefault(target.sender, {})[target.name] = gradient
@@ -152,18 +162,18 @@ class Part:
         return deliveries
 
     def _accumulate(self, leaves: Sequence[tuple[Tensor, Tensor]]) -> None:
-        sink, gradients = self._node.gradients.sink, [gradient for _, gradient in leaves]
+        sink, gradients = self._node.gradients.sink, list(map(_GRADIENT, leaves))
         hooks = self._context.reach.hooks
         if sink is not None and leaves:
             self._sink = sink
             leaves = sink.take(self._context, leaves)
-        hooked = [leaf for leaf, _ in leaves if hooks[leaf]]
+        hooked = any(map(hooks.__getitem__, map(id, map(_LEAF, leaves))))
         if hooked:
-            leaves = [(leaf, hooks[leaf].before(gradient)) for leaf, gradient in leaves]
+            leaves = [(leaf, hooks[id(leaf)].before(gradient)) for leaf, gradient in leaves]
         self._context.accumulate(leaves, arrival_of(self._node, gradients))
         if hooked:
             for leaf, gradient in leaves:
-                hooks[leaf].after(gradient)
+                hooks[id(leaf)].after(gradient)
 
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
@@ -183,7 +193,7 @@ class Part:
             self._gradients.update(deliveries.pop(self._node.engine.id, {}))
             self._left &= ~ready
             self._running = False
-            if not self._left and not self._ready(self._entries)[1]:  # the answer to the plan takes them along
+            if not self._left and self._entries.keys() <= self._gradients.keys():  # the plan's answer takes them along
                 self._home = deliveries.pop(self._root, {})
             if self.held is not None:
                 for worker_id, gradients in deliveries.items():
@@ -218,7 +228,7 @@ class Part:
         with self._lock:
             if self._ended or self._entries is None or self._running or self._left or self._delivering:
                 return
-            if self._ready(self._entries)[1]:
+            if not self._entries.keys() <= self._gradients.keys():
                 return
             self._ended = True
         if kept := self._kept(failed=False):
@@ -244,7 +254,7 @@ def pack_names(names: Collection[SentName]) -> bytes:
 def unpack_names(packed: bytes) -> list[SentName]:
     """What `pack_names` was given."""
     numbers = iter(struct.unpack(f"<{len(packed) // 8}q", packed))
-    return list(map(SentName, numbers, numbers))
+    return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
 
 
 def arrival_of(node: Node, gradients: Iterable[Tensor | None]) -> Arrival | None:
@@ -256,7 +266,7 @@ def arrival_of(node: Node, gradients: Iterable[Tensor | None]) -> Arrival | None
 
 
 def _evaluate(
-    entries: Sequence[tuple[GradientEdge, Tensor | None]], targets: Sequence[Target], retain: bool
+    entries: Sequence[tuple[GradientEdge, Tensor]], targets: Sequence[Target], retain: bool
 ) -> Sequence[Tensor | None]:
     if not entries:
         return [None] * len(targets)
@@ -289,7 +299,7 @@ def _memory_of(tensor: Tensor | None) -> int:
 
 
 def _references(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [sys.getrefcount(tensor) for tensor in tensors]
+    return list(map(sys.getrefcount, tensors))
 
 
 # What it counts for a tensor that nobody else has: a custom Function may have kept what it returned.
@@ -379,7 +389,7 @@ def plan(
                 raise RpcError(
                     f"worker {node.engine.name!r} knows nothing of tensor {tuple(name)} that it is said to have sent"
                 )
-            entries[name] = Entry(edge, context.reach.of(edge.node))
+            entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
         until = time.monotonic() + seconds if seconds else None
         part.take(from_wire(given, *gradients), arrival_of(node, gradients))
         part.begin(entries, root=call.caller_id, retain=retain, until=until)

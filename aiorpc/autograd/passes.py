@@ -34,6 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -47,6 +48,7 @@ from ..runtime.node import Node
 from .parts import Entry, Wire, abort, arrival_of, ask, from_wire, gather, pack_names, part_of, plan, to_wire
 
 Tensor = torch.Tensor
+_new: Any = tuple.__new__  # what Entry(...) does, without its call into Python
 # Seconds to tell other workers that a pass has failed.
 _ABORT_PATIENCE = 10.0
 
@@ -64,7 +66,7 @@ def check_roots(roots: Sequence[Tensor]) -> list[GradientEdge]:
             raise RpcUsageError(f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
         if root.grad_fn is None:
             raise RpcUsageError("root does not have a valid gradient function: it is a leaf, nothing was computed")
-    return [get_gradient_edge(root) for root in roots]
+    return list(map(get_gradient_edge, roots))
 
 
 class Pass:
@@ -83,7 +85,7 @@ class Pass:
         self._retain = retain
         self._number = node.gradients.next_number()
         self._roots = check_roots(roots)
-        self._gradients = [torch.ones_like(root) for root in roots]
+        self._gradients = list(map(torch.ones_like, roots))
         self._arrival = arrival_of(node, roots)
         self._part = part_of(node, context, self._number)
         self._plans: dict[int, list[SentName]] = {}
@@ -106,8 +108,11 @@ class Pass:
         names = [SentName(-1, place) for place in range(len(self._roots))]
         edges = dict(zip(names, self._roots, strict=True))
         self._plans = self._close_over(edges.values())
-        edges |= {name: context.sent[name] for name in self._plans.pop(self._node.engine.id, ())}
-        entries = {name: Entry(edge, context.reach.of(edge.node)) for name, edge in edges.items()}
+        for name in self._plans.pop(self._node.engine.id, ()):
+            edges[name] = context.sent[name]
+        entries: dict[SentName, Entry] = {}
+        for name, edge in edges.items():
+            entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
         part.take(dict(zip(names, self._gradients, strict=True)), self._arrival)
         part.held = {}
         part.begin(entries, root=self._node.engine.id, retain=self._retain, until=self._until)
@@ -228,7 +233,7 @@ class Pass:
         self._driven = True
         try:
             self.start()
-            while not self.done.done() or self._jobs:
+            while self._jobs or not self.done.done():
                 gate: Future[None] = Future()
                 gate.loop, gate.executor, gate.subject = self.done.loop, self.done.executor, self.done.subject
                 gate.sources = self._calls

@@ -34,7 +34,7 @@ from ..engine.engine import Engine
 from .reach import Reach, ReceivedTensor, SentName
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what Recorded(...) does, without its call into Python
+_new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without their calls into Python
 # Contexts that were left are remembered, so that a call that comes late does not open them again.
 _REMEMBERED = 4096
 # A message says of a tensor where its gradient goes on to, up to so many tensors; of more the others have to ask.
@@ -91,7 +91,7 @@ class AutogradContext:
         self._untracked = untracked
         self._arrivals: list[Arrival] = []  # of gradients on devices
         self._numbers = itertools.count(1)
-        self._gradients: dict[Tensor, Tensor] = {}  # a tensor's hash is its identity
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # of leaves, by `id`: a tensor's hash runs in Python
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
@@ -107,9 +107,14 @@ class AutogradContext:
         number = next(self._numbers)
         behind = []
         for place in places:
-            edge = self.sent[SentName(number, place)] = _edge_of(tensors[place])
+            edge = self.sent[_new(SentName, (number, place))] = _edge_of(tensors[place])
             found = self.behind(edge)
-            behind.append(None if found is None else [part for id, name in found for part in (id, *name)])
+            said: list[int] | None = None
+            if found is not None:
+                said = []
+                for worker, name in found:
+                    said += (worker, *name)
+            behind.append(said)
         return number, places, behind
 
     def behind(self, edge: GradientEdge) -> set[tuple[int, SentName]] | None:
@@ -136,8 +141,8 @@ class AutogradContext:
         # Without what `get_gradient_edge` adds to keep such a node alive: where nothing leads to it any more, no
         # gradient comes either.
         edge = GradientEdge(received.grad_fn, 0)  # type: ignore[arg-type]  # it has one
-        others = None if behind is None else frozenset(_named(behind))
-        self.received[edge.node] = ReceivedTensor(sender, name, edge, others)
+        others = None if behind is None else frozenset(_named(behind) if behind else ())
+        self.received[edge.node] = _new(ReceivedTensor, (sender, name, edge, others))
         return received
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -147,8 +152,9 @@ class AutogradContext:
         with self.lock:
             for each in self._arrivals:
                 each.join()
-            for tensor, gradient in gradients:
-                self._gradients[tensor] = _sum(self._gradients.get(tensor), gradient)
+            for leaf, gradient in gradients:
+                before = self._gradients.get(id(leaf))
+                self._gradients[id(leaf)] = leaf, gradient if before is None else _sum(before[1], gradient)
             if arrival is not None:
                 self._arrivals.append(arrival)
 
@@ -157,14 +163,26 @@ class AutogradContext:
         with self.lock:
             for each in self._arrivals:
                 each.join()
-            return dict(self._gradients)
+            return dict(self._gradients.values())
+
+    def gradients_of(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of these leaves, in their order; None for one without a gradient. See `gradients`."""
+        with self.lock:
+            for each in self._arrivals:
+                each.join()
+            found: list[Tensor | None] = []
+            for leaf in leaves:
+                pair = self._gradients.get(id(leaf))
+                found.append(None if pair is None else pair[1])
+            return found
 
     def take_back(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a leaf of this worker, which the context then has no more. See `gradients`."""
         with self.lock:
             for each in self._arrivals:
                 each.join()
-            return self._gradients.pop(tensor, None)
+            pair = self._gradients.pop(id(tensor), None)
+            return None if pair is None else pair[1]
 
     def end(self, error: Exception) -> None:
         """The context was left: whoever still waits for a pass in it gets the error."""
@@ -172,9 +190,7 @@ class AutogradContext:
             part.fail(error)
 
 
-def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
-    if before is None:
-        return gradient
+def _sum(before: Tensor, gradient: Tensor) -> Tensor:
     # torch adds a sparse tensor to a dense one, in this order only.
     return gradient + before if before.is_sparse and not gradient.is_sparse else before + gradient
 
@@ -330,7 +346,7 @@ class Gradients:
         assert peer.record is not None, "a message came from it"
         try:
             id, number, places, behind = said
-            if type(number) is not int or any(place < 0 for place in places):
+            if type(number) is not int or min(places, default=0) < 0:
                 raise ValueError(f"{number!r:.40}, {places!r:.40}")
             context = self._contexts.get(id)
             if context is None:  # left meanwhile: they are tensors like others
@@ -340,7 +356,8 @@ class Gradients:
             apart: dict[int, tuple[SentName, Any]] = {}
             for place, past in zip(places, behind, strict=True):
                 if place < len(tracked):
-                    tracked[place] = context.receive(sender, SentName(number, place), past, tracked[place])
+                    name: SentName = _new(SentName, (number, place))
+                    tracked[place] = context.receive(sender, name, past, tracked[place])
                 else:
                     apart[place - len(tracked)] = SentName(number, place), past
             return tracked, partial(_receive_apart, context, sender, apart) if apart else None

@@ -80,8 +80,8 @@ class LeafHooks:
 def _registered(register: Callable[[Callable[..., None]], Any]) -> Mapping[int, Callable[..., Any]]:
     """torch's own dictionary of a node's hooks, which only the handle of a hook tells of."""
     handle = register(_nothing)
-    hooks: Mapping[int, Callable[..., Any]] = handle.hooks_dict_ref()
-    handle.remove()
+    hooks: dict[int, Callable[..., Any]] = handle.hooks_dict_ref()
+    hooks.pop(handle.id)
     return hooks
 
 
@@ -103,7 +103,7 @@ class Reach:
     def __init__(self, received: Mapping[Node, ReceivedTensor], kind: type | tuple[()] = ()) -> None:
         """received: the nodes that stand for the past of received tensors; it may grow. kind: of such nodes."""
         self.targets: list[Target] = []  # by bit
-        self.hooks: dict[Tensor, LeafHooks] = {}  # of the leaves among them
+        self.hooks: dict[int, LeafHooks] = {}  # of the leaves among them, by `id`: a tensor's hash runs in Python
         self._received = received
         self._kind = kind
         self._masks: dict[Node, int] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
@@ -116,34 +116,32 @@ class Reach:
 
     def _walk(self, root: Node) -> int:
         masks, stack = self._masks, [root]  # no recursion: graphs are as deep as programs run long
+        target: Target | None
         while stack:
             node = stack[-1]
             if node in masks:
                 stack.pop()
                 continue
-            target = self._target(node)
+            if isinstance(node, _Leaf):
+                target = node.variable
+                self.hooks[id(target)] = LeafHooks(node)
+            else:
+                target = self._received.get(node)
+                if target is None and isinstance(node, self._kind):
+                    target = FOREIGN
             if target is not None:
                 masks[node] = 1 << len(self.targets)
                 self.targets.append(target)
                 continue
-            following = [child for child, _ in node.next_functions if child is not None]
-            unseen = [child for child in following if child not in masks]
-            if unseen:
-                stack.extend(unseen)
-            else:
-                mask = 0
-                for child in following:
+            mask, waiting = 0, len(stack)
+            for child, _ in node.next_functions:
+                if child in masks:
                     mask |= masks[child]
+                elif child is not None:
+                    stack.append(child)
+            if len(stack) == waiting:
                 masks[node] = mask
         return masks[root]
-
-    def _target(self, node: Node) -> Target | None:
-        if isinstance(node, _Leaf):
-            leaf: Tensor = node.variable
-            self.hooks[leaf] = LeafHooks(node)
-            return leaf
-        received = self._received.get(node)
-        return FOREIGN if received is None and isinstance(node, self._kind) else received
 
     def targets_of(self, mask: int) -> list[Target]:
         """The targets of some bits."""
