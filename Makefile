@@ -17,6 +17,9 @@ ROUNDS ?= 100
 KINDS ?=
 BENCH_ARGS ?=
 
+# Tests start many interpreters: without the files that Python keeps, each compiles everything once more.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
