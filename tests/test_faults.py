@@ -374,6 +374,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_in_another_process_can_be_killed(tmp_path: object) -> None:
     """Its process ends by SIGKILL, and callers learn of it."""

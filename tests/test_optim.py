@@ -579,6 +579,7 @@ async def test_a_state_of_others_is_refused(apart: list[Worker]) -> None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_two_processes() -> None:
     """Parameters in another process and in this one, equal to a local optimizer."""
     async with processes.group(2) as (worker, _):

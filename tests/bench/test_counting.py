@@ -149,6 +149,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     return {f"{row.quantity}, {row.note}": row for row in read_json(out.with_suffix(".json")).rows}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_counts_are_the_same_in_two_rounds(rows: dict[str, Row]) -> None:
     """All figures are there, positive, and within 3 % of those of the other round."""

@@ -703,6 +703,7 @@ EXITS = {
     "the arena alone": "wire.arena.close(); view = tensors[0][::2]",
     "at exit": "import atexit; atexit.register(lambda kept: print(int(shown(kept)[0])), tensors[0])",
 }
+QUICK = ("a daemon thread", "at exit")  # each is an interpreter that ends, which takes a second
 
 
 @pytest.fixture(scope="module")
@@ -712,7 +713,9 @@ def interpreter() -> Iterator[Zygote]:
         yield made
 
 
-@pytest.mark.parametrize("holder", EXITS)
+@pytest.mark.parametrize(
+    "holder", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in EXITS]
+)
 def test_an_interpreter_ends_well_with_live_tensors(holder: str, interpreter: Zygote, tmp_path: Path) -> None:
     """Whatever holds adopted tensors at the end of a program: it ends with 0 and without a word."""
     code = PROGRAM.replace("HOLD", EXITS[holder])

@@ -146,6 +146,7 @@ def test_a_worker_that_dies_does_not_hold_up_the_others(dead: int, tmp_path: Pat
     assert sorted(lines) == [str(rank) for rank in range(3) if rank != dead]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_report_to_the_leader_is_not_taken_back(tmp_path: Path) -> None:
     """Whoever has waited for longer than its time says so, but the leader, which waits for the report, gets it."""
@@ -175,6 +176,7 @@ def test_a_report_to_the_leader_is_not_taken_back(tmp_path: Path) -> None:
     assert lines == ["RPC ran for more than set timeout (0.05 s)", "[('a', 'leader'), ('b', 'other')]"]
 
 
+@pytest.mark.long
 def test_the_environments_own_customization_still_runs(tmp_path: Path) -> None:
     """A ``sitecustomize`` that would have been imported is imported; nothing of torch is, where nobody asks for it."""
     (tmp_path / "sitecustomize.py").write_text("print('customized')\n")
@@ -416,6 +418,7 @@ def test_releasing_a_context_tells_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_not_over_torchs_own_rpc(tmp_path: Path) -> None:
     """`install` is refused while torch's RPC is initialized."""
     (tmp_path / "script.py").write_text(

@@ -85,7 +85,8 @@ def test_a_buffer_is_exchanged_in_order() -> None:
     assert exchange() == (0, [])
 
 
-@pytest.mark.parametrize("left_out", ["wait", pytest.param("record", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("left_out", ["wait", "record"])
 def test_what_the_sender_leaves_out_is_seen(left_out: str) -> None:
     """Without its wait it overwrites what is not read; without its record the reader is too early."""
     assert exchange(sender=left_out)[0] > 0

@@ -201,7 +201,7 @@ NOISE = 24 * MB  # of an allocator, and of many calls
 
 
 @pytest.mark.parametrize("transports", [("unix",), pytest.param(("tcp",), marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("function", [give, agive])
+@pytest.mark.parametrize("function", [give, pytest.param(agive, marks=pytest.mark.long)])
 async def test_a_caller_that_is_stopped_costs_no_more_than_its_budget(function: Any, transports: tuple[str]) -> None:
     """300 answers of 1 MB for a caller that is stopped; the budget holds, others are served, and it goes on later."""
     _open.clear()

@@ -72,7 +72,7 @@ def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
 
 
 @pytest.mark.time_limit(90)
-@pytest.mark.parametrize("busy_wait", [0.001, 0.0])
+@pytest.mark.parametrize("busy_wait", [0.001, pytest.param(0.0, marks=pytest.mark.long)])
 def test_an_interrupted_call_harms_no_other(busy_wait: float) -> None:
     """Whatever instruction the signal comes at: later calls are answered, and no call stays pending."""
     with meeting_file() as init_method, processes() as children:

@@ -211,6 +211,7 @@ def test_script_that_says_where_to_meet(scheme: str, tmp_path: Path) -> None:
     run_ranks([script] * 3, method, "0", "1", "2")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_python_c_with_forked_ranks(tmp_path: Path) -> None:
     """A program without a file: its forked children have the same main, also in a multiprocessing.Pool."""

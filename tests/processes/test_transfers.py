@@ -376,7 +376,12 @@ ONE_SIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("sides", ONE_SIDED)
+QUICK = ("refused here", "refused there", "one byte there", "less than a tensor")
+
+
+@pytest.mark.parametrize(
+    "sides", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in ONE_SIDED]
+)
 async def test_shared_memory_that_is_refused_or_tiny(sides: str) -> None:
     """Tensors of all sizes arrive both ways, kept or not, whoever has no memory to share."""
     here, there = ONE_SIDED[sides]

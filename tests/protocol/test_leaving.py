@@ -32,6 +32,7 @@ from aiorpc.protocol.leaving import (
     SendEnter,
 )
 from aiorpc.protocol.states import LEAVING, ROUNDS, IllegalTransition, Leaving, Rounds, Step, Turn
+from tests.tiers import examples
 
 W = [
     WorkerRecord(
@@ -853,12 +854,14 @@ def act(actions: Actions, weights: dict[str, int], steps: int) -> None:
             getattr(actions, name)()
 
 
+@pytest.mark.random
 def test_every_invariant_holds_in_random_walks() -> None:
     """L1 to L8: calls, leaves, deaths, stalls and bounds in any order; each death seen at another time by each."""
-    worlds = [walk(seed) for seed in range(WALKS)]
-    assert sum(world.let_go for world in worlds) > 2 * WALKS
+    walks = examples(WALKS)
+    worlds = [walk(seed) for seed in range(walks)]
+    assert sum(world.let_go for world in worlds) > 2 * walks
     for what in ("dead", "forced", "leaderless"):
-        assert sum(bool(getattr(world, what)) for world in worlds) > WALKS // 100, what
+        assert sum(bool(getattr(world, what)) for world in worlds) > walks // 100, what
 
 
 # -- the oracle can fail -----------------------------------------------------------------------------------------------
@@ -1044,7 +1047,14 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+QUICK = {law: mutant for mutant, law in reversed(MUTANTS.items())}
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(each, marks=[] if each in QUICK.values() else pytest.mark.long) for each in MUTANTS],
+    ids=lambda mutant: mutant.__name__,
+)
 def test_the_oracle_notices_a_broken_table(mutant: type[GroupTable]) -> None:
     """Each fault planted in a table is found by the same walks that the real table passes."""
     found = []

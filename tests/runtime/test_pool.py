@@ -399,6 +399,7 @@ atexit.register(lambda: print("left", pool.close(0.05)))
 """
 
 
+@pytest.mark.long
 def test_close_is_quiet_at_interpreter_exit() -> None:
     """A program with a running job ends at once, with no output but its own."""
     result = subprocess.run(

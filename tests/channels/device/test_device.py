@@ -577,11 +577,12 @@ def test_a_send_that_fails_has_sent_nothing(kind: type[DeviceEnds], make: Make, 
     message.check()
 
 
-def test_a_device_that_fails_for_good_fails_all_who_wait(make: Make) -> None:
-    """However many they are."""
+@pytest.mark.parametrize("waiting", [50, pytest.param(sys.getrecursionlimit() + 10, marks=pytest.mark.long)])
+def test_a_device_that_fails_for_good_fails_all_who_wait(make: Make, waiting: int) -> None:
+    """However many they are: one does not wait inside of another."""
     ends = make(IpcEnds)
     ends.overwrites = False
-    sent = [post(ends, 1, seed=number) for number in range(sys.getrecursionlimit() + 10)]
+    sent = [post(ends, 1, seed=number) for number in range(waiting)]
     settle_but(ends, "thread 1")
     while not ends.devices[1].opened:
         ends.step(next(lane for lane in ends.lanes() if not lane.startswith("messages 1")))
