@@ -37,7 +37,7 @@ BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
 # With TLS so much is encrypted before it is written, at most: the other end is woken once for all of it, and finds work
 # while the next is encrypted. It begins with one piece, so that the other end of a single message need not wait long.
-RUN = 8 * PIECE
+RUN = 4 * PIECE
 # So many frames are looked at to join them for one system call.
 MAX_FRAMES = 2048
 # What a frame takes in memory beside its bytes, about.

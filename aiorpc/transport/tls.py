@@ -5,7 +5,7 @@ frames and the socket. So the system calls, the turns of the loop and the thread
 of any connection, and all of it can be tried on bytes. Its states are the table `TLS` of `protocol.states`.
 
 Who may call what. One side of TLS is no object for two threads at once, in whichever directions: `lock` is held around
-each use of it, for some 100 KB at most. It is the innermost lock.
+each use of it, for some 500 KB at most. It is the innermost lock.
 
 Interruptions. A signal handler may raise between any two instructions of a thread that sends or reads for itself, and
 inside of the calls of the ssl module, which look for signals when their work is done. Nothing may be lost or done twice
