@@ -37,7 +37,7 @@ BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
 # With TLS so much is encrypted before it is written, at most: the other end is woken once for all of it, and finds work
 # while the next is encrypted. It begins with one piece, so that the other end of a single message need not wait long.
-RUN = 4 * PIECE
+RUN_SIZE = 4 * PIECE
 # So many frames are looked at to join them for one system call.
 MAX_FRAMES = 2048
 # What a frame takes in memory beside its bytes, about.
@@ -45,8 +45,7 @@ FRAME_COST = 128
 _WAKE: Sequence[Buffer] = (b"",)  # stands for what TLS has to say; no frame
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 _READ: Callable[[Callable[[], bytes]], bytes] = call
-_RECORDS: Callable[[tuple[int, bytes]], tuple[bytes]] = itemgetter(slice(1, None))
-
+_WITHOUT_COUNT: Callable[[tuple[int, bytes]], tuple[bytes]] = itemgetter(slice(1, None))
 
 #: How many frames end in a piece, how much of the next one is in it, and its size.
 _Piece = tuple[int, int, int]
@@ -224,7 +223,7 @@ class SendQueue:
                     pieces, parts = _cut_run(frames, self._next_piece[0][1], self._run)
                     announced.append(pieces)
                     made = zip(map(tls.encrypt, parts), map(_READ, repeat(tls.outgoing.read)), strict=False)
-                    begun.extend(map(_RECORDS, made) if parts else (_WAKE,))
+                    begun.extend(map(_WITHOUT_COUNT, made) if parts else (_WAKE,))
             # Else it is what an interrupted writer has encrypted; or TLS itself has something to say, before all else.
             if tls.outgoing.pending:
                 begun.extend(zip(map(_READ, (tls.outgoing.read,)), strict=True))
@@ -234,7 +233,7 @@ class SendQueue:
             steps = self._taking(taken, size)
             steps += (partial(self._next_piece.append, (0, rest)), announced.clear)
             list(map(_RUN, steps))
-        self._run = min(2 * self._run, RUN) if frames else PIECE
+        self._run = min(2 * self._run, RUN_SIZE) if frames else PIECE
         self.size -= size + FRAME_COST * taken
         if len(begun) == 1:
             return begun[0], len(begun[0][0])
