@@ -15,8 +15,8 @@ NAME_LIMIT = 128
 _NAME = re.compile(r"[A-Za-z0-9\-_:]*")
 _TEXT_LIMIT = 4096
 UNUSABLE = "!"
-_ID_LIMIT = 1 << 31
-_NUMBER_LIMITS = {"id": (0, _ID_LIMIT), "rank": (0, _ID_LIMIT), "pid": (1, 1 << 32), "tcp_port": (0, 1 << 16)}
+ID_LIMIT = 1 << 31
+_NUMBER_LIMITS = {"id": (0, ID_LIMIT), "rank": (0, ID_LIMIT), "pid": (1, 1 << 32), "tcp_port": (0, 1 << 16)}
 
 
 def check_name(name: object) -> str:

@@ -56,13 +56,18 @@ one finds it dead, the next leader at once, because a leader looks after all mem
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .identity import WorkerInfo, WorkerRecord
+from .ids import IdSet
 from .places import Places
 from .states import LEAVING, RETURNING, ROUNDS, Leaving, PlaceState, ReturnEvent, Returning, Rounds, Step, Turn
+
+#: Of the members of a free group that are gone, at least so many are remembered.
+REMEMBERED = 64
 
 
 class Activity(NamedTuple):
@@ -117,6 +122,13 @@ class Lost:
 @dataclass(frozen=True, slots=True)
 class Left:
     """A member has left in good order: all that waits for it here fails, once no answer can be on its way any more."""
+
+    member: WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A member has been gone for so long, and so many since, that nothing needs to be remembered of it."""
 
     member: WorkerRecord
 
@@ -228,6 +240,7 @@ Output = (
     | Joined
     | Lost
     | Left
+    | Forget
     | Admit
     | Refuse
     | Replaced
@@ -257,7 +270,9 @@ class GroupTable:
         self.free = free
         self.members: dict[int, WorkerRecord] = {record.id: record for record in members}
         self.lost: dict[int, WorkerInfo] = {}
-        self.gone: set[int] = set()  # the lost, and those that have left
+        self.gone = IdSet()  # of all who were lost or have left
+        self._departed: deque[WorkerRecord] = deque()  # of a free group: those of them that are remembered
+        self._largest = len(self.members)
         self.leaving = Leaving.WORKING
         self.rounds = Rounds.GATHERING
         self.places = Places(self.members.values())
@@ -298,9 +313,10 @@ class GroupTable:
 
     def join(self, record: WorkerRecord) -> Outputs:
         """A member is there, as it has said itself or as the rendezvous says. Nothing follows if it was known."""
-        if record.id in self.members:
+        if record.id in self.members or record.id in self.gone:
             return []
         self.members[record.id] = record
+        self._largest = max(self._largest, len(self.members) - len(self._departed))
         return [Joined(record)]
 
     def lose(self, record: WorkerRecord, cause: str, error: BaseException | None = None) -> Outputs:
@@ -311,9 +327,11 @@ class GroupTable:
         self.gone.add(record.id)
         self.lost[record.id] = record.info
         self.places.part(record, lost=True)
-        self._losses.append((record, cause))
+        if not self.free:
+            self._losses.append((record, cause))
         outputs = self._take_over() if led else self._report(self._losses[-1:])
-        return [*outputs, *self._part(record.id), Lost(record, cause, error), *self._after_parting()]
+        parted = [*self._part(record.id), Lost(record, cause, error), *self._after_parting()]
+        return [*outputs, *parted, *self._forget(record)]
 
     def depart(self, record: WorkerRecord) -> Outputs:
         """A member has said goodbye. Nothing follows if it is gone already, or if it is this worker."""
@@ -321,7 +339,22 @@ class GroupTable:
             return []
         self.gone.add(record.id)
         self.places.part(record, lost=False)
-        return [*self._part(record.id), Left(record), *self._after_parting()]
+        return [*self._part(record.id), Left(record), *self._after_parting(), *self._forget(record)]
+
+    def _forget(self, departed: WorkerRecord) -> Outputs:
+        """In a free group, where any number of workers may come and go, only the latest that are gone are remembered.
+
+        So many as there ever were at once, and at least `REMEMBERED`; of the others no more than that they are gone.
+        """
+        if not self.free:
+            return []
+        self._departed.append(departed)
+        if len(self._departed) <= max(REMEMBERED, self._largest):
+            return []
+        forgotten = self._departed.popleft()
+        self.members.pop(forgotten.id, None)
+        self.lost.pop(forgotten.id, None)
+        return [Forget(forgotten)]
 
     def _others(self) -> list[WorkerRecord]:
         return [record for record in self.live() if record.id != self.worker_id]

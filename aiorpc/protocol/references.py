@@ -551,6 +551,10 @@ class ReferenceTable:
 
     # -- departures, sending, reports ---------------------------------------------------------------------------------
 
+    def forget(self, worker_id: int) -> None:
+        """A worker that is gone was not named for long. Who is named and is not there is `unknown`."""
+        self._departed.discard(worker_id)
+
     def _depart(self, worker_id: int, how: str) -> Outputs:
         if worker_id == self.worker_id:
             raise RpcUsageError("a worker cannot lose itself")

@@ -6,18 +6,20 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
 
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.leaving import (
+    REMEMBERED,
     Activity,
     AnswerEnters,
     Attend,
     AwaitIdle,
     Follow,
+    Forget,
     Go,
     GroupTable,
     Joined,
@@ -256,7 +258,7 @@ def test_l8_a_member_goes_once() -> None:
     assert table.lose(W[1], "why", error)[-1] == Lost(W[1], "why", error)
     assert table.lose(W[1], "again") == table.depart(W[1]) == []
     assert table.lose(W[0], "why") == table.depart(W[0]) == []
-    assert table.lost == {1: W[1].info} and table.gone == {1}
+    assert table.lost == {1: W[1].info} and set(table.gone) == {1}
 
 
 def test_newcomers_are_news_once() -> None:
@@ -264,6 +266,32 @@ def test_newcomers_are_news_once() -> None:
     table = make(0, 1, free=True)
     assert table.join(W[1]) == [Joined(W[1])] and table.join(W[1]) == []
     assert table.live() == W[:2]
+
+
+def test_of_many_that_are_gone_a_free_group_remembers_the_latest() -> None:
+    """Any number may come and go: what is kept does not grow, and who is gone is never taken for a newcomer."""
+    table, count = make(0, 1, free=True), 3 * REMEMBERED
+    guests = [replace(W[1], id=number, name=f"g{number}") for number in range(1, count + 1)]
+    forgotten = []
+    for number, guest in enumerate(guests):
+        assert table.join(guest) == [Joined(guest)]
+        outputs = table.lose(guest, "why") if number % 2 else table.depart(guest)
+        forgotten += [output.member for output in outputs if isinstance(output, Forget)]
+        assert table.join(guest) == table.lose(guest, "again") == table.depart(guest) == []
+    assert forgotten == guests[:-REMEMBERED]
+    assert [*table.members.values()] == [W[0], *guests[-REMEMBERED:]] and table.live() == [W[0]]
+    assert [*table.lost] == [guest.id for guest in guests[-REMEMBERED:] if guest.id % 2 == 0]
+    assert table.gone.ranges() == [(1, count + 1)]
+
+
+def test_a_large_free_group_remembers_all_that_were_there_at_once() -> None:
+    """However many they were: when all have gone, each of them can be told."""
+    table = make(0, 1, free=True)
+    guests = [replace(W[1], id=number, name=f"g{number}") for number in range(1, 3 * REMEMBERED)]
+    for guest in guests:
+        table.join(guest)
+    assert not [output for guest in guests for output in table.depart(guest) if isinstance(output, Forget)]
+    assert len(table.members) == 3 * REMEMBERED
 
 
 def test_a_leader_that_refuses_is_left_alone() -> None:

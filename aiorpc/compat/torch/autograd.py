@@ -213,7 +213,7 @@ def _release_context(context_id: int) -> None:
 
 def _get_max_id() -> int:
     """The highest id that a context of this worker can have."""
-    return ((registry.get().engine.id + 1) << gradients.WORKER_BITS) - 1
+    return gradients.id_range(registry.get().engine.id)[1]
 
 
 def _get_debug_info() -> dict[str, str]:

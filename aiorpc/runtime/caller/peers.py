@@ -143,7 +143,8 @@ class Peers:
                 peer.identify(record)
             peer.rename(record.name)
             self._peers[record.id] = peer
-            self._ranks[record.rank] = max(record.id, self._ranks.get(record.rank, -1))
+            if not self._dynamic:
+                self._ranks[record.rank] = max(record.id, self._ranks.get(record.rank, -1))
             named = self._peers.get(record.name)
             if self._gives_way(named, record):
                 if named is not None and named is not peer and named.gone is None:
@@ -153,6 +154,14 @@ class Peers:
         if search is not None:
             self._engine.call_on_loop(search.set)
         return peer
+
+    def forget(self, record: WorkerRecord) -> None:
+        """A worker of a free group has been gone for long: nothing leads to it any more, nor to how it went."""
+        with self._lock:
+            peer = self._peers.get(record.id)
+            for key in (record.id, record.name, f"#{record.id}"):
+                if self._peers.get(key) is peer:
+                    self._peers.pop(key, None)
 
     def _gives_way(self, named: Peer | None, record: WorkerRecord) -> bool:
         """Whether a name leads to the worker of that record from now on, and not to the peer that it led to."""

@@ -28,6 +28,7 @@ from .permits import Permits
 
 # Stands in place of the arguments of a call once somebody has taken them.
 NO_VALUES = Values([])
+_TRACE = (1 << 63) - 1  # what a trace may be; of ids of workers it has the last 15 bits
 
 
 class CommonHome(Protocol):
@@ -116,7 +117,7 @@ class ServedCall:
         self.size = 0
         self.started = time.monotonic()
         self.deadline = None if remaining is None else self.started + remaining
-        self.trace = trace if trace is not None else (caller.id << 48) | frame.call_id
+        self.trace = trace if trace is not None else (caller.id << 48 | frame.call_id) & _TRACE
         self.function = "?"
         self.handler: Handler | None = None
         self.begun = False

@@ -39,7 +39,18 @@ _new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without th
 _REMEMBERED = 4096
 # A message says of a tensor where its gradient goes on to, up to so many tensors; of more the others have to ask.
 MOST_BEHIND = 512
-WORKER_BITS = 48  # of a context's id are the number; the worker's id is above them
+# Ids of contexts are integers of 63 bits, so that they fit wherever torch's do. As torch's they are the id of a worker,
+# and a number in 48 bits. Where the worker's id takes more than 14 bits, as after many joins of a free group, it stands
+# below bit 62, which is set, and the number has 31 bits: once they are used up it begins anew.
+_BITS, _WIDE_BITS = 48, 31
+_WIDE = 1 << 62
+
+
+def id_range(worker_id: int) -> tuple[int, int]:
+    """The lowest and the highest id that a context of that worker can have."""
+    wide = worker_id << _BITS >= _WIDE
+    first = _WIDE | worker_id << _WIDE_BITS if wide else worker_id << _BITS
+    return first, first | (1 << (_WIDE_BITS if wide else _BITS)) - 1
 
 
 class PeerForContexts(Protocol):
@@ -276,6 +287,8 @@ class Gradients:
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._first, last = id_range(engine.id)
+        self._mask = last - self._first
         self._lock = threading.Lock()
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, device="cpu", requires_grad=True)
@@ -285,8 +298,10 @@ class Gradients:
         return len(self._contexts)
 
     def next_number(self) -> int:
-        """A number for a context or a pass that no other worker gives to one."""
-        return self._engine.id << WORKER_BITS | next(self._numbers)
+        """A number for a context or a pass that no other worker gives to one, and that no context has now."""
+        while (number := self._first | next(self._numbers) & self._mask) in self._contexts:
+            pass
+        return number
 
     def open(self) -> AutogradContext:
         """A new context of this worker."""
@@ -378,7 +393,8 @@ class Gradients:
 
     def on_gone(self, worker_id: int) -> None:
         """A worker is gone, and leaves its contexts. On the loop."""
-        for id in [id for id in list(self._contexts) if id >> WORKER_BITS == worker_id]:
+        first, last = id_range(worker_id)
+        for id in [id for id in list(self._contexts) if first <= id <= last]:
             self.leave(id)
 
     def close(self) -> None:

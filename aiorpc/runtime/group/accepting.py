@@ -128,7 +128,7 @@ class Acceptor:
             return f"worker {record.name!r} does not say of itself what stands in the roster of worker {self._name!r}"
         if process is not None and (process, self._engine.record.host) != (record.pid, record.host):
             return f"process {process} is not the process of worker {record.name!r}, {record.pid}, whose name it uses"
-        if record.id in self.home.group.lost:
+        if self.home.group.is_lost(record):
             return f"worker {record.name!r} was given up as lost; it cannot come back in this incarnation"
         return None
 

@@ -142,6 +142,10 @@ class Group:
         """Whether that member has left or was lost; the rendezvous may list it a little longer."""
         return record.id in self._table.gone
 
+    def is_lost(self, record: WorkerRecord) -> bool:
+        """Whether that member was lost, or has been gone for so long that this is not known any more."""
+        return record.id in self.lost or (self.is_gone(record) and record.id not in self.members)
+
     def contradicts(self, record: WorkerRecord) -> bool:
         """Whether a member says something else of itself than this worker knows of it; a free group has new members."""
         known = self.members.get(record.id)
@@ -155,9 +159,11 @@ class Group:
         """Watch nobody any more, and remove the sockets that lost members have left on this host."""
         self._watch.close()
         for member in self.lost:
-            record = self.members.get(member)
-            if record is not None and record.unix_path and record.host == self._engine.record.host:
-                sockets.remove_if_stale(Path(record.unix_path))
+            self._remove_socket(self.members.get(member))
+
+    def _remove_socket(self, record: WorkerRecord | None) -> None:
+        if record is not None and record.unix_path and record.host == self._engine.record.host:
+            sockets.remove_if_stale(Path(record.unix_path))
 
     def close_in_child(self) -> None:
         """After a fork: let go of the descriptors, which are the parent's."""
@@ -194,6 +200,8 @@ class Group:
                 self._mourn(member, cause, error)
             case leaving.Left(member):
                 self._part(member)
+            case leaving.Forget(member):
+                self._forget_for_good(member)
             case leaving.SendEnter(to):
                 self._spawn(self._enter_at(to))
                 if to.id == self._engine.id:
@@ -232,6 +240,8 @@ class Group:
 
     def on_joined(self, record: WorkerRecord) -> None:
         """A member is there. It is news for the user only if it was not known."""
+        if self.is_gone(record):
+            return  # the rendezvous may list it a little longer
         self._heard.add(record.id)
         self._home.peers.add(record)
         self._carry_out(self._table.join(record))
@@ -381,6 +391,12 @@ class Group:
                 service.connection.abort()
         self._home.references.on_gone(record.id, record.id in self.lost)
         self._home.gradients.on_gone(record.id)
+
+    def _forget_for_good(self, record: WorkerRecord) -> None:
+        self._heard.discard(record.id)
+        self._home.peers.forget(record)
+        self._home.references.forget(record.id)
+        self._remove_socket(record)
 
     async def _strike_off(self, rendezvous: Rendezvous, record: WorkerRecord) -> None:
         with contextlib.suppress(RendezvousError):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError
-from ...protocol.identity import WorkerRecord
+from ...protocol.identity import ID_LIMIT, WorkerRecord
+from ...protocol.ids import IdSet
 from ..engine.host import host_identity, provably_dead
 from .fixed import check_unmixed
 from .membership import Member, Proof, same_process
@@ -23,12 +23,16 @@ from .stores import Board, Patience
 MakeRecord = Callable[[int], WorkerRecord]
 
 
-def _roster_from_json(value: Any) -> tuple[int, list[Member], set[int]]:
+def _roster_from_json(value: Any) -> tuple[int, list[Member], IdSet]:
     """Version, members, and the ids of those who left while others stayed."""
     version, members, used = value["version"], value["members"], value["used"]
-    if type(version) is not int or type(members) is not list or not all(type(each) is int for each in used):
+    if type(version) is not int or type(members) is not list:
         raise ValueError("no roster")
-    return version, [Member.from_json(item) for item in members], {*used}
+    return version, [Member.from_json(item) for item in members], IdSet.from_ranges(used)
+
+
+def _ids(members: Sequence[Member]) -> IdSet:
+    return IdSet(member.record.id for member in members)
 
 
 class FreeWorld:
@@ -58,7 +62,7 @@ class FreeWorld:
         check_unmixed(self.board, self._here, patience)
         record = make_record(self._free_id() if self.rank is None else self.rank)
 
-        def enter(members: list[Member], used: set[int]) -> list[Member]:
+        def enter(members: list[Member], used: IdSet) -> list[Member]:
             alive = self.alive(members)
             if alive and record.id in used:
                 raise RendezvousError(
@@ -88,7 +92,7 @@ class FreeWorld:
     def leave(self, record: WorkerRecord) -> None:
         """Take a record off the list; nothing happens if it is not there."""
 
-        def strike(members: list[Member], _: set[int]) -> list[Member]:
+        def strike(members: list[Member], _: IdSet) -> list[Member]:
             return [member for member in members if member.record.incarnation != record.incarnation]
 
         self._change(strike, Patience(10.0))
@@ -102,14 +106,14 @@ class FreeWorld:
         self.struck |= before.struck
         known = {member.record.incarnation for member in old}
         stay = [member for member in old if member.record.incarnation not in self.struck]
-        taken = used | {member.record.id for member in old}
+        taken = used.union(_ids(old))
         self.board.swap("1/ids", "", str(max(taken, default=-1) + 1))
         text = self.board.get(self._ROSTER) or ""
         _, here, _ = self._parse(text)
         if here and not any(member.record.incarnation in known for member in here):
             return False
 
-        def enter(members: list[Member], _: set[int]) -> list[Member]:
+        def enter(members: list[Member], _: IdSet) -> list[Member]:
             there = {member.record.incarnation for member in members}
             back = [member for member in stay if not members or member.record.incarnation == record.incarnation]
             return [*members, *(member for member in back if member.record.incarnation not in there)]
@@ -122,7 +126,7 @@ class FreeWorld:
     def trust(self, record: WorkerRecord, patience: Patience) -> None:
         """Note that this member holds the group's secret."""
 
-        def mark(members: list[Member], _: set[int]) -> list[Member]:
+        def mark(members: list[Member], _: IdSet) -> list[Member]:
             same = record.incarnation
             return [replace(m, trusted=m.trusted or m.record.incarnation == same) for m in members]
 
@@ -132,10 +136,15 @@ class FreeWorld:
         """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
         self.last = self.board.get(self._ROSTER) or ""
         _, members, _ = self._parse(self.last)
+        self._prune(members)
         for member in self.alive(members):
             member.check(self.proof.key, self.generation)
         # Of the dead some may be left of another group.
         return [member for member in members if member.is_known(self.proof.key, self.generation)]
+
+    def _prune(self, members: Sequence[Member]) -> None:
+        """Who is gone and not in the list any more needs not be kept out of it."""
+        self.struck.intersection_update({member.record.incarnation for member in members})
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of the members that are not known to be dead."""
@@ -144,16 +153,21 @@ class FreeWorld:
     def _free_id(self) -> int:
         """A number no member has or had; the counter never goes back."""
         _, members, used = self._parse(self.board.get(self._ROSTER) or "")
-        taken = used | {member.record.id for member in members}
+        taken = used.union(_ids(members))
         while (candidate := self.board.count("1/ids") - 1) in taken:
             pass
+        if candidate >= ID_LIMIT:
+            raise RendezvousError(
+                f"{ID_LIMIT} workers have joined this group, or have tried to, each under an id of its own: there are "
+                "no more. Meet at another port, or remove the rendezvous file"
+            )
         return candidate
 
     def _change(
         self,
-        change: Callable[[list[Member], set[int]], list[Member]],
+        change: Callable[[list[Member], IdSet], list[Member]],
         patience: Patience,
-        remember: AbstractSet[int] = frozenset(),
+        remember: IdSet = IdSet(),  # noqa: B008  # nobody adds to it
     ) -> list[Member]:
         """Replace the list by what `change` makes of it and of the ids that left; the new list.
 
@@ -163,17 +177,18 @@ class FreeWorld:
         for _ in patience.tries():
             version, old, used = self._parse(before)
             members = change(old, used)
-            stay = {member.record.id for member in members}
             # Those who were there remember the ids of those who left. With nobody left, all may be used again.
-            used = (used | {member.record.id for member in old}) - stay if self._any_stay(old, members) else set()
-            used |= remember - stay
+            stay = {member.record.id for member in members}
+            left = IdSet(member.record.id for member in old if member.record.id not in stay)
+            used = (used.union(left) if self._any_stay(old, members) else IdSet()).union(remember)
             # The version makes each text unique, so a list that changed and changed back is still seen to differ.
             after = json.dumps(
-                {"version": version + 1, "members": [member.to_json() for member in members], "used": sorted(used)}
+                {"version": version + 1, "members": [member.to_json() for member in members], "used": used.ranges()}
             )
             held = self.board.swap(self._ROSTER, before, after)
             if held == after:
                 self.last = after
+                self._prune(members)
                 return members
             before = held
         raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")
@@ -183,6 +198,6 @@ class FreeWorld:
         before = {member.record.incarnation for member in old}
         return any(member.record.incarnation in before for member in new)
 
-    def _parse(self, text: str) -> tuple[int, list[Member], set[int]]:
+    def _parse(self, text: str) -> tuple[int, list[Member], IdSet]:
         """Its version, the members, and the ids of those who left while others stayed."""
-        return self.board.load(self._ROSTER, text, _roster_from_json) if text else (0, [], set())
+        return self.board.load(self._ROSTER, text, _roster_from_json) if text else (0, [], IdSet())

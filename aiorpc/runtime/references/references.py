@@ -293,6 +293,11 @@ class References:
             early = [self._values.pop(rref, None) for rref in self._early.pop(worker_id, ())]
         self._release([value for value in early if value is not None])
 
+    def forget(self, worker_id: int) -> None:
+        """A worker has been gone for long; if it is named once more, it is unknown."""
+        with self._lock:
+            self._table.forget(worker_id)
+
     def on_unknown(self, worker_id: int) -> None:
         """Nobody in the group has that id. On the loop."""
         if not self._unknown:  # many at once are looked after together
