@@ -15,6 +15,7 @@ SECONDS ?= 60
 SEED ?=
 ROUNDS ?= 100
 KINDS ?=
+MINUTES ?= 60
 BENCH_ARGS ?=
 
 # Tests start many interpreters: without the files that Python keeps, each compiles everything once more.
@@ -24,7 +25,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test testlong fuzz chaos conformance lint format types check bench wheel hooks clean distclean
+.PHONY: help demo test testlong fuzz chaos soak conformance lint format types check bench wheel hooks clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -43,6 +44,9 @@ fuzz: $(VENV)/.installed-fuzz ## feed broken input to every decoder and to live 
 
 chaos: $(VENV)/.installed-test ## kill, stop, cut off and restart members under load (SEED; ROUNDS; KINDS; ARGS)
 	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED)) $(if $(KINDS),--kinds $(KINDS)) $(ARGS)
+
+soak: $(VENV)/.installed-test ## load a cluster for MINUTES (60), and say what of it grows (ARGS)
+	$(BIN)/python -m bench.soak --minutes $(MINUTES) $(ARGS)
 
 conformance: $(VENV)/.installed-test ## run PyTorch's own RPC tests on aiorpc (ARGS; see tests/conformance/README.md)
 	$(BIN)/python -m tests.conformance $(ARGS)

@@ -16,10 +16,10 @@ from bench.suite import MEASUREMENTS, choose
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_module(name: str, *arguments: str, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
     # A process of its own: the fork server it starts ends with it.
     command = [sys.executable, "-m", name, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def test_list_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:

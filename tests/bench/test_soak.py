@@ -1,0 +1,54 @@
+"""``python -m bench.soak``: what it calls growth, and a run of some seconds."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.soak.gauges import GAUGES
+from bench.soak.verdict import ALLOWED, judge
+from tests.bench.test_command import run_module
+
+TIMES = [float(number) for number in range(100)]
+
+
+def test_every_figure_has_an_allowance() -> None:
+    """And none that is not sampled."""
+    assert [*ALLOWED] == [*GAUGES]
+
+
+def test_growth_after_the_warm_up_is_found() -> None:
+    """In noise that is larger than the growth of any one step, and with outliers; what comes and goes is no growth."""
+    rng = random.Random(1)
+    noise = [rng.uniform(-5, 5) + (100 if number % 17 == 0 else 0) for number in range(100)]
+    leak = judge("a", "uss", TIMES, [100 + 0.3 * time + more for time, more in zip(TIMES, noise, strict=True)])
+    assert leak is not None and leak.grew and 18 < leak.growth < 27
+    level = judge("a", "uss", TIMES, [100 + more for more in noise])
+    assert level is not None and not level.grew and abs(level.growth) < 5
+
+
+def test_what_grows_while_it_warms_up_is_no_growth() -> None:
+    """Caches fill, threads start."""
+    found = judge("a", "threads", TIMES, [min(time, 20.0) for time in TIMES])
+    assert found is not None and not found.grew and found.growth == 0 and found.level == 20
+
+
+def test_of_few_samples_nothing_is_said() -> None:
+    """A slope through some points may be any."""
+    assert judge("a", "uss", TIMES[:8], TIMES[:8]) is None
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_short_run_works_from_start_to_files(tmp_path: Path) -> None:
+    """All kinds of work are done by all kinds of members; whether something grows cannot be told in seconds."""
+    done = run_module("bench.soak", "--minutes", "0.4", "--out", str(tmp_path / "soak"), timeout=230)
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["work"]["failed"] == {}, found["errors"]
+    assert {"hub", "near", "far", "cut", "returning", "store"} == {*found["members"]}
+    assert all(series["time"] for series in found["members"].values())
+    assert (tmp_path / "soak.png").stat().st_size > 10_000
