@@ -30,6 +30,12 @@ OPTIONS = {"busy_wait": 0.0, "lag_warning": 0.0}
 BATCHES = 3  # in a round
 PENDING_CALLS = 1_000
 LEAST_SHOWN = 0.02  # times an operation
+#: Over TCP, and what then stands beside an operation: sessions are what lets a connection be mended.
+TCP: dict[str, dict[str, Any]] = {
+    "TCP": {"transports": ("tcp",)},
+    "TCP, reconnect_grace=0": {"transports": ("tcp",), "reconnect_grace": 0.0},
+}
+OVER_TCP = ("awaited", "in_flight", "blocking", "tensor")  # of the operations
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,22 @@ def counted(stage: Stage) -> list[Row]:
             if style == "blocking":
                 blocks = stage.alternate({"calls": partial(blocks_alive, cohort)})
     rows = [_row(each.quantity, "functions", found[each.name], each.note) for each in OPERATIONS]
+    rows += _over_tcp(stage)
     note = f"{PENDING_CALLS:,} calls, async def handler that awaits"
     return rows + [
         _row(f"blocks alive for a call under way, {end}", "blocks", column(blocks["calls"], end), note) for end in ENDS
     ]
+
+
+def _over_tcp(stage: Stage) -> list[Row]:
+    """The same of some operations, as between two hosts."""
+    rows = []
+    for note, options in TCP.items():
+        for style in ("awaited", "blocking"):
+            with pair(stage, style, options) as cohort:
+                for operation in (each for each in map(choose, OVER_TCP) if each.style == style):
+                    rows.append(_row(operation.quantity, "functions", totals(cohort, operation, stage.plan), note))
+    return rows
 
 
 @contextlib.contextmanager
