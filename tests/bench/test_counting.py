@@ -152,11 +152,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_counts_are_the_same_in_two_rounds(rows: dict[str, Row]) -> None:
-    """All figures are there, positive, and within 3 % of those of the other round."""
-    assert len(rows) == len(counting.OPERATIONS) + len(ENDS)
+    """All figures are there, positive, and within 3 % of those of the other round; over TCP that is left to chance."""
+    assert len(rows) == len(counting.OPERATIONS) + len(counting.TCP) * len(counting.OVER_TCP) + len(ENDS)
     for row in rows.values():
         one, other = row.aiorpc
-        assert one > 0 and one == pytest.approx(other, rel=MOST_APART), row.quantity
+        apart = 0.5 if row.note in counting.TCP else MOST_APART  # how many messages are in one piece, goes by time
+        assert one > 0 and one == pytest.approx(other, rel=apart), row.quantity
 
 
 @pytest.mark.long
