@@ -153,7 +153,8 @@ class Round:
         if self._network is not None:
             host = (self._network.left, self._network.right)[rank % 2]
             assignment = replace(assignment, namespace=host.namespace, address=host.address)
-        life = Life(number, rank, self._children.start(place, live, assignment, env=SECRET))
+        secret = SECRET if self._network is not None else {}  # members of one host make one themselves
+        life = Life(number, rank, self._children.start(place, live, assignment, env=secret))
         self._lives.append(life)
         if plan.free and plan.meeting == "tcp" and number == 0:  # who hosts the store is to be known
             self._await(life)
