@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .load import GIVEN_UP, Outcome
 
@@ -18,18 +18,19 @@ LOOKED_AT = (
 )
 
 
-def judge(outcome: Outcome, killed: Mapping[int, str], left: Collection[str] = (), store_died: bool = False) -> str:
+def judge(outcome: Outcome, killed: Mapping[int, str], left: Mapping[int, str], store_died: bool = False) -> str:
     """What is wrong with an error; empty if it is one that has to be expected.
 
-    killed: names by process id. left: names. store_died: whether the store of a free group was in a killed process.
+    killed, left: names by process id. store_died: whether the store of a free group was in a killed process.
     A wait ends with its value, or because a process was killed or has left: the error names that one, and nobody else.
-    Without the store of a free group nobody can say where a member is that one has not heard of.
+    Of one that has left at once it may say that it was lost, as whoever is not connected to it is not told. Without the
+    store of a free group nobody can say where a member is that one has not heard of.
     """
     if not outcome.error:
         return ""
-    if outcome.error == "PeerLost" and killed.get(outcome.pid) == outcome.worker:
+    if outcome.error == "PeerLost" and outcome.worker in (killed.get(outcome.pid), left.get(outcome.pid)):
         return ""
-    if outcome.error in ("PeerClosed", "WorkerClosed") and any(name in outcome.text for name in left):
+    if outcome.error in ("PeerClosed", "WorkerClosed") and any(name in outcome.text for name in left.values()):
         return ""
     if outcome.error in ("RendezvousError", "StoreGone") and store_died and "Nothing was sent" in outcome.text:
         return ""

@@ -18,7 +18,7 @@ import aiorpc as rpc
 from . import handlers
 from .handlers import Mark
 
-LIMIT = 40.0  # seconds: the deadline of operations, none of which comes near it unless something is wrong
+LIMIT = 100.0  # seconds: the deadline of operations, none of which comes near it unless something is wrong
 NUMBERS = 1 << 24  # operations that one member can make
 
 

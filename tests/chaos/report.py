@@ -17,6 +17,7 @@ from .invariants import LOOKED_AT
 from .plans import KINDS
 from .rounds import Verdict
 
+ROOT = Path(__file__).parents[2]
 SLOWEST = 5  # rounds that are told
 
 
@@ -36,7 +37,8 @@ class Campaign:
         counts = {"operations": verdict.operations, "runs": verdict.runs, "processes": verdict.processes}
         self._take({"counts": counts, "faults": verdict.faults, "forms": {plan.form: 1}, "failed": verdict.failed})
         if verdict.wrong:
-            self.found.append({"round": plan.number, "again": again, "plan": str(plan), "wrong": verdict.wrong[:20]})
+            wrong = [line.replace(f"{ROOT}/", "") for line in verdict.wrong[:20]]
+            self.found.append({"round": plan.number, "again": again, "plan": str(plan), "wrong": wrong})
 
     def merge(self, told: Mapping[str, Any]) -> None:
         """What another campaign of this seed has said."""

@@ -246,7 +246,7 @@ class Round:
     def _judge(self, outcomes: Sequence[Outcome]) -> None:
         verdict = self._verdict
         killed = {life.child.pid: life.name for life in self._lives if life.killed}
-        left = [life.name for life in self._lives if life.left]
+        left = {life.child.pid: life.name for life in self._lives if life.left}
         runs = runs_in(self._folder / "runs")
         verdict.operations = len(outcomes)
         verdict.runs = runs.total()
@@ -269,7 +269,7 @@ class Round:
         for life, said in zip([*living, *gone], farewells, strict=True):
             lost = set(said["lost"])
             missing = set() if self._plan.free or life.left else killed - lost - {each.name for each in living}
-            if said["timed_out"] or lost - killed or missing:
+            if said["timed_out"] or lost - killed - {each.name for each in gone} or missing:
                 self._verdict.wrong.append(f"{life.name} left with {said}, and {sorted(killed)} were killed")
         for life in [*living, *gone]:
             left = self._hear(life)

@@ -56,7 +56,7 @@ LOST = {7: "w1"}
 )
 def test_errors_name_who_was_killed(outcome: Outcome, fine: bool) -> None:
     """Or who has left, and nobody who is there; nothing else is an end."""
-    assert bool(judge(outcome, LOST, ["w3"])) is not fine
+    assert bool(judge(outcome, LOST, {9: "w3"})) is not fine
 
 
 @pytest.mark.parametrize(
