@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -17,8 +18,9 @@ import torch
 from aiorpc import PeerLost, RpcBackendOptions, RpcCancelled, RpcError, Worker
 from aiorpc.channels import shared
 from aiorpc.channels.bulk import HASTY_SIZE, Bulk
-from aiorpc.protocol.frames import Buffer, Kind
+from aiorpc.protocol.frames import Buffer, Frame, Kind
 from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.group import connecting
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
@@ -504,6 +506,29 @@ async def test_a_second_connection_that_breaks_ends_the_pair(monkeypatch: pytest
             link.pipe.abort(ConnectionResetError("cut"))
             await asyncio.wait_for(call, LIMIT)
     assert "worker1" in str(caught.value)
+
+
+@pytest.mark.parametrize("grace", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
+async def test_a_second_connection_that_its_opener_gives_up(monkeypatch: pytest.MonkeyPatch, grace: float) -> None:
+    """It waits for its WELCOME in vain, after the other side has taken it: nothing was on it, and nothing ends."""
+    feed = connecting._Opening._on_frames
+
+    def without_welcome(opening: connecting._Opening, frames: list[Frame]) -> None:
+        if not opening.handshake.pipe or all(frame.kind != Kind.WELCOME for frame in frames):
+            feed(opening, frames)
+
+    async with cluster(2, options=replace(TCP, reconnect_grace=grace)) as workers:
+        await workers[0].call("worker1", note, 0)
+        monkeypatch.setattr(connecting._Opening, "_on_frames", without_welcome)
+        for worker in workers:
+            worker.node.engine.bounds = Bounds(pipe=0.5, pipe_grace=0.05, drain=0.05)
+        call = workers[0].call("worker1", echo, large())
+        await until(lambda: serving(workers[1]).second.attached is not None)
+        assert torch.equal(await asyncio.wait_for(call, LIMIT), large())
+        assert serving(workers[1]).pipe is serving(workers[1]).connection
+        await asyncio.sleep(2 * grace + 0.2)  # what is suspended has ended by then, and the link has not
+        assert await workers[0].call("worker1", note, 1) == 1
+        await until_nothing_under_way(*workers)
 
 
 async def test_a_pair_that_leaves_closes_both_connections(tcp: list[Worker]) -> None:

@@ -172,9 +172,15 @@ class SecondConnection:
             raise ProtocolError(f"{frame} does not belong on a connection for chunks")
 
     def closed(self, cause: BaseException | None) -> None:
-        """The second connection has ended. If the first one does not end as well, it is aborted: a link needs both."""
+        """The second connection has ended. If the first one does not end as well, it is aborted: a link needs both.
+
+        With one exception: its opener has given it up before it could know that the acceptor had taken it. Nothing was
+        on it then, and the opener says over the first connection that there will be none.
+        """
         link = self._link
-        if not link.closed and cause is not None:
+        if self.connection is not self.attached:
+            self.attached = None
+        elif not link.closed and cause is not None:
             link.engine.loop.call_later(link.engine.bounds.pipe_grace, link.connection.abort, cause)
 
 
