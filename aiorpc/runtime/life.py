@@ -276,6 +276,7 @@ class Life:
             for link in node.links.all():
                 link.flush()  # give back the memory that we have released: this process may live on, and they need it
             leaked = tuple(node.references.leaked())
+            await node.connector.settle()
         finally:
             lost = tuple(node.group.lost.values())
             node.patient = True

@@ -21,7 +21,10 @@ from aiorpc import (
     Worker,
     WorkerClosed,
 )
+from aiorpc.protocol.frames import Frame
+from aiorpc.protocol.states import HandshakeState
 from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.group import connecting
 from aiorpc.testing import cluster
 from tests.limits import busy
 from tests.runtime.stores import ROSTER, Stuck, WatchedStore
@@ -61,6 +64,31 @@ async def test_workers_come_and_go(store: Store) -> None:
     assert len({first.id, second.id, third.id}) == 3
     await second.shutdown()
     await third.shutdown()
+
+
+async def test_who_leaves_in_the_midst_of_a_handshake_is_not_taken_for_dead(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other side has said WELCOME and serves the connection: it gets a goodbye over it."""
+    feed, held = connecting._Opening._on_frames, asyncio.Event()
+
+    def later(opening: connecting._Opening, frames: list[Frame]) -> None:
+        if opening.handshake.state is HandshakeState.PROVED:
+            held.set()
+            asyncio.get_running_loop().call_later(0.2, feed, opening, frames)
+        else:
+            feed(opening, frames)
+
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        async with aiorpc.init("short", store=store) as short:
+            monkeypatch.setattr(connecting._Opening, "_on_frames", later)
+            call = short.call("worker0", where)
+            await held.wait()
+            await short.shutdown(graceful=False)
+            outcome: object = (await asyncio.gather(call, return_exceptions=True))[0]
+            assert outcome == "worker0" or isinstance(outcome, WorkerClosed)
+        await until(lambda: names(worker) == ["worker0"])
+        assert not worker.node.group.lost
 
 
 async def test_a_call_to_a_name_not_there_yet_waits_for_it(store: Store) -> None:

@@ -100,6 +100,7 @@ class Connector:
         self._engine = home.engine
         self._secret = secret
         self._numbers = itertools.count(1)  # of links
+        self._opening: set[asyncio.Future[None]] = set()  # handshakes that are under way
 
     def connect(self, peer: Peer) -> None:
         """Begin to find the worker of a peer and to connect to it; if that cannot be done, the peer is lost."""
@@ -108,6 +109,15 @@ class Connector:
     def open_pipe(self, link: Link) -> None:
         """Begin to open the second connection of a link, the same way as its first one."""
         self._engine.tasks.spawn(self._open_pipe(link))
+
+    async def settle(self) -> None:
+        """Before this worker leaves: wait for handshakes, as their other ends would take it for dead without a goodbye.
+
+        A goodbye can follow on a connection whose handshake is over, and on no other.
+        """
+        if self._opening:
+            await asyncio.wait(self._opening, timeout=self._engine.bounds.opening)
+            await asyncio.sleep(0)  # `_connect` makes its peer ready
 
     async def _connect(self, peer: Peer) -> None:
         home, engine = self._home, self._engine
@@ -165,7 +175,11 @@ class Connector:
                 opening = _Opening(engine, self._secret, record, sock, number)
                 opening.on_closed = partial(self._closed, peer, opening.connection)
                 opening.on_lasting = partial(self._watch, record, number, peer)
-                return await opening.run(partial(peer.attach, number))
+                self._opening.add(opening.done)
+                try:
+                    return await opening.run(partial(peer.attach, number))
+                finally:
+                    self._opening.discard(opening.done)
             except PeerRefused:
                 raise
             except OSError as error:
