@@ -27,11 +27,12 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from aiorpc.devices import DeviceClaims, to_device_map, to_devices
-from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError
+from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError, StoreGone
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
 from aiorpc.runtime.meeting.secret import Secret, make_key
+from aiorpc.runtime.meeting.stores import Board
 from tests.limits import busy
 from tests.ports import free_port
 from tests.processes.workers import process_state
@@ -1376,3 +1377,24 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+
+
+def test_an_error_of_a_store_does_not_keep_its_connection() -> None:
+    """Whoever keeps the error, as a call that has ended with it, keeps the frames that it came through."""
+    board = Board(HashStore(), "here")
+
+    def fail(store: Store) -> None:
+        raise RuntimeError("Broken pipe")
+
+    with pytest.raises(StoreGone, match="here no longer answers: Broken pipe") as caught:
+        board._call(fail)
+    error: BaseException | None = caught.value
+    frames = 0
+    while error is not None:
+        traceback = error.__traceback__
+        while traceback is not None:
+            frames += 1
+            assert not [name for name, value in traceback.tb_frame.f_locals.items() if isinstance(value, Store)]
+            traceback = traceback.tb_next
+        error = error.__cause__
+    assert frames

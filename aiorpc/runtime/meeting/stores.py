@@ -175,7 +175,11 @@ class Board:
             return function(store)
         except RuntimeError as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise StoreGone(f"the store at {self._place} no longer answers: {reason}") from error
+            # Whoever keeps the error keeps the frames that it came through, and they are not to keep the connection.
+            cause = error.with_traceback(None)
+            raise StoreGone(f"the store at {self._place} no longer answers: {reason}") from cause
+        finally:
+            del store
 
     def rubbish(self, key: str, what: str) -> RendezvousError:
         """The error for what no worker has written, with who can have done it."""
