@@ -138,7 +138,8 @@ class RpcBackendOptions:
     min_shared_bytes: shortest tensor that goes through shared memory by itself.
     min_bulk_bytes: shortest tensor that, without shared memory, goes in pieces over a second connection.
     dedicated_loop: run the worker on a loop in a thread of its own, for programs whose steps block theirs.
-    switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives; None leaves it alone.
+    switch_interval: seconds for ``sys.setswitchinterval`` while the worker lives, unless that is shorter already: how
+        long calls wait for the interpreter beside a thread that computes in Python; None leaves it alone.
     busy_wait: seconds a thread that blocks for an answer stays awake before it sleeps, letting others run, while its
         waits are no longer than that on average; 0 turns it off: less latency for the price of idle time.
     lag_warning: seconds the loop may be blocked before a warning names the handler; 0 turns it off.
@@ -204,7 +205,7 @@ class RpcBackendOptions:
     min_shared_bytes: int = SHARE_SIZE
     min_bulk_bytes: int = BULK_SIZE
     dedicated_loop: bool = False
-    switch_interval: float | None = None
+    switch_interval: float | None = 0.0005
     busy_wait: float = 0.001
     lag_warning: float = 1.0
     shutdown_timeout: float = 0.0

@@ -82,7 +82,10 @@ def in_flight(
 
 
 def beside_compute(rpc: RpcModule, seconds: float, to: str = "server") -> dict[str, float]:
-    """Microseconds of blocking no-op calls while another handler thread of the server computes in pure Python."""
+    """Microseconds of blocking no-op calls while another handler thread of the server computes in pure Python.
+
+    turns: of its loop, for each second of it.
+    """
     computing = rpc.rpc_async(to, functions.burn, args=(seconds + BURN_MARGIN,))
     deadline = time.monotonic() + BURN_MARGIN
     while not rpc.rpc_sync(to, functions.burning):
@@ -91,8 +94,8 @@ def beside_compute(rpc: RpcModule, seconds: float, to: str = "server") -> dict[s
     samples = _timed_calls(rpc, to, functions.noop, (), seconds)
     if computing.done():
         samples.pop()  # the last call may have outlived the computation
-    computing.wait()
-    return summary(samples)
+    turns = computing.wait() / (seconds + BURN_MARGIN)
+    return {**summary(samples), "turns": turns}
 
 
 def round_robin(rpc: RpcModule, names: Sequence[str], seconds: float) -> dict[str, float]:

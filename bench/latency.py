@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from . import awaited, clients, functions
-from .stage import SWITCH_INTERVAL, Figures, Key, Stage, column
+from .stage import Figures, Key, Stage, column
 from .stats import Row
 
 
@@ -76,16 +76,22 @@ def tensor_2x2(stage: Stage) -> list[Row]:
 
 def beside_compute(stage: Stage) -> list[Row]:
     """Blocking no-ops while another handler thread of the server computes in pure Python without a pause."""
-    keys: tuple[Key, ...] = ("aiorpc", "torch") if stage.null else ("aiorpc", "torch", "aiorpc switch")
+    keys: tuple[Key, ...] = ("aiorpc", "torch") if stage.null else ("aiorpc", "torch", "aiorpc patient")
     cases: dict[str, Callable[[], Figures]] = {
         key: partial(stage.client, key, clients.beside_compute, seconds=stage.plan.beside) for key in keys
     }
     results = stage.alternate(cases)
-    rows = [_row("beside_compute", quantity, results, None) for quantity in ("p50", "p99")]
-    if "aiorpc switch" in results:
-        switched = {"aiorpc": results["aiorpc switch"], "torch": results["torch"]}
-        note = f"aiorpc with switch_interval={SWITCH_INTERVAL}"
-        rows += [_row("beside_compute", quantity, switched, None, note) for quantity in ("p50", "p99")]
+    rows = _beside(results, "")
+    if "aiorpc patient" in results:
+        patient = {"aiorpc": results["aiorpc patient"], "torch": results["torch"]}
+        rows += _beside(patient, "aiorpc with switch_interval=None")
+    return rows
+
+
+def _beside(results: dict[str, list[Figures]], note: str) -> list[Row]:
+    rows = [_row("beside_compute", quantity, results, None, note) for quantity in ("p50", "p99")]
+    ours, theirs = column(results["aiorpc"], "turns"), column(results["torch"], "turns")
+    rows.append(Row("beside_compute", "what the handler computes", "turns/s", "higher", ours, theirs, None, note))
     return rows
 
 

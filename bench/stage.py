@@ -13,11 +13,10 @@ from .awake import Keepers
 from .cohort import Cohort
 from .sides import SideName, Style
 
-Key = Literal["aiorpc", "aiorpc awaited", "aiorpc switch", "torch"]
+Key = Literal["aiorpc", "aiorpc awaited", "aiorpc patient", "torch"]
 Figures = dict[str, float]
 
 PAIR = ("server", "client")
-SWITCH_INTERVAL = 0.0005
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Setup:
 _SETUPS: dict[Key, Setup] = {
     "aiorpc": Setup("aiorpc"),
     "aiorpc awaited": Setup("aiorpc", "awaited"),
-    "aiorpc switch": Setup("aiorpc", options={"switch_interval": SWITCH_INTERVAL}),
+    "aiorpc patient": Setup("aiorpc", options={"switch_interval": None}),
     "torch": Setup("torch"),
 }
 

@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -142,10 +141,6 @@ class Life:
                     f"store of {self._plan.init_method} does not answer"
                 ) from error
             raise
-        interval = options.switch_interval
-        if interval is not None:
-            self._stack.callback(sys.setswitchinterval, sys.getswitchinterval())
-            sys.setswitchinterval(interval)
         self.node = node
         self.lifetime.enter(WorkerEvent.JOINED)
         registry.add(node)

@@ -256,3 +256,30 @@ async def test_events_before_the_first_look_are_kept() -> None:
         return [event async for event in events]
 
     assert await asyncio.to_thread(asyncio.run, read()) == [WorkerJoined(info), WorkerLeft(info)]
+
+
+async def test_the_switch_interval_is_the_shortest_that_a_worker_of_the_process_asks_for() -> None:
+    """While workers live; whoever leaves last gives back what was there before, unless the program has set it since."""
+    before = sys.getswitchinterval()
+    store = HashStore()
+
+    def make(name: str, interval: float | None) -> Worker:
+        options = RpcBackendOptions(switch_interval=interval)
+        return Worker(name, store=store, options=options)
+
+    first, second, third = make("first", 0.004), make("second", 0.001), make("third", None)
+    try:
+        seen = [sys.getswitchinterval()]
+        for worker in (first, second, third):
+            await worker.start()
+            seen.append(sys.getswitchinterval())
+        for worker in (second, first, third):
+            await worker.shutdown(graceful=False)
+            seen.append(sys.getswitchinterval())
+        assert seen == [before, 0.004, 0.001, 0.001, 0.004, before, before]
+        async with cluster(1):
+            assert sys.getswitchinterval() == RpcBackendOptions().switch_interval
+            sys.setswitchinterval(0.003)
+        assert sys.getswitchinterval() == 0.003, "the program has set it since"
+    finally:
+        sys.setswitchinterval(before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -149,13 +150,18 @@ current_node: ContextVar[CommonHome | None] = ContextVar("aiorpc_node", default=
 
 
 class Registry:
-    """The workers that live in this process. only: the worker that verbs act on, if that is sure; else ask `get`."""
+    """The workers that live in this process. only: the worker that verbs act on, if that is sure; else ask `get`.
+
+    How long a thread may keep the interpreter from others is a matter of the process, too: the shortest interval that
+    any of its workers asks for, and what it was before when the last one has gone.
+    """
 
     def __init__(self) -> None:
         self._nodes: weakref.WeakSet[CommonHome] = weakref.WeakSet()
         self._hooked = False
         self._lock = threading.Lock()
         self.only: CommonHome | None = None
+        self._found = self._given = 0.0  # switch intervals: as it was found, and as it was set
 
     def add(self, node: CommonHome) -> None:
         """From now on the worker can be the current one."""
@@ -201,6 +207,14 @@ class Registry:
     def _update(self) -> None:
         nodes = list(self._nodes)
         self.only = nodes[0] if len(nodes) == 1 else None
+        now = sys.getswitchinterval()
+        if now != self._given:  # nobody had set it, or the program has set it since
+            self._found = now
+        wanted = [node.engine.options.switch_interval for node in nodes]
+        self._given = min([self._found, *filter(None, wanted)])
+        if self._given != now:
+            sys.setswitchinterval(self._given)
+            self._given = sys.getswitchinterval()  # in whole microseconds
 
     def _after_fork(self) -> None:
         # Only this thread lives on in the child: locks held by others stay held, so take none of them.
