@@ -20,6 +20,7 @@ TO = "server"
 WINDOW = 512
 WIDTH, BATCH, LEARNING_RATE = 16, 8, 0.01  # of the layer in `dropin`
 WARM_UP = 5  # steps of a model
+CHAIN = 20  # round trips in one graph
 
 Run = Callable[[int], object]
 AwaitedRun = Callable[[int], Coroutine[Any, Any, None]]
@@ -117,6 +118,22 @@ def two_layers() -> Run:
     def run(times: int) -> None:
         for _ in range(times):
             model.step()
+
+    return run
+
+
+def chain() -> Run:
+    """Chains of round trips in one graph, forward and backward, as in `gradients`."""
+    x = torch.zeros(2, 2, requires_grad=True)
+
+    def run(times: int) -> None:
+        call, ones = aiorpc.rpc_sync, torch.ones(2, 2)
+        for _ in range(times):
+            with aiorpc.autograd.context() as context_id:
+                y = x
+                for _ in range(CHAIN):
+                    y = call(TO, torch.add, (y, ones))
+                aiorpc.autograd.backward(context_id, [y.sum()])
 
     return run
 

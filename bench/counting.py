@@ -73,6 +73,15 @@ OPERATIONS = (
     Operation("tensor", "2x2 tensor echoed", "blocking", count_clients.tensor, "blocking"),
     Operation("operator", "torch.add of two 2x2 tensors", "blocking", count_clients.operator, "blocking"),
     Operation(
+        "chain",
+        "a round trip in a graph",
+        "blocking",
+        count_clients.chain,
+        f"2x2 tensor, {count_clients.CHAIN} of them, forward and backward",
+        calls=count_clients.CHAIN,
+        share=0.05,
+    ),
+    Operation(
         "training",
         "training step",
         "blocking",

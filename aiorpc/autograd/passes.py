@@ -48,7 +48,7 @@ from ..runtime.node import Node
 from .parts import Entry, Wire, abort, arrival_of, ask, from_wire, gather, pack_names, part_of, plan, to_wire
 
 Tensor = torch.Tensor
-_new: Any = tuple.__new__  # what Entry(...) does, without its call into Python
+_new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
 # Seconds to tell other workers that a pass has failed.
 _ABORT_PATIENCE = 10.0
 
@@ -130,15 +130,15 @@ class Pass:
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""
-        found: set[tuple[int, SentName]] = set()
+        found: set[tuple[int, int, int]] = set()
         for edge in roots:
             behind = self._context.behind(edge)
             if behind is None:
                 return self._gather_over(roots)
             found |= behind
         plans: dict[int, list[SentName]] = {}
-        for worker_id, name in found:
-            plans.setdefault(worker_id, []).append(name)
+        for worker_id, message, place in found:
+            plans.setdefault(worker_id, []).append(_new(SentName, (message, place)))
         return plans
 
     def _gather_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:

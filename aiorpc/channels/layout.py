@@ -15,6 +15,7 @@ The table of a message has one `TensorEntry` for each tensor.
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -75,6 +76,7 @@ class TensorEntry(NamedTuple):
 
 
 _new: Any = tuple.__new__  # what TensorEntry(...) does, without its call into Python
+_FIRST, _LAST = operator.itemgetter(0), operator.itemgetter(1)  # of a span
 
 
 def describe(
@@ -344,23 +346,24 @@ def _describe_together(
     """Entries for tensors with bytes in one storage: one buffer, the span that they cover."""
     if not storage.nbytes():
         raise _freed(tensors[0])
-    spans = [_span(tensor) for tensor in tensors]
-    first = min(span[0] for span in spans) // _ALIGN * _ALIGN
-    last = max(span[1] for span in spans)
+    spans = list(map(_span, tensors))
+    first = min(map(_FIRST, spans)) // _ALIGN * _ALIGN
+    last = max(map(_LAST, spans))
     number = len(buffers)
     buffers.append(where.bytes_at(storage, storage.data_ptr() + first, last - first))
     entries = []
     for tensor, span in zip(tensors, spans, strict=True):
         code = _CODES[tensor.dtype]
         flags = _flags(tensor, code)
-        entries.append(TensorEntry(number, span[0] - first, code, tensor.shape, tensor.stride(), flags, None))
+        entry = (number, span[0] - first, code, tensor.shape, tensor.stride(), flags, None)
+        entries.append(_new(TensorEntry, entry))
     return entries
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last byte of the storage that a non-empty tensor covers."""
-    first = int(tensor.storage_offset())
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first, strides = int(tensor.storage_offset()), tensor.stride()
+    last = first + sum(map(operator.mul, tensor.shape, strides)) - sum(strides) + 1
     return first * tensor.itemsize, last * tensor.itemsize
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -120,21 +120,19 @@ class AutogradContext:
         for place in places:
             edge = self.sent[_new(SentName, (number, place))] = _edge_of(tensors[place])
             found = self.behind(edge)
-            said: list[int] | None = None
-            if found is not None:
-                said = []
-                for worker, name in found:
-                    said += (worker, *name)
-            behind.append(said)
+            behind.append(None if found is None else list(itertools.chain.from_iterable(found)))
         return number, places, behind
 
-    def behind(self, edge: GradientEdge) -> set[tuple[int, SentName]] | None:
-        """All tensors that were sent and that a gradient of this edge leads to, on whichever worker; None: too many."""
-        found: set[tuple[int, SentName]] = set()
+    def behind(self, edge: GradientEdge) -> set[tuple[int, int, int]] | None:
+        """All tensors that were sent and that a gradient of this edge leads to, on whichever worker; None: too many.
+
+        As (worker, message, place).
+        """
+        found: set[tuple[int, int, int]] = set()
         for received in self.reach.received_of(self.reach.of(edge.node)):
             if received.behind is None or len(found) > self.most_behind:
                 return None
-            found.add((received.sender, received.name))
+            found.add((received.sender, *received.name))
             found |= received.behind
         return found
 
@@ -234,10 +232,14 @@ def _impossible(error: Exception) -> ProtocolError:
     return ProtocolError(f"a message that says of gradients what cannot be: {error}")
 
 
-def _named(said: Any) -> list[tuple[int, SentName]]:
-    if type(said) is not list or len(said) % 3 or any(type(part) is not int for part in said):
+_INT = frozenset((int,))
+
+
+def _named(said: Any) -> Iterator[tuple[int, int, int]]:
+    if type(said) is not list or len(said) % 3 or not _INT.issuperset(map(type, said)):
         raise ValueError(f"{said!r:.80}")
-    return [(said[at], SentName(said[at + 1], said[at + 2])) for at in range(0, len(said), 3)]
+    numbers = iter(said)
+    return zip(numbers, numbers, numbers, strict=True)
 
 
 class Tape:

@@ -25,14 +25,14 @@ class SentName(NamedTuple):
 class ReceivedTensor(NamedTuple):
     """A tensor that was received: its sender, its name there, and the edge of the graph that stands for its past.
 
-    behind: all sent tensors that its past in turn came from, on whichever worker, as (worker, name). None if they were
-    too many for the message; then the sender has to be asked.
+    behind: all sent tensors that its past in turn came from, on whichever worker, as (worker, message, place). None if
+    they were too many for the message; then the sender has to be asked.
     """
 
     sender: int
     name: SentName
     edge: GradientEdge
-    behind: frozenset[tuple[int, SentName]] | None
+    behind: frozenset[tuple[int, int, int]] | None
 
 
 class Foreign:
