@@ -115,6 +115,8 @@ class RpcBackendOptions:
     port_range: first and last TCP port to listen on; any free port if None.
     max_pending_calls: calls one peer may owe us before ``Overloaded`` is raised here.
     max_queued_calls: calls one caller may have waiting or running here before it is answered ``Overloaded``.
+    max_call_rate: calls a second that one caller may make here, before it is answered ``Overloaded``; after a second
+        without calls twice as many at once. None: any number.
     max_frame_bytes: longest message body taken from a peer, tensors apart.
     max_tensor_bytes: longest single tensor taken from a peer.
     stream_window: items of a stream that may be under way before its producer waits.
@@ -190,6 +192,7 @@ class RpcBackendOptions:
     port_range: tuple[int, int] | None = None
     max_pending_calls: int = 65_536
     max_queued_calls: int = 131_072
+    max_call_rate: float | None = None
     max_frame_bytes: int = 1 << 30
     max_tensor_bytes: int = 1 << 40
     stream_window: int = 16
@@ -268,6 +271,9 @@ class RpcBackendOptions:
             ports = tuple(self.port_range) if isinstance(self.port_range, (tuple, list)) else ()
             if not (len(ports) == 2 and all(type(port) is int for port in ports) and 0 < ports[0] <= ports[1] < 65_536):
                 raise RpcUsageError(f"port_range must be two ports, first <= last, not {self.port_range!r}")
+        rate = self.max_call_rate
+        if rate is not None and (type(rate) not in (int, float) or not 0 < rate < math.inf):
+            raise RpcUsageError(f"max_call_rate must be a number of calls above 0, or None for any, not {rate!r}")
         if self.switch_interval is not None and not seconds(self.switch_interval, "switch_interval"):
             raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
         if isinstance(self.shared_memory, bool) or not isinstance(self.shared_memory, int) or self.shared_memory < 0:

@@ -53,6 +53,14 @@ def test_every_option_is_documented() -> None:
     assert [field.name for field in fields(RpcBackendOptions) if field.name not in named] == []
 
 
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "fast", False])
+def test_a_rate_is_positive_or_none(value: Any) -> None:
+    """A rate at which no call could be made, or that bounds none, is refused."""
+    with pytest.raises(RpcUsageError, match="max_call_rate"):
+        RpcBackendOptions(max_call_rate=value)
+    assert RpcBackendOptions(max_call_rate=0.5).max_call_rate == 0.5
+
+
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4", None, True])
 def test_counts_are_integers_from_one(name: str, value: Any) -> None:

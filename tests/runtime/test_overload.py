@@ -86,6 +86,18 @@ async def test_the_callee_refuses_one_callers_flood(gate: Gate) -> None:
         assert await workers[0].call("worker1", len, "abc") == 3
 
 
+async def test_one_caller_makes_so_many_calls_a_second(gate: Gate) -> None:
+    """max_call_rate: those past it are answered Overloaded, and not run; others, and the runtime itself, may go on."""
+    options = [RpcBackendOptions(), RpcBackendOptions(max_call_rate=0.01), RpcBackendOptions()]
+    async with cluster(3, options=options) as workers:
+        gate.open.set()
+        assert await workers[0].call("worker1", wait, 1) == 1
+        with pytest.raises(Overloaded, match=r"'worker1' takes 0.01 calls a second of 'worker0' \(max_call_rate\)"):
+            await workers[0].call("worker1", wait, 2)
+        assert await workers[2].call("worker1", wait, 3) == 3
+        assert sorted(gate.ran) == [1, 3]
+
+
 @pytest.mark.parametrize("known", [False, True])
 async def test_what_is_refused_is_told_at_the_callee(gate: Gate, caplog: pytest.LogCaptureFixture, known: bool) -> None:
     """By a DEBUG line for each, with the function, the caller and the option, as its program sees no error."""

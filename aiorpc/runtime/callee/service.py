@@ -16,7 +16,7 @@ from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import read_call, read_credit
+from ...protocol.messages import Call, read_call, read_credit
 from ...protocol.packing import unpack
 from ...protocol.reference_messages import PassedReference
 from ...transport.connection import Connection
@@ -30,6 +30,7 @@ from ..links.reassembly import Message
 from . import answers
 from .answers import Answers
 from .backlog import Backlog
+from .rate import Rate
 from .remembered import KeptAnswer
 from .resolver import ReferencesForResolver, Resolver
 from .running import Runner
@@ -119,6 +120,8 @@ class Service:
         self._permits = permits_of(home.engine.rights, home.engine.name, record)
         self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, record.id, self._permits)
         self._functions = self._resolver.functions
+        limit = home.engine.options.max_call_rate
+        self._rate = None if limit is None else Rate(limit, time.monotonic())
 
     def _load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
         return self._home.references.load(passed, self.record.id)
@@ -154,7 +157,7 @@ class Service:
         if call.credit is not None:
             self._answers.streams += 1
         users = len(self.calls) - 1 - self._answers.system
-        if users >= self._engine.options.max_queued_calls and not self._resolver.is_system(message.function):
+        if users >= self._engine.options.max_queued_calls and not self._is_system(message):
             failure = Overloaded(
                 f"worker {self._engine.name!r} has {users} calls of {self.record.name!r} waiting or "
                 "running (max_queued_calls); this one was not run"
@@ -168,6 +171,11 @@ class Service:
             failure = Overloaded(
                 f"worker {self._engine.name!r} has {self._engine.options.max_streams} streams of {self.record.name!r} "
                 "open (max_streams); this one was not"
+            )
+        elif self._rate is not None and not self._is_system(message) and not self._rate.take(call.started):
+            failure = Overloaded(
+                f"worker {self._engine.name!r} takes {self._engine.options.max_call_rate:g} calls a second of "
+                f"{self.record.name!r} (max_call_rate); this one was not run"
             )
         elif message.arguments.references:
             self._home.references.coming()
@@ -188,6 +196,9 @@ class Service:
             answers.pass_on(error)
         finally:
             failure = None  # its traceback refers to this frame, and so it would keep the arguments
+
+    def _is_system(self, message: Call) -> bool:
+        return self._resolver.is_system(message.function)
 
     def _is_first(self, call: ServedCall) -> bool:
         """Whether an idempotent call is to be run; else it is answered as an earlier try of it."""

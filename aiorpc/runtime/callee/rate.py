@@ -1,0 +1,25 @@
+"""How many calls a second one caller may make."""
+
+from __future__ import annotations
+
+
+class Rate:
+    """A token bucket (J. Turner, "New directions in communications", 1986), with the tokens of one second at most.
+
+    A caller may so make up for a second in which it made no calls, and no more. Not safe for threads.
+    """
+
+    def __init__(self, per_second: float, now: float) -> None:
+        """per_second: more than 0. now: ``time.monotonic()`` seconds."""
+        self._per_second = per_second
+        self._most = self._tokens = max(1.0, per_second)
+        self._seen = now
+
+    def take(self, now: float) -> bool:
+        """A call has come at that time: whether it is one of those that are allowed."""
+        self._tokens = min(self._most, self._tokens + (now - self._seen) * self._per_second)
+        self._seen = now
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
