@@ -34,9 +34,11 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..errors import ProtocolError
@@ -45,6 +47,7 @@ from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_l
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from ..protocol.session import Session
+from .lingering import Lingering
 from .send_queue import FRAME_COST, SendQueue
 from .silence import Silence, hear
 from .tls import TlsLayer
@@ -66,6 +69,8 @@ GUARDED_TURN_BYTES = 1024 * 1024
 PATIENCE = 0.002
 # A waiter reads so many bytes at most; an answer that is longer is the loop's.
 READ_HERE = 128 * 1024
+# Seconds for the last words of a connection, and for the other side to close it, too.
+CLOSING = 1.0
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _ANSWERS = (REPLY, ERROR)
 _ENDED = "the other side closed the connection"
@@ -127,6 +132,8 @@ class Connection:
         self._scheduled = False
         self._blocked = False  # the socket was full; the loop waits until it takes more
         self._closing = False
+        self._limit: asyncio.TimerHandle | None = None  # of closing
+        self._lingering: Lingering | None = None  # all is written, and nothing is looked at any more
         self._closed = False
         self._paused = False
         self._reading = threading.RLock()  # the loop may close the connection while it reads
@@ -199,7 +206,7 @@ class Connection:
 
     def resume(self) -> None:
         """Read on after `pause`. On the loop's thread. Idempotent."""
-        if self._paused and not self._closed:
+        if self._paused and not self._closed and self._lingering is None:
             self._paused = False
             if self._fd >= 0:
                 self._loop.add_reader(self._fd if self._epoll is None else self._epoll.fileno(), self._readable)
@@ -338,7 +345,7 @@ class Connection:
         self._blocked = False
         self._flush()
         if self._closing and not self.queue:
-            self._finish(None)
+            self._stop_writing()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -556,18 +563,29 @@ class Connection:
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write what is queued, as far as the socket takes it, then close. On the loop's thread."""
+        """Write what is queued, as far as the socket takes it, then close. On the loop's thread.
+
+        Over TCP the other side closes first, once it has all of it; see `lingering`.
+        """
         if self.closed:
             return
         self._closing = True
+        # A peer that does not read must not keep us from leaving.
+        self._limit = self._loop.call_later(CLOSING, self._finish, None)
         self._write()
         with self._lock:  # another thread may be writing; what it could not write is in the queue afterwards
             unsent = bool(self.queue)
-        if unsent and not self._closed:
-            # A peer that does not read must not keep us from leaving.
-            self._loop.call_later(1.0, self._finish, None)
-        else:
+        if not unsent:
+            self._stop_writing()
+
+    def _stop_writing(self) -> None:
+        """All that was to be said before the connection is closed is written."""
+        if self._patient or self._fd < 0:
             self._finish(None)
+        elif self._lingering is None and not self._closed:
+            self._forget_socket()
+            self._paused = self._blocked = True
+            self._lingering = Lingering(self._loop, self._sock, partial(self._finish, None))
 
     def abort(self, cause: BaseException | None = None) -> None:
         """Close at once; what is queued is dropped. On the loop's thread."""
@@ -585,11 +603,15 @@ class Connection:
     def _write_failed(self, error: BaseException, sock: socket.socket) -> None:
         if sock is not self._sock:  # that one has been replaced since
             return
-        # What the other side said before it went may still be unread, and a goodbye makes all the difference.
+        # What the other side said before it went may still be unread, and a goodbye makes all the difference. It comes
+        # behind all else, so nobody else gets a turn before; it is not more than a socket holds.
         with self._reading:
-            self.resume()
-            if not self._closed:
+            self._turn = sys.maxsize
+            while not self.closed:
+                self.resume()  # whoever had enough has to take this, too
                 self._readable()
+                if not self._paused:
+                    break
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -599,6 +621,11 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        if self._limit is not None:
+            self._limit.cancel()
+        if self._lingering is not None:
+            self._lingering.end()
+            self._lingering = None
         self._forget_socket()
         # A thread in the middle of a write or read holds a lock; closing under it could meet another descriptor.
         with self._reading, self._lock:
