@@ -32,6 +32,7 @@ from ..transport import sockets
 from ..transport.certificates import Credentials
 from .calls.functions import check_pattern
 from .engine.bounds import Bounds
+from .engine.engine import Engine
 from .engine.host import host_identity, main_identity
 from .engine.lifetime import Lifetime
 from .engine.steps import Steps
@@ -275,6 +276,8 @@ class Life:
         finally:
             lost = tuple(node.group.lost.values())
             node.patient = True
+            if not self.lifetime.ended:
+                self._ending.say_so(node.engine)
             await self._close(WorkerEvent.LEFT)
         for reference in leaked:
             logger.info("still referred to at shutdown of %s: %s", self.lifetime.name, reference)
@@ -350,6 +353,9 @@ class _RendezvousEnd:
 
     It is entered into the exit stack before there is a rendezvous, so that joining can be given up at any point.
     rendezvous, record: None until joining has got that far. silent: nobody is told, as if the process had died.
+
+    Of a worker that leaves in good order the store is told at once, beside all else: whoever cannot reach it from then
+    on, and has no connection on which a goodbye could come, looks there (`Group.look_for_farewell`).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -357,6 +363,11 @@ class _RendezvousEnd:
         self.record: WorkerRecord | None = None
         self.silent = False
         self._plan = plan
+        self._told = False
+
+    def say_so(self, engine: Engine) -> None:
+        """Begin to tell the store that this worker leaves. `end` waits for it."""
+        engine.tasks.spawn(engine.steps.run(self._tell))
 
     async def end(self, steps: Steps, joined: Callable[[], Node | None]) -> None:
         """Wait for steps that are under way at the store, and leave it.
@@ -386,6 +397,15 @@ class _RendezvousEnd:
                 if self.rendezvous is not None:
                     self.rendezvous.remove_secret()
 
+    def _tell(self) -> None:
+        """In a thread."""
+        assert self.rendezvous is not None and self.record is not None, "it has joined"
+        try:
+            self.rendezvous.say_farewell(self.record)
+            self._told = True
+        except (RuntimeError, OSError) as error:
+            logger.debug("saying farewell at the rendezvous: %s", error)
+
     def _leave(self) -> None:
         """In a thread."""
         assert self.rendezvous is not None, "else there is nothing to leave"
@@ -393,6 +413,8 @@ class _RendezvousEnd:
             if self.record is None:
                 self.rendezvous.abandon()
             elif not self.silent:
+                if not self._told:
+                    self._tell()
                 self.rendezvous.leave(self.record)
         except (RuntimeError, OSError) as error:
             logger.debug("leaving the rendezvous: %s", error)

@@ -207,6 +207,10 @@ class Node:
         """A worker has said that it leaves. sure: it was it for sure that has said so."""
         self.group.on_goodbye(record, sure)
 
+    async def look_for_farewell(self, record: WorkerRecord) -> bool:
+        """Whether a worker that cannot be reached has left, as it has told the store."""
+        return await self.group.look_for_farewell(record)
+
     async def reach(self, record: WorkerRecord) -> socket.socket:
         """A TCP socket that leads to a worker. Raises OSError or RpcError if it takes no connections."""
         return await self.connector.reach(record)

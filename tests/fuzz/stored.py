@@ -103,7 +103,10 @@ def seeds_of_lives() -> list[bytes]:
         "1/slot/0": [member],
         "1/slot/1": [member],
         "1/verdict": [[kind, "why", 1.5, "host", 17] for kind in ("complete", "abort", "void", "timeout")],
-        "1/roster": [{"version": 1, "members": [member], "used": [1, 2]}, {"version": 2, "members": [], "used": []}],
+        "1/roster": [
+            {"version": 1, "members": [member], "used": [1, 2], "left": ["x"]},
+            {"version": 2, "members": [], "used": [], "left": []},
+        ],
         "1/secret": [offer, {**offer, "owner": "nobody"}],
         "1/ids": [3],
         "1/done": [1],

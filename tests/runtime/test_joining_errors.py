@@ -47,7 +47,7 @@ async def test_another_version_shows_at_joining(size: int | None) -> None:
     store = HashStore()
     theirs = ["something", {"else": 0}, VERSION + 1]
     if size is None:
-        store.set(ROSTER, json.dumps({"version": 1, "members": [theirs], "used": []}))
+        store.set(ROSTER, json.dumps({"version": 1, "members": [theirs], "used": [], "left": []}))
     else:
         store.set("aiorpc/generation", "1")
         store.set("aiorpc/1/slot/1", json.dumps(theirs))

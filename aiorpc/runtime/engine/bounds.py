@@ -31,6 +31,7 @@ class Bounds:
     poll: float = 10.0  # for one answer of a member that the leader asks for its activity
     store: float = 5.0  # for the store when the worker leaves; longer than `Rendezvous.close` waits for others
     look: float = 5.0  # for the store when a name is looked up
+    farewell: float = 1.0  # for the store to say whether a member that cannot be reached has left
     serving_pause: float = 0.25  # between two looks at the store of a free group for newcomers
     founding: float = 2.0  # for members of an earlier store at ``tcp://``, before a free group is begun there
     return_pause: float = 0.5  # between two tries to find a store again that has gone; shorter than `founding`

@@ -170,9 +170,14 @@ class Acceptor:
         self._handshakes.pop(accepting, None)
 
     def close(self) -> None:
-        """Take no more connections; those in their handshake are closed."""
+        """Take no more connections; those in their handshake are closed.
+
+        Nobody listens from now on: whoever connected would not be answered, and whoever asks whether this worker is
+        there would wait for that.
+        """
         for sock in self._listeners.sockets():
             self._engine.loop.remove_reader(sock.fileno())
+        self._listeners.close()
         for accepting in list(self._handshakes):
             accepting.connection.abort()
 

@@ -33,7 +33,7 @@ from ..caller.peers import Peers
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..links.link import Link
-from .group import Group, failure
+from .group import Group, failure, farewell
 from .mending import Home as MendingHome
 from .mending import Line, Mender
 
@@ -127,7 +127,9 @@ class Connector:
                 return
             connection = await self._open(record, peer)
         except Exception as error:
-            if peer.record is not None and not engine.closed:
+            if peer.record is not None and await home.group.look_for_farewell(peer.record):
+                peer.fail(farewell(peer.record))  # `_part` may wait for answers, which cannot come
+            elif peer.record is not None and not engine.closed:
                 cause = f"it cannot be reached: {error}"
                 home.group.on_lost(peer.record, cause, error)
                 peer.fail(failure(peer.record, cause, error))  # `on_lost` does not, if the loss was known already
@@ -186,11 +188,13 @@ class Connector:
                 if peer.gone is not None:
                     raise
                 now = time.monotonic()
-                if record.host != engine.record.host or not isinstance(error, _NOBODY_LISTENS):
+                if not isinstance(error, _NOBODY_LISTENS):
                     refused = None
                 elif refused is None:
                     refused = now
                 ended = refused is not None and now > refused + engine.bounds.refused
+                if ended and record.host != engine.record.host:  # something between may refuse, for a while
+                    ended, refused = await self._home.group.look_for_farewell(record), None
                 if ended or now > limit or provably_dead(record, engine.record.host):
                     raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
             await asyncio.sleep(pause)

@@ -250,7 +250,18 @@ class Group:
         """The process of a member has ended."""
         self._home.links.memory.collect()
         # What it wrote before it ended may still be in the sockets; their end of file usually comes first.
-        self._engine.loop.call_later(_EXIT_GRACE, self.on_lost, record, "its process ended")
+        self._engine.loop.call_later(_EXIT_GRACE, self._on_exit, record, "its process ended")
+
+    def _on_exit(self, record: WorkerRecord, cause: str) -> None:
+        incarnations = {service.record.incarnation for service in self._home.services}
+        if record.incarnation in incarnations or self._home.peers.of(record).link is not None:
+            self.on_lost(record, cause)  # else a goodbye would have come
+        elif not self._engine.closed and not self.is_gone(record):
+            self._engine.tasks.spawn(self._lose_unless_left(record, cause))
+
+    async def _lose_unless_left(self, record: WorkerRecord, cause: str) -> None:
+        if not await self.look_for_farewell(record):
+            self.on_lost(record, cause)
 
     def on_lost(self, record: WorkerRecord, cause: str, error: BaseException | None = None) -> None:
         """A member died or cannot be reached: everything that waits for it fails.
@@ -282,6 +293,23 @@ class Group:
         if not self._engine.closed:
             self._carry_out(self._table.depart(record))
             self.newcomers.look()  # this worker may lead now
+
+    async def look_for_farewell(self, record: WorkerRecord) -> bool:
+        """Whether a member that cannot be reached has left: no goodbye can come where there is no connection.
+
+        The store is asked, which it has told, for a bounded time. If it has, it has left here, too.
+        """
+        if not self.is_gone(record) and not self._engine.closed:
+            asked = self._engine.tasks.spawn(self._ask_store(record))
+            await asyncio.wait((asked,), timeout=self._engine.bounds.farewell)
+        return self.is_gone(record) and not self.is_lost(record)
+
+    async def _ask_store(self, record: WorkerRecord) -> None:
+        try:
+            if await self._engine.steps.run(lambda: self._home.rendezvous.has_left(record)):
+                self._on_left(record)
+        except RendezvousError as error:
+            logger.debug("worker %s cannot see whether %s has left: %s", self._engine.name, record.describe(), error)
 
     # --- what is said of a member by somebody who may not be it -------------------------------------------------------
 
@@ -375,7 +403,7 @@ class Group:
 
     def _part(self, record: WorkerRecord) -> None:
         peer = self._home.peers.of(record)
-        error = PeerClosed(f"{record.describe()} has shut down")
+        error = farewell(record)
         if peer.owed.pending:
             self._engine.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
         else:
@@ -451,7 +479,9 @@ class Group:
         while silent := [each for each in self._table.live() if each.id not in self._heard | {self._engine.id}]:
             await asyncio.sleep(self._engine.bounds.serving_pause)
             try:
-                left = await self._engine.steps.run(lambda: self._home.rendezvous.newcomers.left(silent))
+                left = await self._engine.steps.run(
+                    lambda: [each for each in silent if self._home.rendezvous.has_left(each)]
+                )
             except RendezvousError as error:
                 logger.debug("worker %s cannot see who has left: %s", self._engine.name, error)
                 return
@@ -517,6 +547,11 @@ def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> Rp
         failure = PeerLost(text, worker=record.name, rank=record.rank, host=host, pid=pid, cause=cause)
     failure.__cause__ = error
     return failure
+
+
+def farewell(record: WorkerRecord) -> PeerClosed:
+    """The error that everything gets which waits for a worker that has left."""
+    return PeerClosed(f"{record.describe()} has shut down")
 
 
 class _NodeForHandlers(Protocol):

@@ -2,9 +2,10 @@
 
 The opener of a connection connects again; the acceptor waits for it, and only looks whether the opener's process still
 takes connections. Both give up when `reconnect_grace` is over; only later if the other process can be reached and does
-not answer, as its loop may be blocked. They give up at once when the process is proved dead:
-on this host by its pid; elsewhere when its listener refuses connections again and again, as a worker listens for as
-long as it lives; and when another incarnation, or a worker that has given this one up, answers in its place.
+not answer, as its loop may be blocked. They give up at once when the process is proved dead: on this host
+by its pid; elsewhere when its listener refuses connections again and again, as a worker listens for as long as it
+lives; and when another incarnation, or a worker that has given this one up, answers in its place. As a goodbye may not
+have arrived, the store is asked whether the worker has left before its loss is told.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class Home(Protocol):
 
     @property
     def engine(self) -> Engine: ...
+
+    async def look_for_farewell(self, record: WorkerRecord) -> bool:
+        """Whether a worker that cannot be reached has left, as it has told the store."""
 
     async def reach(self, record: WorkerRecord) -> socket.socket:
         """A TCP socket that leads to a worker. Raises OSError or RpcError if it takes no connections."""
@@ -151,10 +155,11 @@ class Mender:
             if connection.suspended:
                 await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
                 pause = min(2 * pause, LAST_PAUSE)
+        left = connection.suspended and line.times == times and await self._home.look_for_farewell(line.record)
         if line.times == times:
             self._forget(line)
             if connection.suspended:
-                connection.abort(reason)
+                connection.abort(None if left else reason)
 
     async def _try(self, line: Line, seconds: float) -> None:
         """Reach the other process, and have the line go on if this end has opened it."""

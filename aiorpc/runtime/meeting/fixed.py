@@ -8,6 +8,7 @@ the whole group; the store may outlive many):
     G/world               world size and rank of the first comer; the others must agree
     G/slot/RANK           who holds the rank; taken once, by compare and set
     G/end/RANK            its holder has left, or gave up
+    G/left/RANK           its holder leaves in good order; of newcomers the id, as in `returning.py`
     G/verdict             set once: complete, or why this generation failed
     G/done                how many ranks have learnt the verdict
 
@@ -138,6 +139,14 @@ class FixedWorld:
     def leave(self, record: WorkerRecord) -> None:
         """Give up the record's place, so that its rank can be taken in the next generation."""
         self.board.put(self._key(f"end/{record.id}"), record.incarnation)
+
+    def say_farewell(self, record: WorkerRecord) -> None:
+        """Say that this member leaves in good order; its place is not free before `leave`."""
+        self.board.put(self._key(f"left/{record.id}"), record.incarnation)
+
+    def has_left(self, record: WorkerRecord) -> bool:
+        """Whether it has said that: an end alone is also that of a newcomer that gives up, or of a lost member."""
+        return self.board.get(self._key(f"left/{record.id}")) == record.incarnation
 
     def enter(self, generation: int, members: list[Member]) -> None:
         """This worker takes the place of a lost member of that generation, which has those members."""

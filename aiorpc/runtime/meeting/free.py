@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError
 from ...protocol.identity import ID_LIMIT, WorkerRecord
 from ...protocol.ids import IdSet
+from ...protocol.leaving import REMEMBERED
 from ..engine.host import host_identity, provably_dead
 from .fixed import check_unmixed
 from .membership import Member, Proof, same_process
@@ -23,12 +24,30 @@ from .stores import Board, Patience
 MakeRecord = Callable[[int], WorkerRecord]
 
 
-def _roster_from_json(value: Any) -> tuple[int, list[Member], IdSet]:
-    """Version, members, and the ids of those who left while others stayed."""
-    version, members, used = value["version"], value["members"], value["used"]
-    if type(version) is not int or type(members) is not list:
-        raise ValueError("no roster")
-    return version, [Member.from_json(item) for item in members], IdSet.from_ranges(used)
+class _Roster(NamedTuple):
+    """The list, as it stands in the store. used: the ids of those who left while others stayed.
+
+    left: the incarnations of the last ones who have struck themselves off.
+    """
+
+    version: int = 0
+    members: Sequence[Member] = ()
+    used: IdSet = IdSet()
+    left: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The form `from_json` reads."""
+        members = [member.to_json() for member in self.members]
+        return {"version": self.version, "members": members, "used": self.used.ranges(), "left": [*self.left]}
+
+    @classmethod
+    def from_json(cls, value: Any) -> _Roster:
+        """The list; ValueError, TypeError or LookupError if something else stands there."""
+        version, members, left = value["version"], value["members"], value["left"]
+        if type(version) is not int or type(members) is not list or type(left) is not list:
+            raise ValueError("no roster")
+        found = [Member.from_json(item) for item in members]
+        return cls(version, found, IdSet.from_ranges(value["used"]), ["" + each for each in left])
 
 
 def _ids(members: Sequence[Member]) -> IdSet:
@@ -51,6 +70,7 @@ class FreeWorld:
         self.proof = proof
         self._here = host_identity()
         self.last = ""  # the list as it was read last
+        self._own = ""  # our incarnation
         self.struck: set[str] = set()  # incarnations of those who are gone, whether the store heard of it or not
 
     def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
@@ -61,6 +81,7 @@ class FreeWorld:
         """
         check_unmixed(self.board, self._here, patience)
         record = make_record(self._free_id() if self.rank is None else self.rank)
+        self._own = record.incarnation
 
         def enter(members: list[Member], used: IdSet) -> list[Member]:
             alive = self.alive(members)
@@ -90,26 +111,38 @@ class FreeWorld:
         return self.board.has(self._ROSTER)
 
     def leave(self, record: WorkerRecord) -> None:
-        """Take a record off the list; nothing happens if it is not there."""
+        """Take a record off the list; nothing happens if it is not there. If it is our own, this worker has left."""
 
         def strike(members: list[Member], _: IdSet) -> list[Member]:
             return [member for member in members if member.record.incarnation != record.incarnation]
 
-        self._change(strike, Patience(10.0))
+        _, members, _, _ = self._parse(self.board.get(self._ROSTER) or "")
+        if any(member.record.incarnation == record.incarnation for member in members):
+            own = record.incarnation if record.incarnation == self._own else ""
+            self._change(strike, Patience(10.0), leaver=own)
+
+    def say_farewell(self, record: WorkerRecord) -> None:
+        """This worker, whose record that is, leaves in good order."""
+        self.leave(record)
+
+    def has_left(self, record: WorkerRecord) -> bool:
+        """Whether it has taken itself off the list, as one of the last who did."""
+        return record.incarnation in self._parse(self.board.get(self._ROSTER) or "").left
 
     def resume(self, before: FreeWorld, record: WorkerRecord, patience: Patience) -> bool:
         """Enter the list of the store that was there before into this one, or this worker into the list that is here.
 
         before: this worker's view of that store. False if others have begun a group of their own here.
         """
-        _, old, used = self._parse(before.last)
+        _, old, used, _ = self._parse(before.last)
+        self._own = record.incarnation
         self.struck |= before.struck
         known = {member.record.incarnation for member in old}
         stay = [member for member in old if member.record.incarnation not in self.struck]
         taken = used.union(_ids(old))
         self.board.swap("1/ids", "", str(max(taken, default=-1) + 1))
         text = self.board.get(self._ROSTER) or ""
-        _, here, _ = self._parse(text)
+        here = self._parse(text).members
         if here and not any(member.record.incarnation in known for member in here):
             return False
 
@@ -135,7 +168,7 @@ class FreeWorld:
     def members(self) -> list[Member]:
         """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
         self.last = self.board.get(self._ROSTER) or ""
-        _, members, _ = self._parse(self.last)
+        members = self._parse(self.last).members
         self._prune(members)
         for member in self.alive(members):
             member.check(self.proof.key, self.generation)
@@ -152,7 +185,7 @@ class FreeWorld:
 
     def _free_id(self) -> int:
         """A number no member has or had; the counter never goes back."""
-        _, members, used = self._parse(self.board.get(self._ROSTER) or "")
+        _, members, used, _ = self._parse(self.board.get(self._ROSTER) or "")
         taken = used.union(_ids(members))
         while (candidate := self.board.count("1/ids") - 1) in taken:
             pass
@@ -168,23 +201,23 @@ class FreeWorld:
         change: Callable[[list[Member], IdSet], list[Member]],
         patience: Patience,
         remember: IdSet = IdSet(),  # noqa: B008  # nobody adds to it
+        leaver: str = "",
     ) -> list[Member]:
         """Replace the list by what `change` makes of it and of the ids that left; the new list.
 
-        remember: ids that were used in the list of an earlier store.
+        remember: ids that were used in the list of an earlier store. leaver: the incarnation of who leaves by this.
         """
         before = self.board.get(self._ROSTER) or ""
         for _ in patience.tries():
-            version, old, used = self._parse(before)
-            members = change(old, used)
+            version, old, used, gone = self._parse(before)
+            members = change([*old], used)
             # Those who were there remember the ids of those who left. With nobody left, all may be used again.
             stay = {member.record.id for member in members}
             left = IdSet(member.record.id for member in old if member.record.id not in stay)
             used = (used.union(left) if self._any_stay(old, members) else IdSet()).union(remember)
             # The version makes each text unique, so a list that changed and changed back is still seen to differ.
-            after = json.dumps(
-                {"version": version + 1, "members": [member.to_json() for member in members], "used": used.ranges()}
-            )
+            gone = [*gone, leaver][-REMEMBERED:] if leaver and leaver not in gone else gone
+            after = json.dumps(_Roster(version + 1, members, used, gone).to_json())
             held = self.board.swap(self._ROSTER, before, after)
             if held == after:
                 self.last = after
@@ -194,10 +227,9 @@ class FreeWorld:
         raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")
 
     @staticmethod
-    def _any_stay(old: list[Member], new: list[Member]) -> bool:
+    def _any_stay(old: Sequence[Member], new: Sequence[Member]) -> bool:
         before = {member.record.incarnation for member in old}
         return any(member.record.incarnation in before for member in new)
 
-    def _parse(self, text: str) -> tuple[int, list[Member], IdSet]:
-        """Its version, the members, and the ids of those who left while others stayed."""
-        return self.board.load(self._ROSTER, text, _roster_from_json) if text else (0, [], IdSet())
+    def _parse(self, text: str) -> _Roster:
+        return self.board.load(self._ROSTER, text, _Roster.from_json) if text else _Roster()

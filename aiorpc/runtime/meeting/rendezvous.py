@@ -259,6 +259,15 @@ class Rendezvous:
             self._world.struck.add(record.incarnation)
         self._tell(self._world.leave, record)
 
+    def has_left(self, record: WorkerRecord) -> bool:
+        """Whether a member has said here that it leaves. RendezvousError if the store cannot say that."""
+        self._check_there()
+        return self._world.has_left(record)
+
+    def say_farewell(self, record: WorkerRecord) -> None:
+        """Say that this worker leaves in good order, as far as the store is there; `leave` follows at the end."""
+        self._tell(self._world.say_farewell, record)
+
     def abandon(self) -> None:
         """`join` was given up: give back the rank and the name, so that nobody takes this worker for a member."""
         if self._made is not None:

@@ -260,11 +260,6 @@ class NewcomersInStore:
         self._check_there()
         return self._places.applicants(ranks)
 
-    def left(self, records: Sequence[WorkerRecord]) -> list[WorkerRecord]:
-        """Those of these members that have left. StoreGone if the store is not there any more."""
-        self._check_there()
-        return [record for record in records if self._places.has_left(record)]
-
     def admit(self, newcomer: WorkerRecord, roster: Roster) -> None:
         """As the leader, let a newcomer know that it may come, who is in the group, and where it finds the secret."""
         far = newcomer.host != self._record.host

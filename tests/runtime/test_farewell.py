@@ -1,0 +1,112 @@
+"""Who leaves without a connection on which a goodbye could come: others look into the store before they tell a loss."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+from aiorpc import PeerClosed, PeerLost, RpcBackendOptions, Worker
+from aiorpc.errors import RpcError
+from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.testing import cluster
+from tests.runtime.test_mending import away
+from tests.runtime.waiting import until
+
+LONG = 10.0
+TRANSPORTS = pytest.mark.parametrize("transport", ["unix", "tcp"])
+
+
+def options(transport: str) -> RpcBackendOptions:
+    return RpcBackendOptions(transports=(transport,), shutdown_timeout=0.1)
+
+
+async def error_of(call: Any) -> BaseException:
+    try:
+        await asyncio.wait_for(asyncio.ensure_future(call), LONG)
+    except RpcError as error:
+        return error
+    raise AssertionError("it was answered")
+
+
+@TRANSPORTS
+async def test_who_has_left_is_not_lost_to_whoever_calls_it_for_the_first_time(transport: str) -> None:
+    """In a star members are connected with the leader alone, so nobody else is told of a goodbye."""
+    async with cluster(3, options=options(transport)) as (_, leaver, caller):
+        caller.node.engine.bounds = Bounds(refused=0.02)
+        await leaver.shutdown(graceful=False)
+        error = await error_of(caller.peer("worker1", timeout=0).call(abs, -3))
+        assert isinstance(error, PeerClosed) and "worker1" in str(error)
+        assert caller.node.group.lost == {}
+        assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerClosed)
+
+
+@TRANSPORTS
+async def test_who_leaves_in_the_midst_of_a_handshake_is_not_lost(transport: str) -> None:
+    """The handshake is cut; that it was that of a worker that leaves stands in the store."""
+    async with cluster(3, options=options(transport)) as (_, leaver, caller):
+        caller.node.engine.bounds = Bounds(refused=0.02)
+        for sock in leaver.node.listeners.sockets():  # whoever connects waits, as with a busy process
+            leaver.loop.remove_reader(sock.fileno())
+        call = asyncio.ensure_future(caller.peer("worker1", timeout=0).call(abs, -3))
+        await until(lambda: len(caller.node.engine.connections) >= 2)
+        await leaver.shutdown(graceful=False)
+        assert isinstance(await error_of(call), PeerClosed) and caller.node.group.lost == {}
+
+
+async def test_who_has_died_is_lost_whatever_the_store_says_of_others() -> None:
+    """Nothing of it stands there, as nothing does where the store does not answer: that is waited for shortly."""
+    async with cluster(4, options=options("unix")) as (_, leaver, dead, caller):
+        caller.node.engine.bounds = Bounds(refused=0.02)
+        await leaver.shutdown(graceful=False)
+        await dead.drop()
+        assert isinstance(await error_of(caller.peer("worker2", timeout=0).call(abs, -3)), PeerLost)
+
+
+async def test_a_store_that_does_not_answer_keeps_no_loss_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is asked for a bounded time."""
+    opened = threading.Event()
+    async with cluster(3, options=options("unix")) as (_, dead, caller):
+        caller.node.engine.bounds = Bounds(refused=0.02, farewell=0.02)
+        monkeypatch.setattr(caller.node.rendezvous, "has_left", lambda _: opened.wait(LONG) and False)
+        await dead.drop()
+        assert isinstance(await error_of(caller.peer("worker1", timeout=0).call(abs, -3)), PeerLost)
+        opened.set()
+
+
+async def test_who_leaves_while_its_line_is_down_is_not_lost() -> None:
+    """No goodbye can arrive; both of the others find the line not mending, and look into the store."""
+    three = RpcBackendOptions(transports=("tcp",), reconnect_grace=0.5, shutdown_timeout=0.1)
+    async with cluster(3, options=three) as (leader, leaver, caller):
+        for each in (leader, caller):
+            assert await each.call("worker1", abs, -3) == await leaver.call(each.name, abs, -3) == 3
+        with away():
+            for connection in list(leaver.node.engine.connections):
+                connection.break_off(1.0)
+            await until(lambda: leader.statistics().connections_suspended + caller.statistics().connections_suspended)
+            await leaver.shutdown(graceful=False)
+            record = leaver.node.engine.record
+            await until(lambda: all(each.node.group.is_gone(record) for each in (leader, caller)), LONG)
+        assert leader.node.group.lost == caller.node.group.lost == {}
+        assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerClosed)
+
+
+async def test_a_free_group_tells_who_has_left_from_who_was_struck_off() -> None:
+    """Both are off its list; a member that is lost is taken off by others."""
+    store = HashStore()
+    a, b, c = (Worker(name, store=store) for name in "abc")
+    for each in (a, b, c):
+        await each.start()
+    for each in (a, b):
+        assert await each.call("c", abs, -3) == await a.call("b", abs, -3) == 3
+    left, lost = b.node.engine.record, c.node.engine.record
+    await b.shutdown(graceful=False)
+    await c.drop()
+    await until(lambda: a.node.group.lost)
+    rendezvous = a.node.rendezvous
+    await until(lambda: [each.name for each in rendezvous.members()] == ["a"])
+    assert rendezvous.has_left(left) and not rendezvous.has_left(lost)
+    await a.shutdown()
