@@ -135,10 +135,14 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who is in the group, as the leader tells a newcomer: the members that live, and those that were lost, and why."""
+    """Who is in the group, as the leader tells a newcomer: the members that live, those that were lost, and why.
+
+    left: those that have left before it came.
+    """
 
     members: tuple[WorkerRecord, ...]
     lost: tuple[tuple[WorkerRecord, str], ...]
+    left: tuple[WorkerRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +403,8 @@ class GroupTable:
         return [Admit(newcomer, self._roster())]
 
     def _roster(self) -> Roster:
-        return Roster(tuple(self.live()), tuple(self._losses))
+        left = [each for each in self.members.values() if each.id in self.gone and each.id not in self.lost]
+        return Roster(tuple(self.live()), tuple(self._losses), tuple(left))
 
     def expects(self, stranger: WorkerRecord) -> bool:
         """Whether an unknown worker may be a member: this one has admitted it, or is new itself and knows not all."""
@@ -458,9 +463,9 @@ class GroupTable:
         return outputs
 
     def _learn(self, roster: Roster) -> Outputs:
-        """What the leader says of the others: newcomers like this one may have come, and members may be lost."""
+        """What the leader says of the others: newcomers like this one may have come, and members may be gone."""
         outputs: Outputs = []
-        for record in (*roster.members, *(lost for lost, _ in roster.lost)):
+        for record in (*roster.members, *(lost for lost, _ in roster.lost), *roster.left):
             if record.id not in self.members:
                 self.members[record.id] = record
                 outputs.append(Joined(record))
@@ -468,6 +473,7 @@ class GroupTable:
         for record in self.members.values():
             if record.id in self.gone:
                 self.places.part(record, lost=record.id in self.lost)
+        outputs += [output for left in roster.left for output in self.depart(left)]
         return outputs + [output for lost, cause in roster.lost for output in self.lose(lost, cause)]
 
     def turned_away(self) -> None:

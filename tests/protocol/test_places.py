@@ -19,6 +19,7 @@ from aiorpc.protocol.leaving import (
     Follow,
     GroupTable,
     Joined,
+    Left,
     Lost,
     Outputs,
     Poll,
@@ -110,6 +111,19 @@ def test_l9_a_newcomer_is_welcome_once_all_know_it() -> None:
     late = newcomer(1, 2)
     alone.apply(late)
     assert alone.arrive(late)[-1] == Welcome(late, Roster((W[0], late), ((W[1], "why"),)))
+
+
+def test_l9_a_newcomer_is_told_who_has_left() -> None:
+    """L9: they are no members that it may wait for, and their places are nobody's."""
+    table = make(0, 4)
+    table.lose(W[2], "why")
+    table.depart(W[1])
+    late = newcomer(2, 4)
+    roster = Roster((W[0], W[3]), ((W[2], "why"),), (W[1],))
+    assert table.apply(late) == [Admit(late, roster)]
+    new = coming(4, size=2)
+    assert new.admitted(roster) == [Joined(W[3]), Joined(W[2]), Left(W[1]), Lost(W[2], "why", None)]
+    assert new.live() == [W[0], late, W[3]] and new.places.state(1) is PlaceState.CLOSED
 
 
 def test_l9_a_member_takes_the_newcomer_once() -> None:

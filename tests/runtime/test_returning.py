@@ -14,6 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc
 from aiorpc import (
+    PeerClosed,
     PeerLost,
     RendezvousError,
     RpcBackendOptions,
@@ -177,6 +178,23 @@ async def test_a_call_with_retries_goes_on_to_who_has_taken_the_place(idempotent
         new = await here.come_back(2)
         assert await asyncio.wait_for(call, LONG) == new.node.engine.id == SIZE
         assert await peer.call(where_unless, 2) == SIZE
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+async def test_a_newcomer_knows_who_has_left_before_it_came(rank: int) -> None:
+    """It is told by the leader; and of a name that nobody has it says who is there now, each of them once."""
+    async with place() as (workers, here):
+        dead, leaver, stays = workers[rank], workers[1], workers[2 - rank]
+        await lose(dead, leaver, stays)
+        await leaver.shutdown(graceful=False)
+        await until(lambda: stays.node.group.is_gone(leaver.node.engine.record))
+        new = await here.come_back(rank)
+        with pytest.raises(PeerClosed, match=r"worker1 .* has shut down, before this worker came"):
+            await new.call("worker1", abs, -3)
+        with pytest.raises(UnknownWorker, match=r"the group has worker0, worker2$"):
+            new.call("nobody", abs, -3)
+        assert await new.call(stays.name, abs, -3) == 3
+        assert [info.name for info in new.node.group.lost.values()] == [dead.name]
 
 
 async def test_those_who_have_come_back_go_on_alone() -> None:

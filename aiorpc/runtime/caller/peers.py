@@ -30,8 +30,6 @@ To = str | int | WorkerInfo
 class GroupForPeers(Protocol):
     """The group, as far as finding a worker needs it (`Group`)."""
 
-    members: dict[int, WorkerRecord]
-
     def live(self) -> list[WorkerRecord]: ...
 
     def is_gone(self, record: WorkerRecord) -> bool: ...
@@ -104,8 +102,7 @@ class Peers:
             order = "; the worker comes first, and then the function" if callable(to) else ""
             raise RpcUsageError(f"a worker is named by a name, a rank or a WorkerInfo, not by {to!r}{order}")
         if not self._dynamic or not isinstance(key, str):
-            names = ", ".join(sorted(record.name for record in self._home.group.members.values()))
-            raise UnknownWorker(f"could not find destination worker {to!r}; the group has {names}")
+            raise UnknownWorker(f"could not find destination worker {to!r}; the group has {self._names()}")
         with self._lock:
             peer = self._peers.get(key)
             if peer is None or peer.gone is not None:
@@ -255,11 +252,14 @@ class Peers:
             return error
         if silent is not None:
             return RendezvousError(f"worker {engine.name!r} cannot find {name!r}: {silent}. {advice}")
-        names = ", ".join(sorted(record.name for record in self._home.group.live()))
         return UnknownWorker(
-            f"no worker {name!r} has ever been seen in this group, which has {names}; a name is waited for "
-            f"{engine.options.newcomer_grace:g} s after the first call to it (newcomer_grace). {advice}"
+            f"no worker {name!r} that this worker knows of was ever in this group, which has {self._names()}; a name "
+            f"is waited for {engine.options.newcomer_grace:g} s after the first call to it (newcomer_grace). {advice}"
         )
+
+    def _names(self) -> str:
+        """Who is in the group now, for errors."""
+        return ", ".join(sorted(record.name for record in self._home.group.live()))
 
     async def _look(self) -> list[WorkerRecord]:
         """Who is in the store's list; one look for all that want one, which begins after they have asked."""

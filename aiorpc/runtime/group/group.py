@@ -403,7 +403,8 @@ class Group:
 
     def _part(self, record: WorkerRecord) -> None:
         peer = self._home.peers.of(record)
-        error = farewell(record)
+        new = self._table.returning is not Returning.MEMBER
+        error = farewell(record, ", before this worker came" if new else "")
         if peer.owed.pending:
             self._engine.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
         else:
@@ -549,9 +550,9 @@ def failure(record: WorkerRecord, cause: str, error: BaseException | None) -> Rp
     return failure
 
 
-def farewell(record: WorkerRecord) -> PeerClosed:
+def farewell(record: WorkerRecord, when: str = "") -> PeerClosed:
     """The error that everything gets which waits for a worker that has left."""
-    return PeerClosed(f"{record.describe()} has shut down")
+    return PeerClosed(f"{record.describe()} has shut down{when}")
 
 
 class _NodeForHandlers(Protocol):

@@ -211,13 +211,14 @@ class Newcomers:
 def roster_to_wire(roster: Roster) -> list[Any]:
     """Plain data."""
     lost = [[record.to_wire(), cause] for record, cause in roster.lost]
-    return [[record.to_wire() for record in roster.members], lost]
+    return [[each.to_wire() for each in roster.members], lost, [each.to_wire() for each in roster.left]]
 
 
 def roster_from_wire(value: Any) -> Roster:
     """What `roster_to_wire` has made."""
-    members, lost = value
+    members, lost, left = value
     return Roster(
         tuple(WorkerRecord.from_wire(each) for each in members),
         tuple((WorkerRecord.from_wire(record), str(cause)) for record, cause in lost),
+        tuple(WorkerRecord.from_wire(each) for each in left),
     )

@@ -43,14 +43,15 @@ _LOOK_PAUSE, _ANSWER = 0.25, 1.0
 class Answer:
     """What the leader says to a newcomer: why it is refused, or where to go. by: the incarnation of that leader.
 
-    members: the ids of the members that live. lost: those of the lost, with the causes. secret: as an offer of the
-    group's secret; empty where the newcomer has its own. seal: as that of a `Member`.
+    members: the ids of the members that live. lost: those of the lost, with the causes. left: of those who have left.
+    secret: as an offer of the group's secret; empty where the newcomer has its own. seal: as that of a `Member`.
     """
 
     by: str
     refused: str = ""
     members: tuple[int, ...] = ()
     lost: tuple[tuple[int, str], ...] = ()
+    left: tuple[int, ...] = ()
     secret: dict[str, str] = field(default_factory=dict)
     seal: str = ""
 
@@ -68,17 +69,19 @@ class Answer:
 
     def to_json(self) -> list[Any]:
         """The form `from_json` reads."""
-        return [self.by, self.refused, [*self.members], [[*each] for each in self.lost], self.secret, self.seal]
+        lost = [[*each] for each in self.lost]
+        return [self.by, self.refused, [*self.members], lost, [*self.left], self.secret, self.seal]
 
     @classmethod
     def from_json(cls, value: Any) -> Answer:
         """The answer; ValueError, TypeError or LookupError if something else stands there."""
-        by, refused, members, lost, secret, seal = value
-        if not all(type(each) is int for each in (*members, *(member for member, _ in lost))) or not seal.isascii():
+        by, refused, members, lost, left, secret, seal = value
+        ids = (*members, *(member for member, _ in lost), *left)
+        if not all(type(each) is int for each in ids) or not seal.isascii():
             raise ValueError("no answer to a newcomer")
         causes = tuple((member, "" + cause) for member, cause in lost)
         offer = {"" + name: "" + secret[name] for name in secret}
-        return cls("" + by, "" + refused, tuple(members), causes, offer, "" + seal)
+        return cls("" + by, "" + refused, tuple(members), causes, tuple(left), offer, "" + seal)
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,13 @@ class Admission:
     by: WorkerRecord
     members: tuple[Member, ...]
     lost: tuple[tuple[WorkerRecord, str], ...]
+    left: tuple[WorkerRecord, ...]
     secret: dict[str, str] = field(repr=False)
 
     @property
     def roster(self) -> Roster:
         """Who is in the group, as the leader has said."""
-        return Roster(tuple(member.record for member in self.members), self.lost)
+        return Roster(tuple(member.record for member in self.members), self.lost, self.left)
 
 
 class PlacesInStore:
@@ -202,9 +206,10 @@ class PlacesInStore:
             by = next(each.record for each in known.values() if each.record.incarnation == answer.by)
             members = tuple(known[member] for member in answer.members)
             lost = tuple((known[member].record, cause) for member, cause in answer.lost)
+            left = tuple(known[member].record for member in answer.left)
         except (StopIteration, KeyError):
             raise self.board.rubbish(self._key("answer"), "an answer with the number of nobody") from None
-        return Admission(by, members, lost, answer.secret)
+        return Admission(by, members, lost, left, answer.secret)
 
     def is_over(self, newcomer: WorkerRecord) -> bool:
         """Whether nobody of the group is left for that newcomer: each has ended, or a newcomer wants its place."""
@@ -273,7 +278,8 @@ class NewcomersInStore:
             offer = self._held.offer(far)
         members = tuple(member.id for member in roster.members)
         lost = tuple((member.id, cause) for member, cause in roster.lost)
-        self._places.reply(newcomer, Answer(self._record.incarnation, members=members, lost=lost, secret=offer))
+        left = tuple(member.id for member in roster.left)
+        self._places.reply(newcomer, Answer(self._record.incarnation, "", members, lost, left, offer))
 
     def turn_away(self, newcomer: WorkerRecord, reason: str) -> None:
         """As the leader, let a newcomer know that it cannot come, and why."""
