@@ -341,6 +341,8 @@ class GroupTable:
         """A member has said goodbye. Nothing follows if it is gone already, or if it is this worker."""
         if record.id in self.gone or record.id == self.worker_id:
             return []
+        if self.free:  # one that has left as soon as it came may not have been known
+            self.members.setdefault(record.id, record)
         self.gone.add(record.id)
         self.places.part(record, lost=False)
         return [*self._part(record.id), Left(record), *self._after_parting(), *self._forget(record)]

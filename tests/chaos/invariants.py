@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from .load import GIVEN_UP, Outcome
 
@@ -18,19 +18,30 @@ LOOKED_AT = (
 )
 
 
-def judge(outcome: Outcome, killed: Mapping[int, str], left: Mapping[int, str], store_died: bool = False) -> str:
+def judge(
+    outcome: Outcome,
+    killed: Mapping[int, str],
+    left: Mapping[int, str],
+    store_died: bool = False,
+    missed: Collection[str] = (),
+) -> str:
     """What is wrong with an error; empty if it is one that has to be expected.
 
-    killed, left: names by process id. store_died: whether the store of a free group was in a killed process.
+    killed, left: names by process id. store_died: whether the store of a free group was in a killed process. missed:
+    names in a free group of members that were gone before some newcomer had joined.
     A wait ends with its value, or because a process was killed or has left: the error names that one, and nobody else.
-    Of one that has left at once it may say that it was lost, as whoever is not connected to it is not told. Without the
-    store of a free group nobody can say where a member is that one has not heard of.
+    Of who was killed it says that it was lost, and of who has left that. Without the store of a free group nobody can
+    say where a member is that one has not heard of; and a newcomer there hears of those alone who live, so that to it
+    another one has never been there, or has not joined yet (of a reference, which it cannot send without knowing whom).
     """
     if not outcome.error:
         return ""
-    if outcome.error == "PeerLost" and outcome.worker in (killed.get(outcome.pid), left.get(outcome.pid)):
+    if outcome.error == "PeerLost" and outcome.worker == killed.get(outcome.pid):
         return ""
     if outcome.error in ("PeerClosed", "WorkerClosed") and any(name in outcome.text for name in left.values()):
+        return ""
+    unknown = [text for name in missed for text in (f"no worker {name!r} that", f"worker {name!r} has not joined yet")]
+    if outcome.error in ("UnknownWorker", "SerializationError") and any(text in outcome.text for text in unknown):
         return ""
     if outcome.error in ("RendezvousError", "StoreGone") and store_died and "Nothing was sent" in outcome.text:
         return ""

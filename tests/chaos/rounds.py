@@ -32,8 +32,9 @@ SLICE = 0.02  # seconds: how the processor is taken from a slow member, for most
 
 @dataclass(eq=False)
 class Life:
-    """One process of a round. begun: when it was started; killed, left: whether it was killed, or has been told to
-    leave while others worked.
+    """One process of a round. killed, left: whether it was killed, or has been told to leave while others worked.
+
+    joined: whether it has. missed: in a free group, the names of those who were gone before.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Life:
     killed: bool = False
     left: bool = False
     joined: bool = False
+    missed: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -165,6 +167,8 @@ class Round:
         if not life.joined:
             self._hear(life)
             life.joined = True
+            if self._plan.free:
+                life.missed = {each.name for each in self._lives if each.killed or each.left}
 
     def _welcome(self, life: Life) -> None:
         """A newcomer is given work."""
@@ -252,8 +256,9 @@ class Round:
         verdict.runs = runs.total()
         verdict.processes = len(self._lives)
         verdict.failed = Counter(outcome.error for outcome in outcomes if outcome.error)
+        missed = {name for life in self._lives for name in life.missed}
         store_died = any(life.number == 0 for life in self._lives if life.killed) and bool(self._port)
-        verdict.wrong += [said for outcome in outcomes if (said := judge(outcome, killed, left, store_died))]
+        verdict.wrong += [said for outcome in outcomes if (said := judge(outcome, killed, left, store_died, missed))]
         verdict.wrong += miscounted(outcomes, runs)
 
     def _compare(self, what: str, found: Sequence[dict[str, Any]]) -> None:
@@ -269,7 +274,7 @@ class Round:
         for life, said in zip([*living, *gone], farewells, strict=True):
             lost = set(said["lost"])
             missing = set() if self._plan.free or life.left else killed - lost - {each.name for each in living}
-            if said["timed_out"] or lost - killed - {each.name for each in gone} or missing:
+            if said["timed_out"] or lost - killed or missing:
                 self._verdict.wrong.append(f"{life.name} left with {said}, and {sorted(killed)} were killed")
         for life in [*living, *gone]:
             left = self._hear(life)

@@ -51,12 +51,17 @@ LOST = {7: "w1"}
         (Outcome(1, "call", "w1", error="WrongValue"), False),
         (Outcome(1, "call", "w3", error="PeerClosed", text="w3 has shut down"), True),
         (Outcome(1, "call", "w1", error="PeerClosed", text="w1 has shut down"), False),
+        (Outcome(1, "call", "w3", error="PeerLost", worker="w3", pid=9), False),
         (Outcome(1, "call", "w1", error="StoreGone", text="Nothing was sent."), False),
+        (Outcome(1, "call", "w4", error="UnknownWorker", text="no worker 'w4' that this worker knows of"), True),
+        (Outcome(1, "reference", "w1", error="SerializationError", text="worker 'w4' has not joined yet"), True),
+        (Outcome(1, "reference", "w1", error="SerializationError", text="worker 'w2' has not joined yet"), False),
+        (Outcome(1, "call", "w2", error="UnknownWorker", text="no worker 'w2' that this worker knows of"), False),
     ],
 )
 def test_errors_name_who_was_killed(outcome: Outcome, fine: bool) -> None:
-    """Or who has left, and nobody who is there; nothing else is an end."""
-    assert bool(judge(outcome, LOST, {9: "w3"})) is not fine
+    """Or who has left, as that, and nobody who is there; a newcomer may not know of w4. Nothing else is an end."""
+    assert bool(judge(outcome, LOST, {9: "w3"}, missed={"w4"})) is not fine
 
 
 @pytest.mark.parametrize(

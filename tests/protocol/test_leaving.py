@@ -261,6 +261,13 @@ def test_l8_a_member_goes_once() -> None:
     assert table.lost == {1: W[1].info} and set(table.gone) == {1}
 
 
+def test_l8_who_has_left_before_it_was_known_has_left_all_the_same() -> None:
+    """L8: its goodbye may come before it has made itself known, and that it was there is remembered."""
+    table = make(0, 1, free=True)
+    assert table.depart(W[1]) == [Left(W[1])] and table.join(W[1]) == []
+    assert table.members[1] == W[1] and table.live() == [W[0]] and 1 not in table.lost
+
+
 def test_newcomers_are_news_once() -> None:
     """Those that join a free group are its members from then on."""
     table = make(0, 1, free=True)
