@@ -77,9 +77,11 @@ async def test_a_store_that_does_not_answer_keeps_no_loss_back(monkeypatch: pyte
         opened.set()
 
 
-async def test_who_leaves_while_its_line_is_down_is_not_lost() -> None:
-    """No goodbye can arrive; both of the others find the line not mending, and look into the store."""
-    three = RpcBackendOptions(transports=("tcp",), reconnect_grace=0.5, shutdown_timeout=0.1)
+@pytest.mark.parametrize("sign", ["the line is given up", "its process ends"])
+async def test_who_leaves_while_its_line_is_down_is_not_lost(sign: str) -> None:
+    """No goodbye can arrive; the others find that it is gone, by whatever sign, and look into the store."""
+    grace = 0.5 if sign == "the line is given up" else 60.0
+    three = RpcBackendOptions(transports=("tcp",), reconnect_grace=grace, shutdown_timeout=0.1)
     async with cluster(3, options=three) as (leader, leaver, caller):
         for each in (leader, caller):
             assert await each.call("worker1", abs, -3) == await leaver.call(each.name, abs, -3) == 3
@@ -89,6 +91,9 @@ async def test_who_leaves_while_its_line_is_down_is_not_lost() -> None:
             await until(lambda: leader.statistics().connections_suspended + caller.statistics().connections_suspended)
             await leaver.shutdown(graceful=False)
             record = leaver.node.engine.record
+            if sign == "its process ends":  # as the kernel says
+                for each in (leader, caller):
+                    each.node.group.on_process_exit(record)
             await until(lambda: all(each.node.group.is_gone(record) for each in (leader, caller)), LONG)
         assert leader.node.group.lost == caller.node.group.lost == {}
         assert isinstance(await error_of(caller.call("worker1", abs, -3)), PeerClosed)

@@ -253,9 +253,11 @@ class Group:
         self._engine.loop.call_later(_EXIT_GRACE, self._on_exit, record, "its process ended")
 
     def _on_exit(self, record: WorkerRecord, cause: str) -> None:
-        incarnations = {service.record.incarnation for service in self._home.services}
-        if record.incarnation in incarnations or self._home.peers.of(record).link is not None:
-            self.on_lost(record, cause)  # else a goodbye would have come
+        links = [each.link for each in self._home.services if each.record.incarnation == record.incarnation]
+        called = self._home.peers.of(record).link
+        links += [] if called is None else [called]
+        if links and all(link.connection.local for link in links):
+            self.on_lost(record, cause)  # else a goodbye would have come; over TCP the line may be down
         elif not self._engine.closed and not self.is_gone(record):
             self._engine.tasks.spawn(self._lose_unless_left(record, cause))
 
