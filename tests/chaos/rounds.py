@@ -218,6 +218,7 @@ class Round:
     def _happen(self, what: str, rank: int) -> None:
         life = self._at(rank)
         if what == "start":
+            life.child.join(END)  # as whoever starts processes again waits for their ends
             self._start(rank)
         elif what in ("down", "up") and self._network is not None:
             (self._network.cut if what == "down" else self._network.mend)()
