@@ -115,3 +115,16 @@ async def test_a_free_group_tells_who_has_left_from_who_was_struck_off() -> None
     await until(lambda: [each.name for each in rendezvous.members()] == ["a"])
     assert rendezvous.has_left(left) and not rendezvous.has_left(lost)
     await a.shutdown()
+
+
+@pytest.mark.parametrize("opener", [0, 1])
+async def test_a_connection_that_ends_without_a_goodbye_is_no_loss_if_its_worker_has_left(opener: int) -> None:
+    """It was too busy to write one in the time that leaving may take; the store has heard of it."""
+    async with cluster(3, options=options("unix")) as (_, leaver, other):
+        caller, called = (leaver, other) if opener == 0 else (other, leaver)
+        assert await caller.call(called.name, abs, -3) == 3
+        leaver.node.rendezvous.say_farewell(leaver.node.engine.record)
+        await leaver.drop()
+        await until(lambda: other.node.group.is_gone(leaver.node.engine.record))
+        assert other.node.group.lost == {}
+        assert isinstance(await error_of(other.call("worker1", abs, -3)), PeerClosed)

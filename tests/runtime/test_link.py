@@ -362,11 +362,12 @@ async def test_an_answer_on_its_way_outlives_the_goodbye(tcp: list[Worker]) -> N
     await until(lambda: calling(tcp[0]).held)
     await until(lambda: not serving(tcp[1]).busy)
     link = calling(tcp[0])
-    await tcp[1].shutdown(graceful=False)
+    leaving = asyncio.ensure_future(tcp[1].shutdown(graceful=False))
     await until(lambda: link.connection.closed)
     assert not call.done()
     pipe.start()
     assert torch.equal(await call, large(0, MIDDLE))
+    await leaving
 
 
 async def test_bytes_of_a_second_connection_that_has_ended_still_count(tcp: list[Worker]) -> None:

@@ -136,6 +136,25 @@ def test_another_group_at_the_place_is_not_mixed_with() -> None:
         del store
 
 
+def test_a_newcomer_at_another_store_has_the_id_of_nobody_who_has_not_come_there_yet() -> None:
+    """Whoever comes back first may not have seen the last ones who joined: their ids are theirs all the same."""
+    store, port = serve("127.0.0.1", 0)
+    opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
+    with closing(opened()) as first, closing(opened()) as unseen:
+        assert found(first, "a") == ["a"] and found(unseen, "b") == ["a", "b"]
+        mine, theirs = unseen.members()
+        unseen.serve_secret_requests()  # and the first one does not look again
+        del store
+        store, _ = serve("127.0.0.1", port)
+        assert first.meet_again(mine)
+        with closing(opened()) as newcomer:
+            assert found(newcomer, "c") == ["a", "c"]
+            assert unseen.meet_again(theirs)
+            ids = {record.name: record.id for record in newcomer.members()}
+            assert len(set(ids.values())) == 3 and ids["b"] == theirs.id
+        del store
+
+
 def test_a_file_that_was_removed_is_told_at_once(tmp_path: Path) -> None:
     """Whoever waits for the others there is told, long before the time is up; torch would wait for minutes."""
     folder = tmp_path / "meet"

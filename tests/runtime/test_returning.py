@@ -29,6 +29,7 @@ from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
 from aiorpc.runtime.meeting.membership import Member
+from aiorpc.runtime.node import registry
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -367,3 +368,24 @@ async def test_a_newcomer_that_begins_anew_has_one_time_for_all(monkeypatch: pyt
         with pytest.raises(RendezvousError, match=r"has let the second in|have heard of it"):
             await here.come_back(2, rpc_timeout=1.0)
         assert b.node.group.leads
+
+
+async def test_a_newcomer_waits_for_members_that_have_not_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members are told one after the other; what it calls until then is refused, and is no loss: it tries again."""
+    async with place() as (workers, here):
+        a, b, c = workers
+        await lose(c, a, b)
+        newcomers = b.node.group.newcomers
+        introduce = newcomers.introduce
+        calls: list[Any] = []
+
+        async def too_late(leader: int, newcomer: Any) -> None:
+            node = next(each for each in registry.nodes() if each.engine.id == newcomer.id)
+            calls.append(node.peers.of(b.node.engine.record).call(abs, (-3,), None, LONG))
+            await until(lambda: b.statistics().connections_refused >= 1)
+            await introduce(leader, newcomer)
+
+        monkeypatch.setattr(newcomers, "introduce", too_late)
+        new = await here.come_back(2)
+        assert await calls[0] == 3 == await b.call("worker2", abs, -3)
+        assert [info.name for info in new.node.group.lost.values()] == ["worker2"]

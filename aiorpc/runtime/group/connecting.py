@@ -127,12 +127,8 @@ class Connector:
                 return
             connection = await self._open(record, peer)
         except Exception as error:
-            if peer.record is not None and await home.group.look_for_farewell(peer.record):
-                peer.fail(farewell(peer.record))  # `_part` may wait for answers, which cannot come
-            elif peer.record is not None and not engine.closed:
-                cause = f"it cannot be reached: {error}"
-                home.group.on_lost(peer.record, cause, error)
-                peer.fail(failure(peer.record, cause, error))  # `on_lost` does not, if the loss was known already
+            if peer.record is not None and not engine.closed:
+                await self._lose(peer, peer.record, f"it cannot be reached: {error}", error, error)
             elif isinstance(error, UnknownWorker):
                 peer.fail(error)
             elif engine.closed:
@@ -183,7 +179,9 @@ class Connector:
                 finally:
                     self._opening.discard(opening.done)
             except PeerRefused:
-                raise
+                if not self._home.group.may_not_know_this(record) or time.monotonic() > limit:
+                    raise
+                refused = None
             except OSError as error:
                 if peer.gone is not None:
                     raise
@@ -230,9 +228,26 @@ class Connector:
         peer.link_ended()
         if cause is not None and peer.record is not None and not self._engine.closed:
             reason = f"the connection to it broke: {foreign.text_of(cause)}"
-            self._home.group.on_lost(peer.record, reason)
-            # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
-            peer.fail(failure(peer.record, reason, cause))
+            if provably_dead(peer.record, self._engine.record.host):
+                self._on_lost(peer, peer.record, reason, None, cause)
+            else:  # it may be about to leave, and too busy to say so here in time
+                self._engine.tasks.spawn(self._lose(peer, peer.record, reason, None, cause))
+
+    async def _lose(
+        self, peer: Peer, record: WorkerRecord, reason: str, error: BaseException | None, cause: BaseException
+    ) -> None:
+        """A worker cannot be reached any more: it is lost, if it has not left. error: what its loss is told by."""
+        if await self._home.group.look_for_farewell(record):
+            peer.fail(farewell(record))  # `_part` may wait for answers, which cannot come
+        elif not self._engine.closed:
+            self._on_lost(peer, record, reason, error, cause)
+
+    def _on_lost(
+        self, peer: Peer, record: WorkerRecord, reason: str, error: BaseException | None, cause: BaseException
+    ) -> None:
+        self._home.group.on_lost(record, reason, error)
+        # Where that was no news (a connection to ourselves, a second peer of that worker) its calls must end too.
+        peer.fail(failure(record, reason, cause))
 
 
 async def _reach(engine: Engine, record: WorkerRecord, transports: Sequence[str]) -> socket.socket:

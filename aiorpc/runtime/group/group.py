@@ -151,6 +151,11 @@ class Group:
         known = self.members.get(record.id)
         return known != record and not (known is None and (self._table.free or self._table.expects(record)))
 
+    def may_not_know_this(self, record: WorkerRecord) -> bool:
+        """Whether that member may refuse this worker because it has not heard of it yet: of a newcomer, but for the
+        leader, members hear one after the other."""
+        return self._table.returning is not Returning.MEMBER and record.id != self._table.leader
+
     def live(self) -> list[WorkerRecord]:
         """The members that have neither left nor been lost."""
         return self._table.live()
@@ -258,10 +263,14 @@ class Group:
         links += [] if called is None else [called]
         if links and all(link.connection.local for link in links):
             self.on_lost(record, cause)  # else a goodbye would have come; over TCP the line may be down
-        elif not self._engine.closed and not self.is_gone(record):
-            self._engine.tasks.spawn(self._lose_unless_left(record, cause))
+        else:
+            self._lose_unless_left(record, cause)
 
-    async def _lose_unless_left(self, record: WorkerRecord, cause: str) -> None:
+    def _lose_unless_left(self, record: WorkerRecord, cause: str) -> None:
+        if not self._engine.closed and not self.is_gone(record):
+            self._engine.tasks.spawn(self._look_and_lose(record, cause))
+
+    async def _look_and_lose(self, record: WorkerRecord, cause: str) -> None:
         if not await self.look_for_farewell(record):
             self.on_lost(record, cause)
 
@@ -317,8 +326,10 @@ class Group:
 
     def on_broken(self, service: Service, cause: str) -> None:
         """A connection that a member has opened, or somebody in its name, has broken."""
-        if service.sure:
+        if service.sure and provably_dead(service.record, self._engine.record.host):
             self.on_lost(service.record, cause)
+        elif service.sure:  # it may be about to leave, and too busy to say so here in time
+            self._lose_unless_left(service.record, cause)
         else:
             believed = partial(self.on_lost, service.record, cause)
             self._look_into(service.record, self._engine.record, believed, "has broken a connection")

@@ -21,6 +21,8 @@ from .fixed import check_unmixed
 from .membership import Member, Proof, same_process
 from .stores import Board, Patience
 
+# So many workers may join in the time between two looks at the list, and more.
+_LEAP = 1024
 MakeRecord = Callable[[int], WorkerRecord]
 
 
@@ -140,7 +142,8 @@ class FreeWorld:
         known = {member.record.incarnation for member in old}
         stay = [member for member in old if member.record.incarnation not in self.struck]
         taken = used.union(_ids(old))
-        self.board.swap("1/ids", "", str(max(taken, default=-1) + 1))
+        # This worker may not have seen the last ones who came: the next id is one that none of them can have.
+        self.board.swap("1/ids", "", str((max(taken, default=-1) // _LEAP + 2) * _LEAP))
         text = self.board.get(self._ROSTER) or ""
         here = self._parse(text).members
         if here and not any(member.record.incarnation in known for member in here):
