@@ -28,11 +28,11 @@ def judge(
     """What is wrong with an error; empty if it is one that has to be expected.
 
     killed, left: names by process id. store_died: whether the store of a free group was in a killed process. missed:
-    names in a free group of members that were gone before some newcomer had joined.
+    names of members of a free group that are gone, and that others may never have met.
     A wait ends with its value, or because a process was killed or has left: the error names that one, and nobody else.
     Of who was killed it says that it was lost, and of who has left that. Without the store of a free group nobody can
-    say where a member is that one has not heard of; and a newcomer there hears of those alone who live, so that to it
-    another one has never been there, or has not joined yet (of a reference, which it cannot send without knowing whom).
+    say where a member is that one has not heard of; and who has not met a member there before it was gone does not hear
+    of it: it has never been there, or has not joined yet (of a reference, which needs to know whom).
     """
     if not outcome.error:
         return ""

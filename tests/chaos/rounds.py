@@ -34,7 +34,7 @@ SLICE = 0.02  # seconds: how the processor is taken from a slow member, for most
 class Life:
     """One process of a round. killed, left: whether it was killed, or has been told to leave while others worked.
 
-    joined: whether it has. missed: in a free group, the names of those who were gone before.
+    joined: whether it has.
     """
 
     number: int
@@ -43,7 +43,6 @@ class Life:
     killed: bool = False
     left: bool = False
     joined: bool = False
-    missed: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -167,8 +166,6 @@ class Round:
         if not life.joined:
             self._hear(life)
             life.joined = True
-            if self._plan.free:
-                life.missed = {each.name for each in self._lives if each.killed or each.left}
 
     def _welcome(self, life: Life) -> None:
         """A newcomer is given work."""
@@ -257,7 +254,7 @@ class Round:
         verdict.runs = runs.total()
         verdict.processes = len(self._lives)
         verdict.failed = Counter(outcome.error for outcome in outcomes if outcome.error)
-        missed = {name for life in self._lives for name in life.missed}
+        missed = {*killed.values(), *left.values()} if self._plan.free else set()
         store_died = any(life.number == 0 for life in self._lives if life.killed) and bool(self._port)
         verdict.wrong += [said for outcome in outcomes if (said := judge(outcome, killed, left, store_died, missed))]
         verdict.wrong += miscounted(outcomes, runs)
