@@ -16,5 +16,7 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
     dropin.py       one more, of a whole program: dropin_program.py
     counting.py     one more, of aiorpc alone: how many Python functions an operation runs;  count_clients.py: in the
                     client;  counter.py: counts them
+    messages.py     and how many messages a training step sends;  message_clients.py: at both ends
     suite.py        their list;  report.py, picture.py, hardware.py: what comes out
+    machine.py      how fast the machine is;  merge.py: the README's table out of several runs
 """

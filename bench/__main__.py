@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from . import counting, gpu, picture, report, suite
+from . import counting, gpu, merge, messages, picture, report, suite
 from .stage import Plan
-from .stats import Outcome
+from .stats import BenchError, Outcome
 
 DEFAULT_OUT = Path(__file__).parent / "results" / "bench"
 
@@ -18,7 +18,7 @@ DEFAULT_OUT = Path(__file__).parent / "results" / "bench"
 def parser() -> argparse.ArgumentParser:
     """The options."""
     options = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    options.add_argument("--quick", action="store_true", help="fewer and shorter rounds, under 100 seconds in all")
+    options.add_argument("--quick", action="store_true", help="fewer and shorter rounds, under four minutes in all")
     options.add_argument("--only", metavar="NAME,...", help="take these measurements only")
     options.add_argument("--rounds", type=int, metavar="N", help="rounds of each pair")
     options.add_argument(
@@ -35,6 +35,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     options.add_argument("--halting", action="store_true", help="let idle cores halt also while callers await")
     options.add_argument("--null", action="store_true", help="torch against itself, to see the noise")
+    options.add_argument(
+        "--merge", metavar="JSON", type=Path, nargs="+", help="measure nothing: the README's table out of these results"
+    )
     options.add_argument("--gpu", action="store_true", help="tensors on a GPU instead, into results/<its name>")
     return options
 
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.list:
         return _list_functions(options)
+    if options.merge:
+        return _merge(options.merge, alone=len(given) == 1 + len(options.merge))
     if options.gpu:
         return _gpu(options, given)
     try:
@@ -72,7 +77,26 @@ def _list_functions(options: argparse.Namespace) -> int:
     except ValueError as error:
         parser().error(str(error))
     print(counting.listing(operation, _plan(options)))
+    if operation.name in messages.STEPS:
+        print(messages.listing(operation, _plan(options)))
     return 0
+
+
+def _merge(paths: Sequence[Path], *, alone: bool) -> int:
+    if not alone:
+        parser().error("--merge takes results and no other option, as it measures nothing")
+    try:
+        print(merge.markdown([_read(path) for path in paths]))
+    except BenchError as error:
+        parser().error(str(error))
+    return 0
+
+
+def _read(path: Path) -> Outcome:
+    try:
+        return report.read_json(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path} is no result of a run: {error!r}") from error
 
 
 def _gpu(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -99,17 +99,17 @@ def beside_compute(rpc: RpcModule, seconds: float, to: str = "server") -> dict[s
 
 
 def round_robin(rpc: RpcModule, names: Sequence[str], seconds: float) -> dict[str, float]:
-    """Microseconds per blocking call of one caller that goes round all the others."""
+    """Microseconds of a blocking call of one caller that goes round all the others."""
     for name in names:
         rpc.rpc_sync(name, functions.noop)
-    begin = time.perf_counter()
-    end = begin + seconds
-    calls = 0
-    while time.perf_counter() < end:
+    clock, samples = time.perf_counter_ns, []
+    end = clock() + int(seconds * 1e9)
+    while clock() < end:
         for name in names:
+            before = clock()
             rpc.rpc_sync(name, functions.noop)
-        calls += len(names)
-    return {"cost": (time.perf_counter() - begin) / calls * 1e6, "samples": float(calls)}
+            samples.append(clock() - before)
+    return summary(samples)
 
 
 def converge(rpc: RpcModule, to: str, seconds: float) -> dict[str, float]:
@@ -140,3 +140,8 @@ def warm_threads(rpc: RpcModule, to: str, calls: int) -> None:
 def resident_bytes(rpc: RpcModule) -> int:
     """Resident memory of the process that runs this."""
     return functions.resident_bytes()
+
+
+def private_bytes(rpc: RpcModule) -> int:
+    """What of it no other process has as well: the libraries that were loaded before the fork are shared."""
+    return functions.private_bytes()

@@ -141,10 +141,12 @@ def _over_tcp(stage: Stage) -> list[Row]:
 
 
 @contextlib.contextmanager
-def pair(stage: Stage, style: Style, options: Mapping[str, Any] | None = None) -> Iterator[Cohort]:
-    """Two workers that count. options: further ones."""
+def pair(
+    stage: Stage, style: Style, options: Mapping[str, Any] | None = None, *, counted: bool = True
+) -> Iterator[Cohort]:
+    """Two workers that count. options: further ones. counted: whether they count functions."""
     # Cores that are kept awake would only be in the way.
-    with stage.halting(), stage.start("aiorpc", PAIR, style, {**OPTIONS, **(options or {})}, counted=True) as cohort:
+    with stage.halting(), stage.start("aiorpc", PAIR, style, {**OPTIONS, **(options or {})}, counted=counted) as cohort:
         yield cohort
 
 
@@ -201,7 +203,7 @@ def listing(operation: Operation, plan: Plan) -> str:
     """The functions that one operation runs, most frequent first: how often in both processes, and in each."""
     with Stage(plan) as stage, pair(stage, operation.style) as cohort:
         batches = count(cohort, operation, plan)
-    ends = {end: _medians([batch[end] for batch in batches]) for end in ENDS}
+    ends = {end: medians([batch[end] for batch in batches]) for end in ENDS}
     both = {name: sum(found.get(name, 0.0) for found in ends.values()) for name in set().union(*ends.values())}
     order = sorted(both, key=lambda name: (-both[name], name))
     shown = [name for name in order if both[name] >= LEAST_SHOWN]
@@ -212,6 +214,7 @@ def listing(operation: Operation, plan: Plan) -> str:
     return "\n".join(" ".join(f"{cell:>7}" for cell in line[:-1]) + f"  {line[-1]}" for line in lines)
 
 
-def _medians(batches: Sequence[dict[str, float]]) -> dict[str, float]:
+def medians(batches: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each name, over all batches."""
     names: set[str] = set().union(*batches)
     return {name: statistics.median(batch.get(name, 0.0) for batch in batches) for name in names}

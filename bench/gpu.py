@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from . import functions, gpu_clients, hardware, report
+from . import functions, gpu_clients, hardware, machine, report
 from .bulk import KB, MB, label
 from .cohort import Cohort
 from .picture import OURS, THEIRS
@@ -207,7 +207,7 @@ def measure(
 ) -> Found:
     """Measure all sizes. devices: of the caller and the callee; ``("cpu", "cpu")`` tries the program without a GPU."""
     begin = time.monotonic()
-    facts = hardware.facts(arguments, plan.rounds, plan.seconds * SHARE)
+    facts = hardware.facts(arguments, plan.rounds, plan.seconds * SHARE) | machine.speed()
     with Stage(plan) as stage, contextlib.ExitStack() as stack:
         run = Run(stage, devices)
         run.start(stack)
@@ -249,8 +249,9 @@ def _cells(row: GpuRow) -> tuple[str, ...]:
 
 
 def line(facts: Mapping[str, str]) -> str:
-    """What it was measured on, in two lines."""
-    return f"{facts['devices']}; driver {facts['driver']}, CUDA {facts['cuda']}\n{hardware.line(dict(facts))}"
+    """What it was measured on, a line for the devices, one for the machine, one for how fast that is."""
+    devices = f"{facts['devices']}; driver {facts['driver']}, CUDA {facts['cuda']}"
+    return "\n".join(filter(None, (devices, hardware.line(dict(facts)), machine.line(facts))))
 
 
 def show(found: Found) -> None:

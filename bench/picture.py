@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import hardware
+from . import hardware, machine
 from .stats import Outcome, Row, Spread
 
 OURS, THEIRS = "tab:blue", "tab:orange"
@@ -30,10 +30,17 @@ def draw(outcome: Outcome, path: Path) -> None:
         places = parts[1].subplots(1, len(curves), squeeze=False)[0]
         for axes, (title, rows) in zip(places, curves.items(), strict=True):
             _draw_curve(axes, title, rows)
-    figure.suptitle(f"{outcome.facts['sides']}\n{hardware.line(outcome.facts)}", fontsize=9)
+    _say_where(figure, outcome)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _say_where(figure: Any, outcome: Outcome) -> None:
+    """What was compared, on which machine, and how fast that is."""
+    figure.suptitle(f"{outcome.facts['sides']}\n{hardware.line(outcome.facts)}", fontsize=9)
+    if said := machine.line(outcome.facts):
+        figure.supxlabel(said, fontsize=8)
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -108,7 +115,7 @@ def draw_sizes(outcome: Outcome, path: Path) -> bool:
     places = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (title, rows) in zip(places, panels.items(), strict=True):
         _draw_sizes(axes, title, rows)
-    figure.suptitle(f"{outcome.facts['sides']}\n{hardware.line(outcome.facts)}", fontsize=9)
+    _say_where(figure, outcome)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from . import hardware
+from . import hardware, machine
 from .stats import Outcome, Row, Spread
 
 HEADINGS = ("measurement", "quantity", "aiorpc", "torch.distributed.rpc", "ratio", "target", "")
@@ -67,14 +67,19 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def closing_lines(outcome: Outcome) -> list[str]:
-    """Targets reached and missed, failures, conditions."""
+    """Targets reached and missed, failures, conditions, and where the time went."""
     judged = [row for row in outcome.rows if row.passed is not None]
     missed = [_name(row) for row in judged if not row.passed]
     lines = [f"{len(judged) - len(missed)} of {len(judged)} targets reached"]
     lines += [f"missed: {'; '.join(missed)}"] if missed else []
     lines += [f"FAILED {failure.measurement}: {failure.error}" for failure in outcome.failures]
-    lines += [hardware.line(outcome.facts), outcome.facts["method"]]
+    lines += [hardware.line(outcome.facts), *filter(None, (machine.line(outcome.facts),)), outcome.facts["method"]]
+    lines += [f"Seconds of each: {_longest_first(outcome.took)}"] if outcome.took else []
     return [*lines, f"{outcome.facts['command']}   ({outcome.seconds:.0f} s)"]
+
+
+def _longest_first(took: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.0f}" for name, seconds in sorted(took.items(), key=lambda each: -each[1]))
 
 
 def _name(row: Row) -> str:

@@ -1,29 +1,73 @@
-"""What more workers cost: start-up time, one worker calling all in turn, all calling one."""
+"""What more workers cost: start-up time, calls of one to all and of all to one, memory of each; and how flat it is."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 
-from . import clients
-from .cohort import Cohort
+from . import clients, functions
+from .cohort import JOIN_SECONDS, Cohort, fork_server
+from .rank import settle
 from .sides import SideName
 from .stage import Figures, Stage, column, progress
-from .stats import BenchError, Row
+from .stats import BenchError, Better, Row
+
+SIDES: tuple[SideName, SideName] = ("aiorpc", "torch")
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure over the number of workers. flat: what of it should be the same for any number, in words and as a
+    function of a figure and the number of workers."""
+
+    quantity: str
+    unit: str
+    better: Better = "lower"
+    flat: tuple[str, Callable[[float, int], float]] = ("", lambda figure, size: figure)
+
+
+START_UP, LATENCY, RATE, MEMORY = CURVES = (
+    Curve("start-up, fork to all joined", "s", flat=("start-up, for each worker", lambda figure, size: figure / size)),
+    Curve("one calls all in turn, p50", "µs"),
+    Curve("all call one, calls/s", "1/s", "higher"),
+    Curve("memory of each worker, beyond a process without", "MB"),
+)
+#: By curve and side, the figures of one size.
+Found = dict[Curve, dict[SideName, tuple[float, ...]]]
 
 
 def workers(stage: Stage) -> list[Row]:
     """Worlds of growing size: started in turn, the last of each side kept, then measured in turn."""
-    rows: list[Row] = []
+    bare = _bare_process()
+    found: dict[int, Found] = {}
+    notes: dict[int, str] = {}
     for size in stage.plan.sizes:
         progress(f"         {size} workers")
-        rows += _one_size(stage, size)
+        found[size], notes[size] = _one_size(stage, size, bare)
+    rows = [_row(curve, size, found[size][curve], notes[size]) for size in found for curve in CURVES]
+    return rows + flatness(found)
+
+
+def flatness(found: Mapping[int, Found]) -> list[Row]:
+    """For each curve of aiorpc's, how many times its first figure the last one is, round by round: 1 is flat."""
+    first, last = min(found), max(found)
+    rows = []
+    for curve in CURVES:
+        said, flat = curve.flat
+        pairs = zip(found[first][curve]["aiorpc"], found[last][curve]["aiorpc"], strict=True)
+        times = tuple(flat(end, last) / flat(begin, first) for begin, end in pairs)
+        rows.append(Row("workers", f"{said or curve.quantity}, {last} workers by {first}", "x", curve.better, times))
     return rows
 
 
-def _one_size(stage: Stage, size: int) -> list[Row]:
+def _one_size(stage: Stage, size: int, bare: int) -> tuple[Found, str]:
+    """bare: bytes of a process without a worker. Gives also why torch has no figures, where it has none."""
     names = [f"worker{rank}" for rank in range(size)]
-    starts: dict[str, list[float]] = {"aiorpc": [], "torch": []}
+    starts: dict[SideName, list[float]] = {side: [] for side in SIDES}
     for _ in range(stage.plan.cohort_rounds - 1):
         with stage.start("aiorpc", names) as ours:
             starts["aiorpc"].append(ours.start_up)
@@ -34,9 +78,9 @@ def _one_size(stage: Stage, size: int) -> list[Row]:
     with stage.start("aiorpc", names) as ours:
         theirs, note = _start_torch(stage, names)
         if theirs is None:
-            return _rows(stage, {"aiorpc": ours}, starts, note)
+            return _measured(stage, {"aiorpc": ours}, starts, bare), note
         with theirs:
-            return _rows(stage, {"aiorpc": ours, "torch": theirs}, starts, note)
+            return _measured(stage, {"aiorpc": ours, "torch": theirs}, starts, bare), note
 
 
 def _start_torch(stage: Stage, names: Sequence[str]) -> tuple[Cohort | None, str]:
@@ -47,35 +91,60 @@ def _start_torch(stage: Stage, names: Sequence[str]) -> tuple[Cohort | None, str
         return None, f"torch did not start: {str(error).splitlines()[0]}"
 
 
-def _rows(stage: Stage, cohorts: dict[SideName, Cohort], starts: dict[str, list[float]], note: str) -> list[Row]:
-    size = len(cohorts["aiorpc"].names)
+def _measured(
+    stage: Stage, cohorts: Mapping[SideName, Cohort], starts: Mapping[SideName, list[float]], bare: int
+) -> Found:
+    found: Found = {curve: dict.fromkeys(SIDES, ()) for curve in CURVES}
     for side, cohort in cohorts.items():
-        starts[side].append(cohort.start_up)
-    rows = [_row("start-up, fork to all joined", "s", starts, size, note)]
-    for quantity, measure in (("one calls all in turn", _one_to_all), ("all call one", _all_to_one)):
+        found[START_UP][side] = (*starts[side], cohort.start_up)
+    for curve, measure in ((LATENCY, _one_to_all), (RATE, _all_to_one)):
         cases: dict[str, Callable[[], Figures]] = {
             side: partial(measure, stage, cohort) for side, cohort in cohorts.items()
         }
-        costs = {side: column(found, "cost") for side, found in stage.alternate(cases).items()}
-        rows.append(_row(f"{quantity}, per call", "µs", costs, size, note))
-    return rows
+        results = stage.alternate(cases)
+        for side in cohorts:
+            found[curve][side] = column(results[side], "figure")
+    for side, cohort in cohorts.items():  # by now all are connected with the first
+        sizes = stage.activate(cohort).run_many(cohort.names, clients.private_bytes)
+        found[MEMORY][side] = ((statistics.median(sizes) - bare) / MB,)
+    return found
 
 
 def _one_to_all(stage: Stage, cohort: Cohort) -> Figures:
-    others = cohort.names[1:]
     found: Figures = stage.activate(cohort).run(
-        "worker0", clients.round_robin, names=others, seconds=stage.plan.seconds / 2
+        "worker0", clients.round_robin, names=cohort.names[1:], seconds=stage.plan.seconds / 2
     )
-    return found
+    return {"figure": found["p50"]}
 
 
 def _all_to_one(stage: Stage, cohort: Cohort) -> Figures:
     stage.activate(cohort)
     callers = cohort.run_many(cohort.names[1:], clients.converge, to="worker0", seconds=stage.plan.seconds / 2)
     elapsed = max(each["end"] for each in callers) - min(each["begin"] for each in callers)
-    return {"cost": elapsed / sum(each["calls"] for each in callers) * 1e6}
+    return {"figure": sum(each["calls"] for each in callers) / elapsed}
 
 
-def _row(quantity: str, unit: str, found: Mapping[str, Sequence[float]], size: int, note: str) -> Row:
-    ours, theirs = tuple(found["aiorpc"]), tuple(found.get("torch", ()))
-    return Row("workers", quantity, unit, "lower", ours, theirs, None, note, size)
+def _bare_process() -> int:
+    """What a process of the same fork server has for itself when it is treated like a worker, but is none."""
+    context = fork_server()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_tell_size, args=(theirs,), name="process without a worker", daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(JOIN_SECONDS):
+            raise BenchError("a process without a worker did not say how large it is")
+        size: int = ours.recv()
+        return size
+    finally:
+        ours.close()
+        process.join(JOIN_SECONDS)
+
+
+def _tell_size(pipe: Connection) -> None:
+    settle(None)
+    pipe.send(functions.private_bytes())
+
+
+def _row(curve: Curve, size: int, found: Mapping[SideName, tuple[float, ...]], note: str) -> Row:
+    return Row("workers", curve.quantity, curve.unit, curve.better, found["aiorpc"], found["torch"], None, note, size)

@@ -32,7 +32,7 @@ class Plan:
 
     rounds: int = 5
     seconds: float = 0.8
-    sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
+    sizes: tuple[int, ...] = (2, 4, 11, 32)
     pending_calls: int = 10_000
     episodes: int = 5
     steps: int = 500
@@ -48,9 +48,9 @@ class Plan:
 
     @classmethod
     def quick(cls) -> Plan:
-        """A look in under 100 seconds."""
+        """A look in under four minutes."""
         few = cls(rounds=3, cohort_rounds=1, large_rounds=2, tcp_rounds=1, first_rounds=3, transfers=3)
-        small = replace(few, sizes=(2, 8), pending_calls=2_000, episodes=2, steps=200)
+        small = replace(few, sizes=(2, 11), pending_calls=2_000, episodes=2, steps=200)
         return replace(small, seconds=0.2, beside=0.3, idle=0.4, iterations=300, operations=50)
 
 

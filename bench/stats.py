@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 Better = Literal["lower", "higher"]
@@ -108,7 +108,7 @@ class Row:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Row:
         """The row ``to_json`` wrote; derived entries are computed anew."""
-        own = {field.name: data[field.name] for field in fields(cls) if field.name in data}  # older files lack some
+        own = {each.name: data[each.name] for each in fields(cls) if each.name in data}  # older files lack some
         return cls(**own | {"aiorpc": tuple(own["aiorpc"]), "torch": tuple(own["torch"])})
 
 
@@ -128,18 +128,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All of one run. facts: machine, versions, command. seconds: how long it took."""
+    """All of one run. facts: machine, versions, command. seconds: how long it took. took: of these each measurement."""
 
     facts: dict[str, str]
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...]
     seconds: float
+    took: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dictionary; ``from_json`` reads it back."""
         return {
             "facts": self.facts,
             "seconds": self.seconds,
+            "took": self.took,
             "rows": [row.to_json() for row in self.rows],
             "failures": [asdict(failure) for failure in self.failures],
         }
@@ -149,4 +151,4 @@ class Outcome:
         """The outcome ``to_json`` wrote."""
         rows = tuple(Row.from_json(row) for row in data["rows"])
         failures = tuple(Failure(**failure) for failure in data["failures"])
-        return cls(dict(data["facts"]), rows, failures, data["seconds"])
+        return cls(dict(data["facts"]), rows, failures, data["seconds"], dict(data.get("took", {})))

@@ -7,7 +7,22 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import bulk, counting, dropin, gradients, hardware, idle, latency, memory, scaling, throughput, tls, training
+from . import (
+    bulk,
+    counting,
+    dropin,
+    gradients,
+    hardware,
+    idle,
+    latency,
+    machine,
+    memory,
+    messages,
+    scaling,
+    throughput,
+    tls,
+    training,
+)
 from .stage import Plan, Stage, progress
 from .stats import Failure, Outcome, Row
 
@@ -49,8 +64,8 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("memory", "resident bytes per connection and per pending call", memory.memory),
     Measurement(
         "functions",
-        "Python functions of one operation, both ends (with --only alone)",
-        counting.counted,
+        "Python functions and messages of one operation, both ends (with --only alone)",
+        lambda stage: counting.counted(stage) + messages.counted(stage),
         compared=False,
     ),
 )
@@ -71,16 +86,19 @@ def run(
     chosen: Sequence[Measurement], plan: Plan, arguments: Sequence[str], *, null: bool = False, halting: bool = False
 ) -> Outcome:
     """Take the measurements one after another. One that fails is reported and does not stop the others."""
-    found = hardware.facts(arguments, plan.rounds, plan.seconds, null=null, halting=halting)
     begin = time.monotonic()
+    found = hardware.facts(arguments, plan.rounds, plan.seconds, null=null, halting=halting) | machine.speed()
     rows: list[Row] = []
     failures: list[Failure] = []
+    took: dict[str, float] = {}
     with Stage(plan, null=null, halting=halting) as stage:
         for measurement in chosen:
-            progress(f"{time.monotonic() - begin:5.0f} s  {measurement.name}: {measurement.summary}")
+            before = time.monotonic()
+            progress(f"{before - begin:5.0f} s  {measurement.name}: {measurement.summary}")
             try:
                 rows += measurement.take(stage)
             except Exception:
                 failures.append(Failure(measurement.name, traceback.format_exc()))
                 stage.reset()
-    return Outcome(found, tuple(rows), tuple(failures), time.monotonic() - begin)
+            took[measurement.name] = round(time.monotonic() - before, 1)
+    return Outcome(found, tuple(rows), tuple(failures), time.monotonic() - begin, took)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import machine
 from bench.__main__ import main
 from bench.report import read_json
 from bench.stats import Row
@@ -55,6 +56,7 @@ def test_null_run_measures_torch_against_itself(tmp_path: Path) -> None:
     assert [row.quantity for row in outcome.rows] == ["p50", "p99"]
     assert all(value > 0 for row in outcome.rows for value in (*row.aiorpc, *row.torch, *row.ratios))
     assert "for the noise" in outcome.facts["sides"]
+    assert machine.line(outcome.facts) and outcome.took.keys() == {"noop_blocking"}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import counting
+from bench import counting, messages
 from bench.__main__ import main
 from bench.counter import FunctionCounter
 from bench.memory import ENDS
@@ -153,7 +153,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
 @pytest.mark.slow
 def test_counts_are_the_same_in_two_rounds(rows: dict[str, Row]) -> None:
     """All figures are there, positive, and within 3 % of those of the other round; over TCP that is left to chance."""
-    assert len(rows) == len(counting.OPERATIONS) + len(counting.TCP) * len(counting.OVER_TCP) + len(ENDS)
+    of_aiorpc = len(counting.OPERATIONS) + len(counting.TCP) * len(counting.OVER_TCP) + len(ENDS)
+    assert len(rows) == of_aiorpc + len(messages.STEPS)
     for row in rows.values():
         one, other = row.aiorpc
         apart = 0.5 if row.note in counting.TCP else MOST_APART  # how many messages are in one piece, goes by time

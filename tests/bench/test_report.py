@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import hardware, report
+from bench import hardware, machine, report
 from bench.stats import Failure, Outcome, Row
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+SPEED = {machine.PYTHON: "107 ns", machine.MEMORY: "8.02 GB/s", machine.WAKE_UP: "7.24 µs"}
 
 
 @pytest.fixture
@@ -23,8 +26,9 @@ def outcome() -> Outcome:
         *(Row("workers", "start-up", "s", "lower", (0.2,), (0.4,), size=size) for size in (2, 4)),
         Row("memory", "per pending call", "bytes", "lower", (900.0,)),
     )
-    found = hardware.facts(["--quick"], 3, 0.25)
-    return Outcome(found, rows, (Failure("batch_rl", "BenchError: observer2 died"),), 12.0)
+    found = hardware.facts(["--quick"], 3, 0.25) | SPEED
+    failures = (Failure("batch_rl", "BenchError: observer2 died"),)
+    return Outcome(found, rows, failures, 12.0, {"noop_blocking": 2.0, "workers": 9.6})
 
 
 def test_cells_show_spreads_ratio_and_verdict(outcome: Outcome) -> None:
@@ -63,12 +67,14 @@ def test_tables_have_a_line_for_every_row(outcome: Outcome) -> None:
 
 
 def test_closing_lines_name_what_was_missed_and_what_failed(outcome: Outcome) -> None:
-    """After the table one reads the misses, the failures, the machine and the command."""
+    """After the table one reads the misses, the failures, the machine, where the time went and the command."""
     lines = report.closing_lines(outcome)
     assert lines[0] == "1 of 2 targets reached"
     assert lines[1] == "missed: inflight512 (calls/s, script)"
     assert "observer2 died" in lines[2]
     assert any("cores" in line and "torch" in line for line in lines)
+    assert machine.line(SPEED) in lines
+    assert lines[-2] == "Seconds of each: workers 10, noop_blocking 2"
     assert lines[-1].startswith("python -m bench --quick")
 
 

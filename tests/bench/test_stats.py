@@ -87,6 +87,7 @@ def test_outcome_survives_its_json() -> None:
         (row((1.5, 2.5), (3.0, 4.0)), Row("memory", "per call", "bytes", "lower", (7.0,), note="only ours", size=4)),
         (Failure("workers", "BenchError: worker3 died"),),
         12.5,
+        {"noop_blocking": 12.5},
     )
     text = json.dumps(outcome.to_json())
     assert Outcome.from_json(json.loads(text)) == outcome

@@ -1,0 +1,93 @@
+"""The README's table out of several runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import hardware, merge, report
+from bench.__main__ import main
+from bench.stats import BenchError, Outcome, Row
+
+HALTING = "awaited, async def handler"
+
+
+@pytest.fixture
+def runs() -> list[Outcome]:
+    """Three of two rounds each, in which torch takes four, five and six times as long."""
+    found = hardware.facts(["--quick"], 2, 0.25) | {"date": "some day"}
+    rows = [
+        (
+            Row("noop_blocking", "p50", "µs", "lower", (100.0, 200.0), (100.0 * times, 200.0 * (times + 1))),
+            Row("noop_blocking", "p99", "µs", "lower", (500.0,), (500.0,)),
+            Row("idle", "processor time per idle worker", "s/s", "lower", (times / 1000,)),
+        )
+        for times in (4.0, 6.0, 5.0)
+    ]
+    return [Outcome(found, each, (), 12.0) for each in rows]
+
+
+def test_figures_are_medians_of_medians_and_the_spread_is_of_all_rounds(runs: list[Outcome]) -> None:
+    """A row that no run has is left out; one that torch has not has no ratio."""
+    lines = merge.markdown(runs).splitlines()
+    assert lines[:4] == [
+        "| | aiorpc | torch.distributed.rpc | ratio | least to most |",
+        "| --- | --- | --- | --- | --- |",
+        "| blocking call of a Python no-op (`def`), p50 in µs | 150 | 850 | **5.5x** | 4 to 7 |",
+        "| processor time of an idle worker, s/s | 0.005 | - | | |",
+    ]
+    assert lines[4:] == ["", hardware.line(runs[0].facts), "some day", "some day", "some day"]
+
+
+def test_a_row_that_only_one_run_has_is_there(runs: list[Outcome]) -> None:
+    """Its figures are that run's."""
+    more = Row("noop_halting", "p50", "µs", "lower", (1500.0,), (3000.0,), note=HALTING)
+    runs[1] = replace(runs[1], rows=(*runs[1].rows, more))
+    assert "| the awaited call where idle cores may halt | 1,500 | 3,000 | **2x** | 2 to 2 |" in merge.markdown(runs)
+
+
+def test_runs_of_different_machines_are_not_merged(runs: list[Outcome]) -> None:
+    """The error names both."""
+    runs[2] = replace(runs[2], facts=runs[2].facts | {"cpu": "another CPU"})
+    with pytest.raises(BenchError, match=r"no runs of one machine.*another CPU"):
+        merge.markdown(runs)
+
+
+def test_command_prints_the_table(runs: list[Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads the files that runs have written, and measures nothing."""
+    paths = [tmp_path / f"{number}.json" for number in range(3)]
+    for run, path in zip(runs, paths, strict=True):
+        report.write_json(run, path)
+    assert main(["--merge", *map(str, paths)]) == 0
+    assert capsys.readouterr().out == merge.markdown(runs) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "further", "said"),
+    [
+        (None, [], "no.json is no result of a run: FileNotFoundError"),
+        ("[]", [], "no.json is no result of a run: TypeError"),
+        ("{", [], "no.json is no result of a run: JSONDecodeError"),
+        ("{}", ["--quick"], "no other option"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    text: str | None, further: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is not there or is no result, and options that would measure."""
+    path = tmp_path / "no.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["--merge", str(path), *further])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_committed_results_have_the_rows_of_the_table() -> None:
+    """No line waits for a row that runs call something else, but for those that came after these results."""
+    table = merge.markdown([report.read_json(Path(__file__).parents[2] / "bench/results/2-cores.json")])
+    missing = [line.said for line in merge.LINES if f"| {line.said} |" not in table]
+    assert missing in ([], ["start of 11 workers, s", "calls/s of 31 workers that all call one"])
