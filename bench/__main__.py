@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -112,7 +113,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         return plan
     rounds = max(1, options.rounds)
     fewer = {name: min(rounds, getattr(plan, name)) for name in ("cohort_rounds", "tcp_rounds")}
-    return replace(plan, rounds=rounds, large_rounds=rounds, first_rounds=rounds, **fewer)
+    asked = {name: rounds for name in ("rounds", "large_rounds", "first_rounds", "program_rounds")}
+    return replace(plan, limit=math.inf, **asked, **fewer)
 
 
 def _write(outcome: Outcome, out: Path) -> None:

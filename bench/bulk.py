@@ -56,7 +56,7 @@ def _short_transfers(stage: Stage) -> list[Row]:
     """New processes for each round: which threads share a core is settled when they start, and decides short calls."""
     sizes = [size for size in TARGETS if size <= SHORT]
     results: dict[int, dict[str, list[Figures]]] = {size: {} for size in sizes}
-    for _ in range(stage.plan.rounds):
+    for _ in stage.rounds(stage.plan.rounds):
         with contextlib.ExitStack() as stack:
             places = {side: partial(stage.activate, stack.enter_context(stage.start(side, PAIR))) for side in SIDES}
             for size in sizes:

@@ -35,7 +35,7 @@ def dropin(stage: Stage) -> list[Row]:
     cases: dict[str, Callable[[], Figures]] = {
         side: partial(run, stage.side(side), stage.plan.seconds) for side in ("aiorpc", "torch")
     }
-    results = stage.alternate_anew(cases, stage.plan.rounds)
+    results = stage.alternate_anew(cases, stage.plan.program_rounds)
     return [_row(loop, results) for loop in _LOOPS]
 
 

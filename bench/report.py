@@ -75,6 +75,7 @@ def closing_lines(outcome: Outcome) -> list[str]:
     lines += [f"FAILED {failure.measurement}: {failure.error}" for failure in outcome.failures]
     lines += [hardware.line(outcome.facts), *filter(None, (machine.line(outcome.facts),)), outcome.facts["method"]]
     lines += [f"Seconds of each: {_longest_first(outcome.took)}"] if outcome.took else []
+    lines += [f"Fewer rounds than planned, as their time was over: {', '.join(outcome.cut)}"] if outcome.cut else []
     return [*lines, f"{outcome.facts['command']}   ({outcome.seconds:.0f} s)"]
 
 

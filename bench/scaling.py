@@ -58,7 +58,7 @@ def flatness(found: Mapping[int, Found]) -> list[Row]:
     rows = []
     for curve in CURVES:
         said, flat = curve.flat
-        pairs = zip(found[first][curve]["aiorpc"], found[last][curve]["aiorpc"], strict=True)
+        pairs = zip(found[first][curve]["aiorpc"], found[last][curve]["aiorpc"], strict=False)
         times = tuple(flat(end, last) / flat(begin, first) for begin, end in pairs)
         rows.append(Row("workers", f"{said or curve.quantity}, {last} workers by {first}", "x", curve.better, times))
     return rows
@@ -68,7 +68,7 @@ def _one_size(stage: Stage, size: int, bare: int) -> tuple[Found, str]:
     """bare: bytes of a process without a worker. Gives also why torch has no figures, where it has none."""
     names = [f"worker{rank}" for rank in range(size)]
     starts: dict[SideName, list[float]] = {side: [] for side in SIDES}
-    for _ in range(stage.plan.cohort_rounds - 1):
+    for _ in stage.rounds(stage.plan.cohort_rounds, first=-1):
         with stage.start("aiorpc", names) as ours:
             starts["aiorpc"].append(ours.start_up)
         theirs, _note = _start_torch(stage, names)

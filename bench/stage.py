@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -27,7 +29,8 @@ class Plan:
     transfers: of large tensors, at least so many in each round, however long they take. large_rounds: of the largest.
     tcp_rounds: of TCP alone. first_rounds: of first transfers. beside: seconds of calls beside a computation.
     idle: seconds of doing nothing. iterations: training steps while memory is watched. operations: in a batch whose
-    functions are counted.
+    functions are counted. program_rounds: of whole programs. limit: seconds that all measurements together may take;
+    where a machine is too slow for that, each has fewer rounds.
     """
 
     rounds: int = 5
@@ -45,12 +48,14 @@ class Plan:
     idle: float = 1.0
     iterations: int = 1_000
     operations: int = 200
+    program_rounds: int = 5
+    limit: float = 840.0
 
     @classmethod
     def quick(cls) -> Plan:
         """A look in under four minutes."""
-        few = cls(rounds=3, cohort_rounds=1, large_rounds=2, tcp_rounds=1, first_rounds=3, transfers=3)
-        small = replace(few, sizes=(2, 11), pending_calls=2_000, episodes=2, steps=200)
+        few = cls(rounds=3, cohort_rounds=1, large_rounds=2, tcp_rounds=1, first_rounds=3, program_rounds=1)
+        small = replace(few, transfers=3, limit=200.0, sizes=(2, 11), pending_calls=2_000, episodes=2, steps=200)
         return replace(small, seconds=0.2, beside=0.3, idle=0.4, iterations=300, operations=50)
 
 
@@ -85,6 +90,8 @@ class Stage:
         self._active: Cohort | None = None
         self._keepers = Keepers()
         self._halting = halting
+        self.due = math.inf  # on `time.monotonic`: from then on no further rounds
+        self.cut = False  # whether rounds were left out since `due` was set
 
     @contextlib.contextmanager
     def halting(self) -> Iterator[None]:
@@ -157,13 +164,28 @@ class Stage:
         The first round is left out: what it touches for the first time (pages, caches, threads) would count.
         rounds: that count, if not the plan's. first: 0 where everything was touched before.
         """
-        return _in_turn(cases, (rounds or self.plan.rounds) + first, first)
+        return self._in_turn(cases, rounds or self.plan.rounds, first)
 
     def alternate_anew(
         self, cases: Mapping[str, Callable[[], Figures]], rounds: int | None = None
     ) -> dict[str, list[Figures]]:
         """The same for cases that start their own workers each time: fewer rounds, and the first counts."""
-        return _in_turn(cases, rounds or self.plan.cohort_rounds, first=0)
+        return self._in_turn(cases, rounds or self.plan.cohort_rounds, first=0)
+
+    def _in_turn(self, cases: Mapping[str, Callable[[], Figures]], rounds: int, first: int) -> dict[str, list[Figures]]:
+        results: dict[str, list[Figures]] = {label: [] for label in cases}
+        for _ in self.rounds(rounds, first):
+            for label, case in cases.items():
+                results[label].append(case())
+        return {label: figures[first:] for label, figures in results.items()}
+
+    def rounds(self, number: int, first: int = 0) -> Iterator[int]:
+        """So many, and `first` before them that do not count; fewer, but one at least, once it is `due`."""
+        for done in range(first + number):
+            if done > first and time.monotonic() > self.due:
+                self.cut = True
+                return
+            yield done
 
     def reset(self) -> None:
         """Drop all pairs, whatever state they are in; the next measurement starts new ones."""
@@ -184,14 +206,6 @@ class Stage:
             if kind is None:
                 for cohort in self._pairs.values():
                     self.activate(cohort).close()
-
-
-def _in_turn(cases: Mapping[str, Callable[[], Figures]], rounds: int, first: int) -> dict[str, list[Figures]]:
-    results: dict[str, list[Figures]] = {label: [] for label in cases}
-    for _ in range(rounds):
-        for label, case in cases.items():
-            results[label].append(case())
-    return {label: figures[first:] for label, figures in results.items()}
 
 
 def column(results: Sequence[Figures], quantity: str) -> tuple[float, ...]:

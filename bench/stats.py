@@ -128,13 +128,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All of one run. facts: machine, versions, command. seconds: how long it took. took: of these each measurement."""
+    """All of one run. facts: machine, versions, command. seconds: how long it took. took: of these each measurement.
+
+    cut: the measurements that had fewer rounds than planned, as their time was over.
+    """
 
     facts: dict[str, str]
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...]
     seconds: float
     took: dict[str, float] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dictionary; ``from_json`` reads it back."""
@@ -142,6 +146,7 @@ class Outcome:
             "facts": self.facts,
             "seconds": self.seconds,
             "took": self.took,
+            "cut": self.cut,
             "rows": [row.to_json() for row in self.rows],
             "failures": [asdict(failure) for failure in self.failures],
         }
@@ -151,4 +156,5 @@ class Outcome:
         """The outcome ``to_json`` wrote."""
         rows = tuple(Row.from_json(row) for row in data["rows"])
         failures = tuple(Failure(**failure) for failure in data["failures"])
-        return cls(dict(data["facts"]), rows, failures, data["seconds"], dict(data.get("took", {})))
+        took, cut = dict(data.get("took", {})), tuple(data.get("cut", ()))  # older files lack them
+        return cls(dict(data["facts"]), rows, failures, data["seconds"], took, cut)

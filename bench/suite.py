@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,46 +28,56 @@ from . import (
 from .stage import Plan, Stage, progress
 from .stats import Failure, Outcome, Row
 
+SPARE = 0.2  # of the limit, for whatever takes longer than its share
+
 
 @dataclass(frozen=True)
 class Measurement:
-    """A name for ``--only``, what it is in one line, and what takes it. compared: taken also when nothing is named."""
+    """A name for ``--only``, what it is in one line, and what takes it.
+
+    share: of the time of a run, which is about the seconds that it takes; 0: it has no limit. compared: taken also
+    when nothing is named.
+    """
 
     name: str
     summary: str
     take: Callable[[Stage], list[Row]]
+    share: float
     compared: bool = True
 
 
 MEASUREMENTS: tuple[Measurement, ...] = (
-    Measurement("noop_blocking", "rpc_sync of a Python no-op, µs", latency.noop_blocking),
-    Measurement("noop_awaited", "awaited no-op against torch's rpc_sync, µs", latency.noop_awaited),
-    Measurement("noop_halting", "awaited no-op once more on cores that halt when idle, µs", latency.noop_halting),
-    Measurement("inflight512", "calls/s with 512 under way", throughput.in_flight),
-    Measurement("tensor_2x2", "a 2x2 tensor echoed, blocking and awaited, µs", latency.tensor_2x2),
-    Measurement("tensors", "4 KB to 256 MB sent and echoed, blocking, µs", bulk.tensors),
-    Measurement("first_transfer", "the first tensor of each size between new processes, µs", bulk.first_transfer),
-    Measurement("tcp_only", "tensors with nothing but TCP between the two, µs", bulk.tcp_only),
-    Measurement("tls", "calls and tensors by TLS against plain TCP, times as long", tls.tls, compared=False),
-    Measurement("concurrent", "four 64 MB sent at once, GB/s", bulk.concurrent),
-    Measurement("state_dict", "weights of a ResNet-50 sent, 1/s", bulk.state_dict),
-    Measurement("loop_lag", "lag of the event loops while 256 MB are sent, ms", bulk.loop_lag),
-    Measurement("burst", "memory of the arena around a burst", bulk.burst),
-    Measurement("batch_rl", "steps/s of the batch_rl example with 5 observers", training.batch_rl),
-    Measurement("batch_ps", "images/s of the batch_ps example with ResNet-50 and 2 trainers", training.batch_ps),
-    Measurement("autograd_step", "training steps/s of a small model on two workers", gradients.step),
-    Measurement("autograd_shards", "two large layers, against one process and the copies, ms", gradients.shards),
-    Measurement("autograd_chain", "cost of a round trip in the graph, µs", gradients.chain),
-    Measurement("autograd_memory", "memory of both ends over many training steps", gradients.memory),
-    Measurement("dropin", "steps/s of an old program, unmodified, by python -m aiorpc.compat.torch", dropin.dropin),
-    Measurement("beside_compute", "no-op beside a handler that computes in pure Python, µs", latency.beside_compute),
-    Measurement("workers", "cost per call and start-up as workers grow", scaling.workers),
-    Measurement("idle", "processor time of idle workers", idle.idle),
-    Measurement("memory", "resident bytes per connection and per pending call", memory.memory),
+    Measurement("noop_blocking", "rpc_sync of a Python no-op, µs", latency.noop_blocking, 12),
+    Measurement("noop_awaited", "awaited no-op against torch's rpc_sync, µs", latency.noop_awaited, 18),
+    Measurement("noop_halting", "awaited no-op once more on cores that halt when idle, µs", latency.noop_halting, 12),
+    Measurement("inflight512", "calls/s with 512 under way", throughput.in_flight, 22),
+    Measurement("tensor_2x2", "a 2x2 tensor echoed, blocking and awaited, µs", latency.tensor_2x2, 18),
+    Measurement("tensors", "4 KB to 256 MB sent and echoed, blocking, µs", bulk.tensors, 110),
+    Measurement("first_transfer", "the first tensor of each size between new processes, µs", bulk.first_transfer, 35),
+    Measurement("tcp_only", "tensors with nothing but TCP between the two, µs", bulk.tcp_only, 70),
+    Measurement("tls", "calls and tensors by TLS against plain TCP, times as long", tls.tls, 0, compared=False),
+    Measurement("concurrent", "four 64 MB sent at once, GB/s", bulk.concurrent, 15),
+    Measurement("state_dict", "weights of a ResNet-50 sent, 1/s", bulk.state_dict, 12),
+    Measurement("loop_lag", "lag of the event loops while 256 MB are sent, ms", bulk.loop_lag, 30),
+    Measurement("burst", "memory of the arena around a burst", bulk.burst, 5),
+    Measurement("batch_rl", "steps/s of the batch_rl example with 5 observers", training.batch_rl, 45),
+    Measurement("batch_ps", "images/s of the batch_ps example with ResNet-50 and 2 trainers", training.batch_ps, 55),
+    Measurement("autograd_step", "training steps/s of a small model on two workers", gradients.step, 25),
+    Measurement("autograd_shards", "two large layers, against one process and the copies, ms", gradients.shards, 40),
+    Measurement("autograd_chain", "cost of a round trip in the graph, µs", gradients.chain, 20),
+    Measurement("autograd_memory", "memory of both ends over many training steps", gradients.memory, 40),
+    Measurement("dropin", "steps/s of an old program, unmodified, by python -m aiorpc.compat.torch", dropin.dropin, 90),
+    Measurement(
+        "beside_compute", "no-op beside a handler that computes in pure Python, µs", latency.beside_compute, 25
+    ),
+    Measurement("workers", "cost per call and start-up as workers grow", scaling.workers, 70),
+    Measurement("idle", "processor time of idle workers", idle.idle, 15),
+    Measurement("memory", "resident bytes per connection and per pending call", memory.memory, 20),
     Measurement(
         "functions",
         "Python functions and messages of one operation, both ends (with --only alone)",
         lambda stage: counting.counted(stage) + messages.counted(stage),
+        0,
         compared=False,
     ),
 )
@@ -82,6 +94,19 @@ def choose(names: Sequence[str] | None) -> list[Measurement]:
     return [each for each in MEASUREMENTS if (each.compared if names is None else each.name in names)]
 
 
+def dues(chosen: Sequence[Measurement], limit: float) -> list[float]:
+    """For each measurement, the second of the run from which on it has no further rounds.
+
+    Each has its share of the limit, what those before it have left of theirs, and of the `SPARE` what is still there.
+    Few measurements have no more than in a whole run.
+    """
+    if limit == math.inf:
+        return [math.inf] * len(chosen)
+    scale = limit * (1.0 - SPARE) / sum(each.share for each in MEASUREMENTS)
+    ends = itertools.accumulate((scale * each.share for each in chosen), initial=limit * SPARE)
+    return [end if each.share else math.inf for each, end in zip(chosen, itertools.islice(ends, 1, None), strict=True)]
+
+
 def run(
     chosen: Sequence[Measurement], plan: Plan, arguments: Sequence[str], *, null: bool = False, halting: bool = False
 ) -> Outcome:
@@ -91,14 +116,17 @@ def run(
     rows: list[Row] = []
     failures: list[Failure] = []
     took: dict[str, float] = {}
+    cut: list[str] = []
     with Stage(plan, null=null, halting=halting) as stage:
-        for measurement in chosen:
+        for measurement, due in zip(chosen, dues(chosen, plan.limit), strict=True):
             before = time.monotonic()
             progress(f"{before - begin:5.0f} s  {measurement.name}: {measurement.summary}")
+            stage.due, stage.cut = begin + due, False
             try:
                 rows += measurement.take(stage)
             except Exception:
                 failures.append(Failure(measurement.name, traceback.format_exc()))
                 stage.reset()
             took[measurement.name] = round(time.monotonic() - before, 1)
-    return Outcome(found, tuple(rows), tuple(failures), time.monotonic() - begin, took)
+            cut += [measurement.name] if stage.cut else []
+    return Outcome(found, tuple(rows), tuple(failures), time.monotonic() - begin, took, tuple(cut))
