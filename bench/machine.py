@@ -1,8 +1,7 @@
-"""How fast the machine is, whatever runs on it: told beside each table, so that a reader can tell slow code from a slow
-machine.
+"""How fast the machine is: told beside each table, so that a reader can tell slow code from a slow machine.
 
 Three figures, of which each call of this project is made: what plain Python takes, what memory takes, and what it takes
-to wake another process up that sleeps. Nobody else's code is in them, and none of this project's.
+to wake another process up that sleeps. None of this project's code is in them.
 """
 
 from __future__ import annotations

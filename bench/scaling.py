@@ -21,20 +21,19 @@ MB = 1 << 20
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure over the number of workers. flat: what of it should be the same for any number, in words and as a
-    function of a figure and the number of workers."""
+    """A figure over the number of workers. of_all: it is of all of them together, and flat if it grows as they do."""
 
     quantity: str
     unit: str
     better: Better = "lower"
-    flat: tuple[str, Callable[[float, int], float]] = ("", lambda figure, size: figure)
+    of_all: bool = False
 
 
 START_UP, LATENCY, RATE, MEMORY = CURVES = (
-    Curve("start-up, fork to all joined", "s", flat=("start-up, for each worker", lambda figure, size: figure / size)),
+    Curve("start-up, fork to all joined", "s", of_all=True),
     Curve("one calls all in turn, p50", "µs"),
     Curve("all call one, calls/s", "1/s", "higher"),
-    Curve("memory of each worker, beyond a process without", "MB"),
+    Curve("memory that a worker adds", "MB"),
 )
 #: By curve and side, the figures of one size.
 Found = dict[Curve, dict[SideName, tuple[float, ...]]]
@@ -57,10 +56,11 @@ def flatness(found: Mapping[int, Found]) -> list[Row]:
     first, last = min(found), max(found)
     rows = []
     for curve in CURVES:
-        said, flat = curve.flat
+        growth = last / first if curve.of_all else 1.0
         pairs = zip(found[first][curve]["aiorpc"], found[last][curve]["aiorpc"], strict=False)
-        times = tuple(flat(end, last) / flat(begin, first) for begin, end in pairs)
-        rows.append(Row("workers", f"{said or curve.quantity}, {last} workers by {first}", "x", curve.better, times))
+        times = tuple(end / begin / growth for begin, end in pairs)
+        share = ", for each worker" if curve.of_all else ""
+        rows.append(Row("workers", f"{curve.quantity}{share}, {last} workers by {first}", "x", curve.better, times))
     return rows
 
 
@@ -125,7 +125,7 @@ def _all_to_one(stage: Stage, cohort: Cohort) -> Figures:
 
 
 def _bare_process() -> int:
-    """What a process of the same fork server has for itself when it is treated like a worker, but is none."""
+    """What a process of the same fork server has for itself that is no worker, but was treated like one."""
     context = fork_server()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_tell_size, args=(theirs,), name="process without a worker", daemon=True)
