@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -532,6 +533,89 @@ def test_abort_settles_all_that_has_not_started() -> None:
     assert batcher.abort(WorkerClosed("bye")) == 2
     assert [str(caller.error) for caller in callers] == ["bye"] * 5
     assert batcher.waiting == 0
+
+
+# How many run at once.
+
+
+def test_one_batch_of_a_function_runs_at_a_time() -> None:
+    """A full batch that comes meanwhile waits for the end of the one that runs; further ones wait behind it."""
+    batcher = batcher_of(tripled)
+    batches = [[arrive(batcher, value)[1] for value in range(3)][-1] for _ in range(3)]
+    first, second, third = (batch for batch in batches if batch is not None)
+    assert [each.begin() for each in (first, second, third)] == [True, False, False]
+    first.run()
+    assert (len(second), len(third)) == (3, 3)
+    assert first.end() is second and second.begin()
+    second.run()
+    assert second.end() is third and third.begin()
+    third.run()
+    assert third.end() is None
+
+
+def test_as_many_run_at_once_as_concurrency_says() -> None:
+    """Two with 2, and all with None; each instance and each worker counts its own."""
+
+    class Several:
+        @batched(max_size=1, concurrency=2)
+        def two(self, xs: list[int]) -> list[int]:
+            return xs
+
+        @batched(max_size=1, concurrency=None)
+        def all(self, xs: list[int]) -> list[int]:
+            return xs
+
+    def begun(batcher: Batcher) -> list[bool]:
+        batches = [arrive(batcher, 1)[1] for _ in range(3)]
+        return [batch.begin() for batch in batches if batch is not None]
+
+    one, other, scope = Several(), Several(), Caller()
+    assert begun(batcher_of(one.two)) == begun(batcher_of(other.two)) == [True, True, False]
+    assert begun(batcher_of(one.two, scope)) == [True, True, False]
+    assert begun(batcher_of(one.all)) == begun(batcher_of(one.all, scope)) == [True, True, True]
+
+    def wrapper(self: Several, xs: list[int]) -> Any:
+        return self.two(xs)
+
+    wrapped = functools.wraps(Several.two)(wrapper)
+    assert batcher_of(MethodType(wrapped, one)).concurrency == 2
+
+
+def test_a_batch_whose_time_comes_while_another_one_runs_grows_until_its_turn() -> None:
+    """It is not cut off at its deadline: who arrives before the other one ends is served with it, and no timer runs."""
+    batcher, timer = batcher_of(doubled), Timer()
+    arrive(batcher, 1)
+    _, running = arrive(batcher, 2)
+    assert running is not None and running.begin()
+    first = Caller()
+    batcher.add((3,), {}, first, timer)
+    assert timer.ring() is None
+    second = Caller()
+    assert batcher.discard(first)
+    batcher.add((4,), {}, second, timer)
+    assert timer.ring() is None
+    assert not timer.armed
+    batch = running.end()
+    assert batch is not None and batch.tokens() == [second]
+    assert batch.begin()
+    assert batch.end() is None
+
+
+def test_a_batch_that_waits_and_has_lost_its_callers_is_passed_over() -> None:
+    """Who ends a batch gets one that has something to do."""
+    batcher = batcher_of(single)
+    running, empty, full = (arrive(batcher, value) for value in range(3))
+    assert running[1] is not None and empty[1] is not None and full[1] is not None
+    assert [each[1].begin() for each in (running, empty, full) if each[1] is not None] == [True, False, False]
+    assert batcher.discard(empty[0])
+    assert running[1].end() is full[1]
+
+
+@pytest.mark.parametrize("concurrency", [0, -1, True, 1.5, "2", float("inf")])
+def test_a_concurrency_that_cannot_be_is_refused_at_decoration(concurrency: Any) -> None:
+    """It is an integer from 1 on, or None."""
+    with pytest.raises(RpcUsageError, match="concurrency must be"):
+        batched(max_size=2, concurrency=concurrency)
 
 
 # Kinds of functions.

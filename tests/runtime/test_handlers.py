@@ -435,9 +435,56 @@ async def who_serves_async(xs: list[int]) -> list[str]:
     return [aiorpc.current().name] * len(xs)
 
 
+gates: list[Gate] = []
+
+
+class Gate:
+    """Batches that go on when the test says so, and how many ran at once at most."""
+
+    def __init__(self) -> None:
+        gates.append(self)
+        self.open = threading.Event()
+        self.running = 0
+        self.most = 0
+        self.sizes: list[int] = []
+
+    def enter(self, size: int) -> None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.sizes.append(size)
+
+    @batched(max_size=4, max_wait=0.001)
+    def one(self, xs: list[int]) -> list[int]:
+        self.enter(len(xs))
+        self.open.wait(LIMIT)
+        self.running -= 1
+        return xs
+
+    @batched(max_size=4, max_wait=0.001)
+    async def one_async(self, xs: list[int]) -> list[int]:
+        self.enter(len(xs))
+        await until(self.open.is_set)
+        self.running -= 1
+        return xs
+
+    @batched(max_size=1, concurrency=3)
+    def three(self, xs: list[int]) -> list[int]:
+        self.enter(len(xs))
+        self.open.wait(LIMIT)
+        self.running -= 1
+        return xs
+
+
 @pytest.fixture(autouse=True)
 def _forget_sizes() -> None:
     sizes.clear()
+    gates.clear()
+
+
+async def made_gate() -> Gate:
+    """The one that a call has made on a worker of this process."""
+    await until(lambda: gates)
+    return gates[0]
 
 
 async def test_one_call_of_the_function_serves_many_callers(pair: list[Worker]) -> None:
@@ -493,6 +540,46 @@ async def test_batched_methods_gather_for_each_object(pair: list[Worker]) -> Non
     one, other = pair[0].remote("worker1", Box, 10), pair[0].remote("worker1", Box, 20)
     calls = [box.rpc_async().both(x) for x in range(3) for box in (one, other)]
     assert await asyncio.gather(*calls) == [10, 20, 11, 21, 12, 22]
+
+
+@pytest.mark.parametrize("name", ["one", "one_async"])
+async def test_one_batch_of_a_function_runs_at_once(pair: list[Worker], name: str) -> None:
+    """The calls that come meanwhile are gathered, and run in batches that are as large as they may be."""
+    box = pair[0].remote("worker1", Gate)
+    gate = await made_gate()
+    calls = [getattr(box.rpc_async(), name)(0)]
+    await until(lambda: gate.running == 1)
+    for x in range(1, 14):
+        calls.append(getattr(box.rpc_async(), name)(x))
+        await pair[0].call("worker1", thread_name)  # so that each has arrived before the next
+    gate.open.set()
+    assert await asyncio.gather(*calls) == list(range(14))
+    assert gate.most == 1
+    assert gate.sizes[0] == 1 and sum(gate.sizes) == 14 and len(gate.sizes) <= 6
+
+
+async def test_more_batches_run_at_once_where_that_is_said(pair: list[Worker]) -> None:
+    """As many as concurrency says, although more threads are free."""
+    box = pair[0].remote("worker1", Gate)
+    gate = await made_gate()
+    calls = [box.rpc_async().three(x) for x in range(8)]
+    await until(lambda: gate.running == 3 and not pair[1].statistics().jobs_queued)
+    gate.open.set()
+    assert await asyncio.gather(*calls) == list(range(8))
+    assert gate.most == 3
+
+
+async def test_a_worker_leaves_while_batches_wait_for_their_turn() -> None:
+    """Their callers are told, and nothing of them runs later."""
+    async with cluster(2) as workers:
+        box = workers[0].remote("worker1", Gate)
+        gate = await made_gate()
+        calls = [box.rpc_async().one_async(x) for x in range(9)]
+        await until(lambda: workers[1].statistics().calls_running == 9)
+        await workers[1].shutdown(graceful=False)
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(error, aiorpc.RpcError) for error in errors)
+        assert len(gate.sizes) == 1
 
 
 async def test_a_caller_that_gives_up_leaves_its_batch(pair: list[Worker]) -> None:

@@ -1,8 +1,9 @@
-"""Where a batch of calls (`batching`) is run: in the pool, or as a task."""
+"""Where a batch of calls (`batching`) is run, in the pool or as a task, and that the next one follows it."""
 
 from __future__ import annotations
 
 import contextvars
+from functools import partial
 
 from ... import foreign
 from ...errors import WorkerClosed
@@ -12,22 +13,33 @@ from ..gradients.contexts import current_autograd
 
 
 def run_batch(node: CommonHome, batch: Batch | None) -> None:
-    """Run a batch that is due; do nothing for None. Called in the pool, or by a timer on the loop."""
-    if batch is None:
+    """Run a batch that is due, as soon as it is its turn; do nothing for None. In the pool, or on the loop."""
+    if batch is None or not batch.begin():
         return
     if batch.is_async:
         node.engine.call_on_loop(_start, node, batch)
     elif node.engine.pool.is_pool_thread():
-        _context_of(node, batch).run(batch.run)
+        _run_here(node, batch)
     else:
-        node.engine.pool.submit(_context_of(node, batch).run, batch.run)
+        node.engine.pool.submit(_run_here, node, batch)
+
+
+def _run_here(node: CommonHome, batch: Batch) -> None:
+    try:
+        _context_of(node, batch).run(batch.run)
+    finally:
+        _ended(node, batch)
 
 
 def _start(node: CommonHome, batch: Batch) -> None:
     task = node.engine.tasks.spawn(_run(batch), context=_context_of(node, batch))
+    task.add_done_callback(partial(_task_ended, node, batch))
+
+
+def _task_ended(node: CommonHome, batch: Batch, _: object) -> None:
     # A task that is cancelled before its first step never gets to tell its callers.
-    error = WorkerClosed(f"worker {node.engine.name!r} shut down before the batch was run")
-    task.add_done_callback(lambda _: batch.abort(error))
+    batch.abort(_not_run(node))
+    _ended(node, batch)
 
 
 async def _run(batch: Batch) -> None:
@@ -36,6 +48,23 @@ async def _run(batch: Batch) -> None:
     except (SystemExit, KeyboardInterrupt) as error:  # its callers have got it; raised in a task it would end the loop
         if foreign.is_interrupt(error):
             raise
+
+
+def _ended(node: CommonHome, batch: Batch) -> None:
+    """Have the batch run that has waited for the end of this one."""
+    following = batch.end()
+    while following is not None and node.engine.lifetime.closed:
+        following.abort(_not_run(node))
+        following = following.end() if following.begin() else None
+    if following is not None and following.is_async:
+        run_batch(node, following)
+    elif following is not None:
+        # As a job of its own, not within this one: behind what waits for a thread, and not ever deeper in the stack.
+        node.engine.pool.submit(run_batch, node, following)
+
+
+def _not_run(node: CommonHome) -> WorkerClosed:
+    return WorkerClosed(f"worker {node.engine.name!r} shut down before the batch was run")
 
 
 def _context_of(node: CommonHome, batch: Batch) -> contextvars.Context:

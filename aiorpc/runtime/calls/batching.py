@@ -3,6 +3,10 @@
 A ``Batcher`` belongs to one function (for methods: to one instance) and gathers arrivals into an open ``Batch``. It
 runs nothing and keeps no time by itself: the arrival that fills a batch gets it back to run, and the caller of ``add``
 lends a timer for the rest. So the same code serves coroutine handlers, handler threads and tests.
+
+How many batches of one ``Batcher`` run at once is its ``concurrency``. Who has a batch to run asks `Batch.begin` first;
+one that may not run yet is kept, and whoever ends a batch gets the next one from `Batch.end`. An incomplete batch whose
+time has passed while others run stays open, so that it grows until its turn comes.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MethodType
@@ -50,7 +55,8 @@ class Batch:
     """Callers that are served by one call of the function. Run it once, with ``run`` or ``run_async``.
 
     Every caller's ``done(result, error)`` is called exactly once, in the thread that runs the batch. Callers may be
-    discarded until the batch starts. A batch that will never run must be given to ``abort``.
+    discarded until the batch starts. A batch that will never run must be given to ``abort``. Between ``begin`` and
+    ``end`` it is one of those that run at once.
     """
 
     def __init__(self, batcher: Batcher, target: Callable[..., Any], deadline: float | None) -> None:
@@ -59,6 +65,8 @@ class Batch:
         self._entries: list[_Entry] = []
         self.deadline = deadline
         """When it must go though not full, on ``time.monotonic``'s clock; None: only when full."""
+        self.overdue = False
+        """Whether that time has come while as many ran as may: it goes, full or not, as soon as one of them ends."""
 
     def __len__(self) -> int:
         """Callers waiting in it; 0 once it has started."""
@@ -72,6 +80,14 @@ class Batch:
     def is_async(self) -> bool:
         """Whether the function is a coroutine function, for ``run_async``."""
         return self._batcher.is_async
+
+    def begin(self) -> bool:
+        """Whether it may run now; else it waits, and the ``end`` of another one of its function returns it."""
+        return self._batcher._begin(self)
+
+    def end(self) -> Batch | None:
+        """It has run, or will not. Returns the batch that now has its turn, if one waits. Once after each ``begin``."""
+        return self._batcher._end()
 
     def run(self) -> None:
         """Call the function in this thread and settle every caller. Raises only what is no ``Exception``."""
@@ -150,10 +166,17 @@ class Batcher:
     """
 
     def __init__(
-        self, function: Callable[..., Any], max_size: int | Callable[[], int], max_wait: float | None, *, bound: bool
+        self,
+        function: Callable[..., Any],
+        max_size: int | Callable[[], int],
+        max_wait: float | None,
+        concurrency: int | None,
+        *,
+        bound: bool,
     ) -> None:
         self.function = function
         self.max_wait = max_wait
+        self.concurrency = concurrency
         self.name: str = getattr(function, "__qualname__", None) or repr(function)
         self.is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
         self._max_size = max_size
@@ -162,6 +185,8 @@ class Batcher:
         self._lock = threading.Lock()
         self._open: Batch | None = None
         self._waiting: dict[Batch, None] = {}
+        self._ready: deque[Batch] = deque()
+        self._running = 0
         self._armed = False
         self._instances = _Siblings()
         self._scopes = _Siblings()
@@ -309,6 +334,28 @@ class Batcher:
             if self._open is batch:
                 self._open = None
 
+    # How many run at once.
+
+    def _begin(self, batch: Batch) -> bool:
+        with self._lock:
+            if self._busy():
+                self._ready.append(batch)
+                return False
+            self._running += 1
+            return True
+
+    def _end(self) -> Batch | None:
+        with self._lock:
+            self._running -= 1
+            while self._ready:
+                batch = self._ready.popleft()
+                if batch in self._waiting:  # else all of its callers have left, or were told of the end
+                    return batch
+            return self._take_open() if self._open is not None and self._open.overdue else None
+
+    def _busy(self) -> bool:
+        return self.concurrency is not None and self._running >= self.concurrency
+
     def _start(self, batch: Batch) -> list[_Entry]:
         """The callers of a batch, the first time it is asked; then they can no longer be discarded."""
         with self._lock:
@@ -321,7 +368,7 @@ class Batcher:
     def _timer(self, arm: Arm | None) -> tuple[float, Batch] | None:
         """Seconds to arm the timer for and the batch that it is for; None if one runs already. The lock is held."""
         batch = self._open
-        if arm is None or self._armed or batch is None or batch.deadline is None:
+        if arm is None or self._armed or batch is None or batch.deadline is None or batch.overdue:
             return None
         self._armed = True
         return max(0.0, batch.deadline - time.monotonic()), batch
@@ -332,7 +379,9 @@ class Batcher:
                 self._armed = False
                 # The batch this was armed for goes even where the timer's clock is a little ahead of ours.
                 on_time = self._open is batch or (self.deadline or 0.0) <= time.monotonic()
-                ready = self._take_open() if on_time else None
+                if on_time and self._open is not None and self._busy():
+                    self._open.overdue = True
+                ready = self._take_open() if on_time and not self._busy() else None
                 again = self._timer(arm)
             if again is not None:
                 self._arm(arm, *again)
@@ -346,7 +395,7 @@ class Batcher:
         """The batcher of this method for one instance (or class, for a class method), which it holds weakly."""
 
         def make() -> Batcher:
-            batcher = Batcher(self.function, self._max_size, self.max_wait, bound=True)
+            batcher = Batcher(self.function, self._max_size, self.max_wait, self.concurrency, bound=True)
             batcher._owner = weakref.ref(owner)
             return batcher
 
@@ -363,7 +412,7 @@ class Batcher:
 
         def make() -> Batcher:
             bound = self._owner is not None
-            batcher = Batcher(self.function, self._max_size, self.max_wait, bound=bound)
+            batcher = Batcher(self.function, self._max_size, self.max_wait, self.concurrency, bound=bound)
             batcher._owner = self._owner
             return batcher
 
@@ -399,7 +448,9 @@ class _Siblings:
         return forget
 
 
-def batched(max_size: int | Callable[[], int], max_wait: float | timedelta | None = None) -> Callable[[F], F]:
+def batched(
+    max_size: int | Callable[[], int], max_wait: float | timedelta | None = None, *, concurrency: int | None = 1
+) -> Callable[[F], F]:
     """One call of the decorated function serves many remote callers.
 
     The function (``def`` or ``async def``, also a method, class method or static method) receives, in place of each
@@ -411,10 +462,18 @@ def batched(max_size: int | Callable[[], int], max_wait: float | timedelta | Non
 
     max_size: callers that make a batch, or a function that says so, asked at every arrival ("all peers of the group").
     max_wait: seconds after its first caller when an incomplete batch goes; None: only when it is full.
+    concurrency: how many batches of the function (of a method: for one instance) run at once on one worker; None for as
+    many as there are threads, and for coroutines without a limit. A batch that has to wait for its turn grows
+    meanwhile, up to `max_size`. The function must not wait for a call that needs a batch of its own, unless it may run
+    so often at once. RpcUsageError for values that cannot be.
     """
     if not callable(max_size) and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
         raise RpcUsageError(f"max_size must be an integer >= 1 or a function that returns one, not {max_size!r}")
     wait = _max_wait(max_wait)
+    if concurrency is not None and (isinstance(concurrency, bool) or not isinstance(concurrency, int)):
+        raise RpcUsageError(f"concurrency must be an integer >= 1, or None for no limit, not {concurrency!r:.80}")
+    if concurrency is not None and concurrency < 1:
+        raise RpcUsageError(f"concurrency must be >= 1, or None for no limit, not {concurrency}")
 
     def decorate(function: F) -> F:
         plain = getattr(function, "__func__", function)
@@ -423,7 +482,7 @@ def batched(max_size: int | Callable[[], int], max_wait: float | timedelta | Non
         whole = inspect.unwrap(plain)
         if inspect.isgeneratorfunction(whole) or inspect.isasyncgenfunction(whole):
             raise RpcUsageError(f"{whole.__qualname__} is a generator: it can be streamed, not batched")
-        setattr(plain, MARK, Batcher(plain, max_size, wait, bound=False))
+        setattr(plain, MARK, Batcher(plain, max_size, wait, concurrency, bound=False))
         return function
 
     return decorate
@@ -456,7 +515,7 @@ def _of_wrapper(function: Any, batcher: Batcher) -> Batcher:
     with batcher._lock:
         current: Batcher = getattr(function, MARK)
         if current is batcher:
-            current = Batcher(function, batcher._max_size, batcher.max_wait, bound=False)
+            current = Batcher(function, batcher._max_size, batcher.max_wait, batcher.concurrency, bound=False)
             setattr(function, MARK, current)
     return current
 
