@@ -128,3 +128,17 @@ async def test_a_connection_that_ends_without_a_goodbye_is_no_loss_if_its_worker
         await until(lambda: other.node.group.is_gone(leaver.node.engine.record))
         assert other.node.group.lost == {}
         assert isinstance(await error_of(other.call("worker1", abs, -3)), PeerClosed)
+
+
+async def test_a_reference_to_who_has_just_left_is_refused_as_that() -> None:
+    """Also while calls to it are not over, as their answers may be on their way."""
+    async with cluster(3, options=options("unix")) as (caller, leaver, third):
+        reference = caller.remote("worker1", dict)
+        await reference
+        waiting = caller.call("worker1", asyncio.sleep, LONG)
+        await until(lambda: leaver.statistics().calls_running)
+        caller.node.group.on_goodbye(leaver.node.engine.record)  # which came over another connection than they will
+        assert not waiting.done()
+        assert isinstance(await error_of(caller.call(third.name, len, reference)), PeerClosed)
+        await leaver.shutdown(graceful=False)
+        assert isinstance(await error_of(waiting), PeerClosed)

@@ -95,7 +95,8 @@ class Peer:
     runs the same main module as this worker, so that what that defines can go by name; true until it is known. safe:
     whether it reads no pickles, as this worker. devices: whether this worker has devices on which tensors may arrive.
     route: where tensors on devices go; None if tensors need not be looked at. gone: the error that calls end with, once
-    the peer is GONE, and ended: when that was. former: the peer that had the name before; made: when this one was.
+    the peer is GONE, and ended: when that was; parting: what that will be, while answers may still come from one that
+    has left. former: the peer that had the name before; made: when this one was.
     Times are ``time.monotonic()`` seconds.
     """
 
@@ -119,6 +120,7 @@ class Peer:
         self.max_segment = self.engine.options.max_tensor_bytes
         self.owed = OwedCalls(home, deadlines, self)
         self.gone: RpcError | None = None
+        self.parting: RpcError | None = None
         self.ended = 0.0
         self.former = former
         self.made = time.monotonic()

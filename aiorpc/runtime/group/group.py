@@ -417,7 +417,7 @@ class Group:
     def _part(self, record: WorkerRecord) -> None:
         peer = self._home.peers.of(record)
         new = self._table.returning is not Returning.MEMBER
-        error = farewell(record, ", before this worker came" if new else "")
+        error = peer.parting = farewell(record, ", before this worker came" if new else "")
         if peer.owed.pending:
             self._engine.loop.call_later(_GOODBYE_GRACE, peer.fail, error)
         else:

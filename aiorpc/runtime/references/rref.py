@@ -24,6 +24,9 @@ class PeerForRRef(Protocol):
     @property
     def gone(self) -> RpcError | None: ...
 
+    @property
+    def parting(self) -> RpcError | None: ...
+
     def call(
         self,
         function: Callable[..., Any] | Method | Fetch,
@@ -191,7 +194,8 @@ class RRef(Generic[T]):
         if creation is not None and creation.done():
             creation.value()  # raises what the construction raised
         if self._broken is not None:
-            gone = self._references.peers.by_id(self._owner).gone
+            owner = self._references.peers.by_id(self._owner)
+            gone = owner.gone or owner.parting
             failure = (RpcError if gone is None else type(gone))(f"{self} cannot be used: {gone or self._broken}")
             failure.__dict__.update(vars(gone) if gone is not None else {})
             raise failure
