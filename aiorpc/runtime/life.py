@@ -363,10 +363,11 @@ class _RendezvousEnd:
         self.record: WorkerRecord | None = None
         self.silent = False
         self._plan = plan
-        self._told = False
+        self._leaves = self._told = False
 
     def say_so(self, engine: Engine) -> None:
         """Begin to tell the store that this worker leaves. `end` waits for it."""
+        self._leaves = True
         engine.tasks.spawn(engine.steps.run(self._tell))
 
     async def end(self, steps: Steps, joined: Callable[[], Node | None]) -> None:
@@ -413,7 +414,7 @@ class _RendezvousEnd:
             if self.record is None:
                 self.rendezvous.abandon()
             elif not self.silent:
-                if not self._told:
+                if self._leaves and not self._told:
                     self._tell()
                 self.rendezvous.leave(self.record)
         except (RuntimeError, OSError) as error:

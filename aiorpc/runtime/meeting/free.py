@@ -72,7 +72,6 @@ class FreeWorld:
         self.proof = proof
         self._here = host_identity()
         self.last = ""  # the list as it was read last
-        self._own = ""  # our incarnation
         self.struck: set[str] = set()  # incarnations of those who are gone, whether the store heard of it or not
 
     def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
@@ -83,7 +82,6 @@ class FreeWorld:
         """
         check_unmixed(self.board, self._here, patience)
         record = make_record(self._free_id() if self.rank is None else self.rank)
-        self._own = record.incarnation
 
         def enter(members: list[Member], used: IdSet) -> list[Member]:
             alive = self.alive(members)
@@ -113,19 +111,20 @@ class FreeWorld:
         return self.board.has(self._ROSTER)
 
     def leave(self, record: WorkerRecord) -> None:
-        """Take a record off the list; nothing happens if it is not there. If it is our own, this worker has left."""
+        """Take a record off the list; nothing happens if it is not there."""
+        self._strike_off(record)
 
+    def say_farewell(self, record: WorkerRecord) -> None:
+        """This worker, whose record that is, leaves in good order."""
+        self._strike_off(record, leaver=record.incarnation)
+
+    def _strike_off(self, record: WorkerRecord, leaver: str = "") -> None:
         def strike(members: list[Member], _: IdSet) -> list[Member]:
             return [member for member in members if member.record.incarnation != record.incarnation]
 
         _, members, _, _ = self._parse(self.board.get(self._ROSTER) or "")
         if any(member.record.incarnation == record.incarnation for member in members):
-            own = record.incarnation if record.incarnation == self._own else ""
-            self._change(strike, Patience(10.0), leaver=own)
-
-    def say_farewell(self, record: WorkerRecord) -> None:
-        """This worker, whose record that is, leaves in good order."""
-        self.leave(record)
+            self._change(strike, Patience(10.0), leaver=leaver)
 
     def has_left(self, record: WorkerRecord) -> bool:
         """Whether it has taken itself off the list, as one of the last who did."""
@@ -137,7 +136,6 @@ class FreeWorld:
         before: this worker's view of that store. False if others have begun a group of their own here.
         """
         _, old, used, _ = self._parse(before.last)
-        self._own = record.incarnation
         self.struck |= before.struck
         known = {member.record.incarnation for member in old}
         stay = [member for member in old if member.record.incarnation not in self.struck]
