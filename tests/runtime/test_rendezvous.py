@@ -228,6 +228,33 @@ def test_different_world_sizes_are_an_error_on_every_rank(group: Group) -> None:
     assert time.monotonic() - started < PATIENCE / 2
 
 
+def test_one_that_has_not_agreed_to_the_world_size_is_no_member(here: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its place, and has not looked yet at the size that the first one gave: nobody takes it for a member."""
+    looks: list[tuple[str, ...]] = []
+    has, swap = Board.has, Board.swap
+
+    def count(board: Board, *keys: str) -> bool:
+        looks.append(keys)
+        return has(board, *keys)
+
+    def hold_up(board: Board, key: str, expected: str, desired: str) -> str:
+        if key == "1/world" and json.loads(desired)[0] == 3:
+            wait_until(lambda: looks.count(("1/slot/0", "1/slot/1")) > 2, "rank 0 has looked for rank 1")
+        return swap(board, key, expected, desired)
+
+    monkeypatch.setattr(Board, "has", count)
+    monkeypatch.setattr(Board, "swap", hold_up)
+
+    def join_early() -> list[WorkerRecord]:
+        assert here.store is not None
+        store = here.store
+        wait_until(lambda: store.check(["aiorpc/1/slot/1"]), "rank 1 has its place")
+        return here.join(0, 2)
+
+    for text in texts(together(join_early, lambda: here.join(1, 3))):
+        assert "world_size differs" in text
+
+
 def test_a_rank_beyond_the_world_is_an_error_on_every_rank(group: Group) -> None:
     """The error names the rank and the size."""
     results = together(lambda: group.join(0, 2), lambda: group.join(2, 2))

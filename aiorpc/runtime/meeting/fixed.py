@@ -4,7 +4,7 @@ Blocking; every wait polls within a `Patience`. The keys, G being the number of 
 the whole group; the store may outlive many):
 
     generation            the generation that workers now join
-    last/RANK             the generation this rank was last in
+    last/RANK             the generation this rank was last in, written once its holder agrees to the world size
     G/world               world size and rank of the first comer; the others must agree
     G/slot/RANK           who holds the rank; taken once, by compare and set
     G/end/RANK            its holder has left, or gave up
@@ -201,8 +201,8 @@ class FixedWorld:
             # Somebody may be waiting for the one that is gone: let them come along to the next generation.
             self._settle(_VOID, f"{holder.describe()} is gone")
             self._advance(patience)
-        self.board.put(f"last/{self.rank}", str(self.generation))
         self._check_world(record)
+        self.board.put(f"last/{self.rank}", str(self.generation))
         return late
 
     def _check_previous(self, record: WorkerRecord) -> None:
@@ -268,8 +268,16 @@ class FixedWorld:
                 dead = [each.describe() for each in records if self._has_ended(self.generation, each)]
                 if dead:  # they may be started again: they are met in the next generation
                     return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
-                return self._settle(_COMPLETE)
+                if self._agreed() == [*range(self.world_size)]:
+                    return self._settle(_COMPLETE)
         return self._settle(_TIMEOUT, self._missing(record, patience))
+
+    def _agreed(self) -> list[int]:
+        """The ranks whose holders agree to the world size: one that does not is about to say so, and is no member."""
+        lasts = [f"last/{rank}" for rank in range(self.world_size)]
+        there = [rank for rank, last in enumerate(lasts) if self.board.has(last)]
+        generations = self.board.get_all([lasts[rank] for rank in there]) if there else []
+        return [rank for rank, last in zip(there, generations, strict=True) if last == str(self.generation)]
 
     def _read(self, slots: list[str]) -> list[Member]:
         entries = zip(slots, self.board.get_all(slots), strict=True)
@@ -277,7 +285,8 @@ class FixedWorld:
 
     def _missing(self, record: WorkerRecord, patience: Patience) -> str:
         held = [self._holder(self.generation, rank) for rank in range(self.world_size)]
-        missing = [rank for rank, holder in enumerate(held) if holder is None]
+        agreed = self._agreed()
+        missing = [rank for rank in range(self.world_size) if rank not in agreed]
         here = ", ".join(holder.describe() for holder in held if holder is not None)
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return f"{record.describe()} waited {patience.seconds:g} s for {ranks} of {self.world_size}; here: {here}"
