@@ -51,13 +51,11 @@ def make(
 ) -> list[Path]:
     """A certificate with its key for each name, and the authority if it is not there yet: the certificates' paths.
 
-    start: when they begin to be good; an hour ago if None. RpcUsageError if the package cryptography is missing, or a
-    name makes no file name; OSError if files cannot be written. Certificates that are there are replaced.
+    start: when they begin to be good; an hour ago if None. RpcUsageError if a name makes no file
+    name; OSError if files cannot be written. Certificates that are there are replaced.
     """
-    try:
-        from cryptography import x509
-    except ImportError:
-        raise RpcUsageError("certificates are made by the package cryptography: pip install 'aiorpc[tls]'") from None
+    from cryptography import x509
+
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     begin = start or datetime.datetime.now(datetime.UTC) - _PAST
     end = begin + datetime.timedelta(days=days) + _PAST

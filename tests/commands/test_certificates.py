@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,15 +41,6 @@ def test_names_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["certificates", str(tmp_path / "in"), name]) == 1
     assert "is no name that a file can have" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_without_cryptography_it_says_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The package is an extra: workers do not need it."""
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    assert main(["certificates", str(tmp_path), "w0"]) == 1
-    assert "pip install 'aiorpc[tls]'" in capsys.readouterr().err
 
 
 def test_rubbish_in_place_of_the_authority_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,7 @@ def test_one_flipped_bit_anywhere_is_refused(size: int) -> None:
 
 
 ONE, TWO, THREE = sealed(frame(1), frame(2), frame(3))
+LONG_ONE, LONG_TWO = sealed(frame(1, LONG), frame(2, LONG))
 ATTACKS: dict[str, list[bytes]] = {
     "replayed": [ONE, ONE],
     "replayed later": [ONE, TWO, ONE],
@@ -101,6 +102,13 @@ ATTACKS: dict[str, list[bytes]] = {
     "dropped": [ONE, THREE],
     "reflected": sealed(frame(1), key=OTHER),
     "of another number": sealed(frame(1), first=1),
+    "long, replayed": [LONG_ONE, LONG_ONE],
+    "long, in another order": [LONG_TWO, LONG_ONE],
+    "long, with the tag of another": [LONG_ONE[:-TAG_SIZE] + LONG_TWO[-TAG_SIZE:]],
+    "long, reflected": sealed(frame(1, LONG), key=OTHER),
+    "long, by the key of short ones": [
+        LONG_ONE[:-TAG_SIZE] + hashlib.blake2b(bytes(8) + LONG_ONE[:-TAG_SIZE], key=KEY, digest_size=TAG_SIZE).digest()
+    ],
     "without a seal": [frame(1, 50)],
     "put in": [ONE, frame(9), TWO],
     "with a tag of zeros": [ONE[:-TAG_SIZE] + bytes(TAG_SIZE)],
@@ -121,13 +129,24 @@ def test_what_the_other_side_did_not_send_like_that_is_refused(pieces: list[byte
             unsealer.feed(b"")
 
 
-def test_a_long_piece_is_not_a_short_one_of_its_hash() -> None:
-    """What stands for a long payload under its tag cannot be sent as a short one with the same tag."""
-    payload = bytes(LONG + 1)
-    tag = sealed(payload)[0][-TAG_SIZE:]
-    for head in (HEAD.pack(32), HEAD.pack(len(payload))):
-        with pytest.raises(ProtocolError):
-            opener().feed(head + hashlib.sha256(payload).digest() + tag + bytes(2 * LONG))
+def test_tag_of_a_long_piece_is_poly1305_by_a_key_of_its_own() -> None:
+    """As RFC 8439 has it, computed here with whole numbers; by a key that another number or length does not have."""
+    tags, keys = set(), set()
+    for number, size in ((0, LONG + 1), (1, LONG + 1), (1, LONG + 17)):
+        payload = bytes(range(251)) * (size // 251 + 1)
+        payload = payload[:size]
+        head = HEAD.pack(size)
+        key = hashlib.blake2b(number.to_bytes(8, "little") + head, key=KEY, digest_size=32).digest()
+        r = int.from_bytes(key[:16], "little") & 0x0FFFFFFC0FFFFFFC0FFFFFFC0FFFFFFF
+        sum_ = 0
+        for at in range(0, size, 16):
+            block = int.from_bytes(payload[at : at + 16] + b"\1", "little")
+            sum_ = (sum_ + block) * r % (2**130 - 5)
+        tag = ((sum_ + int.from_bytes(key[16:], "little")) % 2**128).to_bytes(16, "little")
+        assert sealed(payload, first=number)[0] == head + payload + tag
+        tags.add(tag)
+        keys.add(key)
+    assert len(tags) == len(keys) == 3
 
 
 @pytest.mark.parametrize("take", [True, False])
