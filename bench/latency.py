@@ -12,7 +12,7 @@ from .stats import Row
 
 
 def _case(stage: Stage, key: Key, function: Callable[..., Any], elements: int | None = None) -> Callable[[], Figures]:
-    measure = awaited.latency if key == "aiorpc awaited" else clients.latency
+    measure = awaited.latency if key in ("aiorpc awaited", "aiorpc dedicated") else clients.latency
     return partial(
         stage.client,
         key,
@@ -31,16 +31,23 @@ def noop_blocking(stage: Stage) -> list[Row]:
 
 
 def noop_halting(stage: Stage) -> list[Row]:
-    """Awaited no-ops again on cores that may halt when idle, which a quiet machine's do."""
+    """No-ops again on cores that may halt when idle, which a quiet machine's do: what each option does about it."""
     if stage.null:
         return []
     cases = {
-        "aiorpc": _case(stage, "aiorpc awaited", functions.async_noop),
+        "awaited, async def handler": _case(stage, "aiorpc awaited", functions.async_noop),
+        "awaited, def handler": _case(stage, "aiorpc awaited", functions.noop),
+        "awaited, async def handler, dedicated_loop": _case(stage, "aiorpc dedicated", functions.async_noop),
+        "blocking, def handler, busy_wait=0": _case(stage, "aiorpc sleepy", functions.noop),
+        "blocking, async def handler": _case(stage, "aiorpc", functions.async_noop),
         "torch": _case(stage, "torch", functions.noop),
     }
     with stage.halting():
         results = stage.alternate(cases)
-    return [_row("noop_halting", "p50", results, None, "awaited, async def handler")]
+    theirs = results.pop("torch")
+    return [
+        _row("noop_halting", "p50", {"aiorpc": ours, "torch": theirs}, None, note) for note, ours in results.items()
+    ]
 
 
 def noop_awaited(stage: Stage) -> list[Row]:

@@ -15,7 +15,7 @@ from .awake import Keepers
 from .cohort import Cohort
 from .sides import SideName, Style
 
-Key = Literal["aiorpc", "aiorpc awaited", "aiorpc patient", "torch"]
+Key = Literal["aiorpc", "aiorpc awaited", "aiorpc dedicated", "aiorpc patient", "aiorpc sleepy", "torch"]
 Figures = dict[str, float]
 
 PAIR = ("server", "client")
@@ -71,7 +71,9 @@ class Setup:
 _SETUPS: dict[Key, Setup] = {
     "aiorpc": Setup("aiorpc"),
     "aiorpc awaited": Setup("aiorpc", "awaited"),
+    "aiorpc dedicated": Setup("aiorpc", "awaited", {"dedicated_loop": True}),
     "aiorpc patient": Setup("aiorpc", options={"switch_interval": None}),
+    "aiorpc sleepy": Setup("aiorpc", options={"busy_wait": 0}),
     "torch": Setup("torch"),
 }
 

@@ -49,7 +49,7 @@ class Measurement:
 MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("noop_blocking", "rpc_sync of a Python no-op, µs", latency.noop_blocking, 12),
     Measurement("noop_awaited", "awaited no-op against torch's rpc_sync, µs", latency.noop_awaited, 16),
-    Measurement("noop_halting", "awaited no-op once more on cores that halt when idle, µs", latency.noop_halting, 11),
+    Measurement("noop_halting", "no-ops on cores that halt when idle, by options, µs", latency.noop_halting, 26),
     Measurement("inflight512", "calls/s with 512 under way", throughput.in_flight, 20),
     Measurement("tensor_2x2", "a 2x2 tensor echoed, blocking and awaited, µs", latency.tensor_2x2, 15),
     Measurement("tensors", "4 KB to 256 MB sent and echoed, blocking, µs", bulk.tensors, 100),
