@@ -101,6 +101,7 @@ def encode_frame(kind: int, call_id: int, body: bytes, segments: Sequence[Buffer
 _new_frame = tuple.__new__
 
 
+_MUCH = 16 * mmap.PAGESIZE
 _NOTHING = memoryview(bytearray())  # a segment without bytes: nobody can write to it, so all may have the same
 # A table of more lengths stays in one piece: as numbers of Python it would take several times its bytes.
 _FEW_SEGMENTS = 64
@@ -117,14 +118,14 @@ def _lengths(buffer: Buffer | mmap.mmap, at: int, count: int) -> Sequence[int]:
     return lengths
 
 
-def _room(size: int) -> bytearray | mmap.mmap:
-    """Memory for the unparsed bytes of a frame. Of long ones a page is taken when it is written to."""
-    if size <= READ_SIZE:
+def room(size: int) -> bytearray | mmap.mmap:
+    """Memory for bytes that arrive. Of much of it a page is taken when it is written to: most connections need few."""
+    if size < _MUCH:
         return bytearray(size)
     try:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise ProtocolError(f"there is no memory here for a message of {size} bytes: {error}") from None
+        raise ProtocolError(f"there is no memory here to receive {size} bytes: {error}") from None
 
 
 def whole_frames(data: bytes) -> tuple[list[Frame], int]:
@@ -183,7 +184,7 @@ class FrameDecoder:
         self.read_size = read_size
         self.allocate = allocate
         self.place: Callable[[int, bytes, int], memoryview] | None = None
-        self._buffer: bytearray | mmap.mmap = bytearray(read_size)
+        self._buffer = room(read_size)
         self._start = 0  # of the bytes not yet parsed
         self._end = 0
         self._large: _LargeFrame | None = None
@@ -333,12 +334,12 @@ class FrameDecoder:
         if rest == 0:
             self._start = self._end = 0
             if not self.read_size <= len(self._buffer) <= 4 * READ_SIZE:
-                self._buffer = bytearray(self.read_size)
+                self._buffer = room(self.read_size)
             return
         if self._start + need > len(self._buffer) or self._end == len(self._buffer):
             data = self._buffer[self._start : self._end]
             if need > len(self._buffer):
-                self._buffer = _room(need)
+                self._buffer = room(need)
             self._buffer[:rest] = data
             self._start, self._end = 0, rest
 

@@ -36,7 +36,7 @@ from operator import call
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from ..errors import ProtocolError
-from .frames import READ_SIZE, Buffer, Frame, FrameDecoder
+from .frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
 
 HEAD = struct.Struct("<I")
 TAG_SIZE = 16
@@ -83,7 +83,7 @@ class Unsealer:
         self._seal = seal
         self._decoder = decoder
         self._numbers = deque((0,), maxlen=1)  # of the next piece
-        self._buffer = bytearray(2 * READ_SIZE)
+        self._buffer = room(2 * READ_SIZE)
         self._end = 0  # of what is there of pieces that are not whole
 
     @property

@@ -206,6 +206,19 @@ def test_what_is_only_announced_takes_no_memory(head: bytes) -> None:
     assert resident() - before < 4 * (2 * len(head) + 2 * huge_page)
 
 
+def test_a_connection_that_brings_little_takes_little() -> None:
+    """What is read at once is much, for bursts; pages of it that nothing came to are none."""
+    frames = on_the_wire([Frame(Kind.CALL, 1, b"x" * 300)] * 3)
+    before = resident()
+    decoders = []
+    for _ in range(200):
+        decoder = make_decoder()
+        assert len(put(decoder, frames)) == 3
+        decoders.append(decoder)
+    assert resident() - before < len(decoders) * READ_SIZE / 4
+    assert all(memory_of(decoder) == READ_SIZE for decoder in decoders)
+
+
 def test_memory_of_a_long_body_grows_with_what_comes() -> None:
     """At every point it is at most twice what has come, and a constant; the frame is whole in the end."""
     size = 64 << 20
