@@ -264,13 +264,18 @@ class FixedWorld:
                 return self._verdict(held)
             self.board.check_open()
             if self.board.has(*slots):
-                records = [member.record for member in self._read(slots)]
-                dead = [each.describe() for each in records if self._has_ended(self.generation, each)]
+                members = self._read(slots)
+                dead = [each.record.describe() for each in members if self._has_ended(self.generation, each.record)]
                 if dead:  # they may be started again: they are met in the next generation
                     return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
-                if self._agreed() == [*range(self.world_size)]:
+                if self._are_wrong(members) or self._agreed() == [*range(self.world_size)]:
                     return self._settle(_COMPLETE)
         return self._settle(_TIMEOUT, self._missing(record, patience))
+
+    def _are_wrong(self, members: list[Member]) -> bool:
+        """Whether one is there that nobody has to wait for, as `_check_members` refuses it."""
+        known = (member.is_known(self._proof.key, self.generation) for member in members)
+        return not all(known) or [member.record.id for member in members] != [*range(self.world_size)]
 
     def _agreed(self) -> list[int]:
         """The ranks whose holders agree to the world size: one that does not is about to say so, and is no member."""
