@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import autograd, functions, nn, optim
-from .api import call, current, get_worker_info, init, peer, remote, stream, wait_for
+from .api import call, current, get_worker_info, init, peer, remote, serve, stream, wait_for
 from .errors import (
     DeviceMapError,
     NotAllowed,
@@ -21,6 +21,7 @@ from .errors import (
     RpcUsageError,
     SerializationError,
     StoreGone,
+    UnknownObject,
     UnknownWorker,
     WorkerClosed,
     WouldBlockLoop,
@@ -31,7 +32,9 @@ from .options import RpcBackendOptions, Tls
 from .protocol.identity import WorkerInfo
 from .protocol.registered import register_safe
 from .rights import exposed
+from .runtime.callee.objects import ServedObject
 from .runtime.caller.handle import PeerHandle
+from .runtime.caller.objects import ObjectHandle
 from .runtime.caller.stream import Stream
 from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
 from .runtime.calls.pending import PendingCall
@@ -59,6 +62,7 @@ __all__ = [
     "Future",
     "NotAllowed",
     "NotInitialized",
+    "ObjectHandle",
     "Overloaded",
     "PeerClosed",
     "PeerHandle",
@@ -75,12 +79,14 @@ __all__ = [
     "RpcTimeout",
     "RpcUsageError",
     "SerializationError",
+    "ServedObject",
     "ShutdownReport",
     "Statistics",
     "StoreGone",
     "Stream",
     "TensorPipeRpcBackendOptions",
     "Tls",
+    "UnknownObject",
     "UnknownWorker",
     "Worker",
     "WorkerClosed",
@@ -114,6 +120,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "serve",
     "shutdown",
     "stream",
     "wait_all",

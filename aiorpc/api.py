@@ -11,6 +11,7 @@ from .futures import Future
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
 from .protocol.retries import Backoff
+from .runtime.callee.objects import ServedObject
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.peers import To
 from .runtime.caller.stream import Stream, open_stream
@@ -88,6 +89,20 @@ def peer(
     RpcUsageError for options that cannot be, or for what names no worker.
     """
     return current().peer(to, timeout=timeout, wait=wait, retries=retries, backoff=backoff, idempotent=idempotent)
+
+
+def serve(name: str, value: Any, *, replace: bool = False) -> ServedObject:
+    """Have other workers call methods of an object: ``rpc.peer(worker).object(name).method(...)``. Any thread.
+
+    name: one that this worker serves no other object under; of the letters that names of workers have. Public methods
+    are served, each as a function of its kind is: in a thread, on the loop if it is a coroutine, as a stream if it is a
+    generator; who may call them is for the option ``serve``, as for references. replace: whether it may take the place
+    of another object of that name, whose calls under way go on. What is returned ends the service by its ``close()``,
+    or as a context manager; the worker's end does so as well, and until then the object is kept. RpcUsageError for a
+    name that cannot be or is taken, for None and for references; NotInitialized, WorkerClosed.
+    ``Worker.serve`` does it before the worker has joined: then whoever meets the worker finds the object.
+    """
+    return current().serve(name, value, replace=replace)
 
 
 def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:

@@ -13,6 +13,7 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     ├── RendezvousError          the workers could not agree on who they are
     │   ├── DeviceMapError (ValueError)  devices or device maps that do not exist or do not fit
     │   └── StoreGone                the store where they meet has ended, or was removed
+    ├── UnknownObject (LookupError)  the other worker serves no object of that name; nothing was run
     ├── Overloaded               a queue is at its limit; the call was not run, or its result was dropped
     ├── NotAllowed (PermissionError)  the other worker does not run that for this caller
     ├── RpcTimeout (TimeoutError)    the deadline passed; the callee may or may not have run
@@ -66,6 +67,19 @@ class DeviceMapError(RendezvousError, ValueError):
 
 class StoreGone(RendezvousError):
     """The store where the workers meet has gone: its process has ended, or its file was removed."""
+
+
+class UnknownObject(RpcError, LookupError):
+    """The other worker serves no object of that name, not yet or not any more. Nothing was run.
+
+    worker: which one. name: of the object. names: of those that it serves; empty if the caller may not know them.
+    """
+
+    def __init__(self, message: str, *, worker: str = "", name: str = "", names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.name = name
+        self.names = names
 
 
 class Overloaded(RpcError):

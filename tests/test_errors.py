@@ -24,6 +24,7 @@ KINDS: dict[type[errors.RpcError], type[Exception] | tuple[type[Exception], ...]
     errors.RendezvousError: errors.RpcError,
     errors.DeviceMapError: (errors.RendezvousError, ValueError),
     errors.StoreGone: errors.RendezvousError,
+    errors.UnknownObject: (errors.RpcError, LookupError),
     errors.Overloaded: errors.RpcError,
     errors.NotAllowed: (errors.RpcError, PermissionError),
     errors.RpcTimeout: (errors.RpcError, TimeoutError),

@@ -52,7 +52,8 @@ def whole() -> str:
         prose(first_part(messages)),
         *map(section, (*dict.fromkeys(messages.CLASSES.values()),)),
         "## Inside of messages",
-        *map(section, (messages.Values, messages.Recorded, messages.ByName, messages.Method, messages.Fetch)),
+        *map(section, (messages.Values, messages.Recorded)),
+        *map(section, (messages.ByName, messages.Method, messages.ObjectMethod, messages.Fetch)),
         *map(section, (reference_messages.PassedReference, reference_messages.ReferenceId, layout.TensorEntry)),
         "## Reference counting",
         prose(

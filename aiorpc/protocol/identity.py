@@ -21,14 +21,23 @@ _NUMBER_LIMITS = {"id": (0, ID_LIMIT), "rank": (0, ID_LIMIT), "pid": (1, 1 << 32
 
 def check_name(name: object) -> str:
     """Return `name` if it can name a worker; RpcUsageError says what is wrong with it otherwise."""
+    return _check("Worker", name)
+
+
+def check_object_name(name: object) -> str:
+    """Return `name` if an object can be served under it; RpcUsageError says what is wrong with it otherwise."""
+    return _check("Object", name)
+
+
+def _check(what: str, name: object) -> str:
     if not isinstance(name, str):
-        raise RpcUsageError(f"Worker name must be a string, but got {name!r}")
+        raise RpcUsageError(f"{what} name must be a string, but got {name!r}")
     if not name:
-        raise RpcUsageError("Worker name must be non-empty.")
+        raise RpcUsageError(f"{what} name must be non-empty.")
     if len(name) >= NAME_LIMIT:
-        raise RpcUsageError(f"Worker name must be shorter than {NAME_LIMIT} characters, but got {len(name)}.")
+        raise RpcUsageError(f"{what} name must be shorter than {NAME_LIMIT} characters, but got {len(name)}.")
     if not _NAME.fullmatch(name):
-        raise RpcUsageError(f"Worker name must match ^[A-Za-z0-9-_:]*$, but got {name!r}")
+        raise RpcUsageError(f"{what} name must match ^[A-Za-z0-9-_:]*$, but got {name!r}")
     return name
 
 

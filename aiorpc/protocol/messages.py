@@ -82,6 +82,13 @@ class Method(NamedTuple):
     name: str
 
 
+class ObjectMethod(NamedTuple):
+    """A method of an object that the callee serves under a name (`rpc.serve`)."""
+
+    object: str
+    name: str
+
+
 class Fetch(NamedTuple):
     """The value of a reference, which is named as a `ReferenceId`."""
 
@@ -91,14 +98,14 @@ class Fetch(NamedTuple):
 
 
 #: What a call names: a function by the number that a ByName gave to it; one that is the first of the values (nil).
-Function = int | ByName | Method | Fetch | None
+Function = int | ByName | Method | ObjectMethod | Fetch | None
 
 
 class Call(NamedTuple):
     """Run a function. Sent by the side that opened the connection."""
 
     #: A number; [number, name]; [worker, number, key, name] for a method of a reference, [worker, number, key] for its
-    #: value; nil if the function itself is the first of the values.
+    #: value; [object, name] for a method of a named object; nil if the function itself is the first of the values.
     function: Function
     #: Names of the last values, which are keyword arguments; nil if there are none.
     names: list[str] | None
@@ -318,6 +325,8 @@ def _read_function(wire: list[Any]) -> Function:
             function = _new(Method, wire)
         case [builtins.int, builtins.int, builtins.int]:
             function = _new(Fetch, wire)
+        case [builtins.str, builtins.str]:
+            function = _new(ObjectMethod, wire)
     if function is not None:
         return function
     raise ProtocolError(f"a call of {wire!r:.80}")

@@ -94,6 +94,7 @@ class Life:
             if self._closing is not None:  # it was cancelled while it was taken down
                 await asyncio.wait((self._closing,))
             self._plan.news.end()
+            self._plan.objects.close()
             if isinstance(error, asyncio.CancelledError) and self._shutdown is not None:
                 raise WorkerClosed(f"worker {self.lifetime.name!r} was shut down before it had joined") from None
             raise
@@ -320,6 +321,7 @@ class Life:
     async def _take_down(self) -> None:
         if not self._goes_on:
             self._plan.news.end()
+            self._plan.objects.close()
         await self._stack.aclose()
         # It is CLOSED already if the interpreter exits or this is a forked child.
         if self.lifetime.state is WorkerState.CLOSING:

@@ -27,10 +27,12 @@ from ..options import RpcBackendOptions
 from ..protocol.identity import WorkerInfo, WorkerRecord
 from ..protocol.states import WorkerEvent, WorkerState
 from ..transport.certificates import Credentials
+from .callee.objects import Objects
 from .callee.service import Service
 from .caller.peer import Peer
 from .caller.peers import Peers
 from .caller.retrying import Retries
+from .caller.stream import Stream, open_stream
 from .calls import current
 from .calls.current import ServedCall, current_call, current_node
 from .calls.pending import PendingCall
@@ -62,7 +64,7 @@ class Plan:
     """What a worker is to be, as its user asked for it, before anything of it exists.
 
     worker: the `Worker` that stands for it in the user's program. claims: what it tells the others about its devices.
-    role: as in its record.
+    objects: those that it serves under names. role: as in its record.
     """
 
     worker: Any
@@ -76,6 +78,7 @@ class Plan:
     claims: DeviceClaims
     hooks: Hooks
     news: Events
+    objects: Objects
     role: str = ""
 
 
@@ -137,6 +140,7 @@ class Node:
         self.gradients = Gradients(engine, sink=hooks.sink, as_torch=hooks.as_torch)
         stack.callback(self.gradients.close)
         ids = None if meeting.rendezvous.dynamic else {record.id for record in meeting.records}
+        self.objects = plan.objects
         self.references = References(self, self.accelerators, hooks.handle_class, members=ids)
         stack.callback(self.references.close)
         self.peers = Peers(self)
@@ -222,6 +226,12 @@ class Node:
     def on_unknown(self, worker_id: int) -> None:
         """Nobody in the group has that id."""
         self.references.on_unknown(worker_id)
+
+    def open_stream(
+        self, peer: Peer, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, *, depth: int
+    ) -> Stream:
+        """A stream of what that call yields, see `stream.open_stream`. Any thread."""
+        return open_stream(peer, function, args, kwargs, timeout, depth=depth + 1)
 
     # --- looking, from any thread -------------------------------------------------------------------------------------
 

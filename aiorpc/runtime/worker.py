@@ -24,6 +24,7 @@ from ..protocol.identity import WorkerInfo, check_name
 from ..protocol.retries import Backoff
 from ..protocol.states import WorkerState
 from ..rights import check_role
+from .callee.objects import Objects, ServedObject
 from .caller.handle import PeerHandle, make_handle
 from .caller.peers import To
 from .caller.stream import Stream, open_stream
@@ -68,6 +69,7 @@ class Worker:
         self.init_method = init_method or self.options.init_method
         self.hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
         self._news = Events()
+        self._objects = Objects(self.name)
         driver = accelerator or find_accelerator()
         self._life = Life(
             Plan(
@@ -82,6 +84,7 @@ class Worker:
                 claims=claims_of(self.options, driver),
                 hooks=hooks or Hooks(),
                 news=self._news,
+                objects=self._objects,
                 role=self.role,
             )
         )
@@ -194,6 +197,12 @@ class Worker:
         node.peers.find(to)
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         return make_handle(node, to, limit, wait, retries, backoff, idempotent)
+
+    def serve(self, name: str, value: Any, *, replace: bool = False) -> ServedObject:
+        """Have other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""
+        if isinstance(value, RRef):
+            raise RpcUsageError(f"{name!r} is to be a reference: serve the value itself, at its owner")
+        return self._objects.serve(name, value, self._life.lifetime, replace=replace)
 
     def wait_for(self, to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:
         """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""

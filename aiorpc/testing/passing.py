@@ -16,7 +16,7 @@ from typing import Any
 
 from ..protocol import reference_messages
 from ..protocol.frames import CALL, ERROR, ITEM, REPLY, Kind
-from ..protocol.messages import Call, Fetch, Method
+from ..protocol.messages import Call, Fetch, Method, ObjectMethod
 from ..protocol.packing import unpack
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.known import FunctionEntry
@@ -89,6 +89,8 @@ def _describe_call(message: Call, entry: FunctionEntry, worker: str) -> SentMess
             kind, reference = MessageKind.FETCH, (owner, number)
         case Method(owner, number, _, _):
             reference = (owner, number)
+        case ObjectMethod():
+            pass
         case _:
             function = entry.function if entry.number < 0 else resolve(entry.name).function
     if message.creates is not None:

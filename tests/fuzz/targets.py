@@ -254,6 +254,7 @@ def bodies() -> list[tuple[int, bytes]]:
         Call(function, None, None, None, None, None, None, None, values)
         for function, values in zip(functions, (plain, opaque, referring, tensors, opaque), strict=True)
     ]
+    calls.append(Call(messages.ObjectMethod("box", "put"), None, None, None, None, None, None, None, plain))
     calls.append(Call(ByName(1, "operator:add"), ["b"], 1.5, 7, 8, 9, [0, 1, 2], None, plain))
     calls.append(Call(ByName(1, "operator:add"), None, 1.5, None, None, None, None, [3, 1], plain))
     made: list[tuple[Kind, Any]] = [(Kind.CALL, call) for call in calls]

@@ -49,6 +49,7 @@ from aiorpc.protocol.messages import (
     Goodbye,
     Item,
     Method,
+    ObjectMethod,
     Parcel,
     Recorded,
     Reply,
@@ -117,6 +118,10 @@ GOLDEN: list[tuple[Any, str]] = [
     (
         PLAIN_CALL._replace(function=Method(worker=2, number=300, key=4, name="run")),
         "999402cd012c04a372756ec0c0c0c0c0c0c098909090c000c090c0",
+    ),
+    (
+        PLAIN_CALL._replace(function=ObjectMethod(object="buffer", name="put")),
+        "9992a6627566666572a3707574c0c0c0c0c0c0c098909090c000c090c0",
     ),
     (
         PLAIN_CALL._replace(function=Fetch(worker=2, number=300, key=4)),
@@ -237,7 +242,7 @@ def test_each_kind_has_golden_bytes() -> None:
     handshake = {Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.WELCOME}
     assert {kind_of(message) for message in SAMPLES} | handshake | {Kind.REFERENCE} == set(Kind)
     functions = {type(message.function) for message in SAMPLES if type(message) is Call}
-    assert functions == {int, ByName, Method, Fetch, type(None)}
+    assert functions == {int, ByName, Method, ObjectMethod, Fetch, type(None)}
     assert {type(message) for message, _ in REFERENCES} == set(reference_messages.MESSAGES.classes.values())
 
 
@@ -351,7 +356,7 @@ values = st.builds(
     st.none() | st.builds(Recorded, fields, fields, lists, lists),
 )
 functions: Any = numbers | st.none() | st.builds(ByName, numbers, texts) | st.builds(Fetch, numbers, numbers, numbers)
-functions |= st.builds(Method, numbers, numbers, numbers, texts)
+functions |= st.builds(Method, numbers, numbers, numbers, texts) | st.builds(ObjectMethod, texts, texts)
 start = (functions, st.none() | st.lists(texts, max_size=2), st.none() | st.floats(allow_nan=False), some, some)
 calls = st.builds(
     Call, *start, some, st.none() | st.lists(numbers, min_size=3, max_size=3), st.none(), values

@@ -1,8 +1,9 @@
-"""Finds what a call names: a function by number, by name or by value, a method of a reference's value, or that value.
+"""Finds what a call names: a function by number, by name or by value, a method of an object, or a reference's value.
 
 To find it may take an import, or the call may have to wait until a value exists. Then it is started (`Runner.start`).
 What the rights of the caller do not allow is refused here, before anything is imported or unpickled for it: a function
-once, when it gets its number, and a method once for each class.
+once, when it gets its number, and a method once for each class. An object is the value of a reference, or is served
+under a name; its methods are found in the same way.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import Any, Protocol
 
 from ...errors import ProtocolError, RpcUsageError, SerializationError
 from ...futures import AnyFuture, Future, outcome, when_done
-from ...protocol.messages import ByName, Fetch, Function, Method, Values
+from ...protocol.identity import WorkerInfo
+from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, Values
+from ...rights import is_public
 from ..calls import functions
 from ..calls.current import ServedCall
 from ..calls.functions import Handler
 from ..calls.permits import Permits
 from ..engine.engine import Engine
 from .answers import Answers
+from .objects import Objects
 from .running import Runner
 
 _new: Any = tuple.__new__  # what Handler(...) does, without its call into Python
@@ -43,7 +47,8 @@ class Resolver:
         answers: Answers,
         runner: Runner,
         references: ReferencesForResolver,
-        caller: int,
+        objects: Objects,
+        caller: WorkerInfo,
         permits: Permits | None,
     ) -> None:
         """permits: of the caller; None if it may have everything run."""
@@ -51,7 +56,9 @@ class Resolver:
         self._answers = answers
         self._runner = runner
         self._references = references
-        self._caller = caller
+        self._objects = objects
+        self._caller = caller.id
+        self._caller_name = caller.name
         self._permits = permits
         self.functions: dict[int, Handler] = {}
         self._methods: dict[tuple[type, str, object], Handler] = {}
@@ -77,6 +84,8 @@ class Resolver:
                 return name
             case Method(_, _, _, name):
                 return f"{name} of a reference"
+            case ObjectMethod(of, name):
+                return f"{of}.{name}"
             case Fetch():
                 return "to_here"
             case int():
@@ -108,6 +117,12 @@ class Resolver:
                     self._found_value(name, call, value)
                 else:
                     when_done(value, partial(self._found_value, name, call))
+            case ObjectMethod(of, name):
+                call.function = f"{of}.{name}"
+                value = self._objects.find(of, name, self._caller_name, tell=self._permits is None)
+                if not is_public(name):
+                    raise RpcUsageError(f"{name:.130} of the object {of!r} is private: an object serves public methods")
+                self._call(name, call, value)
             case Fetch(worker, number, key):
                 call.function = "to_here"
                 value = self._references.value(worker, number, key, self._caller)
@@ -167,6 +182,10 @@ class Resolver:
             self._runner.refuse(call, error)
             return
         call.arrival = getattr(future, "arrival", None)
+        self._call(name, call, value)
+
+    def _call(self, name: str, call: ServedCall, value: object) -> None:
+        """Have the method of that name of an object run."""
         attribute = functions.find_method(type(value), name)
         if attribute is not None:
             self._call_method(value, name, attribute, call)

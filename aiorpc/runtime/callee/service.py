@@ -30,6 +30,7 @@ from ..links.reassembly import Message
 from . import answers
 from .answers import Answers
 from .backlog import Backlog
+from .objects import Objects
 from .rate import Rate
 from .remembered import KeptAnswer
 from .resolver import ReferencesForResolver, Resolver
@@ -64,6 +65,7 @@ class Home(CommonHome, Protocol):
 
     links: Links
     gradients: Gradients
+    objects: Objects
 
     @property
     def references(self) -> ReferencesForService: ...
@@ -118,7 +120,9 @@ class Service:
             home, self._answers, accelerators, self._load_references, self._caller.track, self._backlog
         )
         self._permits = permits_of(home.engine.rights, home.engine.name, record)
-        self._resolver = Resolver(home.engine, self._answers, self._runner, home.references, record.id, self._permits)
+        self._resolver = Resolver(
+            home.engine, self._answers, self._runner, home.references, home.objects, record.info, self._permits
+        )
         self._functions = self._resolver.functions
         limit = home.engine.options.max_call_rate
         self._rate = None if limit is None else Rate(limit, time.monotonic())

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ...errors import RpcUsageError
 from ...futures import Future, call_site
 from ...protocol.retries import check_backoff, check_retries
-from ..references.references import References
 from ..references.rref import RRef
-from .peers import Peers, To
-from .retrying import Retries, RetryOptions
+from .objects import Home, ObjectHandle, not_tried_again
+from .peers import To
+from .retrying import RetryOptions
 from .stream import Stream, open_stream
-
-
-class Home(Protocol):
-    """What a handle needs of the worker whose calls are made through it."""
-
-    peers: Peers
-    references: References
-    retries: Retries
 
 
 class PeerHandle:
@@ -47,6 +39,13 @@ class PeerHandle:
         peer = self._home.peers.find(self._to)
         return open_stream(peer, function, args, kwargs, self._timeout, wait=self._wait)
 
+    def object(self, name: str) -> ObjectHandle:
+        """The object that this worker serves under that name, with this handle's options; nothing is sent.
+
+        RpcUsageError for what can be no name of an object.
+        """
+        return ObjectHandle(self._home, self._to, name, self._timeout, self._wait)
+
     def __repr__(self) -> str:
         return f"<aiorpc.peer {self._to!r}, timeout {self._timeout:g} s>"
 
@@ -71,8 +70,12 @@ class RetryingHandle(PeerHandle):
         """Refused: what has come of a stream cannot be taken back."""
         raise self._refusal("stream")
 
+    def object(self, name: str) -> ObjectHandle:
+        """As that of a handle without retries; calls of its methods are tried again, also while it is not served."""
+        return ObjectHandle(self._home, self._to, name, self._timeout, self._wait, self._options)
+
     def _refusal(self, verb: str) -> RpcUsageError:
-        return RpcUsageError(f"{verb}() is not tried again: use rpc.peer({self._to!r}).{verb}(...), without retries")
+        return not_tried_again(verb, self._to)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self._options.retries} retries>"

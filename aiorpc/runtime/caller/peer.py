@@ -36,7 +36,7 @@ from ...futures import CallSite, current_autograd
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import ByName, Call, Fetch, Function, Method, write_plain
+from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, write_plain
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...transport.connection import Connection
@@ -161,7 +161,7 @@ class Peer:
 
     def call(
         self,
-        function: Callable[..., Any] | Method | Fetch,
+        function: Callable[..., Any] | Method | ObjectMethod | Fetch,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout: float,
@@ -176,10 +176,11 @@ class Peer:
     ) -> CallFuture:
         """Send one call and return its Future at once. Any thread.
 
-        function: a callable, or what names a method or the value of a reference. timeout: seconds, 0 for no limit.
-        creates: ids of the reference whose value the result becomes. credit, stream: for a stream, how many items the
-        producer may send at first, and who takes them. system: whether the call is the runtime's own. wait: whether it
-        waits for the worker to join, however long that takes. depth: how many stack frames up the user's code is.
+        function: a callable, or what names a method of an object, or the value of a reference. timeout: seconds, 0 for
+        no limit. creates: ids of the reference whose value the result becomes. credit, stream: for a stream, how many
+        items the producer may send at first, and who takes them. system: whether the call is the runtime's own. wait:
+        whether it waits for the worker to join, however long that takes. depth: how many stack frames up the user's
+        code is.
         one_try: for a call that may be tried more than once, in place of depth. Raises SerializationError, Overloaded,
         and RpcUsageError for what is no function; nothing was sent then. If the peer is gone, nothing is raised here:
         the Future has the error.
@@ -229,6 +230,9 @@ class Peer:
         if kind is Method or kind is Fetch:
             named = function  # type: ignore[assignment]  # by its type
             entry = FunctionEntry(named.name if type(named) is Method else "to_here")
+        elif kind is ObjectMethod:
+            named = function  # type: ignore[assignment]  # by its type
+            entry = FunctionEntry(describe(function))
         else:
             try:
                 entry = self._known[function]

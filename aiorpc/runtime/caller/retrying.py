@@ -1,8 +1,9 @@
 """Calls that may be tried more than once: one Future for all tries, which are made one after the other.
 
 A try is worth another one if it ended because the worker was lost, has left, or could not be reached, or because a
-queue was full, here or there. Whatever the function itself raised is its answer, and so is what the callee refuses for
-good. The callee's word decides: an Error says whether the call may be sent again.
+queue was full, here or there, or because the worker serves no object of that name, which its replacement may do by
+and by. Whatever the function itself raised is its answer, and so is what the callee refuses for good. The callee's word
+decides: an Error says whether the call may be sent again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from ... import foreign
-from ...errors import Overloaded, PeerClosed, PeerLost, PeerRefused, RpcUsageError, WorkerClosed
+from ...errors import Overloaded, PeerClosed, PeerLost, PeerRefused, RpcUsageError, UnknownObject, WorkerClosed
 from ...futures import CallSite, Future, current_autograd
+from ...protocol.messages import ObjectMethod
 from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
 from ..calls.current import CommonHome, current_call
@@ -29,6 +31,8 @@ from .peer import Try
 from .peers import Peers, To
 
 _PASSING = (PeerLost, PeerClosed, PeerRefused, Overloaded)
+# Of what a callee says: if it says too that the call may come again.
+_REFUSALS = (Overloaded, UnknownObject)
 
 
 class RetryOptions(NamedTuple):
@@ -65,7 +69,7 @@ class Retries:
     def call(
         self,
         to: To,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | ObjectMethod,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float,
@@ -97,7 +101,7 @@ class Retries:
     def _make(
         self,
         to: To,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | ObjectMethod,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tries: Tries,
@@ -170,7 +174,7 @@ class RetriedFuture(Future[Any]):
         if error is None:
             self.arrival = call.arrival
             self._finish(RetriedEvent.ANSWERED, call._value, None)
-        elif foreign.is_a(error, Overloaded if call.again else () if call.again is False else _PASSING):
+        elif foreign.is_a(error, _REFUSALS if call.again else () if call.again is False else _PASSING):
             self._failed(error)
         else:
             self._finish(RetriedEvent.ANSWERED, None, error)

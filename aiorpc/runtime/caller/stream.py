@@ -18,7 +18,7 @@ from ...channels.landing import Landing
 from ...errors import RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.frames import Buffer, Kind
-from ...protocol.messages import Credit, Values, write
+from ...protocol.messages import Credit, Method, ObjectMethod, Values, write
 from ..calls.values import decode
 from .future import CallFuture
 from .peer import Peer
@@ -185,18 +185,19 @@ def _finish(future: asyncio.Future[None]) -> None:
 
 def open_stream(
     peer: Peer,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | Method | ObjectMethod,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float,
     *,
     wait: bool = False,
+    depth: int = 2,
 ) -> Stream:
     """Open a stream from a peer. timeout: seconds for each item, 0 for no limit. wait: for the worker to join.
 
-    It is called by a verb: the place in the program where that was called is two stack frames up.
+    function: as of `Peer.call`. depth: how many stack frames up the user's code is; a verb calls this, if it is 2.
     """
     window = peer.engine.options.stream_window
     stream = Stream(peer, window, timeout)
-    stream.start(peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=3))
+    stream.start(peer.call(function, args, kwargs, 0.0, credit=window, stream=stream, wait=wait, depth=depth + 1))
     return stream

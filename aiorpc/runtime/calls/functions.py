@@ -19,6 +19,7 @@ import torch
 from ...errors import RpcUsageError
 from ...protocol.codec import find_main
 from ...protocol.main_module import is_main, unite
+from ...protocol.messages import ObjectMethod
 from ...protocol.registered import MAIN_NAMES
 from ...rights import FETCH
 from .batching import get_batcher
@@ -135,6 +136,8 @@ def _call_of(function: object) -> object:
 
 def describe(function: object) -> str:
     """A function's name for people."""
+    if type(function) is ObjectMethod:
+        return f"{function.object}.{function.name}"
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     return str(name) if name else repr(function)
 

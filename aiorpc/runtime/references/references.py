@@ -26,6 +26,7 @@ from ...errors import Overloaded, RpcError, RpcUsageError
 from ...futures import Future, describe_site
 from ...protocol import codec
 from ...protocol.frames import Kind
+from ...protocol.messages import Method
 from ...protocol.packing import pack
 from ...protocol.reference_messages import (
     MESSAGES,
@@ -61,6 +62,10 @@ class Home(Protocol):
 
     @property
     def peers(self) -> PeersForReferences: ...
+
+    def open_stream(
+        self, peer: Any, function: Method, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, *, depth: int
+    ) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,14 @@ class PeersForReferences(Protocol):
     def describe(self, worker_id: int) -> str: ...
 
 
+class HomeForRRef(Protocol):
+    """The worker that holds a handle (`Node`)."""
+
+    def open_stream(
+        self, peer: Any, function: Method, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, *, depth: int
+    ) -> Any: ...
+
+
 class ReferencesForRRef(Protocol):
     """What a handle needs of the references of its worker (`References`)."""
 
@@ -65,7 +73,7 @@ class ReferencesForRRef(Protocol):
     def peers(self) -> PeersForReferences: ...
 
     @property
-    def home(self) -> object: ...
+    def home(self) -> HomeForRRef: ...
 
     def own(self, value: Any) -> tuple[ReferenceId, ReferenceId]: ...
 
@@ -221,6 +229,13 @@ class RRef(Generic[T]):
         """
         return _Proxy(self, "remote", timeout)
 
+    def stream(self, timeout: float = -1.0) -> Any:
+        """A proxy whose methods are generators: ``async for item in ref.stream().method()`` takes what they yield.
+
+        timeout: seconds for each item, otherwise as in `rpc_sync`. See `aiorpc.stream`.
+        """
+        return _Proxy(self, "stream", timeout)
+
     if not TYPE_CHECKING:  # for a checker there is nothing
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -305,6 +320,8 @@ def _invoke(proxy: _Proxy, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     seconds = engine.timeout(proxy._timeout)
     if proxy._verb == "remote":
         return references.create(peer, method, args, kwargs, seconds, depth=3)
+    if proxy._verb == "stream":
+        return references.home.open_stream(peer, method, args, kwargs, seconds, depth=3)
     if proxy._verb == "rpc_sync":
         engine.refuse_on_loop(f"rref.rpc_sync().{name}()", f"await rref.rpc_async().{name}()")
     future = peer.call(method, args, kwargs, seconds, depth=3)

@@ -1,0 +1,145 @@
+"""An object that another worker serves under a name, as it is called from here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, Protocol
+
+from ...errors import RpcUsageError
+from ...futures import Future, call_site
+from ...protocol.identity import check_object_name
+from ...protocol.messages import ObjectMethod
+from ...rights import is_public
+from ..references.references import References
+from .peers import Peers, To
+from .retrying import Retries, RetryOptions
+from .stream import open_stream
+
+
+class Home(Protocol):
+    """What a handle needs of the worker whose calls are made through it."""
+
+    peers: Peers
+    references: References
+    retries: Retries
+
+
+class ObjectHandle:
+    """An object that another worker serves under a name: ``rpc.peer(worker).object(name)``. Any thread.
+
+    ``await handle.method(*args, **kwargs)`` runs a public method there, as `PeerHandle.call` runs a function; where the
+    method has one of the names below: ``handle.rpc_async().method(...)``. A worker that comes in the other one's place
+    and serves an object of that name is found by the same handle. Awaiting raises UnknownObject if the worker serves
+    none of that name, NotAllowed if it does not let this one call the method.
+    """
+
+    __slots__ = ("_home", "_name", "_retried", "_timeout", "_to", "_wait")
+
+    def __init__(
+        self, home: Home, to: To, name: str, timeout: float, wait: bool, retried: RetryOptions | None = None
+    ) -> None:
+        """As of the handle of its worker. retried: how calls are tried again; None if they are not."""
+        self._home = home
+        self._to = to
+        self._name = check_object_name(name)
+        self._timeout = timeout
+        self._wait = wait
+        self._retried = retried
+
+    def rpc_sync(self, timeout: float = -1.0) -> Any:
+        """A proxy whose methods run there and block until they have a result.
+
+        timeout: seconds for each call; negative for that of the worker's handle, 0 for no limit. Not for the loop that
+        runs the worker, where the methods raise WouldBlockLoop: ``await handle.method()`` there.
+        """
+        return _ProxyOfObject(self, "rpc_sync", timeout)
+
+    def rpc_async(self, timeout: float = -1.0) -> Any:
+        """A proxy whose methods run there and return a Future at once. timeout: as in `rpc_sync`."""
+        return _ProxyOfObject(self, "rpc_async", timeout)
+
+    def remote(self, timeout: float = -1.0) -> Any:
+        """A proxy whose methods run there and return an RRef of their result at once. timeout: as in `rpc_sync`.
+
+        Its methods raise RpcUsageError where calls are tried again: the value of a reference is made once.
+        """
+        return _ProxyOfObject(self, "remote", timeout)
+
+    def stream(self, timeout: float = -1.0) -> Any:
+        """A proxy whose methods are generators: ``async for item in handle.stream().method()`` takes what they yield.
+
+        timeout: seconds for each item, otherwise as in `rpc_sync`. See `aiorpc.stream`. Its methods raise RpcUsageError
+        where calls are tried again: what has come of a stream cannot be taken back.
+        """
+        return _ProxyOfObject(self, "stream", timeout)
+
+    def __getattr__(self, name: str) -> _MethodOfObject:
+        return _MethodOfObject(self, "rpc_async", -1.0, _checked(self, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = _invoke(_MethodOfObject(self, "rpc_async", -1.0, "__call__"), args, kwargs)
+        return future
+
+    def __repr__(self) -> str:
+        return f"<aiorpc.peer {self._to!r}, object {self._name!r}>"
+
+
+class _ProxyOfObject:
+    """Methods of an object, to be called in one manner."""
+
+    __slots__ = ("_handle", "_timeout", "_verb")
+
+    def __init__(self, handle: ObjectHandle, verb: str, timeout: float) -> None:
+        self._handle = handle
+        self._verb = verb
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> _MethodOfObject:
+        return _MethodOfObject(self._handle, self._verb, self._timeout, _checked(self._handle, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _invoke(_MethodOfObject(self._handle, self._verb, self._timeout, "__call__"), args, kwargs)
+
+
+class _MethodOfObject(NamedTuple):
+    """A method of an object, to be called in one manner. timeout: seconds, negative for that of the handle."""
+
+    handle: ObjectHandle
+    verb: str
+    timeout: float
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _invoke(self, args, kwargs)
+
+
+def _checked(handle: ObjectHandle, name: str) -> str:
+    if not is_public(name):
+        raise AttributeError(f"{name!r} of {handle!r} is private: an object serves its public methods", name=name)
+    return name
+
+
+def _invoke(method: _MethodOfObject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handle, verb, timeout, name = method
+    home, to, retried = handle._home, handle._to, handle._retried
+    function = ObjectMethod(handle._name, name)
+    peer = home.peers.find(to)
+    seconds = handle._timeout if timeout < 0 else peer.engine.timeout(timeout)
+    if verb == "rpc_sync":
+        peer.engine.refuse_on_loop(f"{handle!r}.rpc_sync().{name}()", f"await the object's {name}()")
+    elif verb in ("remote", "stream") and retried is not None:
+        raise not_tried_again(verb, to)
+    if verb == "remote":
+        return home.references.create(peer, function, args, kwargs, seconds, depth=3)
+    if verb == "stream":
+        return open_stream(peer, function, args, kwargs, seconds, wait=handle._wait, depth=3)
+    if retried is not None:
+        future = home.retries.call(to, function, args, kwargs, seconds, retried, call_site(sys._getframe(2)))
+    else:
+        future = peer.call(function, args, kwargs, seconds, wait=handle._wait, depth=3)
+    return future.wait() if verb == "rpc_sync" else future
+
+
+def not_tried_again(verb: str, to: To) -> RpcUsageError:
+    """What a verb raises that has no second try."""
+    return RpcUsageError(f"{verb}() is not tried again: use rpc.peer({to!r}) without retries")
