@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import autograd, functions, nn, optim
-from .api import call, current, get_worker_info, init, peer, remote, serve, stream, wait_for
+from .api import call, current, get_worker_info, init, peer, publish, remote, serve, stream, subscribe, wait_for
 from .errors import (
     DeviceMapError,
     NotAllowed,
@@ -47,6 +47,8 @@ from .runtime.group.events import (
     WorkerSuspended,
 )
 from .runtime.group.group import ShutdownReport
+from .runtime.publication.publisher import Delivery
+from .runtime.publication.subscription import Publication, PublishedVersion, Subscription
 from .runtime.references.rref import RRef
 from .runtime.statistics import Statistics
 from .runtime.worker import Worker
@@ -58,6 +60,7 @@ TensorPipeRpcBackendOptions = RpcBackendOptions
 
 __all__ = [
     "BackendType",
+    "Delivery",
     "DeviceMapError",
     "Future",
     "NotAllowed",
@@ -70,6 +73,8 @@ __all__ = [
     "PeerRefused",
     "PendingCall",
     "ProtocolError",
+    "Publication",
+    "PublishedVersion",
     "RRef",
     "RemoteError",
     "RendezvousError",
@@ -84,6 +89,7 @@ __all__ = [
     "Statistics",
     "StoreGone",
     "Stream",
+    "Subscription",
     "TensorPipeRpcBackendOptions",
     "Tls",
     "UnknownObject",
@@ -116,6 +122,7 @@ __all__ = [
     "nn",
     "optim",
     "peer",
+    "publish",
     "register_safe",
     "remote",
     "rpc_async",
@@ -123,6 +130,7 @@ __all__ = [
     "serve",
     "shutdown",
     "stream",
+    "subscribe",
     "wait_all",
     "wait_for",
 ]

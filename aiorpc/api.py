@@ -16,6 +16,7 @@ from .runtime.caller.handle import PeerHandle
 from .runtime.caller.peers import To
 from .runtime.caller.stream import Stream, open_stream
 from .runtime.node import registry
+from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references.rref import RRef
 from .runtime.worker import Worker
 
@@ -181,6 +182,37 @@ def stream(to: To, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -
     """
     node = registry.get()
     return open_stream(node.peers.find(to), function, args, kwargs, node.engine.default_timeout)
+
+
+def publish(name: str, value: Any) -> Future[Publication]:
+    """Give a value to all who subscribe to a name, as its next version; returns a Future at once. Any thread.
+
+    ``w = await publish("policy", model.state_dict())``, or ``publish(...).wait()`` in a thread that may block. The
+    value is taken as it is at this moment, but the bytes of its tensors are copied until the Future has settled: they
+    must not be changed before that, and may be from then on. Nobody waits for a reader, and no reader gets half of a
+    version.
+    ``w.version`` counts from 1 on, also when another worker goes on with the name; ``w.delivered()`` says who has it.
+
+    value: a tensor, or a tree of tensors and whatever else may be sent; storages that tensors share stay shared. All
+    readers of a host read one copy in shared memory, as long as ``options.shared_memory`` has room for it.
+    A name has one publisher at a time: the Future raises RpcUsageError if another worker that lives publishes it, with
+    its name, and RendezvousError if the store of the group cannot be asked about that, the first time. Raised here:
+    RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed. Cancelling the Future does
+    not keep the version from being published. The newest version is kept until this worker leaves.
+    """
+    return current().publish(name, value)
+
+
+def subscribe(name: str, *, timeout: float | None = None) -> Subscription:
+    """``async for v in subscribe("policy")``: the newest version of what is published under a name. Any thread.
+
+    Each turn waits for a version that is newer than the one before, and gives the newest there is; the next one is
+    fetched meanwhile. ``v.value``, ``v.version``, ``v.publisher``. In a thread that may block: ``for v in ...``.
+    Whoever subscribes late begins with the newest version. timeout: seconds that one turn waits, 0 for no limit; None
+    for this worker's ``rpc_timeout``; past it RpcTimeout is raised. RpcUsageError for what can be no name or timeout,
+    NotInitialized, WorkerClosed. See `Subscription` for how it ends.
+    """
+    return current().subscribe(name, timeout=timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

@@ -42,6 +42,7 @@ ROOMS = (
     "statistics",
     "node",
     "hooks",
+    "publication",
     "group",
     "caller",
     "references",

@@ -110,6 +110,7 @@ class Arena:
         self._spare: tuple[int, Place] | None = None  # what was freed last, and how long its block was
         self._live: dict[int, tuple[Block, Place]] = {}
         self._generation = 0
+        self._aside = 0
         self._closed = False
         self._retry_at = 0.0
         self._failure = ""
@@ -185,6 +186,22 @@ class Arena:
             segments[index].mapping.touch(start, start + room, stop=lambda: self._closed)
             self._give_room((index, start, room))
         return ranges
+
+    def set_aside(self, size: int) -> bool:
+        """Leave so many bytes of the limit to memory that is shared beside the arena; False if they are not left.
+
+        What is set aside is given back with `take_back`.
+        """
+        with self._growth:
+            if self._closed or self.size + self._aside + size > self.limit:
+                return False
+            self._aside += size
+            return True
+
+    def take_back(self, size: int) -> None:
+        """So many bytes of what was set aside may be the arena's again."""
+        with self._growth:
+            self._aside -= size
 
     def write(self, block: Block, source: Buffer, at: int = 0) -> None:
         """Copy `source` into the block, `at` bytes from its start; other threads run meanwhile.
@@ -360,7 +377,7 @@ class Arena:
     def _add_segment(self, size: int) -> bool:
         """One more segment, with cold room for `size` bytes; the growth lock is held. False: not to be had."""
         need = size + HEADER
-        left = (self.limit - self.size) // PAGE * PAGE
+        left = (self.limit - self._aside - self.size) // PAGE * PAGE
         if self._closed or left < need:
             self.last_refusal = "closed" if self._closed else "limit"
             return False

@@ -28,8 +28,12 @@ NONCE_SIZE = 16
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
 _STEP = 4 * MIB  # of memory touched at a time
+# Nobody can shorten it: that would kill whoever reads what was cut off.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _NOEXEC_SEAL = 8  # of memfd_create; kernels before 6.3 do not know it, and later ones may insist on it
+_SEAL_FUTURE_WRITE = 0x10  # of fcntl: from now on nobody writes to the file but through mappings that there are
+MADV_DONTNEED = 4
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -128,6 +132,26 @@ class Mapping:
             self.memory[at : at + size : PAGE]  # before Linux 5.14: reading a page of such a file makes it present
 
 
+class PrivateMapping:
+    """A file mapped for one reader: readable and writable, and what is written here stays here.
+
+    A page takes memory of its own only once it is written to. The mapping stays as long as somebody refers to it, also
+    in a forked child, for which it is private as well.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        self.memory = mmap.mmap(fd, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.size = size
+        self._array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)  # nobody can close the mmap under the address
+
+    def forget_writes(self) -> None:
+        """Drop the pages that were written to, so that they show again what the file holds; nobody may use them."""
+        if _libc.madvise(self._array.ctypes.data, self.size, MADV_DONTNEED) != 0:
+            raise OSError(ctypes.get_errno(), "the pages of a private mapping cannot be dropped")
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """One memory file of the arena. size: bytes. nonce: its first bytes, by which a peer knows it is the same memory.
@@ -168,7 +192,39 @@ def create_segment(index: int, size: int) -> Segment:
         raise
 
 
+def create_read_only(size: int) -> tuple[int, bytes, Mapping]:
+    """A memory file that this process alone can write to, through the mapping: its descriptor, and its first bytes.
+
+    Raises OSError where the system has no such files. It is never one in a folder, as others could write to that.
+    """
+    try:
+        fd = _open_memory_file(size)
+    except AttributeError:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    try:
+        if _strict_overcommit():
+            os.posix_fallocate(fd, 0, size)
+        nonce = os.urandom(NONCE_SIZE)
+        os.pwrite(fd, nonce, 0)
+        mapping = Mapping(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | _SEAL_FUTURE_WRITE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, nonce, mapping
+
+
 def _memory_file(size: int) -> int:
+    fd = _open_memory_file(size)
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _open_memory_file(size: int) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         fd = os.memfd_create("aiorpc", flags | _NOEXEC_SEAL)
@@ -178,8 +234,6 @@ def _memory_file(size: int) -> int:
         fd = os.memfd_create("aiorpc", flags)
     try:
         os.ftruncate(fd, size)
-        # Nobody can shorten it: that would kill whoever reads what was cut off.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise

@@ -234,7 +234,7 @@ class Borrower:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             mapping: Mapping | _Unsealed
-            if _check_file(fd, size, nonce):
+            if check_file(fd, size, nonce):
                 mapping = Mapping(fd, size)
                 for start, end in _present(fd, size):
                     mapping.touch(start, end, MADV_POPULATE_READ)
@@ -350,7 +350,7 @@ class _Unsealed:
         os.close(self._fd)
 
 
-def _check_file(fd: int, size: Any, nonce: bytes) -> bool:
+def check_file(fd: int, size: Any, nonce: bytes) -> bool:
     """Whether it is safe to map it. Raises ProtocolError if it is not what the peer says it is."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != size or size < HEADER:

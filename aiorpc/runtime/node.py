@@ -53,6 +53,7 @@ from .links.accelerators import Accelerators
 from .links.link import Link
 from .links.links import Links
 from .meeting.rendezvous import Rendezvous
+from .publication.publications import Publications
 from .references.references import References
 from .references.rref import RRef
 
@@ -151,6 +152,8 @@ class Node:
         stack.callback(self.peers.close)
         stack.callback(self.retries.close)
         stack.callback(self._leave_callers)
+        self.publications = Publications(self)
+        stack.callback(self.publications.close)
         for record in meeting.records:
             self.peers.add(record)
         stack.push_async_callback(self._let_go_of_devices)
@@ -280,6 +283,7 @@ class Node:
             connection.close_in_child()
         self.listeners.close_in_child()
         self.group.close_in_child()
+        self.publications.close_in_child()
         self.memory.close_in_child()
         self.accelerators.close_in_child()
 

@@ -37,6 +37,7 @@ from .hooks import Hooks
 from .life import Life
 from .links.accelerators import claims_of
 from .node import Node, Plan
+from .publication.subscription import Publication, Subscription
 from .references.rref import RRef
 from .statistics import Statistics, collect
 
@@ -209,6 +210,14 @@ class Worker:
         node = self.node
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         return node.peers.find(to).call(present, (), None, limit, system=True, wait=True)
+
+    def publish(self, name: str, value: Any) -> Future[Publication]:
+        """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
+        return self.node.publications.publish(name, value)
+
+    def subscribe(self, name: str, *, timeout: float | None = None) -> Subscription:
+        """The newest versions of what is published under a name. See `aiorpc.subscribe`."""
+        return self.node.publications.subscribe(name, timeout)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from ...channels.arena import Arena
 from ...channels.shared import SharedMemory
 from ...channels.shm import Lender
+from ...channels.slots import SharedSlots
 from ...protocol.identity import WorkerRecord
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
@@ -46,6 +47,7 @@ class Memory:
             poison=sys.flags.dev_mode,  # use after release shows
             assist=engine.in_background if several else None,
         )
+        self.slots = SharedSlots(self.arena)
         self._shared: dict[SharedMemory, WorkerRecord] = {}
         self._retired: list[tuple[WorkerRecord, Lender]] = []
         self._reasons: set[str] = set()
@@ -125,9 +127,10 @@ class Memory:
         """Give memory back that a burst has left behind."""
 
         def trim() -> None:
+            self.slots.trim()
             self.arena.trim()
 
-        if self.arena.segments:
+        if self.arena.segments or self.slots.size:
             self._engine.in_background(trim)
         self._trim_later()
 
@@ -152,6 +155,7 @@ class Memory:
         """Let go of the arena. What others have adopted stays valid for them."""
         if self._trimming is not None:
             self._trimming.cancel()
+        self.slots.close()
         self.arena.close()
         for channel in list(self._shared):
             channel.close()
@@ -162,4 +166,5 @@ class Memory:
         for channel in list(self._shared):
             channel.borrower.close_in_child()
         self._watch.close_in_child()
+        self.slots.close_in_child()
         self.arena.close_in_child()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
@@ -50,6 +51,8 @@ from .stores import (
 __all__ = ["Rendezvous", "host_identity", "main_identity"]
 
 logger = logging.getLogger("aiorpc")
+
+T = TypeVar("T")
 
 _TURN_AWAY = 0.03
 _CLOSING_TIME = 1.5
@@ -239,6 +242,23 @@ class Rendezvous:
         if self._own_secret is not None:
             members = [member for member in members if member.own_secret]  # whoever joins without it is told so
         return [member.record for member in members]
+
+    def swap(self, key: str, expected: str, desired: str) -> str:
+        """Set a key of this group in the store to `desired` if it is `expected` ("" for missing); what it holds then.
+
+        RendezvousError if the store cannot be asked.
+        """
+        self._check_there()
+        return self._board.swap(f"{self.generation}/{key}", expected, desired)
+
+    def look_up(self, key: str) -> str | None:
+        """What this group has set in the store under a key, None if nothing. RendezvousError as of `swap`."""
+        self._check_there()
+        return self._board.get(f"{self.generation}/{key}")
+
+    def load(self, key: str, text: str, shape: Callable[[Any], T]) -> T:
+        """What `shape` makes of the JSON under such a key; RendezvousError for what no worker has written there."""
+        return self._board.load(f"{self.generation}/{key}", text, shape)
 
     def find(self, name: str, patience: float) -> WorkerRecord | None:
         """The member of that name, or None. RendezvousError if the store does not answer for so many seconds.

@@ -1,0 +1,263 @@
+"""Slots: memory files that many processes of one host read at once, each of which holds one value at a time.
+
+Who publishes a value copies it into a slot once. Each reader maps the file for itself alone (`PrivateMapping`): it
+reads what lies there without a copy, and may write, which makes a page of its own. Nothing here knows of names,
+versions or connections.
+
+Who owns a slot
+1. From `SharedSlots.take` until the copy is done: who publishes.
+2. From then on nobody writes to it, as long as one reader has adopted it. Who publishes has to know them all; then it
+   gives the slot back (`SharedSlots.give`), and only then is the slot written to again.
+3. A view is adopted once at a time, and released by the last tensor over it. Before it is adopted again, what the
+   reader has written to it is forgotten: it would hide what the slot holds by then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy
+
+from ..errors import ProtocolError
+from ..protocol.frames import Buffer
+from .arena import ALIGN, PIECE, TOGETHER_SIZE, Arena
+from .segments import HEADER, Bytes, PrivateMapping, create_read_only
+from .shm import check_file
+from .space import MIB, PAGE
+
+Span = tuple[int, int]  # where something begins, and how long it is, in bytes
+
+
+def lay_out(buffers: Sequence[Buffer]) -> tuple[list[Span], int]:
+    """Where each of the buffers comes to lie, one after the other, and how many bytes they take together."""
+    spans: list[Span] = []
+    end = 0
+    for buffer in buffers:
+        start = -(-end // ALIGN) * ALIGN
+        spans.append((start, len(buffer)))
+        end = start + len(buffer)
+    return spans, end
+
+
+def copy_all(arena: Arena, buffers: Sequence[Buffer], spans: Sequence[Span], target: Bytes) -> None:
+    """Copy each buffer to its place, where it is long by two threads. Other threads run meanwhile."""
+    work: list[list[tuple[int, Bytes]]] = [[]]  # what is copied in one go: long buffers in parts, short ones together
+    size = 0
+    for buffer, (start, length) in zip(buffers, spans, strict=True):
+        data = numpy.frombuffer(buffer, numpy.uint8)
+        for at in range(0, length, PIECE):
+            part = data[at : at + PIECE]
+            work[-1].append((start + at, part))
+            size += part.size
+            if size >= PIECE:
+                work.append([])
+                size = 0
+
+    def copy(parts: list[tuple[int, Bytes]]) -> None:
+        for start, part in parts:
+            target[start : start + part.size] = part
+
+    if sum(length for _, length in spans) < TOGETHER_SIZE:
+        for parts in work:
+            copy(parts)
+    else:
+        arena.together(copy, work)
+
+
+class SharedSlot:
+    """One memory file. number: no other slot of the worker has or had it. size: bytes of the file.
+
+    fd, nonce: by which other processes find it, and know that it is the right one.
+    """
+
+    def __init__(self, number: int, size: int) -> None:
+        """size: bytes of the whole file. Raises OSError if the system has no memory for it, or no such files."""
+        self.number = number
+        self.size = size
+        self.fd, self.nonce, self._mapping = create_read_only(size)
+
+    def bytes(self, size: int) -> Bytes:
+        """The first bytes of what it holds; each call makes an array of its own, that others may be told apart from."""
+        return numpy.frombuffer(self._mapping.memory, numpy.uint8, size, HEADER)
+
+    def close(self) -> None:
+        """Let go of the file. Who has mapped it keeps it."""
+        os.close(self.fd)
+
+
+class SharedSlots:
+    """The slots of one worker: those that are in use, and free ones, whose pages are there. Any thread.
+
+    They take their bytes of the limit of the arena.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._number = 0
+        self._used: set[SharedSlot] = set()
+        self._free: list[SharedSlot] = []  # what was freed last comes last
+        self._idle: set[SharedSlot] = set()  # those that were free already when `trim` was called
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.size for slot in [*self._used, *self._free])
+
+    @property
+    def used(self) -> int:
+        """How many are in use."""
+        return len(self._used)
+
+    def numbers(self) -> list[int]:
+        """Those of all slots there are: readers let go of the others."""
+        with self._lock:
+            return [slot.number for slot in [*self._used, *self._free]]
+
+    def take(self, size: int) -> SharedSlot | None:
+        """A slot for so many bytes; None if there is no memory to be had for it."""
+        room = HEADER + -(-max(size, 1) // PAGE) * PAGE
+        with self._lock:
+            if self._closed:
+                return None
+            # Of those that fit the last one: its pages may be in the caches. None that is much too large: it would keep
+            # from being shared what nobody uses.
+            fitting = [slot for slot in self._free if room <= slot.size <= 2 * room + MIB]
+            if fitting:
+                slot = min(reversed(fitting), key=lambda each: each.size)
+                self._free.remove(slot)
+                self._idle.discard(slot)
+                self._used.add(slot)
+                return slot
+            while not self._arena.set_aside(room):
+                if not self._free:
+                    return None
+                self._drop(self._free[0])
+            try:
+                self._number += 1
+                slot = SharedSlot(self._number, room)
+            except OSError:
+                self._arena.take_back(room)
+                return None
+            self._used.add(slot)
+            return slot
+
+    def give(self, slot: SharedSlot) -> None:
+        """Nobody reads what the slot holds any more. Nothing once it is closed."""
+        with self._lock:
+            if slot in self._used:
+                self._used.remove(slot)
+                self._free.append(slot)
+
+    def trim(self) -> None:
+        """Give back the memory of slots that were free since the last call."""
+        with self._lock:
+            for slot in [slot for slot in self._free if slot in self._idle]:
+                self._drop(slot)
+            self._idle = set(self._free)
+
+    def _drop(self, slot: SharedSlot) -> None:
+        self._free.remove(slot)
+        self._idle.discard(slot)
+        slot.close()
+        self._arena.take_back(slot.size)
+
+    def close(self) -> None:
+        """Let go of all of them; who has mapped one keeps it. Again: nothing."""
+        with self._lock:
+            self._let_go()
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of what is the parent's, without its lock."""
+        self._lock = threading.Lock()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._closed = True
+        slots, self._used, self._free = [*self._used, *self._free], set(), []
+        for slot in slots:
+            slot.close()
+
+
+class _ViewLoan(weakref.ref[Bytes]):
+    """Knows when the last tensor over a view has died: all of them keep the array itself alive."""
+
+    __slots__ = ()
+
+
+class SlotView:
+    """A slot of any process of this host, mapped for one reader. On one thread, but for the end of what was adopted."""
+
+    def __init__(self, path: str, size: int, nonce: bytes) -> None:
+        """path: of the file, as this process can open it. size: bytes of the file, which begins with `nonce`.
+
+        Raises OSError when it cannot be opened or mapped, ProtocolError when it is not what its owner says it is.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not check_file(fd, size, nonce):
+                raise ProtocolError("a slot in a file that can be cut off")
+            self._mapping = PrivateMapping(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd  # kept, so that others may map what the slot holds when its owner has gone
+        self.size = size
+        self.nonce = nonce
+        self._loan: _ViewLoan | None = None
+        self._stale = False
+        self._pid = os.getpid()
+        self._close_fd = weakref.finalize(self, os.close, fd)
+        self._close_fd.atexit = False
+
+    @property
+    def adopted(self) -> bool:
+        """Whether somebody uses what it holds."""
+        return self._loan is not None
+
+    def adopt(self, size: int, on_release: Callable[[], None]) -> Bytes:
+        """The first bytes of what the slot holds, readable and writable, as long as any view of them lives.
+
+        on_release: called when the last view has died, in any thread and from inside the garbage collector: it must
+        take no lock and not raise. It is not called in forked children. Raises ProtocolError for more bytes than there
+        are, or if it is in use.
+        """
+        if self._loan is not None or not 0 <= size <= self.size - HEADER:
+            raise ProtocolError(f"{size} bytes of a slot of {self.size} that is {'' if self._loan else 'not '}in use")
+        if self._stale:
+            self._mapping.forget_writes()
+        self._stale = True
+        array: Bytes = numpy.frombuffer(self._mapping.memory, numpy.uint8, size, HEADER)
+
+        def released(_: weakref.ref[Bytes]) -> None:
+            self._loan = None
+            if os.getpid() == self._pid:
+                on_release()
+
+        self._loan = _ViewLoan(array, released)
+        return array
+
+    def let_go(self) -> None:
+        """Whatever was adopted stays valid, and nobody is told any more when it is released."""
+        self._loan = None
+
+    def read(self, size: int) -> Bytes:
+        """A copy of the first bytes of what the slot holds, whatever this reader has written. Raises ProtocolError."""
+        copy: Bytes = numpy.empty(size, numpy.uint8)
+        rest = copy.data
+        while rest:
+            count = os.preadv(self.fd, [rest], HEADER + size - len(rest))
+            if not count:
+                raise ProtocolError(f"{size} bytes of a slot of {self.size}")
+            rest = rest[count:]
+        return copy
+
+    def forget(self) -> None:
+        """Give back the pages that the reader has written to, once it is released. May take milliseconds."""
+        if self._loan is None and self._stale:
+            self._stale = False
+            self._mapping.forget_writes()

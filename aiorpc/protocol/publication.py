@@ -1,0 +1,175 @@
+"""What workers say to each other about published values, and which names and numbers there can be. Without I/O.
+
+The messages are arguments and results of calls of the runtime's own. Each is packed into bytes (`write`), so that it is
+the same with pickles and without them, and is compared with its declaration where it arrives (`read`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import ProtocolError, RpcUsageError
+from .families import Family
+from .frames import MAX_SEGMENTS
+from .packing import pack, unpack
+
+#: Characters that a name has less of.
+NAME_LIMIT = 128
+#: Versions count from 1 on, and go no further than this.
+LAST_VERSION = (1 << 62) - 1
+_NAME = re.compile(r"[A-Za-z0-9\-_:./]+")
+
+
+class Claim(NamedTuple):
+    """Who may publish a name, as it stands in the store of the group, and as the one who may says to all members."""
+
+    #: The name.
+    name: str
+    #: How many have had the name, this one counted. Of two claims the one with more turns is the later one.
+    turn: int
+    #: The id of the worker that has it.
+    publisher: int
+    #: What that worker is called.
+    worker: str
+    #: Its first version.
+    first: int
+
+
+class Want(NamedTuple):
+    """Give me the newest version of that name, once it is newer than what I have."""
+
+    name: str
+    #: The number of the subscription, at the worker that has it.
+    subscription: int
+    #: The newest version that it has whole; 0 for none.
+    have: int
+    #: Whether it can map memory of this host.
+    maps: bool
+
+
+class VersionsReleased(NamedTuple):
+    """Nobody uses these versions of that subscription any more."""
+
+    name: str
+    subscription: int
+    versions: list[int]
+
+
+class SubscriptionClosed(NamedTuple):
+    """That subscription has ended; tensors of these versions are still alive."""
+
+    name: str
+    subscription: int
+    held: list[int]
+
+
+class SlotOffer(NamedTuple):
+    """The memory file that a version lies in."""
+
+    #: The number of the slot, at its owner.
+    slot: int
+    #: Its file descriptor in the process that answers.
+    fd: int
+    #: Bytes of the file.
+    size: int
+    #: What it begins with.
+    nonce: bytes
+
+
+class Edition(NamedTuple):
+    """A version, as it is given to one reader: how it is to be read, and where its bytes are."""
+
+    version: int
+    #: The id of the worker that has published it, and what that is called.
+    publisher: int
+    worker: str
+    #: How many bytes all of its buffers take together.
+    size: int
+    #: Where each of its buffers begins in them, and how long it is.
+    spans: list[list[int]]
+    #: Where the bytes are; nil if they come with the answer.
+    offer: SlotOffer | None
+    #: Whether the reader is to copy them and release them at once, because it has not released others.
+    copy: bool
+    #: The numbers of all slots that the worker has: the reader unmaps the others.
+    slots: list[int]
+
+
+Message = Claim | Want | VersionsReleased | SubscriptionClosed | Edition
+M = TypeVar("M", bound=Message)
+MESSAGES: Family[Message] = Family(
+    "published values",
+    {"claim": Claim, "want": Want, "released": VersionsReleased, "closed": SubscriptionClosed, "edition": Edition},
+)
+
+
+def write(message: Message) -> bytes:
+    """The message as it travels."""
+    return pack(MESSAGES.write(message))
+
+
+def read(declared: type[M], said: object) -> M:
+    """The message of that class that somebody has sent. Raises ProtocolError for anything else."""
+    if type(said) is not bytes:
+        raise ProtocolError(f"a message about published values that is none: {said!r:.100}")
+    message = MESSAGES.read(unpack(said))
+    if not isinstance(message, declared):
+        raise ProtocolError(f"a {type(message).__name__} about published values, in place of a {declared.__name__}")
+    fields: Any = message
+    if isinstance(fields, Edition):
+        _check_edition(fields)
+    else:
+        if not is_name(fields.name):
+            raise ProtocolError(f"no name of something published: {fields.name!r:.100}")
+        _check_numbers([field for field in fields if type(field) is int])
+        _check_numbers([each for field in fields if type(field) is list for each in field])
+    return message
+
+
+def _check_edition(edition: Edition) -> None:
+    _check_numbers([edition.version - 1, edition.publisher, edition.size, *edition.slots])
+    if len(edition.spans) > MAX_SEGMENTS:
+        raise ProtocolError(f"a version of {len(edition.spans)} buffers")
+    for span in edition.spans:
+        if len(span) != 2 or not 0 <= span[0] <= span[0] + span[1] <= edition.size:
+            raise ProtocolError(f"a buffer outside of the version that it is part of: {span!r:.100}")
+    if edition.offer is not None:
+        _check_numbers(list(edition.offer[:3]))
+
+
+def _check_numbers(numbers: list[int]) -> None:
+    if not all(0 <= number <= LAST_VERSION for number in numbers):
+        raise ProtocolError(f"a number in a message about published values that cannot be: {numbers!r:.100}")
+
+
+def is_name(name: object) -> bool:
+    """Whether something can be published under that name."""
+    return isinstance(name, str) and len(name) < NAME_LIMIT and _NAME.fullmatch(name) is not None
+
+
+def check_name(name: object) -> str:
+    """Return the name if something can be published under it; RpcUsageError otherwise."""
+    if not isinstance(name, str) or not is_name(name):
+        raise RpcUsageError(
+            f"what is published has a name of less than {NAME_LIMIT} letters, digits, '-', '_', ':', '.' and '/', "
+            f"not {name!r:.150}"
+        )
+    return name
+
+
+def needed(quorum: float | None, readers: int) -> int:
+    """How many readers a quorum is: a number of them, or a share above 0 and up to 1.0 of those there are; None: all.
+
+    Raises RpcUsageError for what is neither.
+    """
+    if quorum is None:
+        return readers
+    if isinstance(quorum, bool) or not isinstance(quorum, (int, float)) or not quorum > 0:
+        raise RpcUsageError(f"quorum is a number of readers, or a share of them up to 1.0, not {quorum!r:.80}")
+    if isinstance(quorum, int):
+        return quorum
+    if quorum > 1:
+        raise RpcUsageError(f"quorum={quorum!r} is no share, which is at most 1.0; a number of readers is an int")
+    return math.ceil(quorum * readers)

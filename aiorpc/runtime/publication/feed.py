@@ -1,0 +1,287 @@
+"""What a subscription gets from the worker that publishes its name: the newest version, fetched before it is wanted.
+
+A feed asks for the next version as soon as it has one, and keeps what has come until the program takes it; what is
+newer takes its place. So the program gets the newest version there is, and one that nobody began is never read.
+
+A version that lies in a slot is mapped for this subscription alone. It is released when the value and all its tensors
+have died; then the pages that were written to are given back, and only after that is the publisher told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+import torch
+
+from ...channels.segments import Bytes
+from ...channels.slots import SlotView
+from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError
+from ...futures import Future
+from ...protocol.identity import WorkerInfo, WorkerRecord
+from ...protocol.publication import Edition, Message, SlotOffer, SubscriptionClosed, VersionsReleased, Want, read
+from ..calls.values import Results
+from ..engine.engine import Engine
+from .publisher import in_background
+
+logger = logging.getLogger("aiorpc")
+
+# Seconds between two tries to get a version after an error that may pass.
+_FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
+# Views of slots that nobody uses, and that are kept for the next version.
+_MOST_IDLE = 4
+
+
+class PublicationsForFeed(Protocol):
+    """Who publishes what, as a feed needs to know it."""
+
+    async def source(self, name: str) -> WorkerRecord:
+        """The worker that publishes a name, once there is one."""
+
+    def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
+        """Ask a worker for its newest version."""
+
+    def describe(self, name: str) -> str:
+        """Who publishes it, for errors."""
+
+    def tell(self, record: WorkerRecord, message: Message) -> None:
+        """Say something to a worker that needs no answer."""
+
+    def feed_ended(self, feed: Feed) -> None:
+        """A feed is closed, and nothing that it has brought is alive any more."""
+
+
+class ArrivedVersion(NamedTuple):
+    """A version that is here whole. plain: whether the one who has published it may send no pickles."""
+
+    version: int
+    publisher: WorkerInfo
+    body: Any
+    spans: list[list[int]]
+    data: Bytes
+    plain: bool
+
+
+class Feed:
+    """See the module. On the loop, but for `take`, `forget` and `close_later`, which any thread may call.
+
+    number: of the subscription, at this worker. newest: the newest version that is here whole, 0 for none.
+    """
+
+    def __init__(self, engine: Engine, publications: PublicationsForFeed, name: str, number: int) -> None:
+        self.name = name
+        self.number = number
+        self.engine = engine
+        self._publications = publications
+        self.newest = 0
+        self._maps = engine.options.shared_memory > 0
+        self._views: dict[int, SlotView] = {}
+        self._source: WorkerRecord | None = None  # the worker whose slots these are
+        self._trouble = ""  # why nothing has come
+        self._lent: dict[int, tuple[SlotView, WorkerRecord]] = {}  # by version
+        self._ready: ArrivedVersion | None = None
+        self._error: Exception | None = None
+        self._wakers: set[Callable[[], object]] = set()
+        self._released: deque[tuple[SlotView, int, WorkerRecord]] = deque()
+        self._lock = threading.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self.closed = False
+
+    def start(self) -> None:
+        """Begin to fetch versions."""
+        if not self.closed:
+            self._task = self.engine.tasks.spawn(self._run())
+
+    # --- the program, in any thread -----------------------------------------------------------------------------------
+
+    def take(self, waker: Callable[[], object]) -> ArrivedVersion | None:
+        """The newest version that was not taken yet. If there is none: None, and the waker is called once it is worth
+        looking again. Raises what has ended the feed."""
+        with self._lock:
+            self._wakers.discard(waker)
+            arrival, self._ready = self._ready, None
+            if arrival is None:
+                if self._error is not None:
+                    raise copy.copy(self._error)  # with the traceback of this turn alone
+                self._wakers.add(waker)
+            return arrival
+
+    def forget(self, waker: Callable[[], object]) -> None:
+        """That one does not wait any more."""
+        with self._lock:
+            self._wakers.discard(waker)
+
+    def close_later(self) -> None:
+        """Nobody wants versions any more. Also from inside the garbage collector."""
+        self.engine.call_on_loop(self.close)
+
+    def describe(self) -> str:
+        """What is waited for, for errors."""
+        newer = f" newer than {self.newest}" if self.newest else ""
+        reason = self._trouble or self._publications.describe(self.name)
+        return f"no version of {self.name!r}{newer} has come to worker {self.engine.name!r}: {reason}"
+
+    # --- fetching -----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        pause = _FIRST_PAUSE
+        try:
+            while True:
+                record = await self._publications.source(self.name)
+                try:
+                    while True:
+                        await self._fetch(record)
+                        pause = _FIRST_PAUSE
+                except (PeerLost, PeerClosed):
+                    continue  # whoever publishes the name next says so
+                except (ProtocolError, NotAllowed):
+                    raise
+                except RpcError as error:
+                    self._trouble = str(error)
+                    logger.debug("worker %s: fetching %r again: %s", self.engine.name, self.name, error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LAST_PAUSE)
+        except Exception as error:
+            self.end(error)
+
+    async def _fetch(self, record: WorkerRecord) -> None:
+        if self._source != record:
+            self._source, self._views = record, {}
+        maps = self._maps and record.host == self.engine.record.host
+        want = Want(self.name, self.number, self.newest, maps)
+        answer = await self._publications.want(record, want)
+        if type(answer) is not Results or not 2 <= len(answer) <= 3:
+            raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
+        edition = read(Edition, answer[0])
+        if edition.version <= self.newest:
+            raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
+        if edition.offer is None:
+            data = _bytes_of(answer[2:], edition.size)
+        else:
+            mapped = await self._map(edition, edition.offer, record)
+            if mapped is None:
+                self._maps = False
+                return
+            data = mapped
+        plain = self.engine.rights.limited(record.role)
+        self._arrived(ArrivedVersion(edition.version, record.info, answer[1], edition.spans, data, plain))
+
+    async def _map(self, edition: Edition, offer: SlotOffer, record: WorkerRecord) -> Bytes | None:
+        """The bytes of a version in a slot, or a copy of them; None if this worker cannot map it."""
+        view = self._views.get(offer.slot)
+        try:
+            if view is None or view.nonce != offer.nonce:
+                view = SlotView(f"/proc/{record.pid}/fd/{offer.fd}", offer.size, offer.nonce)
+                self._views[offer.slot] = view
+            version = edition.version
+            data = view.adopt(edition.size, partial(self._on_release, view, version, record))
+        except (OSError, ValueError, ProtocolError) as error:
+            logger.info("worker %s cannot map what %s publishes: %s", self.engine.name, record.describe(), error)
+            return None
+        self._lent[version] = view, record
+        self._drop_idle(edition.slots)
+        if edition.copy:
+            copied: Bytes = await in_background(self.engine, data.copy)
+            return copied
+        return data
+
+    def _drop_idle(self, there: list[int]) -> None:
+        """Unmap slots that their owner has not any more: their memory would stay."""
+        idle = [number for number, view in self._views.items() if not view.adopted]
+        for place, number in enumerate(idle):
+            if number not in there or place < len(idle) - _MOST_IDLE:
+                del self._views[number]
+
+    def _arrived(self, arrival: ArrivedVersion) -> None:
+        self.newest, self._trouble = arrival.version, ""
+        with self._lock:
+            self._ready = arrival
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            wakers, self._wakers = self._wakers, set()
+        for wake in wakers:
+            wake()
+
+    # --- what is released ---------------------------------------------------------------------------------------------
+
+    def _on_release(self, view: SlotView, version: int, record: WorkerRecord) -> None:
+        # In any thread, and from inside the garbage collector: no lock.
+        self._released.append((view, version, record))
+        self.engine.call_on_loop(self._give_back)
+
+    def _give_back(self) -> None:
+        released: list[tuple[SlotView, int, WorkerRecord]] = []
+        while self._released:
+            released.append(self._released.popleft())
+        if not released:
+            return
+
+        def forget() -> None:  # giving pages back takes milliseconds
+            for view, _, _ in released:
+                view.forget()
+            self.engine.call_on_loop(self._tell_released, [(version, record) for _, version, record in released])
+
+        self.engine.in_background(forget)
+
+    def _tell_released(self, released: list[tuple[int, WorkerRecord]]) -> None:
+        for version, record in released:
+            self._lent.pop(version, None)
+            self._publications.tell(record, VersionsReleased(self.name, self.number, [version]))
+        self._look_whether_over()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def end(self, error: Exception) -> None:
+        """No more versions come, because of that error; what has come can be taken still."""
+        self._error = self._error or error.with_traceback(None)
+        self._wake()
+
+    def close(self) -> None:
+        """Fetch no more, and tell the publisher. What was taken stays valid. Again: nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._task is not None:
+            self._task.cancel()
+        with self._lock:
+            self._ready = None
+        if self._error is None:
+            self._error = StopAsyncIteration()
+        self._wake()
+        self._views = {}
+        if self._source is not None:
+            held = [version for version, (_, record) in self._lent.items() if record == self._source]
+            self._publications.tell(self._source, SubscriptionClosed(self.name, self.number, held))
+        self._look_whether_over()
+
+    def let_go(self) -> None:
+        """The worker ends: nobody is told any more of what is released."""
+        for view, _ in self._lent.values():
+            view.let_go()
+        self._lent.clear()
+        self._released.clear()
+
+    def _look_whether_over(self) -> None:
+        if self.closed and not self._lent:
+            self._publications.feed_ended(self)
+
+
+def _bytes_of(data: tuple[Any, ...] | list[Any], size: int) -> Bytes:
+    """The bytes that came with an answer. Raises ProtocolError if they are not so many."""
+    if not data and not size:
+        return numpy.empty(0, numpy.uint8)
+    if len(data) != 1 or type(data[0]) is not torch.Tensor or data[0].dtype is not torch.uint8:
+        raise ProtocolError("a version without its bytes")
+    if data[0].shape != (size,) or not data[0].is_contiguous() or not data[0].is_cpu:
+        raise ProtocolError(f"a version of {size} bytes that has {data[0].shape}")
+    array: Bytes = data[0].numpy()
+    return array

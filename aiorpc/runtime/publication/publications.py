@@ -1,0 +1,365 @@
+"""The published values of one worker: those that it publishes, and those that it reads.
+
+How a publisher and its readers find each other: whoever has claimed a name (`claims`) says so to all members, and to
+each that joins later. So a reader needs no store, knows the publisher of every name, and asks that worker alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, cast
+
+from ...errors import Overloaded, PeerClosed, PeerLost, RpcError, RpcUsageError
+from ...futures import Future
+from ...options import seconds
+from ...protocol.identity import WorkerRecord
+from ...protocol.publication import (
+    Claim,
+    Message,
+    SubscriptionClosed,
+    VersionsReleased,
+    Want,
+    check_name,
+    needed,
+    read,
+    write,
+)
+from ..caller.peers import Peers
+from ..calls.current import current_call
+from ..calls.functions import inline, system
+from ..calls.values import Results
+from ..engine.engine import Engine
+from ..engine.host import provably_dead
+from ..engine.watch import ProcessWatch
+from ..group.events import Events, Listener
+from ..group.group import Group
+from ..links.links import Links
+from ..meeting.rendezvous import Rendezvous
+from .claims import make_claim
+from .content import Content, take_apart
+from .feed import Feed
+from .publisher import Delivery, Publisher
+from .subscription import Publication, Subscription
+
+# Names that other workers publish, as far as this one keeps who does.
+_MOST_NAMES = 65_536
+
+
+class Home(Protocol):
+    """What published values need of the worker."""
+
+    engine: Engine
+    rendezvous: Rendezvous
+    links: Links
+    peers: Peers
+    group: Group
+    news: Events
+
+
+class Publications:
+    """See the module. On the loop, but for the verbs (`publish`, `subscribe`, `delivered`), which any thread may call.
+
+    publishers: by name. feeds: of the subscriptions that are open, or whose values are alive, by their numbers.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self.publishers: dict[str, Publisher] = {}
+        self.feeds: dict[int, Feed] = {}
+        self._home = home
+        self._engine = home.engine
+        self._claims: dict[str, Claim] = {}
+        self._claiming: dict[str, asyncio.Lock] = {}
+        self._claimed = asyncio.Event()
+        self._numbers = itertools.count(1)
+        self._pending: set[Future[Any]] = set()
+        self._listener: Listener | None = None
+        self._watch = ProcessWatch(home.engine.loop, lambda record: self._on_dead())
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def publish(self, name: str, value: object) -> Future[Publication]:
+        """See `aiorpc.publish`."""
+        check_name(name)
+        self._engine.lifetime.check_open()
+        content = take_apart(name, value, self._engine)
+        future: Future[Publication] = self._future(f"publishing {name!r}")
+        self._begin(future, lambda: self._publish(name, content, future))
+        return future
+
+    def subscribe(self, name: str, timeout: float | None) -> Subscription:
+        """See `aiorpc.subscribe`."""
+        check_name(name)
+        self._engine.lifetime.check_open()
+        limit = self._engine.default_timeout if timeout is None else seconds(timeout, "timeout")
+        feed = Feed(self._engine, self, name, next(self._numbers))
+        self._engine.run_on_loop(self._open, feed)
+        return Subscription(feed, limit)
+
+    def delivered(self, name: str, version: int, quorum: float | None, timeout: float | None) -> Future[Delivery]:
+        """See `Publication.delivered`."""
+        engine = self._engine
+        engine.lifetime.check_open()
+        limit = engine.default_timeout if timeout is None else seconds(timeout, "timeout")
+        wanted = needed(quorum, 0)
+        size = self._home.rendezvous.world_size
+        if size is not None and wanted > size:
+            raise RpcUsageError(f"quorum={quorum} is more than the {size} workers of this group")
+        future: Future[Delivery] = self._future(f"the delivery of version {version} of {name!r}")
+
+        async def begin() -> None:
+            self.publishers[name].delivered(version, quorum, limit, future)
+
+        self._begin(future, begin)
+        return future
+
+    def _future(self, subject: str) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.subject = subject
+        future.loop, future.executor = self._engine.loop, self._engine.pool
+        return future
+
+    def _begin(self, future: Future[Any], make: Callable[[], Any]) -> None:
+        """Have something done on the loop that settles a Future; it is settled whatever becomes of the worker."""
+        self._pending.add(future)
+        future.when_settled(self._pending.discard)
+        self._engine.run_on_loop(self._spawn, future, make)
+        if self._engine.closed:  # `close` may not have seen it
+            future.settle(None, self._engine.lifetime.why_closed())
+
+    def _spawn(self, future: Future[Any], make: Callable[[], Any]) -> None:
+        async def run() -> None:
+            try:
+                await make()
+            except Exception as error:
+                future.settle(None, error)
+
+        if not self._engine.closed:
+            self._engine.tasks.spawn(run())
+
+    # --- publishing ---------------------------------------------------------------------------------------------------
+
+    async def _publish(self, name: str, content: Content, future: Future[Publication]) -> None:
+        publisher = await self._publisher(name)
+        version = await publisher.put(content)
+        future.settle(Publication(self, name, version))
+
+    async def _publisher(self, name: str) -> Publisher:
+        """The publisher of a name, for which it is claimed the first time. Raises what `make_claim` raises."""
+        publisher = self.publishers.get(name)
+        if publisher is not None:
+            return publisher
+        async with self._claiming.setdefault(name, asyncio.Lock()):
+            publisher = self.publishers.get(name)
+            if publisher is None:
+                claim = await self._claim(name)
+                publisher = self.publishers[name] = Publisher(self._home, claim)
+                self._hear(claim)
+                self._follow_group()
+                self._look()
+        return publisher
+
+    async def _claim(self, name: str) -> Claim:
+        home, record = self._home, self._engine.record
+        known = self._claims.get(name)
+        if known is not None and self._living(known) is not None:
+            raise RpcUsageError(
+                f"{name!r} is published by worker {known.worker!r} (id {known.publisher}), and a name has one "
+                "publisher: let that one publish, or take another name. When that worker has left or was lost, the "
+                "name is free"
+            )
+        newest = max((feed.newest for feed in self.feeds.values() if feed.name == name), default=0)
+        gone = {member.id for member in home.group.members.values() if home.group.is_gone(member)}
+        return await self._engine.steps.run(partial(make_claim, home.rendezvous, name, record, newest, gone))
+
+    def _look(self) -> None:
+        """The group has changed: tell claims to who has not heard of them, and forget readers that are gone."""
+        group = self._home.group
+        for publisher in self.publishers.values():
+            for record in group.live():
+                if record.incarnation not in publisher.told and record.id != self._engine.id:
+                    publisher.tell(record)
+                    self._engine.tasks.spawn(self._tell_claim(publisher, record))
+            for record in publisher.on_gone(group.is_gone):
+                if record.pid != os.getpid() and record.host == self._engine.record.host:
+                    self._watch.add(record)
+        self._wake()  # whoever follows a worker that is gone looks for another one
+        self._on_dead()
+
+    async def _tell_claim(self, publisher: Publisher, record: WorkerRecord) -> None:
+        peer = self._home.peers.of(record)
+        said = write(publisher.claim)
+        try:
+            subscriptions = await peer.call(claimed, (said,), None, self._engine.options.rpc_timeout, system=True)
+        except RpcError:
+            subscriptions = 0
+        publisher.expect(record, subscriptions if type(subscriptions) is int else 0)
+
+    def _on_dead(self) -> None:
+        here = self._engine.record.host
+        for publisher in self.publishers.values():
+            publisher.on_dead(lambda record: provably_dead(record, here) or record.host != here)
+
+    # --- the group ----------------------------------------------------------------------------------------------------
+
+    def _follow_group(self) -> None:
+        if self._listener is None:
+            self._listener = self._home.news.listen()
+            self._engine.tasks.spawn(self._listen(self._listener))
+
+    async def _listen(self, listener: Listener) -> None:
+        async for _ in listener:
+            self._look()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _open(self, feed: Feed) -> None:
+        if self._engine.closed:
+            feed.end(self._engine.lifetime.why_closed())
+            return
+        self.feeds[feed.number] = feed
+        self._follow_group()
+        feed.start()
+
+    def feed_ended(self, feed: Feed) -> None:
+        """A feed is closed, and nothing that it has brought is alive any more."""
+        self.feeds.pop(feed.number, None)
+
+    async def source(self, name: str) -> WorkerRecord:
+        """The worker that publishes a name, once there is one that lives."""
+        while True:
+            changed = self._claimed
+            claim = self._claims.get(name)
+            record = None if claim is None else self._living(claim)
+            if record is not None:
+                return record
+            await changed.wait()
+
+    def _living(self, claim: Claim) -> WorkerRecord | None:
+        record = self._home.group.members.get(claim.publisher)
+        return record if record is not None and not self._home.group.is_gone(record) else None
+
+    def describe(self, name: str) -> str:
+        """Who publishes a name, for errors."""
+        claim = self._claims.get(name)
+        if claim is None:
+            return "nobody has published it yet"
+        what = "publishes it" if self._living(claim) is not None else "published it, and has left or was lost"
+        return f"worker {claim.worker!r} (id {claim.publisher}) {what}"
+
+    def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
+        """Ask a worker for its newest version."""
+        return self._home.peers.of(record).call(wanted, (write(message),), None, 0.0, system=True)
+
+    def tell(self, record: WorkerRecord, message: Message) -> None:
+        """Say something to a worker that needs no answer."""
+        function = released if type(message) is VersionsReleased else ended
+        with contextlib.suppress(PeerLost, PeerClosed):
+            limit = self._engine.options.rpc_timeout
+            call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
+            call.when_settled(lambda future: future.mark_seen())
+
+    # --- what others say ----------------------------------------------------------------------------------------------
+
+    def on_claim(self, claim: Claim, caller_id: int) -> int:
+        """A worker says that it publishes a name. How many subscriptions to it there are here."""
+        if claim.publisher != caller_id:
+            raise RpcUsageError(f"the worker with id {caller_id} speaks for itself alone, and not for {claim.worker!r}")
+        if claim.name not in self._claims and len(self._claims) >= _MOST_NAMES:
+            raise Overloaded(f"worker {self._engine.name!r} keeps who publishes {_MOST_NAMES} names, and no more")
+        self._hear(claim)
+        return sum(feed.name == claim.name and not feed.closed for feed in self.feeds.values())
+
+    def _hear(self, claim: Claim) -> None:
+        known = self._claims.get(claim.name)
+        if known is None or known.turn < claim.turn:
+            self._claims[claim.name] = claim
+            self._wake()
+
+    def _wake(self) -> None:
+        self._claimed.set()
+        self._claimed = asyncio.Event()
+
+    def publisher_of(self, name: str) -> Publisher:
+        """The publisher of a name that this worker has. RpcUsageError if it has not."""
+        publisher = self.publishers.get(name)
+        if publisher is None:
+            raise RpcUsageError(f"worker {self._engine.name!r} does not publish {name!r}")
+        return publisher
+
+    def record_of(self, worker_id: int) -> WorkerRecord:
+        """The record of a member that calls. RpcUsageError if it is none any more."""
+        record = self._home.group.members.get(worker_id)
+        if record is None:
+            raise RpcUsageError(f"no member has the id {worker_id}")
+        return record
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """This worker leaves: nobody waits here any more."""
+        error = self._engine.lifetime.why_closed()
+        for feed in list(self.feeds.values()):
+            feed.end(error)
+            feed.close()
+            feed.let_go()
+        for publisher in self.publishers.values():
+            publisher.close(error)
+        for future in list(self._pending):
+            future.settle(None, error)
+        self._watch.close()
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of the descriptors, which are the parent's."""
+        self._watch.close_in_child()
+
+
+class _NodeThatPublishes(Protocol):
+    """A running worker, whose published values these are."""
+
+    publications: Publications
+
+
+def _current() -> tuple[Publications, int]:
+    """In a handler: the published values of this worker, and the id of the caller."""
+    call = current_call.get()
+    assert call is not None, "these functions are handlers"
+    return cast(_NodeThatPublishes, call.node).publications, call.caller_id
+
+
+@system
+@inline
+def claimed(said: bytes) -> int:
+    """Handler: the caller publishes a name. How many subscriptions to it there are here."""
+    publications, caller_id = _current()
+    return publications.on_claim(read(Claim, said), caller_id)
+
+
+@system
+async def wanted(said: bytes) -> Results:
+    """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
+    publications, caller_id = _current()
+    message = read(Want, said)
+    return await publications.publisher_of(message.name).want(publications.record_of(caller_id), message)
+
+
+@system
+@inline
+def released(said: bytes) -> None:
+    """Handler: the caller does not use some versions any more."""
+    publications, caller_id = _current()
+    message = read(VersionsReleased, said)
+    publications.publisher_of(message.name).released(publications.record_of(caller_id), message)
+
+
+@system
+@inline
+def ended(said: bytes) -> None:
+    """Handler: a subscription of the caller has ended."""
+    publications, caller_id = _current()
+    message = read(SubscriptionClosed, said)
+    publications.publisher_of(message.name).closed(publications.record_of(caller_id), message)

@@ -1,0 +1,183 @@
+"""What `aiorpc.publish` and `aiorpc.subscribe` give to the program."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+from ...errors import NotAllowed, RpcError, RpcTimeout
+from ...futures import Future
+from ...protocol.identity import WorkerInfo
+from ..calls.failures import without_frames
+from .content import put_together, unreadable
+from .feed import ArrivedVersion, Feed
+from .publisher import Delivery
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    """One version of a published value. publisher: the worker that it came from.
+
+    The value is the reader's own: its tensors may be written to, and nobody else sees it. As long as one of them lives,
+    the memory that they lie in is not used for another version.
+    """
+
+    value: Any
+    version: int
+    publisher: WorkerInfo
+
+
+class Deliveries(Protocol):
+    """Who can say how far a version has come."""
+
+    def delivered(self, name: str, version: int, quorum: float | None, timeout: float | None) -> Future[Delivery]: ...
+
+
+class Publication:
+    """A version that was published, as who has published it knows it. name, version: which one. Any thread."""
+
+    def __init__(self, deliveries: Deliveries, name: str, version: int) -> None:
+        self.name = name
+        self.version = version
+        self._deliveries = deliveries
+
+    def delivered(self, quorum: float | None = None, timeout: float | None = None) -> Future[Delivery]:
+        """A Future of how far this version has come, which settles once enough readers have it; ``await`` it.
+
+        quorum: how many readers are enough: a number of them, a share of those there are (a float up to 1.0), or None
+        for all that there are at that time. timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
+        When the time is up the Future settles as well: what it gives names who has the version and who is missing, and
+        says in `reached` whether they are enough. A reader that is lost is not waited for. Raises RpcUsageError for a
+        quorum that is none, or that is larger than a group of fixed size; WorkerClosed if this worker has shut down.
+        """
+        return self._deliveries.delivered(self.name, self.version, quorum, timeout)
+
+    def __repr__(self) -> str:
+        return f"<aiorpc.Publication {self.name!r}, version {self.version}>"
+
+
+class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
+    """The newest versions of what is published under a name: ``async for``, or ``for`` in a thread that may block.
+
+    Each turn gives the newest version that there is, once that is newer than the one before: older ones that nobody
+    began are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions; taking one that
+    is cancelled loses none. It ends when it is closed, by ``async with``, ``with``, `close`, or when it is dropped.
+
+    A turn raises RpcTimeout when nothing new has come within the timeout, and may be tried again; WorkerClosed once
+    this worker has shut down; NotAllowed for a pickle of a publisher that may not have everything run here (option
+    ``serve``); RpcError for a value that cannot be read here. When the publisher has left or was lost nothing
+    is raised: whoever publishes the name next is followed.
+    """
+
+    def __init__(self, feed: Feed, timeout: float) -> None:
+        """timeout: seconds, 0 for no limit."""
+        self.name = feed.name
+        self._feed = feed
+        self._timeout = timeout
+        self._closing = weakref.finalize(self, feed.close_later)
+        self._closing.atexit = False
+
+    def __aiter__(self) -> Subscription:
+        return self
+
+    async def __anext__(self) -> PublishedVersion:
+        arrived = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            with_loop(loop, arrived.set)
+
+        try:
+            async with asyncio.timeout(self._timeout or None) as limit:
+                while True:
+                    arrived.clear()
+                    arrival = self._feed.take(wake)
+                    if arrival is not None:
+                        return self._open(arrival)
+                    await arrived.wait()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._too_late() from None
+        finally:
+            self._feed.forget(wake)
+
+    def __iter__(self) -> Subscription:
+        self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
+        return self
+
+    def __next__(self) -> PublishedVersion:
+        self._feed.engine.refuse_on_loop("iterating over a subscription", "async for")
+        arrived = threading.Event()
+        limit = time.monotonic() + self._timeout if self._timeout else None
+        try:
+            while True:
+                arrived.clear()
+                try:
+                    arrival = self._feed.take(arrived.set)
+                except StopAsyncIteration:
+                    raise StopIteration from None
+                if arrival is not None:
+                    return self._open(arrival)
+                if not arrived.wait(None if limit is None else max(0.0, limit - time.monotonic())):
+                    raise self._too_late()
+        finally:
+            self._feed.forget(arrived.set)
+
+    def _open(self, arrival: ArrivedVersion) -> PublishedVersion:
+        engine = self._feed.engine
+        try:
+            value = put_together(arrival.body, arrival.data.data, arrival.spans, engine, plain=arrival.plain)
+        except NotAllowed:
+            raise
+        except Exception as error:
+            failure = RpcError(unreadable(self.name, arrival.version, error))
+            failure.__cause__ = without_frames(error)
+            raise failure from failure.__cause__
+        return PublishedVersion(value, arrival.version, arrival.publisher)
+
+    def _too_late(self) -> RpcTimeout:
+        text = f"{self._feed.describe()}, for {self._timeout:g} s"
+        return RpcTimeout(text, worker=self._feed.engine.name, function="subscribe", seconds=self._timeout)
+
+    def close(self) -> None:
+        """Take no more versions; what was taken stays valid. Any thread; again: nothing."""
+        self._closing()
+
+    async def aclose(self) -> None:
+        """The same, for ``contextlib.aclosing`` and the like."""
+        self.close()
+
+    async def __aenter__(self) -> Subscription:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<aiorpc.Subscription to {self.name!r}>"
+
+
+def with_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """Have something done on a loop; nothing if that is closed, as nobody waits there any more."""
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
