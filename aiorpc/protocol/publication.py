@@ -95,13 +95,39 @@ class Edition(NamedTuple):
     copy: bool
     #: The numbers of all slots that the worker has: the reader unmaps the others.
     slots: list[int]
+    #: The main module of the worker that has published it: others read the second form of what it says of its value.
+    main: str
 
 
-Message = Claim | Want | VersionsReleased | SubscriptionClosed | Edition
+class LatestWanted(NamedTuple):
+    """What do you have of that name?"""
+
+    name: str
+
+
+class Latest(NamedTuple):
+    """What the worker has of that name."""
+
+    name: str
+    #: The newest version that it has published or read; 0 for none.
+    newest: int
+    #: The newest one that it can hand on, although it has not published it; 0 for none.
+    kept: int
+
+
+Message = LatestWanted | Latest | Claim | Want | VersionsReleased | SubscriptionClosed | Edition
 M = TypeVar("M", bound=Message)
 MESSAGES: Family[Message] = Family(
     "published values",
-    {"claim": Claim, "want": Want, "released": VersionsReleased, "closed": SubscriptionClosed, "edition": Edition},
+    {
+        "latest wanted": LatestWanted,
+        "latest": Latest,
+        "claim": Claim,
+        "want": Want,
+        "released": VersionsReleased,
+        "closed": SubscriptionClosed,
+        "edition": Edition,
+    },
 )
 
 

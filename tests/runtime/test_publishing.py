@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
@@ -372,3 +373,21 @@ async def test_a_worker_that_leaves_ends_its_subscriptions_and_waits() -> None:
         await delivered
     with pytest.raises(rpc.WorkerClosed):
         workers[1].publish("value", weights(1))
+
+
+async def test_newcomers_of_a_free_group_read_and_publish() -> None:
+    """They hear who publishes what when they join, and may take a name over from one that has left."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (first,):
+        await first.publish("policy", weights(1))
+        second = await Worker("second", store=store)
+        versions = second.subscribe("policy")
+        assert (await anext(versions)).version == 1
+        await second.publish("value", weights(1))
+        third = await Worker("third", store=store)
+        assert (await anext(third.subscribe("value"))).publisher == second.info
+        await second.shutdown()
+        with pytest.raises(rpc.RpcUsageError, match="'policy' is published by worker 'worker0'"):
+            await third.publish("policy", weights(2))
+        assert (await third.publish("value", weights(2))).version == 2
+        await third.shutdown()

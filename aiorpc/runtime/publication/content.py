@@ -30,12 +30,11 @@ class _AnyReader:
 class Content(NamedTuple):
     """A value that was taken apart.
 
-    body, other_body: what a message says of it, for readers that run our main module, and for those that do not.
+    bodies: what a message says of it: for readers that run our main module, and for the others where that differs.
     buffers: with the bytes of its tensors, which they borrow. spans, size: where these come to lie, in how many bytes.
     """
 
-    body: bytes
-    other_body: bytes
+    bodies: tuple[bytes, ...]
     buffers: Sequence[Buffer]
     spans: list[Span]
     size: int
@@ -56,7 +55,7 @@ def take_apart(name: str, value: object, engine: Engine) -> Content:
         raise SerializationError(
             f"{what} takes {size} bytes; the limit is {options.max_tensor_bytes} (max_tensor_bytes)"
         )
-    return Content(body, body if other_body == body else other_body, buffers, spans, size)
+    return Content((body,) if other_body == body else (body, other_body), buffers, spans, size)
 
 
 def _encode(value: object, reader: _AnyReader, *, other_main: bool) -> tuple[bytes, Sequence[Buffer]]:
@@ -66,6 +65,14 @@ def _encode(value: object, reader: _AnyReader, *, other_main: bool) -> tuple[byt
             out.unsend()
         raise SerializationError("holds a remote reference, which is sent to one worker and not published")
     return body, buffers
+
+
+def choose(bodies: Sequence[Any], main: str, engine: Engine) -> Any:
+    """What a message says of a value, in the form for this worker; one form stands for both.
+
+    main: the main module of who has published it.
+    """
+    return bodies[-1] if main != engine.record.main else bodies[0]
 
 
 def put_together(body: Any, data: Buffer, spans: Sequence[Sequence[int]], engine: Engine, *, plain: bool) -> Any:

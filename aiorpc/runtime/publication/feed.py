@@ -42,11 +42,17 @@ _MOST_IDLE = 4
 class PublicationsForFeed(Protocol):
     """Who publishes what, as a feed needs to know it."""
 
-    async def source(self, name: str) -> WorkerRecord:
-        """The worker that publishes a name, once there is one."""
+    async def source(self, name: str, newest: int) -> WorkerRecord:
+        """The worker that publishes a name, once there is one; or one that has a version which it left behind.
+
+        newest: the version that is here already.
+        """
 
     def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
         """Ask a worker for its newest version."""
+
+    def publishes(self, record: WorkerRecord, name: str) -> bool:
+        """Whether that worker is known as the one that publishes a name, and lives."""
 
     def describe(self, name: str) -> str:
         """Who publishes it, for errors."""
@@ -59,26 +65,35 @@ class PublicationsForFeed(Protocol):
 
 
 class ArrivedVersion(NamedTuple):
-    """A version that is here whole. plain: whether the one who has published it may send no pickles."""
+    """A version that is here whole. plain: whether the one who has sent it may send no pickles.
 
-    version: int
-    publisher: WorkerInfo
-    body: Any
-    spans: list[list[int]]
+    view: of the slot that it lies in, which has its bytes whatever the reader has written; None where it has a copy.
+    """
+
+    edition: Edition
+    bodies: tuple[bytes, ...]
     data: Bytes
     plain: bool
+    view: SlotView | None
+
+    @property
+    def publisher(self) -> WorkerInfo:
+        """The worker that has published it."""
+        return WorkerInfo(self.edition.worker, self.edition.publisher)
 
 
 class Feed:
     """See the module. On the loop, but for `take`, `forget` and `close_later`, which any thread may call.
 
     number: of the subscription, at this worker. newest: the newest version that is here whole, 0 for none.
+    kept: that one, as long as it can be given to others as it is; kept for those who come when its publisher has gone.
     """
 
     def __init__(self, engine: Engine, publications: PublicationsForFeed, name: str, number: int) -> None:
         self.name = name
         self.number = number
         self.engine = engine
+        self.kept: ArrivedVersion | None = None
         self._publications = publications
         self.newest = 0
         self._maps = engine.options.shared_memory > 0
@@ -134,9 +149,9 @@ class Feed:
         pause = _FIRST_PAUSE
         try:
             while True:
-                record = await self._publications.source(self.name)
+                record = await self._publications.source(self.name, self.newest)
                 try:
-                    while True:
+                    while self._publications.publishes(record, self.name) or not self.newest:
                         await self._fetch(record)
                         pause = _FIRST_PAUSE
                 except (PeerLost, PeerClosed):
@@ -157,24 +172,31 @@ class Feed:
         maps = self._maps and record.host == self.engine.record.host
         want = Want(self.name, self.number, self.newest, maps)
         answer = await self._publications.want(record, want)
-        if type(answer) is not Results or not 2 <= len(answer) <= 3:
+        if type(answer) is not Results:
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
-        edition = read(Edition, answer[0])
+        said, *rest = answer
+        edition = read(Edition, said)
+        bodies = tuple([each for each in rest if type(each) is bytes])
+        if not 1 <= len(bodies) <= 2:
+            raise ProtocolError(f"{record.describe()} has sent a version without what it says of its value")
         if edition.version <= self.newest:
             raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
+        view: SlotView | None = None
         if edition.offer is None:
-            data = _bytes_of(answer[2:], edition.size)
+            data = _bytes_of(rest[len(bodies) :], edition.size)
         else:
             mapped = await self._map(edition, edition.offer, record)
             if mapped is None:
                 self._maps = False
                 return
-            data = mapped
+            data, view = mapped
         plain = self.engine.rights.limited(record.role)
-        self._arrived(ArrivedVersion(edition.version, record.info, answer[1], edition.spans, data, plain))
+        self._arrived(ArrivedVersion(edition, bodies, data, plain, view))
 
-    async def _map(self, edition: Edition, offer: SlotOffer, record: WorkerRecord) -> Bytes | None:
-        """The bytes of a version in a slot, or a copy of them; None if this worker cannot map it."""
+    async def _map(
+        self, edition: Edition, offer: SlotOffer, record: WorkerRecord
+    ) -> tuple[Bytes, SlotView | None] | None:
+        """The bytes of a version in a slot, with the view, or a copy of them; None if this worker cannot map it."""
         view = self._views.get(offer.slot)
         try:
             if view is None or view.nonce != offer.nonce:
@@ -189,8 +211,8 @@ class Feed:
         self._drop_idle(edition.slots)
         if edition.copy:
             copied: Bytes = await in_background(self.engine, data.copy)
-            return copied
-        return data
+            return copied, None
+        return data, view
 
     def _drop_idle(self, there: list[int]) -> None:
         """Unmap slots that their owner has not any more: their memory would stay."""
@@ -200,7 +222,8 @@ class Feed:
                 del self._views[number]
 
     def _arrived(self, arrival: ArrivedVersion) -> None:
-        self.newest, self._trouble = arrival.version, ""
+        self.newest, self._trouble = arrival.edition.version, ""
+        self.kept = arrival if arrival.view is not None else None
         with self._lock:
             self._ready = arrival
         self._wake()
@@ -254,6 +277,7 @@ class Feed:
             self._task.cancel()
         with self._lock:
             self._ready = None
+        self.kept = None
         if self._error is None:
             self._error = StopAsyncIteration()
         self._wake()

@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, cast
 
-from ...errors import Overloaded, PeerClosed, PeerLost, RpcError, RpcUsageError
+import torch
+
+from ...errors import Overloaded, RendezvousError, RpcError, RpcUsageError
 from ...futures import Future
 from ...options import seconds
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
     Claim,
+    Latest,
+    LatestWanted,
     Message,
     SubscriptionClosed,
     VersionsReleased,
@@ -40,11 +45,13 @@ from ..group.events import Events, Listener
 from ..group.group import Group
 from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
-from .claims import make_claim
+from .claims import find_claim, make_claim
 from .content import Content, take_apart
 from .feed import Feed
-from .publisher import Delivery, Publisher
+from .publisher import Delivery, Publisher, in_background
 from .subscription import Publication, Subscription
+
+logger = logging.getLogger("aiorpc")
 
 # Names that other workers publish, as far as this one keeps who does.
 _MOST_NAMES = 65_536
@@ -172,7 +179,9 @@ class Publications:
                 "publisher: let that one publish, or take another name. When that worker has left or was lost, the "
                 "name is free"
             )
-        newest = max((feed.newest for feed in self.feeds.values() if feed.name == name), default=0)
+        newest = 0
+        if await self._engine.steps.run(partial(find_claim, home.rendezvous, name)) is not None:
+            newest = max(latest.newest for _, latest in await self._ask_all(name))
         gone = {member.id for member in home.group.members.values() if home.group.is_gone(member)}
         return await self._engine.steps.run(partial(make_claim, home.rendezvous, name, record, newest, gone))
 
@@ -229,15 +238,77 @@ class Publications:
         """A feed is closed, and nothing that it has brought is alive any more."""
         self.feeds.pop(feed.number, None)
 
-    async def source(self, name: str) -> WorkerRecord:
-        """The worker that publishes a name, once there is one that lives."""
+    async def source(self, name: str, newest: int) -> WorkerRecord:
+        """The worker that publishes a name, once there is one that lives; or one that has a version which it left.
+
+        newest: the version that is here already.
+        """
+        looked = False
         while True:
             changed = self._claimed
             claim = self._claims.get(name)
             record = None if claim is None else self._living(claim)
+            if record is None and not newest and not looked:
+                looked = True
+                record = await self._look_for(name, claim)
             if record is not None:
                 return record
-            await changed.wait()
+            if self._claimed is changed:
+                await changed.wait()
+
+    async def _look_for(self, name: str, claim: Claim | None) -> WorkerRecord | None:
+        """Whoever has a version of a name whose publisher is not known, or has gone; None if there is none."""
+        if claim is None:
+            try:
+                claim = await self._engine.steps.run(partial(find_claim, self._home.rendezvous, name))
+            except RendezvousError as error:
+                logger.debug("worker %s cannot see who publishes %r: %s", self._engine.name, name, error)
+            else:
+                if claim is None:
+                    return None  # whoever publishes it first says so
+                record = self._living(claim)
+                if record is not None:
+                    self._hear(claim)
+                    return record
+        record, latest = max(await self._ask_all(name), key=lambda found: found[1].kept)
+        return record if latest.kept else None
+
+    async def _ask_all(self, name: str) -> list[tuple[WorkerRecord, Latest]]:
+        """What each member that lives has of a name, this one as well."""
+
+        async def ask(record: WorkerRecord) -> tuple[WorkerRecord, Latest]:
+            try:
+                said, limit = write(LatestWanted(name)), self._engine.bounds.vouch
+                answer = await self._home.peers.of(record).call(latest, (said,), None, limit, system=True)
+                return record, read(Latest, answer)
+            except RpcError:
+                return record, Latest(name, 0, 0)
+
+        return await asyncio.gather(*map(ask, self._home.group.live()))
+
+    def latest(self, name: str) -> Latest:
+        """What this worker has of a name."""
+        publisher = self.publishers.get(name)
+        feeds = [feed for feed in self.feeds.values() if feed.name == name]
+        newest = max([0 if publisher is None else publisher.newest, *(feed.newest for feed in feeds)])
+        return Latest(name, newest, max((feed.kept.edition.version for feed in feeds if feed.kept), default=0))
+
+    def publishes(self, record: WorkerRecord, name: str) -> bool:
+        """Whether that worker is known as the one that publishes a name, and lives."""
+        claim = self._claims.get(name)
+        return claim is not None and claim.publisher == record.id and self._living(claim) is not None
+
+    async def hand_on(self, message: Want) -> Results:
+        """The newest version of a name that this worker reads, for who has come after its publisher had gone."""
+        kept = [feed.kept for feed in self.feeds.values() if feed.name == message.name and feed.kept is not None]
+        newest = max(kept, key=lambda each: each.edition.version, default=None)
+        if newest is None or newest.view is None or newest.edition.version <= message.have:
+            raise RpcUsageError(
+                f"worker {self._engine.name!r} neither publishes {message.name!r} nor has a version of it"
+            )
+        edition = newest.edition._replace(offer=None, copy=False, slots=[])
+        data = await in_background(self._engine, partial(newest.view.read, edition.size))
+        return Results((write(edition), *newest.bodies, *((torch.from_numpy(data),) if edition.size else ())))
 
     def _living(self, claim: Claim) -> WorkerRecord | None:
         record = self._home.group.members.get(claim.publisher)
@@ -258,7 +329,7 @@ class Publications:
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer."""
         function = released if type(message) is VersionsReleased else ended
-        with contextlib.suppress(PeerLost, PeerClosed):
+        with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
             call.when_settled(lambda future: future.mark_seen())
@@ -344,7 +415,18 @@ async def wanted(said: bytes) -> Results:
     """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
     publications, caller_id = _current()
     message = read(Want, said)
-    return await publications.publisher_of(message.name).want(publications.record_of(caller_id), message)
+    publisher = publications.publishers.get(message.name)
+    if publisher is None:
+        return await publications.hand_on(message)
+    return await publisher.want(publications.record_of(caller_id), message)
+
+
+@system
+@inline
+def latest(said: bytes) -> bytes:
+    """Handler: what this worker has of a name."""
+    publications, _ = _current()
+    return write(publications.latest(read(LatestWanted, said).name))
 
 
 @system

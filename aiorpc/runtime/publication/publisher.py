@@ -80,7 +80,7 @@ class _Stored:
     """One version. data: its bytes. holders: the subscriptions that may be reading its slot."""
 
     version: int
-    bodies: tuple[bytes, bytes]
+    bodies: tuple[bytes, ...]
     spans: list[Span]
     data: Bytes
     slot: SharedSlot | None
@@ -143,7 +143,7 @@ class Publisher:
             copy()
         else:
             await in_background(self._engine, copy)
-        self._stored[version] = stored = _Stored(version, content[:2], content.spans, data, slot)
+        self._stored[version] = stored = _Stored(version, content.bodies, content.spans, data, slot)
         before = self._newest
         if before is None or before.version < version:
             self._newest = stored
@@ -180,7 +180,6 @@ class Publisher:
         return subscriber
 
     def _answer(self, key: Key, subscriber: _Subscriber, stored: _Stored, maps: bool) -> Results:
-        body = stored.bodies[subscriber.record.main != self._engine.record.main]
         slot, offer, copy = stored.slot, None, False
         data: tuple[torch.Tensor, ...] = ()
         if slot is not None and maps:
@@ -193,8 +192,9 @@ class Publisher:
         info = self._engine.info
         spans = [[*span] for span in stored.spans]
         numbers = self._slots.numbers() if offer is not None else []
-        edition = Edition(stored.version, self._engine.id, info.name, len(stored.data), spans, offer, copy, numbers)
-        return Results((write(edition), body, *data))
+        size, main = len(stored.data), self._engine.record.main
+        edition = Edition(stored.version, self._engine.id, info.name, size, spans, offer, copy, numbers, main)
+        return Results((write(edition), *stored.bodies, *data))
 
     def _lend(self, stored: _Stored, slot: SharedSlot) -> Bytes:
         """The bytes of a version, for an answer: as long as that borrows them, the slot is kept."""

@@ -15,7 +15,7 @@ from ...errors import NotAllowed, RpcError, RpcTimeout
 from ...futures import Future
 from ...protocol.identity import WorkerInfo
 from ..calls.failures import without_frames
-from .content import put_together, unreadable
+from .content import choose, put_together, unreadable
 from .feed import ArrivedVersion, Feed
 from .publisher import Delivery
 
@@ -133,14 +133,15 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
     def _open(self, arrival: ArrivedVersion) -> PublishedVersion:
         engine = self._feed.engine
         try:
-            value = put_together(arrival.body, arrival.data.data, arrival.spans, engine, plain=arrival.plain)
+            body = choose(arrival.bodies, arrival.edition.main, engine)
+            value = put_together(body, arrival.data.data, arrival.edition.spans, engine, plain=arrival.plain)
         except NotAllowed:
             raise
         except Exception as error:
-            failure = RpcError(unreadable(self.name, arrival.version, error))
+            failure = RpcError(unreadable(self.name, arrival.edition.version, error))
             failure.__cause__ = without_frames(error)
             raise failure from failure.__cause__
-        return PublishedVersion(value, arrival.version, arrival.publisher)
+        return PublishedVersion(value, arrival.edition.version, arrival.publisher)
 
     def _too_late(self) -> RpcTimeout:
         text = f"{self._feed.describe()}, for {self._timeout:g} s"
