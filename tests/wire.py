@@ -14,7 +14,7 @@ from typing import Any
 
 from aiorpc.channels import arena, bulk, layout, shared_messages
 from aiorpc.channels.device import messages as device_messages
-from aiorpc.protocol import families, frames, handshake, messages, reference_messages
+from aiorpc.protocol import families, frames, handshake, messages, publication, reference_messages
 from aiorpc.protocol.families import Family
 from aiorpc.protocol.frames import Kind
 from aiorpc.runtime.links import messages as link_messages
@@ -61,6 +61,10 @@ def whole() -> str:
             "when each is sent."
         ),
         *family(reference_messages.MESSAGES),
+        "## What workers say of published values",
+        prose(first_part(publication)),
+        *family(publication.MESSAGES),
+        section(publication.SlotOffer),
         "## What channels say",
         prose(first_part(families)),
         "### Channel 0: the link itself",

@@ -25,7 +25,7 @@ from aiorpc.channels.device import messages as device_messages
 from aiorpc.channels.inline import allocate
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.errors import PeerRefused, ProtocolError, RendezvousError, SerializationError
-from aiorpc.protocol import messages, reference_messages
+from aiorpc.protocol import messages, publication, reference_messages
 from aiorpc.protocol.families import Family
 from aiorpc.protocol.frames import Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.handshake import MAX_BODY, Handshake
@@ -346,6 +346,33 @@ def taste_families(data: bytes) -> None:
             raise ProtocolError(str(error)) from None
     else:
         FAMILIES[data[0] % 5].read(fields)
+
+
+PUBLISHED: list[publication.Message] = [
+    publication.Claim("policy", 1, 3, "learner", 1),
+    publication.LatestWanted("policy"),
+    publication.Latest("policy", 4, 3),
+    publication.Want("policy", 1, 0, True),
+    publication.VersionsReleased("policy", 1, [1, 2]),
+    publication.SubscriptionClosed("policy", 1, [3]),
+    publication.Edition(4, 3, "learner", 128, [[0, 64], [64, 64]], None, False, [], "file:a"),
+    publication.Edition(
+        5, 3, "learner", 64, [[0, 64]], publication.SlotOffer(1, 9, 8192, bytes(16)), True, [1, 2], "file:a"
+    ),
+]
+
+
+def taste_published(data: bytes) -> None:
+    """What workers say of published values, as arguments and results of calls."""
+    outcome: ProtocolError | None = None
+    for declared in publication.MESSAGES.classes.values():
+        try:
+            publication.read(declared, data)
+            return
+        except ProtocolError as error:
+            outcome = error
+    assert outcome is not None
+    raise outcome
 
 
 def seeds_of_families() -> list[bytes]:
@@ -696,6 +723,13 @@ TARGETS: dict[str, Target] = {
             simple(taste_families),
             seeds_of_families,
             share=190,
+        ),
+        Target(
+            "published",
+            "what workers say of published values",
+            (ProtocolError,),
+            simple(taste_published),
+            lambda: [publication.write(message) for message in PUBLISHED],
         ),
         Target(
             "values", "values with their segments", (ProtocolError,), simple(taste_values), seeds_of_values, share=100
