@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from . import autograd, functions, nn, optim
-from .api import call, current, get_worker_info, init, peer, publish, remote, serve, stream, subscribe, wait_for
+from .api import (
+    call,
+    current,
+    get_worker_info,
+    group,
+    init,
+    peer,
+    publish,
+    remote,
+    serve,
+    stream,
+    subscribe,
+    wait_for,
+)
 from .errors import (
     DeviceMapError,
+    GroupError,
     NotAllowed,
     NotInitialized,
     Overloaded,
@@ -38,6 +52,9 @@ from .runtime.caller.objects import ObjectHandle
 from .runtime.caller.stream import Stream
 from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
 from .runtime.calls.pending import PendingCall
+from .runtime.fanout.group_call import GroupCall
+from .runtime.fanout.outcomes import Outcome, Outcomes
+from .runtime.fanout.peer_group import PeerGroup
 from .runtime.group.events import (
     WorkerJoined,
     WorkerLeft,
@@ -63,11 +80,16 @@ __all__ = [
     "Delivery",
     "DeviceMapError",
     "Future",
+    "GroupCall",
+    "GroupError",
     "NotAllowed",
     "NotInitialized",
     "ObjectHandle",
+    "Outcome",
+    "Outcomes",
     "Overloaded",
     "PeerClosed",
+    "PeerGroup",
     "PeerHandle",
     "PeerLost",
     "PeerRefused",
@@ -117,6 +139,7 @@ __all__ = [
     "exposed",
     "functions",
     "get_worker_info",
+    "group",
     "init",
     "init_rpc",
     "nn",

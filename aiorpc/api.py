@@ -15,6 +15,7 @@ from .runtime.callee.objects import ServedObject
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.peers import To
 from .runtime.caller.stream import Stream, open_stream
+from .runtime.fanout.peer_group import PeerGroup, Quorum
 from .runtime.node import registry
 from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references.rref import RRef
@@ -90,6 +91,39 @@ def peer(
     RpcUsageError for options that cannot be, or for what names no worker.
     """
     return current().peer(to, timeout=timeout, wait=wait, retries=retries, backoff=backoff, idempotent=idempotent)
+
+
+def group(
+    to: str | Sequence[To] | None = None,
+    *,
+    role: str | None = None,
+    timeout: float | None = None,
+    quorum: Quorum | None = None,
+    wait: bool = False,
+    retries: int = 0,
+    backoff: float | tuple[float, float] = Backoff(),
+    idempotent: bool = False,
+) -> PeerGroup:
+    """Several workers, to be called together: those of a list, or those that a pattern or a role means at the moment.
+
+    to: a list of names, ranks or WorkerInfos, whose order is that of the members; or a pattern as file names have
+    (``"actor*"``). role: as the workers gave it to `init`; with a pattern both have to fit. Members by pattern or role
+    are those that live at each call, this worker among them if it fits, by id: who joins is one, who has gone is none.
+    quorum: how many values are enough for `PeerGroup.call`, as a number or as a share of the members above 0 and up to
+    1.0; None waits for all. The other options are those of `peer`, for the call to each member.
+    Raised here: RpcUsageError for an empty list, a worker that is in it twice, or options that cannot be;
+    UnknownWorker for a name that the group cannot have. That a pattern or a role fits nobody is told by the calls.
+    """
+    return current().group(
+        to,
+        role=role,
+        timeout=timeout,
+        quorum=quorum,
+        wait=wait,
+        retries=retries,
+        backoff=backoff,
+        idempotent=idempotent,
+    )
 
 
 def serve(name: str, value: Any, *, replace: bool = False) -> ServedObject:

@@ -22,11 +22,14 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     ├── PeerClosed (ConnectionError) the other worker left in good order
     ├── WorkerClosed             this worker has shut down
     ├── PeerRefused (ConnectionError)   the other side refused us: version, secret, identity
+    ├── GroupError (ExceptionGroup)  of a call to several workers too few gave a value
     ├── ProtocolError            the other side sent something that is no frame of ours
     └── RemoteError              the remote function raised
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class RpcError(RuntimeError):
@@ -147,6 +150,33 @@ class WorkerClosed(RpcError):
 
 class PeerRefused(RpcError, ConnectionError):
     """The other side refused the connection: another version, another secret, another world."""
+
+
+class GroupError(RpcError, ExceptionGroup[Exception]):
+    """Of a call to several workers fewer gave a value than were wanted. The exceptions in it are those of the members.
+
+    failed: the names of the members whose function raised; lost: of those that died or left before they answered;
+    missing: of those that did not answer in time, or could not be asked. `exceptions` are in the order of members.
+    """
+
+    def __new__(cls, message: str, errors: Sequence[Exception] = ()) -> GroupError:
+        """errors: of the members; where none are known any more, the message stands for them."""
+        return ExceptionGroup.__new__(cls, message, errors or [RpcError(message)])
+
+    def __init__(self, message: str, errors: Sequence[Exception] = ()) -> None:
+        super().__init__(message, errors)
+        self.failed: tuple[str, ...] = ()
+        self.lost: tuple[str, ...] = ()
+        self.missing: tuple[str, ...] = ()
+
+    def derive(self, errors: Sequence[Exception], /) -> GroupError:  # type: ignore[override]  # typed for any exceptions
+        """Some of it, as ``except*`` takes it apart."""
+        part = GroupError(self.message, errors)
+        part.failed, part.lost, part.missing = self.failed, self.lost, self.missing
+        return part
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class ProtocolError(RpcError):

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,7 @@ KINDS: dict[type[errors.RpcError], type[Exception] | tuple[type[Exception], ...]
     errors.PeerClosed: (errors.RpcError, ConnectionError),
     errors.WorkerClosed: errors.RpcError,
     errors.PeerRefused: (errors.RpcError, ConnectionError),
+    errors.GroupError: (errors.RpcError, ExceptionGroup),
     errors.ProtocolError: errors.RpcError,
     errors.RemoteError: errors.RpcError,
 }
@@ -127,3 +129,13 @@ def test_message_alone_is_enough(kind: type[errors.RpcError]) -> None:
     error = pickle.loads(pickle.dumps(kind("what happened")))
     assert type(error) is kind
     assert str(error) == "what happened"
+
+
+def test_the_parts_of_a_group_error_are_of_its_kind() -> None:
+    """``except*`` takes out what it names; who was lost is known of each part."""
+    error = errors.GroupError("2 of 3", [ValueError("a"), errors.PeerLost("gone", worker="w")])
+    error.lost = ("w",)
+    parts: tuple[Any, Any] = error.split(errors.PeerLost)
+    lost, rest = parts
+    assert type(lost) is type(rest) is errors.GroupError
+    assert (str(lost), lost.lost, [str(each) for each in lost.exceptions]) == ("2 of 3", ("w",), ["gone"])

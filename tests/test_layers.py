@@ -42,6 +42,7 @@ ROOMS = (
     "statistics",
     "node",
     "hooks",
+    "fanout",
     "publication",
     "group",
     "caller",

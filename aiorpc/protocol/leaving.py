@@ -300,8 +300,8 @@ class GroupTable:
         return self.leader == self.worker_id
 
     def live(self) -> list[WorkerRecord]:
-        """The members that have neither left nor been lost, this worker among them."""
-        return [record for record in self.members.values() if record.id not in self.gone]
+        """The members that have neither left nor been lost, this worker among them. Any thread."""
+        return [record for record in list(self.members.values()) if record.id not in self.gone]
 
     # -- members come and go ----------------------------------------------------------------------------------------
 

@@ -234,6 +234,7 @@ CLASSES: dict[Kind, type[Any]] = {
 _new: Any = tuple.__new__
 _CHUNK = struct.Struct("<QQ")
 _NOTHING_ELSE = Values([])[1:]
+_FEW_ITEMS = 0x90  # what an array of msgpack begins with, added to how many items it has, up to 15
 
 
 def write(message: Message) -> bytes:
@@ -273,6 +274,16 @@ def write_plain(kind: int, call_id: int, head: tuple[Any, ...], values: list[Any
         return None
     packers.append(packer)
     return [HEAD.pack(call_id, len(body), 0, kind, MAGIC) + body] if len(body) <= limit else None
+
+
+def without_head(body: bytes, head: tuple[Any, ...]) -> bytes:
+    """The last field of a body that was written with that head, as bytes: what a call has for all of its receivers."""
+    return body[len(pack(head)) :]  # an array of one item less begins with as many bytes
+
+
+def with_head(head: tuple[Any, ...], last: bytes) -> bytes:
+    """The body of a message with that head, and with a last field that `without_head` gave."""
+    return bytes((_FEW_ITEMS + len(head) + 1,)) + pack(head)[1:] + last
 
 
 def read_call(body: Buffer) -> Call:

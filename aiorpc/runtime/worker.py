@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
@@ -25,12 +25,14 @@ from ..protocol.retries import Backoff
 from ..protocol.states import WorkerState
 from ..rights import check_role
 from .callee.objects import Objects, ServedObject
-from .caller.handle import PeerHandle, make_handle
+from .caller.handle import PeerHandle, make_handle, retry_options
 from .caller.peers import To
 from .caller.stream import Stream, open_stream
 from .calls.current import CommonHome, current_node
 from .calls.pending import PendingCall
 from .engine.loops import LoopThread
+from .fanout.members import make_members
+from .fanout.peer_group import GroupOptions, PeerGroup, Quorum, check_quorum
 from .group.events import Events, Listener
 from .group.group import ShutdownReport, present
 from .hooks import Hooks
@@ -198,6 +200,24 @@ class Worker:
         node.peers.find(to)
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         return make_handle(node, to, limit, wait, retries, backoff, idempotent)
+
+    def group(
+        self,
+        to: str | Sequence[To] | None = None,
+        *,
+        role: str | None = None,
+        timeout: float | None = None,
+        quorum: Quorum | None = None,
+        wait: bool = False,
+        retries: int = 0,
+        backoff: float | tuple[float, float] = Backoff(),
+        idempotent: bool = False,
+    ) -> PeerGroup:
+        """Several workers, to be called together, with options for these calls. See `aiorpc.group`."""
+        node = self.node
+        limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
+        retry = retry_options(wait, retries, backoff, idempotent)
+        return PeerGroup(node, make_members(node, to, role), GroupOptions(limit, check_quorum(quorum), retry))
 
     def serve(self, name: str, value: Any, *, replace: bool = False) -> ServedObject:
         """Have other workers call methods of an object under a name. See `aiorpc.serve`. Also before it has joined."""

@@ -55,6 +55,8 @@ from aiorpc.protocol.messages import (
     Reply,
     Values,
     read,
+    with_head,
+    without_head,
     write,
     write_chunk,
     write_with,
@@ -623,3 +625,12 @@ def test_the_document_has_every_field_explained() -> None:
     changed = text.replace("| `remaining` |", "| `left` |")
     assert changed != text
     assert "python -m tests.documents --write" in wire_differences(changed)
+
+
+@pytest.mark.parametrize("named", [7, 70_000, ByName(3, "module:function"), None, Method(1, 2, 3, "step")])
+def test_a_body_gets_another_head(named: Any) -> None:
+    """What a call has for all of its receivers is the same bytes, whichever head they had before."""
+    values = Values([1, "two", b"3" * 70_000], [0], [], b"pickle")
+    heads = [(function, ["key"], 1.5, None, None, None, None, None) for function in (300, named)]
+    bodies = [write_with(Call, head, values) for head in heads]
+    assert with_head(heads[1], without_head(bodies[0], heads[0])) == bodies[1]

@@ -81,15 +81,21 @@ class RetryingHandle(PeerHandle):
         return f"{super().__repr__()[:-1]}, {self._options.retries} retries>"
 
 
-def make_handle(
-    home: Home, to: To, timeout: float, wait: bool, retries: int, backoff: Any, idempotent: bool
-) -> PeerHandle:
-    """The handle for these options. RpcUsageError for those that cannot be."""
+def retry_options(wait: bool, retries: int, backoff: Any, idempotent: bool) -> RetryOptions:
+    """These options, looked through. RpcUsageError for those that cannot be."""
     retries, backoff = check_retries(retries), check_backoff(backoff)
     if not isinstance(idempotent, bool):
         raise RpcUsageError(f"idempotent must be True or False, not {idempotent!r:.40}")
     if idempotent and not retries:
         raise RpcUsageError("idempotent=True says how calls are tried again, and retries is 0: give retries=, too")
-    if not retries:
+    return RetryOptions(retries, backoff, idempotent, wait)
+
+
+def make_handle(
+    home: Home, to: To, timeout: float, wait: bool, retries: int, backoff: Any, idempotent: bool
+) -> PeerHandle:
+    """The handle for these options. RpcUsageError for those that cannot be."""
+    options = retry_options(wait, retries, backoff, idempotent)
+    if not options.retries:
         return PeerHandle(home, to, timeout, wait=wait)
-    return RetryingHandle(home, to, timeout, RetryOptions(retries, backoff, idempotent, wait))
+    return RetryingHandle(home, to, timeout, options)

@@ -13,12 +13,14 @@ from ..calls.functions import describe
 
 #: Keywords that belong to other verbs than the one that passes all keywords on.
 OF_VERBS = frozenset(("timeout", "retries", "backoff", "idempotent", "args", "kwargs"))
+OF_GROUPS = OF_VERBS | {"quorum"}
 
 
-def check_keywords(function: Any, kwargs: Mapping[str, Any], worker: str) -> None:
+def check_keywords(function: Any, kwargs: Mapping[str, Any], worker: str, verb: str = "peer") -> None:
     """Raise RpcUsageError for a keyword that was meant for aiorpc, if the function does not take it.
 
     Nothing is said about functions that do not tell which arguments they take, and about methods of references.
+    verb: what makes the handle that the call is made through.
     """
     try:
         parameters = inspect.signature(function, follow_wrapped=False).parameters
@@ -26,13 +28,13 @@ def check_keywords(function: Any, kwargs: Mapping[str, Any], worker: str) -> Non
         return
     kinds = {parameter.kind for parameter in parameters.values()}
     for name, value in kwargs.items():
-        if name not in OF_VERBS or name in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+        if name not in OF_GROUPS or name in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
             continue
         instead = (
             f"arguments simply follow the function, rpc.call({worker!r}, {describe(function)}, ...); "
             f"{name}= is of rpc_sync, rpc_async and remote"
             if name in ("args", "kwargs")
-            else f"{name} is said to the worker's handle, rpc.peer({worker!r}, {name}={value!r:.40}).call(...)"
+            else f"{name} is said to the worker's handle, rpc.{verb}({worker!r}, {name}={value!r:.40}).call(...)"
         )
         raise RpcUsageError(
             f"{describe(function)} takes no argument {name!r}, and nothing was sent: keywords are passed on to the "
@@ -40,19 +42,18 @@ def check_keywords(function: Any, kwargs: Mapping[str, Any], worker: str) -> Non
         )
 
 
-def no_function(value: object, worker: str) -> str:
-    """The text of the error for a call of something that cannot be called."""
+def no_function(value: object, worker: str, verb: str = "call") -> str:
+    """The text of the error for a call of something that cannot be called. verb: as the call was made."""
+    shape = f"rpc.call({worker!r}, " if verb == "call" else f"rpc.{verb}(...).call("
     kind = type(value).__qualname__
     if inspect.iscoroutine(value):
         value.close()  # else Python would say that it was never awaited
         name = value.__qualname__
-        return (
-            f"{name}(...) runs here and gives a {kind}: pass the function by itself, rpc.call({worker!r}, {name}, ...)"
-        )
+        return f"{name}(...) runs here and gives a {kind}: pass the function by itself, {shape}{name}, ...)"
     shown = repr(value)[:80] if type(value) in PLAIN else f"an object of {kind}"
     return (
         f"{shown} is not callable, and nothing was sent: a call takes the function by itself and then "
-        f"its arguments, rpc.call({worker!r}, function, ...)"
+        f"its arguments, {shape}function, ...)"
     )
 
 

@@ -91,12 +91,13 @@ class Home(OwedHome, Protocol):
 class Peer:
     """Another worker, as it is called from here. See the module.
 
-    name, record: of the worker; the record is None until it is known where the worker is. same_main: whether it
-    runs the same main module as this worker, so that what that defines can go by name; true until it is known. safe:
-    whether it reads no pickles, as this worker. devices: whether this worker has devices on which tensors may arrive.
-    route: where tensors on devices go; None if tensors need not be looked at. gone: the error that calls end with, once
-    the peer is GONE, and ended: when that was; parting: what that will be, while answers may still come from one that
-    has left. former: the peer that had the name before; made: when this one was.
+    name, record: of the worker; the record is None until it is known where the worker is. known: the functions that it
+    knows by number. same_main: whether it runs the same main module as this worker, so that what that defines can go by
+    name; true until it is known. safe: whether it reads no pickles, as this worker. devices: whether this worker has
+    devices on which tensors may arrive. route: where tensors on devices go; None if tensors need not be looked at.
+    gone: the error that calls end with, once the peer is GONE, and ended: when that was; parting: what that will be,
+    while answers may still come from one that has left. former: the peer that had the name before; made: when this one
+    was.
     Times are ``time.monotonic()`` seconds.
     """
 
@@ -111,7 +112,7 @@ class Peer:
         self.route = self.accelerators.route_to(name)
         self.record: WorkerRecord | None = None
         self.same_main = True
-        self._known = KnownFunctions(self)
+        self.known = KnownFunctions(self)
         if record is not None:
             self.identify(record)
         self.state = PEER.initial
@@ -149,7 +150,7 @@ class Peer:
         """It is known now which worker it is."""
         if record.main != self.engine.record.main:
             self.same_main = False
-            self._known.forget_main()
+            self.known.forget_main()
         self.former = None
         self.record = record  # at last: whoever sees it relies on the above
 
@@ -235,7 +236,7 @@ class Peer:
             entry = FunctionEntry(describe(function))
         else:
             try:
-                entry = self._known[function]
+                entry = self.known[function]
             except TypeError:  # not hashable, so it has no name
                 entry = FunctionEntry(describe(function), function=function)  # type: ignore[arg-type]  # by its type
             if entry.confirmed:
@@ -290,9 +291,9 @@ class Peer:
             ):
                 frame = encode_frame(CALL, call_id, body, buffers)
             if frame is None:
-                self._send_buffers(WaitingCall(future, body, buffers, out, False, otherwise))
+                self.send_buffers(WaitingCall(future, body, buffers, out, False, otherwise))
             elif link is None or self.connection is None:
-                self._send_later(WaitingFrame(CALL, call_id, frame, future))
+                self.send_later(WaitingFrame(CALL, call_id, frame, future))
             else:
                 link.send(CALL, call_id, frame, urgent=len(pending) <= FEW + owed.system, call=future)
         except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
@@ -363,6 +364,15 @@ class Peer:
             # Not here: `ready` holds our lock, and who holds that of the references may wait for it.
             self.engine.call_on_loop(form.out.unsend)
 
+    def refusal(self) -> Overloaded | None:
+        """Why no further call of users is taken now; None if one is. As `call` decides it."""
+        connection, pending = self.connection, len(self.owed.pending)
+        unsent = (
+            len(self._waiting) if connection is None else len(connection.queue.frames) + len(connection.queue.begun)
+        )
+        limit = self.engine.options.max_pending_calls
+        return self._overloaded(unsent) if pending - self.owed.system >= limit or unsent - pending >= limit else None
+
     def _overloaded(self, unsent: int) -> Overloaded:
         pending = len(self.owed.pending)
         logger.debug("worker %r is overloaded with %d calls, %d messages unsent", self.name, pending, unsent)
@@ -382,7 +392,7 @@ class Peer:
         frame = encode_frame(kind, call_id, body)
         link = self.link
         if link is None or self.connection is None:
-            self._send_later(WaitingFrame(kind, call_id, frame))
+            self.send_later(WaitingFrame(kind, call_id, frame))
         else:
             link.send(kind, call_id, frame, urgent=urgent, more=later)
 
@@ -391,12 +401,12 @@ class Peer:
         if self.connection is not None:
             self.connection.flush()
 
-    def _send_later(self, message: WaitingFrame) -> None:
-        """Keep a message until there is a link; send it if there is one by now."""
+    def send_later(self, message: WaitingFrame) -> None:
+        """Keep a message until there is a link; send it if there is one by now. Any thread."""
         if not message.passed and self.record is not None and self.engine.observers:
             # It leaves as far as its sender is concerned; once there is a link nobody is asked again.
             passage = frame_passage(message.kind, message.call_id, message.frame, message.call, self.record)
-            ask(self.engine.observers, passage, partial(self._send_later, message._replace(passed=True)), nothing)
+            ask(self.engine.observers, passage, partial(self.send_later, message._replace(passed=True)), nothing)
             return
         with self._lock:
             link = self.link
@@ -409,7 +419,7 @@ class Peer:
         kind, call_id, frame, call, passed = message
         link.send(kind, call_id, frame, call=call, passed=passed)
 
-    def _send_buffers(self, message: WaitingCall) -> None:
+    def send_buffers(self, message: WaitingCall) -> None:
         """Send a call that has buffers: from here, or from a thread if that takes too long here. Any thread."""
         link = self.link
         if self.connection is None or link is None:
@@ -420,7 +430,7 @@ class Peer:
             if not message.passed and self.record is not None and self.engine.observers:
                 size = len(message.body) + sum(map(len, message.buffers))
                 passage = Passage(CALL, message.call_id, message.body, size, message.call, self.record)
-                again = partial(self._send_buffers, message._replace(passed=True))
+                again = partial(self.send_buffers, message._replace(passed=True))
                 ask(self.engine.observers, passage, again, message.out.unsend if message.out is not None else nothing)
                 return
             with self._lock:

@@ -1,0 +1,179 @@
+"""A call to several workers, from when it is sent until all that is waited for has come.
+
+Its states, and what leads from one to the next. `_lock` decides: whoever makes it over settles it.
+
+    from    event                                                to
+    OPEN    a member answers, or will not; others are left       OPEN
+    OPEN    the last one does, without a quorum                  settled with Outcomes
+    OPEN    so many have given a value as the quorum asks for    settled with Outcomes; the rest is called off, missing
+    OPEN    too few are left for the quorum                      settled with GroupError; the rest is called off
+    OPEN    cancel                                               settled with RpcCancelled; the rest is called off
+
+Invariants
+1. Each member has one outcome, the first that comes. What comes after it is over changes nothing.
+2. When it is settled no call of it is under way: those that were are called off, and their callees told so.
+3. It ends by itself: each of its calls has a deadline, the timeout of the group, and ends with its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any
+
+from ...channels.landing import Arrival
+from ...errors import RpcCancelled, RpcError
+from ...futures import CallSite, Future
+from ..calls.failures import came_from_afar
+from ..engine.engine import Engine
+from .outcomes import Outcome, Outcomes
+
+
+class GroupCall(Future[Outcomes]):
+    """The Future of a call to several workers: its `Outcomes`, in the order of members.
+
+    ``async for name, outcome in call`` gives them as they come; `Outcome.result` has the value or raises the error.
+    Leaving the loop early, and cancelling the task that waits here, calls off what is under way.
+    """
+
+    _apart = True
+
+    def __init__(self, engine: Engine, function: str, names: Sequence[str], quorum: int | None, site: CallSite) -> None:
+        """quorum: how many values are enough; None waits for all members, whatever they answer."""
+        super().__init__()
+        self.subject = f"the call of {function} on {len(names)} workers"
+        self.site = site
+        self.loop, self.executor = engine.loop, engine.pool
+        self._function = function
+        self._names = names
+        self._quorum = quorum
+        self._lock = threading.Lock()
+        self._over = False
+        self._calls: list[Future[Any] | None] = [None] * len(names)
+        self._outcomes: list[Outcome | None] = [None] * len(names)
+        self._order: list[int] = []  # places, as their outcomes came
+        self._values = 0
+        self._arrivals: dict[int, Arrival] = {}
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    # --- what comes -----------------------------------------------------------------------------------------------
+
+    def follow(self, place: int, call: Future[Any]) -> None:
+        """The call to the member of that place is under way."""
+        self._calls[place] = call
+        call.when_settled(partial(self._on_settled, place))
+        if self._over:  # looked at after it was entered: `_call_off` has seen it, or this does
+            call.cancel()
+
+    def _on_settled(self, place: int, call: Future[Any]) -> None:
+        call.mark_seen()
+        error = call._error
+        if call.arrival is not None:
+            self._arrivals[place] = call.arrival  # type: ignore[assignment]  # what calls have is an Arrival
+        self._take(place, Outcome(self._names[place], call._value, error, error is None or came_from_afar(error)))
+
+    def refused(self, place: int, error: RpcError) -> None:
+        """Nothing was sent to the member of that place, for that reason."""
+        self._take(place, Outcome(self._names[place], None, error, False))
+
+    def _take(self, place: int, outcome: Outcome) -> None:
+        with self._lock:
+            if self._over or self._outcomes[place] is not None:
+                return
+            self._outcomes[place] = outcome
+            self._order.append(place)
+            if outcome.error is None:
+                self._values += 1
+            left = len(self._names) - len(self._order)
+            quorum = self._quorum
+            enough = quorum is not None and (self._values >= quorum or self._values + left < quorum)
+            self._over = over = not left or enough
+        if over:
+            self._end()
+        if self._listeners:
+            self._wake()
+
+    def _end(self) -> None:
+        self._call_off("enough others had answered")
+        outcomes = Outcomes([outcome for outcome in self._outcomes if outcome is not None], self._function)
+        if self._arrivals:
+            self.arrival = _Arrivals([*self._arrivals.values()])
+        if self._quorum is not None and self._values < self._quorum:
+            self.settle(None, outcomes.failure(f"of {len(outcomes)} members, where {self._quorum} values are wanted,"))
+        else:
+            self.settle(outcomes)
+
+    def _call_off(self, why: str) -> None:
+        for place, outcome in enumerate(self._outcomes):
+            if outcome is None:
+                name = self._names[place]
+                error = RpcCancelled(f"{self._function} on worker {name!r} was called off: {why}")
+                self._outcomes[place] = Outcome(name, None, error, False)
+                call = self._calls[place]
+                if call is not None:
+                    call.cancel()
+
+    def _on_cancel(self) -> None:
+        with self._lock:
+            over, self._over = self._over, True
+        if not over:
+            self._call_off("it was cancelled")
+        self._wake()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be sent: enough have answered, or it was cancelled."""
+        return self._over
+
+    # --- as they come -------------------------------------------------------------------------------------------------
+
+    async def __aiter__(self) -> AsyncGenerator[tuple[str, Outcome]]:
+        """Name and outcome of each member, as they come; then what awaiting the call would raise. On any loop."""
+        given = 0
+        try:
+            while True:
+                over = self.done()  # looked at first: no outcome comes after that
+                while given < len(self._order):
+                    place = self._order[given]
+                    given += 1
+                    outcome, arrival = self._outcomes[place], self._arrivals.get(place)
+                    assert outcome is not None, "its place is entered after it"
+                    if arrival is not None:
+                        arrival.join()
+                    yield outcome.name, outcome
+                if over:
+                    self.value()
+                    return
+                await self._more(given)
+        finally:
+            if not self.done() and not self.waiters and not self._listeners:
+                self.cancel()
+
+    async def _more(self, given: int) -> None:
+        """Wait until more outcomes have come than these, or it is settled."""
+        listener = asyncio.get_running_loop(), asyncio.Event()
+        self._listeners.append(listener)
+        try:
+            if len(self._order) == given and not self.done():  # looked at after it was entered
+                await listener[1].wait()
+        finally:
+            self._listeners.remove(listener)
+
+    def _wake(self) -> None:
+        for loop, event in list(self._listeners):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+
+class _Arrivals:
+    """The tensors of several answers that are still being made on streams of devices."""
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._arrivals = arrivals
+
+    def join(self) -> None:
+        """Make the current streams of this thread wait for all of them."""
+        for arrival in self._arrivals:
+            arrival.join()

@@ -1,0 +1,124 @@
+"""Which workers a group of peers means: some that were named, or those that a pattern or a role means at the moment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fnmatch import translate
+from typing import Protocol
+
+from ...errors import RpcUsageError, UnknownWorker
+from ...protocol.identity import WorkerInfo, WorkerRecord
+from ...rights import check_role
+from ..caller.peer import Peer
+from ..caller.peers import Peers, To
+
+
+class GroupForMembers(Protocol):
+    """The workers that met (`Group`), as far as choosing among them needs it."""
+
+    def live(self) -> list[WorkerRecord]: ...
+
+
+class Home(Protocol):
+    """What the members of a group of peers are found by."""
+
+    peers: Peers
+
+    @property
+    def group(self) -> GroupForMembers: ...
+
+
+class Members(Protocol):
+    """The members of a group of peers. Any thread. count: how many they are; None if that changes."""
+
+    @property
+    def count(self) -> int | None: ...
+
+    def now(self) -> list[Peer]:
+        """Those there are at this moment, in their order. UnknownWorker if there are none."""
+
+    def describe(self) -> str:
+        """Who they are, for errors."""
+
+
+class NamedMembers:
+    """The workers of a list, in its order; each stays a member, also where it has died and comes back."""
+
+    def __init__(self, home: Home, named: Sequence[To]) -> None:
+        """Raises RpcUsageError for an empty list or a worker that is in it twice, and what `Peers.find` raises."""
+        self._home = home
+        self._named = tuple(named)
+        if not self._named:
+            raise RpcUsageError("a group has at least one member, and this list is empty")
+        seen: dict[Peer, To] = {}
+        for to in self._named:
+            peer = home.peers.find(to)
+            if peer in seen:
+                raise RpcUsageError(
+                    f"worker {peer.name!r} is in the list twice, as {seen[peer]!r} and as {to!r}; a group has each once"
+                )
+            seen[peer] = to
+        self.count = len(seen)
+
+    def now(self) -> list[Peer]:
+        """Those of the list, whether they live or not."""
+        find = self._home.peers.find
+        return [find(to) for to in self._named]
+
+    def describe(self) -> str:
+        """The first few of the list."""
+        shown = ", ".join(to.name if isinstance(to, WorkerInfo) else str(to) for to in self._named[:4])
+        return f"[{shown}{', ...' if len(self._named) > 4 else ''}]"
+
+
+class ChosenMembers:
+    """The live workers that fit a pattern and have a role, by id: who joins is a member, and who leaves is none.
+
+    pattern: as file names have (``*``, ``?``, ``[abc]``). role: None for any.
+    """
+
+    count = None
+
+    def __init__(self, home: Home, pattern: str, role: str | None) -> None:
+        """Raises RpcUsageError for a role that cannot be."""
+        self._home = home
+        self._pattern = pattern
+        self._role = None if role is None else check_role(role)
+        self._fits = re.compile(translate(pattern)).match
+
+    def now(self) -> list[Peer]:
+        """Those that are there. UnknownWorker if nobody is."""
+        role, fits, home = self._role, self._fits, self._home
+        live = home.group.live()
+        chosen = [record for record in live if (role is None or record.role == role) and fits(record.name)]
+        if not chosen:
+            there = ", ".join(sorted(f"{each.name} ({each.role})" if each.role else each.name for each in live))
+            raise UnknownWorker(f"no worker is in the group {self.describe()}, and nothing was sent; there are {there}")
+        chosen.sort(key=_id_of)
+        return [home.peers.of(record) for record in chosen]
+
+    def describe(self) -> str:
+        """Pattern and role."""
+        return repr(self._pattern) if self._role is None else f"{self._pattern!r} of role {self._role!r}"
+
+
+def _id_of(record: WorkerRecord) -> int:
+    return record.id
+
+
+def make_members(home: Home, to: str | Sequence[To] | None, role: str | None) -> Members:
+    """The members that `aiorpc.group` is asked for. RpcUsageError for what names none, or in two ways."""
+    if to is None and role is None:
+        raise RpcUsageError("group() takes a pattern, a list of workers, or role=; all workers are group('*')")
+    if to is None or isinstance(to, str):
+        if to == "":
+            raise RpcUsageError("an empty pattern fits nobody; all workers are group('*')")
+        return ChosenMembers(home, "*" if to is None else to, role)
+    if role is not None:
+        raise RpcUsageError("role= chooses among all workers, or those of a pattern, and not among those of a list")
+    if isinstance(to, (WorkerInfo, int)):
+        raise RpcUsageError(f"a group is a pattern or a list of workers, not {to!r}; write group([{to!r}])")
+    if not isinstance(to, Sequence):
+        raise RpcUsageError(f"a group is a pattern or a list of workers, not {type(to).__qualname__}")
+    return NamedMembers(home, to)

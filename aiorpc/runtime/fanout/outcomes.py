@@ -1,0 +1,129 @@
+"""What became of a call to several workers: for each of them its value, or its error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from ... import foreign
+from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcError
+
+_GONE = (PeerLost, PeerClosed, PeerRefused)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one member answered. name: the member. value: what its function returned; None if there is an error.
+
+    error: what it raised, or why there is no answer; None for a value. answered: whether value or error came from it.
+    """
+
+    name: str
+    value: Any
+    error: BaseException | None
+    answered: bool
+
+    def result(self) -> Any:
+        """The value; raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    @property
+    def lost(self) -> bool:
+        """Whether the member died or left before it answered, or cannot be reached."""
+        return not self.answered and foreign.is_a(self.error, _GONE)
+
+    @property
+    def missing(self) -> bool:
+        """Whether there is no answer of it though it may live: it was late, not waited for, or could not be asked."""
+        return not self.answered and not self.lost
+
+
+class Outcomes(Sequence[Outcome]):
+    """What all members answered, in the order of members. ``outcomes["a0"]`` is that of one, as ``outcomes[0]`` is."""
+
+    def __init__(self, outcomes: Sequence[Outcome], function: str) -> None:
+        self._outcomes = tuple(outcomes)
+        self._function = function
+
+    def values(self) -> list[Any]:
+        """The values of all members, in their order. GroupError with the errors of those that have none."""
+        if any(outcome.error is not None for outcome in self._outcomes):
+            raise self.failure(f"of {len(self)} members")
+        return [outcome.value for outcome in self._outcomes]
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        """The values that there are, by the names of the members."""
+        return {outcome.name: outcome.value for outcome in self._outcomes if outcome.error is None}
+
+    @property
+    def errors(self) -> dict[str, BaseException]:
+        """The errors in place of values, by the names of the members; the lost and the missing are among them."""
+        return {outcome.name: outcome.error for outcome in self._outcomes if outcome.error is not None}
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The names of the members that died, left or could not be reached before they answered."""
+        return tuple(outcome.name for outcome in self._outcomes if outcome.lost)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The names of the members of which there is no answer, though they may live. See `Outcome.missing`."""
+        return tuple(outcome.name for outcome in self._outcomes if outcome.missing)
+
+    def failure(self, wanted: str) -> GroupError:
+        """The error that tells who gave no value. wanted: of how many values, in words."""
+        failed = [outcome for outcome in self._outcomes if outcome.error is not None]
+        shown = ", ".join(f"{outcome.name!r}: {_said(outcome)}" for outcome in failed[:4])
+        rest = f", and {len(failed) - 4} more" if len(failed) > 4 else ""
+        text = f"{len(failed)} {wanted} gave no value for {self._function} ({shown}{rest})"
+        error = GroupError(text, [_as_exception(outcome.error) for outcome in failed])
+        error.failed = tuple(outcome.name for outcome in failed if outcome.answered)
+        error.lost, error.missing = self.lost, self.missing
+        return error
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+    def __iter__(self) -> Iterator[Outcome]:
+        return iter(self._outcomes)
+
+    @overload
+    def __getitem__(self, which: int | str) -> Outcome: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> tuple[Outcome, ...]: ...
+
+    def __getitem__(self, which: int | str | slice) -> Outcome | tuple[Outcome, ...]:
+        """By place, or by the name of a member. KeyError if there is no such member."""
+        if not isinstance(which, str):
+            return self._outcomes[which]
+        for outcome in self._outcomes:
+            if outcome.name == which:
+                return outcome
+        raise KeyError(which)
+
+    def __repr__(self) -> str:
+        lost, missing = len(self.lost), len(self.missing)
+        return (
+            f"<aiorpc.Outcomes of {self._function}: {len(self.answers)} values, "
+            f"{len(self.errors) - lost - missing} errors, {lost} lost, {missing} missing>"
+        )
+
+
+def _said(outcome: Outcome) -> str:
+    assert outcome.error is not None, "only members without a value are told"
+    return "lost" if outcome.lost else foreign.name_of(outcome.error)
+
+
+def _as_exception(error: BaseException | None) -> Exception:
+    """For the group of errors, which holds nothing else."""
+    if foreign.is_a(error, Exception):
+        return error  # type: ignore[return-value]  # as was just seen, past what its class may say of itself
+    assert error is not None
+    wrapped = RpcError(foreign.said(error))
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,209 @@
+"""One call, as it is sent to several workers: what is the same for all of them is written once.
+
+The arguments are encoded for the first worker that can be sent what others get, too, and only the head of the message,
+where the number of the function stands, is written for each; all that is refused is refused before anything is sent. A
+worker gets a call of its own (`Peer.call`) where what it gets is bound to it: it is not known yet which worker it is,
+the call is made in a context of autograd, there are devices, or a reference travels in the arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, NamedTuple, Protocol
+
+from ...errors import RpcUsageError, SerializationError
+from ...futures import CallSite, Future, current_autograd
+from ...protocol.frames import CALL, HEAD, encode_frame
+from ...protocol.messages import ByName, Call, Function, Method, with_head, without_head, write_plain
+from ..caller.future import CallFuture, name_argument
+from ..caller.known import FunctionEntry
+from ..caller.misuse import OF_GROUPS, check_keywords, no_function
+from ..caller.peer import Peer, Try
+from ..caller.waiting import WaitingCall, WaitingFrame
+from ..calls.current import CommonHome, current_call
+from ..calls.functions import describe
+from ..calls.values import encode
+from ..links.link import FEW
+
+
+class GradientsForSending(Protocol):
+    """The autograd contexts of the worker, as far as calls to several workers need them."""
+
+    @property
+    def as_torch(self) -> bool: ...
+
+
+class Home(CommonHome, Protocol):
+    """What a call to several workers needs of the one that makes it."""
+
+    @property
+    def gradients(self) -> GradientsForSending: ...
+
+
+class _Arguments(NamedTuple):
+    """What a call has for all who get it: the last field of the message, and its buffers."""
+
+    field: bytes
+    buffers: Sequence[Any]
+
+
+class _Letter(NamedTuple):
+    """A call as one of them gets it."""
+
+    entry: FunctionEntry
+    body: bytes
+    buffers: Sequence[Any]
+
+
+class Sending:
+    """One call to these workers. `prepare` writes it, and raises what is wrong with it; then `send`, for each of them.
+
+    methods: what to call in place of the function, for each of them: methods of values of references. timeout: seconds,
+    0 for no limit. wait: as of `Peer.call`. site: where the call was made.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        peers: Sequence[Peer],
+        function: Callable[..., Any] | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        *,
+        site: CallSite,
+        wait: bool = False,
+        methods: Sequence[Method] = (),
+    ) -> None:
+        self._home = home
+        self._peers = peers
+        self._function = function
+        self._methods = methods
+        self._args = args
+        self._kwargs = kwargs
+        self._timeout = timeout
+        self._wait = wait
+        self._site = site
+        self._now = time.monotonic()
+        self._deadline = self._now + timeout if timeout else None
+        self._trace: int | None = None
+        serving = current_call.get()
+        if serving is not None and not serving.replied and serving.node is home:
+            self._trace = serving.trace
+            if serving.deadline is not None and (self._deadline is None or serving.deadline < self._deadline):
+                self._deadline = serving.deadline
+        self._values = list(args)
+        self._names: list[str] | None = None
+        if kwargs:
+            self._names = list(kwargs)
+            self._values.extend(kwargs.values())
+        self._letters: list[_Letter | None] = [None] * len(peers)
+
+    @property
+    def name(self) -> str:
+        """The name of the function, for people."""
+        return self._methods[0].name if self._methods else describe(self._function)
+
+    # --- before anything is sent ------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Write it for all that get the same. Raises SerializationError and RpcUsageError; nothing is sent then."""
+        self._home.engine.lifetime.check_open()
+        if not self._methods:
+            if not callable(self._function):
+                raise RpcUsageError(no_function(self._function, self._peers[0].name, verb="group"))
+            if self._kwargs and not self._home.gradients.as_torch and not OF_GROUPS.isdisjoint(self._kwargs):
+                check_keywords(self._function, self._kwargs, self._peers[0].name, verb="group")
+        if current_autograd.get():
+            return
+        written: dict[tuple[bool, bool], _Arguments | None] = {}
+        bodies: dict[tuple[Function, bool], bytes] = {}
+        for place, peer in enumerate(self._peers):
+            if peer.record is None or peer.devices or peer.route is not None or peer.gone is not None:
+                continue
+            entry, named = self._named(place, peer)
+            if named is None and (peer.safe or type(self._function) is MethodType):
+                continue  # it is told by `Peer.call` what that means
+            kind = named is None, peer.same_main
+            if kind not in written:
+                written[kind] = self._write(peer, named)
+            arguments = written[kind]
+            if arguments is None:
+                return
+            key = named, peer.same_main
+            body = bodies.get(key)
+            if body is None:
+                body = bodies[key] = with_head(self._head(named), arguments.field)
+                if len(body) > peer.max_body:
+                    return
+            self._letters[place] = _Letter(entry, body, arguments.buffers)
+
+    def _named(self, place: int, peer: Peer) -> tuple[FunctionEntry, Function]:
+        """What stands for the function at that worker. As `Peer.call` decides it."""
+        if self._methods:
+            method = self._methods[place]
+            return FunctionEntry(method.name), method
+        try:
+            entry = peer.known[self._function]
+        except TypeError:  # not hashable, so it has no name
+            entry = FunctionEntry(describe(self._function), function=self._function)
+        if entry.confirmed:
+            return entry, entry.number
+        return entry, ByName(entry.number, entry.name) if entry.number >= 0 else None
+
+    def _head(self, named: Function) -> tuple[Any, ...]:
+        remaining = None if self._deadline is None else self._deadline - self._now
+        return named, self._names, remaining, self._trace, None, None, None, None
+
+    def _write(self, peer: Peer, named: Function) -> _Arguments | None:
+        """The arguments as a message has them; None if something in them is bound to whoever gets it."""
+        head = self._head(named)
+        values = self._values if named is not None else [self._function, *self._values]
+        frame = write_plain(CALL, 0, head, values, peer.max_body)
+        if frame is not None:
+            return _Arguments(without_head(bytes(frame[0][HEAD.size :]), head), ())
+        try:
+            body, buffers, out = encode(Call, head, values, peer)
+        except SerializationError as error:
+            what = name_argument(error.position, named is None, len(self._args), self._names, self.name)
+            raise SerializationError(f"{what} for {len(self._peers)} workers {error}") from error.__cause__
+        if out is not None:
+            out.unsend()
+            return None
+        return _Arguments(without_head(body, head), buffers)
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def send(self, place: int) -> Future[Any]:
+        """Send it to the worker of that place, once. Any thread. Raises Overloaded and what `Peer.call` raises."""
+        peer, letter = self._peers[place], self._letters[place]
+        if letter is None:
+            function: Any = self._methods[place] if self._methods else self._function
+            one_try = Try(self._site, None)
+            return peer.call(function, self._args, self._kwargs, self._timeout, wait=self._wait, one_try=one_try)
+        refusal = peer.refusal()
+        if refusal is not None:
+            raise refusal
+        owed, buffers = peer.owed, letter.buffers
+        call_id = next(owed.ids)
+        call = CallFuture(peer, letter.entry, call_id, self._now, self._deadline, False)
+        call.patient, call.site = self._wait, self._site
+        try:
+            owed.enter(call, None)
+            link = peer.link
+            if buffers and (link is None or not link.distribution.rides(buffers)):
+                peer.send_buffers(WaitingCall(call, letter.body, buffers, None))
+            else:
+                frame = encode_frame(CALL, call_id, letter.body, buffers)
+                if link is None or peer.connection is None:
+                    peer.send_later(WaitingFrame(CALL, call_id, frame, call))
+                else:
+                    link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
+        except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
+            call.cancel()
+            raise
+        if peer.gone is not None:  # as in `Peer.call`
+            owed.settle(call_id, peer.gone)
+        return call

@@ -1,0 +1,352 @@
+"""Calls to several workers: outcomes in the order of members, as they come, quorums, losses, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+import aiorpc
+from aiorpc import (
+    GroupError,
+    NotAllowed,
+    Outcome,
+    PeerLost,
+    RpcBackendOptions,
+    RpcCancelled,
+    RpcTimeout,
+    RpcUsageError,
+    RRef,
+    SerializationError,
+    UnknownWorker,
+    Worker,
+)
+from aiorpc.testing import Faults, cluster
+from tests.runtime.waiting import until, until_no_references
+
+_holds: dict[str, threading.Event] = {}
+_stopped: list[str] = []
+
+
+async def name_of() -> str:
+    return aiorpc.current().name
+
+
+async def with_name(value: Any, *, key: str = "") -> Any:
+    return aiorpc.current().name, value, key
+
+
+async def fail_at(*names: str) -> str:
+    """Raises on the workers of these names."""
+    name = aiorpc.current().name
+    if name in names:
+        raise ValueError(name)
+    return name
+
+
+async def hang_at(*names: str) -> str:
+    """Never returns on the workers of these names."""
+    name = aiorpc.current().name
+    if name in names:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            _stopped.append(name)
+    return name
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    _stopped.clear()
+
+
+@pytest.fixture
+async def four() -> AsyncIterator[list[Worker]]:
+    """Four workers, the last two of which are actors."""
+    async with cluster(4, roles=["", "learner", "actor", "actor"]) as workers:
+        yield workers
+
+
+async def test_outcomes_are_in_the_order_of_members(four: list[Worker]) -> None:
+    """By id for a pattern and for a role, as they stand in a list; and each is found by its name."""
+    me = four[0]
+    assert (await me.group("worker*").call(name_of)).values() == ["worker0", "worker1", "worker2", "worker3"]
+    assert (await me.group(role="actor").call(name_of)).values() == ["worker2", "worker3"]
+    assert (await me.group("*[13]", role="actor").call(name_of)).values() == ["worker3"]
+    outcomes = await me.group(["worker3", 1]).call(with_name, 5, key="k")
+    assert outcomes.values() == [("worker3", 5, "k"), ("worker1", 5, "k")]
+    assert outcomes["worker1"] == outcomes[1] == Outcome("worker1", ("worker1", 5, "k"), None, True)
+    assert (len(outcomes), outcomes.errors, outcomes.lost, outcomes.missing) == (2, {}, (), ())
+    with pytest.raises(KeyError):
+        outcomes["worker2"]
+
+
+async def test_an_error_of_one_member_is_its_outcome(four: list[Worker]) -> None:
+    """The others have their values; only who wants all values gets the errors, as a group."""
+    outcomes = await four[0].group("worker*").call(fail_at, "worker1", "worker2")
+    assert outcomes.answers == {"worker0": "worker0", "worker3": "worker3"}
+    assert list(outcomes.errors) == ["worker1", "worker2"]
+    with pytest.raises(ValueError, match="worker1"):
+        outcomes["worker1"].result()
+    with pytest.raises(GroupError, match="2 of 4 members gave no value") as caught:
+        outcomes.values()
+    assert [str(each) for each in caught.value.exceptions] == ["worker1", "worker2"]
+    assert (caught.value.failed, caught.value.lost, caught.value.missing) == (("worker1", "worker2"), (), ())
+
+
+async def test_outcomes_come_as_they_are_there(four: list[Worker]) -> None:
+    """``async for`` does not wait for the slowest; leaving the loop calls off what is under way."""
+    call = four[0].group("worker*").call(hang_at, "worker0")
+    seen = []
+    async for name, outcome in call:
+        seen.append((name, outcome.result()))
+        if len(seen) == 3:
+            break
+    assert sorted(seen) == [(name, name) for name in ("worker1", "worker2", "worker3")]
+    await until(lambda: _stopped == ["worker0"])
+    assert call.cancelled()
+
+
+async def test_iterating_ends_with_what_awaiting_raises(four: list[Worker]) -> None:
+    """A quorum that cannot be had is told behind the outcomes that there are."""
+    seen = []
+    with pytest.raises(GroupError):
+        async for name, _ in four[0].group("worker*", quorum=4).call(fail_at, "worker1"):
+            seen.append(name)
+    assert "worker1" in seen
+
+
+async def test_a_quorum_does_not_wait_for_the_rest(four: list[Worker]) -> None:
+    """So many values are enough; the rest is called off, and missing."""
+    outcomes = await four[0].group("worker*", quorum=0.5).call(hang_at, "worker1", "worker3")
+    assert outcomes.answers == {"worker0": "worker0", "worker2": "worker2"}
+    assert outcomes.missing == ("worker1", "worker3")
+    assert type(outcomes["worker1"].error) is RpcCancelled
+    await until(lambda: sorted(_stopped) == ["worker1", "worker3"])
+
+
+async def test_a_quorum_that_cannot_be_had_fails_at_once(four: list[Worker]) -> None:
+    """Nobody waits for members that cannot help any more."""
+    with pytest.raises(GroupError, match="where 3 values are wanted") as caught:
+        await four[0].group("worker[123]", quorum=3).call(fail_at_or_hang, "worker2", "worker3")
+    assert (caught.value.failed, caught.value.missing) == (("worker2",), ("worker3",))
+    await until(lambda: _stopped == ["worker3"])
+
+
+async def fail_at_or_hang(fails: str, hangs: str) -> str:
+    return await hang_at(hangs) and await fail_at(fails)
+
+
+async def test_a_timeout_names_who_is_missing(four: list[Worker]) -> None:
+    """With a timeout a member that is late is missing; the others have answered."""
+    outcomes = await four[0].group("worker*", timeout=0.3).call(hang_at, "worker2")
+    assert outcomes.missing == ("worker2",)
+    assert type(outcomes["worker2"].error) is RpcTimeout
+    assert len(outcomes.answers) == 3
+
+
+async def test_cancelling_calls_off_all_members(four: list[Worker]) -> None:
+    """The task that waits is cancelled: every callee is told to stop."""
+    names = ("worker0", "worker1", "worker2", "worker3")
+    task = asyncio.ensure_future(_awaited(lambda: four[0].group("worker*").call(hang_at, *names)))
+    await until(lambda: sum(call.direction == "served" for worker in four for call in worker.pending_calls()) == 4)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: sorted(_stopped) == sorted(names))
+
+
+async def _awaited(make: Callable[[], aiorpc.GroupCall]) -> aiorpc.Outcomes:
+    return await make()
+
+
+async def test_a_member_that_is_lost_is_named(four: list[Worker]) -> None:
+    """Its outcome says so, and so does the group of errors; a group by pattern goes on without it."""
+    call = four[0].group("worker*").call(hang_at, "worker3")
+    await until(lambda: four[3].pending_calls() != [])
+    await four[3].drop()
+    outcomes = await call
+    assert (outcomes.lost, len(outcomes.answers)) == (("worker3",), 3)
+    assert type(outcomes["worker3"].error) is PeerLost
+    with pytest.raises(GroupError) as caught:
+        outcomes.values()
+    assert caught.value.lost == ("worker3",)
+    assert (await four[0].group("worker*").call(name_of)).values() == ["worker0", "worker1", "worker2"]
+    assert (await four[0].group(["worker1", "worker3"]).call(name_of)).lost == ("worker3",)
+
+
+async def test_a_group_by_pattern_follows_who_comes_and_goes() -> None:
+    """In a group without a size."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers:
+        group = workers[0].group(role="actor")
+        with pytest.raises(UnknownWorker, match="no worker is in the group"):
+            group.call(name_of)
+        async with aiorpc.Worker("late", store=store, role="actor") as late:
+            await until(lambda: len(workers[0].worker_infos()) == 3)
+            assert (await group.call(name_of)).values() == ["late"]
+            assert group.members == [late.info]
+        await until(lambda: len(workers[0].worker_infos()) == 2)
+        with pytest.raises(UnknownWorker):
+            group.call(name_of)
+
+
+class Unserialisable:
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "kind", "text"),
+    [
+        pytest.param(lambda me: me.group([]), RpcUsageError, "at least one member", id="empty"),
+        pytest.param(lambda me: me.group(), RpcUsageError, "takes a pattern", id="nothing"),
+        pytest.param(lambda me: me.group(""), RpcUsageError, "empty pattern", id="empty pattern"),
+        pytest.param(lambda me: me.group(["worker1", 1]), RpcUsageError, "twice", id="twice"),
+        pytest.param(lambda me: me.group(1), RpcUsageError, r"group\(\[1\]\)", id="rank"),
+        pytest.param(lambda me: me.group(["worker1"], role="a"), RpcUsageError, "role=", id="list and role"),
+        pytest.param(lambda me: me.group(["worker1", "x"]), UnknownWorker, "'x'", id="unknown"),
+        pytest.param(lambda me: me.group("x*").call(name_of), UnknownWorker, "nothing was sent", id="fits nobody"),
+        pytest.param(lambda me: me.group(role="b").call(name_of), UnknownWorker, "role 'b'", id="no such role"),
+        pytest.param(lambda me: me.group("*", quorum=0), RpcUsageError, "quorum", id="quorum 0"),
+        pytest.param(lambda me: me.group("*", quorum=1.5), RpcUsageError, "quorum", id="quorum 1.5"),
+        pytest.param(lambda me: me.group("*", quorum=True), RpcUsageError, "quorum", id="quorum True"),
+        pytest.param(lambda me: me.group("*", quorum=4).call(name_of), RpcUsageError, "more than", id="large quorum"),
+        pytest.param(lambda me: me.group(["worker1"], quorum=2), RpcUsageError, "more than", id="large for a list"),
+        pytest.param(lambda me: me.group("*").call(3), RpcUsageError, "not callable", id="no function"),
+        pytest.param(lambda me: me.group("*").call(name_of, timeout=1), RpcUsageError, "rpc.group", id="keyword"),
+        pytest.param(lambda me: me.group("*").call(name_of, quorum=1), RpcUsageError, "rpc.group", id="its keyword"),
+        pytest.param(
+            lambda me: me.group("*").call(with_name, Unserialisable()), SerializationError, "argument 0", id="pickle"
+        ),
+        pytest.param(
+            lambda me: me.group("*").call(with_name, 1, key=Unserialisable()), SerializationError, "'key'", id="named"
+        ),
+        pytest.param(lambda me: me.group("*").rpc_sync(name_of), aiorpc.WouldBlockLoop, "await", id="blocking"),
+    ],
+)
+async def test_bad_input_is_refused_before_anything_is_sent(
+    trio: list[Worker], attempt: Callable[[Worker], Any], kind: type[Exception], text: str
+) -> None:
+    """The error says what to do, and no worker has heard of it."""
+    with pytest.raises(kind, match=text):
+        attempt(trio[0])
+    assert all(worker.statistics().calls_made == 0 for worker in trio)
+
+
+async def test_arguments_are_encoded_once(four: list[Worker]) -> None:
+    """However many members there are; also before there are connections, and for a function that goes by value."""
+    counted = Counted()
+    assert len((await four[0].group("worker*").call(with_name, counted)).values()) == 4
+    assert len((await four[0].group("worker*").call(lambda value: 1, counted)).values()) == 4
+    assert len((await four[0].group("worker[12]").call(with_name, [counted, torch.ones(3000)])).values()) == 2
+    assert counted.pickled == 3
+
+
+class Counted:
+    """Counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        self.pickled += 1
+        return Counted, ()
+
+
+async def test_functions_have_their_number_at_each_member(four: list[Worker]) -> None:
+    """Members that have come to know functions in another order get each its own."""
+    await four[0].call("worker2", with_name, 1)
+    await four[0].call("worker3", hang_at)
+    for _ in range(3):
+        outcomes = await four[0].group("worker*").call(fail_at, "worker1")
+        assert list(outcomes.answers) == ["worker0", "worker2", "worker3"]
+        assert (await four[0].group("worker*").call(name_of)).values() == [worker.name for worker in four]
+
+
+async def test_references_go_to_each_member(four: list[Worker]) -> None:
+    """What is bound to one receiver is written for each of them, and nothing stays referred to."""
+
+    async def body() -> list[int]:
+        ref = RRef([7])
+        return (await aiorpc.group("worker[123]").call(first_of, ref)).values()
+
+    assert await four[0].call("worker0", body) == [7, 7, 7]
+    await until_no_references(four)
+
+
+async def first_of(ref: RRef[list[int]]) -> int:
+    return (await ref)[0]
+
+
+async def test_tensors_arrive_apart(four: list[Worker]) -> None:
+    """Small, of medium size, and so large that they go by memory that is shared: each member has its own."""
+    for size in (10, 3_000, 600_000):
+        sent = torch.arange(size, dtype=torch.float32)
+        for _ in range(3):
+            got = (await four[0].group("worker*").call(add_own_number, sent)).values()
+            assert [int(each[0]) for each in got] == [0, 1, 2, 3]
+            assert all(torch.equal(each - each[0], sent) for each in got)
+        assert sent[0] == 0
+
+
+def add_own_number(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.add_(aiorpc.current().id)
+
+
+async def test_retries_hold_for_each_member(four: list[Worker]) -> None:
+    """The options of `peer` are those of the call to each member."""
+    with Faults(four[0]) as faults:
+        faults.fail("call", to="worker2", times=1, error=aiorpc.Overloaded("full"))
+        outcomes = await four[0].group("worker*", retries=2, backoff=0.01).call(name_of)
+    assert outcomes.values() == [worker.name for worker in four]
+
+
+async def test_blocking_forms_have_torchs_names(four: list[Worker]) -> None:
+    """In threads that run no loop."""
+    group = four[0].group("worker*")
+
+    def body() -> None:
+        assert group.rpc_sync(with_name, (1,), {"key": "k"})["worker1"].value == ("worker1", 1, "k")
+        assert group.rpc_async(name_of).wait().values() == [worker.name for worker in four]
+        assert group.rpc_sync(hang_at, ("worker1",), timeout=0.3).missing == ("worker1",)
+        assert len(group.rpc_sync(hang_at, ("worker1",), quorum=3).answers) == 3
+
+    await asyncio.to_thread(body)
+
+
+async def test_a_nested_call_has_the_rest_of_the_time(four: list[Worker]) -> None:
+    """A group called in a handler inherits the deadline of the call that is served."""
+
+    async def body() -> tuple[str, ...]:
+        outcomes = await aiorpc.group("worker[23]").call(time_left)
+        assert all(left < 20.0 for left in outcomes.values())
+        return tuple(outcomes.answers)
+
+    assert await four[0].peer("worker1", timeout=20.0).call(body) == ("worker2", "worker3")
+
+
+async def time_left() -> float:
+    return aiorpc.deadline() or 0.0
+
+
+async def test_rights_hold_for_each_member() -> None:
+    """A member that does not run it for this caller says so; the others answer."""
+    closed = RpcBackendOptions(serve=[])
+    async with cluster(3, options=[RpcBackendOptions(), RpcBackendOptions(), closed]) as workers:
+        outcomes = await workers[0].group("worker[12]").call(name_of)
+    assert list(outcomes.answers) == ["worker1"]
+    assert type(outcomes["worker2"].error) is NotAllowed
+
+
+async def test_without_pickles() -> None:
+    """In a group with safe serialization the same holds, and functions by value are refused."""
+    async with cluster(3, options=RpcBackendOptions(serialization="safe", serve="*")) as workers:
+        group = workers[0].group("worker*")
+        assert len((await group.call(with_name, {"a": torch.ones(3)})).values()) == 3
+        with pytest.raises(SerializationError, match="by value"):
+            group.call(lambda: 1)
