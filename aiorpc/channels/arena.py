@@ -109,6 +109,7 @@ class Arena:
         self._cold = Extents()
         self._spare: tuple[int, Place] | None = None  # what was freed last, and how long its block was
         self._live: dict[int, tuple[Block, Place]] = {}
+        self._shares: dict[int, int] = {}  # by generation, of a block that has several holders: how many but one
         self._generation = 0
         self._aside = 0
         self._closed = False
@@ -252,14 +253,30 @@ class Arena:
             left.clear()
             assistance.finish()
 
+    def share(self, block: Block) -> None:
+        """The block has one holder more: `free` has to be called once more. Raises ValueError as `free` does."""
+        with self._lock:
+            entry = self._live.get(block.generation)
+            if entry is None or entry[0] != block:
+                raise ValueError(f"{block} is not in use")
+            self._shares[block.generation] = self._shares.get(block.generation, 0) + 1
+
     def free(self, block: Block) -> None:
-        """The block may be used again. Raises ValueError for one that is not in use. Nothing once it is closed."""
+        """A holder is done with the block; after the last one it may be used again.
+
+        Raises ValueError for one that is not in use. Nothing once it is closed.
+        """
         with self._lock:
             if self._closed:
                 return
             entry = self._live.get(block.generation)
             if entry is None or entry[0] != block:
                 raise ValueError(f"{block} is not in use")
+            others = self._shares.pop(block.generation, 0) if self._shares else 0
+            if others > 1:
+                self._shares[block.generation] = others - 1
+            if others:
+                return
             del self._live[block.generation]
             place = entry[1]
             mapping = self._segments[place.segment].mapping
@@ -302,6 +319,7 @@ class Arena:
         segments, self._segments = self._segments, ()
         self._closed = True
         self._live.clear()
+        self._shares.clear()
         self._space, self._cold, self._spare = Space(), Extents(), None
         self.used = 0
         for segment in segments:

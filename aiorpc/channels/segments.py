@@ -132,6 +132,16 @@ class Mapping:
             self.memory[at : at + size : PAGE]  # before Linux 5.14: reading a page of such a file makes it present
 
 
+def map_private(fd: int, start: int, size: int) -> Bytes:
+    """Bytes of a file, mapped for this process alone: what is written to them is not in the file. Raises OSError.
+
+    A page is shared with the file until it is written to; so nobody else may write there meanwhile.
+    """
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    memory = mmap.mmap(fd, start + size - first, flags=mmap.MAP_PRIVATE, offset=first)
+    return numpy.frombuffer(memory, numpy.uint8, size, start - first)
+
+
 class PrivateMapping:
     """A file mapped for one reader: readable and writable, and what is written here stays here.
 

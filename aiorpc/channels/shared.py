@@ -22,12 +22,15 @@ from . import Arrived, Traffic, Wire
 from .arena import ALIGN, TOGETHER_SIZE, Arena, Block
 from .segments import Bytes
 from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, Release, SegmentOffer, SegmentRefused, Warm
-from .shm import Borrower, Lender
+from .shm import Borrower, Copies, Lender
 
 # Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
 PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
 # A buffer that has to be copied out is copied off the loop from this size on, in bytes.
 COPY_SIZE = 1024 * 1024
+# What a Lent says of copying out: not at all; at once; or that others have the block, too, and it is mapped privately.
+# To map a short one costs more than to copy it.
+IN_PLACE, COPY_OUT, PRIVATE = range(3)
 
 
 class Surroundings(Protocol):
@@ -101,62 +104,77 @@ class SharedMemory:
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
-    def send(self, buffers: Sequence[Buffer], riders: list[Buffer]) -> list[Wire | None]:
-        """Copy those worth a block. wire: the block, whether to copy it out; of a packed one also start and bytes."""
+    def send(self, buffers: Sequence[Buffer], riders: list[Buffer], copies: Copies | None = None) -> list[Wire | None]:
+        """Copy those worth a block. wire: the block, whether to copy it out; of a packed one also start and bytes.
+
+        copies: of buffers that other peers get, too.
+        """
         wires: list[Wire | None] = [None] * len(buffers)
         try:
-            self._send(buffers, wires)
+            self._send(buffers, wires, copies)
         except BaseException:
             self.withdraw([wire for wire in wires if wire is not None], named=False)
             raise
         return wires
 
-    def _send(self, buffers: Sequence[Buffer], wires: list[Wire | None]) -> None:
+    def _send(self, buffers: Sequence[Buffer], wires: list[Wire | None], copies: Copies | None) -> None:
         groups = _groups(buffers, self._least)
-        send = partial(self._send_group, buffers, wires)
-        if len(groups) > 1 and sum(map(len, buffers)) >= TOGETHER_SIZE:
+        send = partial(self._send_group, buffers, wires, copies)
+        if copies is None and len(groups) > 1 and sum(map(len, buffers)) >= TOGETHER_SIZE:
             self.arena.together(send, groups)
         else:
             for group in groups:
                 send(group)
 
-    def _send_group(self, buffers: Sequence[Buffer], wires: list[Wire | None], group: list[int]) -> None:
+    def _send_group(
+        self, buffers: Sequence[Buffer], wires: list[Wire | None], copies: Copies | None, group: list[int]
+    ) -> None:
         members = [buffers[index] for index in group]
-        lent = self._lend(members)
+        lent = self._lend(members, copies)
         if lent is None:
             return
         block, copy_out = lent
         start = 0
         for index, member in zip(group, members, strict=True):
             alone = len(group) == 1
-            wire = Lent(*block, int(copy_out)) if alone else LentPart(*block, int(copy_out), start, len(member))
+            wire = Lent(*block, copy_out) if alone else LentPart(*block, copy_out, start, len(member))
             wires[index] = [*wire]
             start += -(-len(member) // ALIGN) * ALIGN
             self.traffic.count_sent(len(member))
 
-    def send_one(self, buffer: Buffer) -> Wire | None:
+    def send_one(self, buffer: Buffer, copies: Copies | None = None) -> Wire | None:
         """What `send` does with a message of one buffer, in fewer steps."""
         if len(buffer) < self._least:
             return None
-        lent = self._lend((buffer,))
+        lent = self._lend((buffer,), copies)
         if lent is None:
             return None
         traffic = self.traffic
         traffic.sent += 1
         traffic.bytes_sent += len(buffer)
         block, copy_out = lent
-        return [*block, int(copy_out)]  # a Lent
+        return [*block, copy_out]  # a Lent
 
-    def _lend(self, buffers: Sequence[Buffer]) -> tuple[Block, bool] | None:
+    def _lend(self, buffers: Sequence[Buffer], copies: Copies | None) -> tuple[Block, int] | None:
+        """The block, and whether it is to be copied out."""
         if self._closed:
             return None
         if not self._mapped and not self._offer_all():
             self.traffic.refused["not mapped"] += 1
             return None
-        lent = self.lender.lend(*buffers, usable=self._usable, grow=False)
-        if lent is None and self.lender.last_refusal not in ("share", "not mapped", "retired", "closed"):
-            self._is_cold(sum(map(len, buffers)))
-        return lent
+        lent = self.lender.lend(*buffers, usable=self._usable, grow=False, copies=copies)
+        if lent is not None:
+            block, crowded = lent
+            if copies is None or crowded or block.size < COPY_SIZE:
+                return block, int(crowded or copies is not None)
+            return block, PRIVATE
+        if self.lender.last_refusal not in ("share", "not mapped", "retired", "closed"):
+            self._wanted = True
+            if copies is None or not copies.wanted:  # it is room for one copy that is lacking
+                self._around.on_cold(sum(map(len, buffers)))
+            if copies is not None:
+                copies.wanted = True
+        return None
 
     def _offer_all(self) -> bool:
         """The first time: begin with the segments there are. False if there are none that could be used."""
@@ -165,10 +183,6 @@ class SharedMemory:
         for segment in self.arena.segments:
             self._offer(segment.index)
         return False
-
-    def _is_cold(self, size: int) -> None:
-        self._wanted = True
-        self._around.on_cold(size)
 
     def _usable(self, index: int) -> bool:
         """Whether the other side has mapped that segment; if it was never asked, it is now."""
@@ -217,13 +231,13 @@ class SharedMemory:
                 buffers.append(self._part(LentPart(*wire), packs))
                 continue
             *numbers, copy_out = wire or [None]
-            block = self.borrower.adopt(numbers)
+            block = self.borrower.adopt(numbers, private=copy_out == PRIVATE)
             self.traffic.count_received(block.nbytes)
-            if copy_out and block.nbytes >= COPY_SIZE:
+            if copy_out == COPY_OUT and block.nbytes >= COPY_SIZE:
                 buffers.append(None)
                 self._around.in_background(self._copy_out, [block], partial(arrived, index))
             else:
-                buffers.append((block.copy() if copy_out else block).data)
+                buffers.append((block.copy() if copy_out == COPY_OUT else block).data)
             del block
         return buffers
 
@@ -236,9 +250,9 @@ class SharedMemory:
         if len(wire) != len(Lent._fields):
             return None
         *numbers, copy_out = wire
-        if copy_out:
+        if copy_out == COPY_OUT:
             return None
-        block = self.borrower.adopt(numbers)
+        block = self.borrower.adopt(numbers, private=copy_out == PRIVATE)
         self.traffic.count_received(block.nbytes)
         return block.data
 

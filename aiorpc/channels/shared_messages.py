@@ -69,7 +69,8 @@ class Lent(NamedTuple):
     size: int
     #: Which of the allocations in that place it is.
     generation: int
-    #: 1 if the receiver should copy it out at once, so that the block can be used again; else 0.
+    #: 1 if the receiver should copy it out at once, so that the block can be used again; 2 if others have the block as
+    #: well, and the receiver maps it for itself alone; else 0.
     copy_out: int
 
 

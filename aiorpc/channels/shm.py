@@ -9,6 +9,8 @@ Who owns a block
 2. A connection that ends changes nothing (`retire`): the peer may still use what it adopted. Only the proof that its
    process is gone does (`reclaim`).
 3. Each adopted block is released once: by its last view, or at once when it was copied out.
+4. A block that is lent to several peers (`Copies`) is used again after the last of them is done with it. None of them
+   writes to it: each maps it privately, or copies it out.
 
 What is read here is mapped only where its file is sealed. Of another one the lender could cut something off, and the
 system would end whoever reads that: it is read like any file, and each block is copied out.
@@ -31,10 +33,11 @@ import numpy
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
 from .arena import ALIGN, Arena, Block
-from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping
+from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, map_private
 
 # Of one peer, whose segments become ever longer: the system lets a process map only so many files.
 _MOST_SEGMENTS = 256
+_MOST_PRIVATE = 1024  # adopted blocks of one peer, beyond which none is mapped by itself: the same limit
 
 
 def packed_size(buffers: Sequence[Buffer]) -> int:
@@ -44,6 +47,37 @@ def packed_size(buffers: Sequence[Buffer]) -> int:
 
 
 _new: Any = tuple.__new__  # what Block(...) does, without its call into Python
+
+
+class Copies:
+    """The copies in an arena of buffers that several peers get: each is made once. One thread at a time.
+
+    Each peer holds its lease of a copy, and this holds the copy itself until `close`. wanted: whether the arena was
+    asked already for the room that it lacked.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._made: dict[
+            tuple[int, ...], tuple[Sequence[Buffer], Block]
+        ] = {}  # the buffers, so that no other has the id
+        self.wanted = False
+
+    def find(self, buffers: Sequence[Buffer]) -> Block | None:
+        """The copy of these very buffers, if there is one."""
+        made = self._made.get(tuple(map(id, buffers)))
+        return None if made is None else made[1]
+
+    def add(self, buffers: Sequence[Buffer], block: Block) -> None:
+        """That block is the copy of these buffers."""
+        self._arena.share(block)
+        self._made[tuple(map(id, buffers))] = buffers, block
+
+    def close(self) -> None:
+        """No further peer gets them. What was lent stays so until it is given back."""
+        for _, block in self._made.values():
+            self._arena.free(block)
+        self._made.clear()
 
 
 class Lender:
@@ -78,10 +112,15 @@ class Lender:
         return len(self._leases)
 
     def lend(
-        self, *buffers: Buffer, usable: Callable[[int], bool] | None = None, grow: bool = True
+        self,
+        *buffers: Buffer,
+        usable: Callable[[int], bool] | None = None,
+        grow: bool = True,
+        copies: Copies | None = None,
     ) -> tuple[Block, bool] | None:
         """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that is the peer's from now on.
 
+        copies: of buffers that others get, too: a block that is there is lent to this peer as well.
         usable: asked, before anything is copied, whether the peer can use the segment of that index.
         grow: as in `Arena.allocate`.
         The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
@@ -98,16 +137,25 @@ class Lender:
         lent = False
         block = None
         try:
-            block = self.arena.allocate(size, grow=grow)
+            made = None if copies is None else copies.find(buffers)
+            if made is None:
+                block = self.arena.allocate(size, grow=grow)
+            else:
+                self.arena.share(made)
+                block = made
             if block is None:
                 self._refuse(self.arena.last_refusal)
             elif usable is not None and not usable(block.segment):
                 self._refuse("not mapped")
             else:
-                if len(buffers) == 1:
+                if made is not None:
+                    pass  # it is written
+                elif len(buffers) == 1:
                     self.arena.write(block, buffers[0])
                 else:
                     self._copy(buffers, block)
+                if copies is not None and made is None:
+                    copies.add(buffers, block)
                 # Not before the copy is done: until then `reclaim` must not free the block under it.
                 with self._lock:
                     lent = not self._retired
@@ -253,10 +301,12 @@ class Borrower:
         if known is not None and type(known[0]) is Mapping and 0 <= start <= start + size <= known[0].size:
             known[0].touch(start, start + size, MADV_POPULATE_READ, stop=lambda: self._closed)
 
-    def adopt(self, numbers: Any, copy: bool = False) -> Bytes:
+    def adopt(self, numbers: Any, copy: bool = False, private: bool = False) -> Bytes:
         """The block of these numbers, as an array of bytes that is the caller's as long as any view of it lives.
 
-        copy: as memory of its own; the block is released at once. Raises ProtocolError for numbers that name no block.
+        copy: as memory of its own; the block is released at once. private: others read the block, too, so that what is
+        written to the array is not written to the block; it is copied if the system maps no more.
+        Raises ProtocolError for numbers that name no block.
         """
         mapping = self._check(numbers)
         block: Block = _new(Block, numbers)
@@ -266,6 +316,12 @@ class Borrower:
             return read
         # Over the mmap, not over an array: a view of a view would refer to that one and let the block die.
         array: Bytes = numpy.frombuffer(mapping.memory, numpy.uint8, block.size, block.offset)
+        if private:
+            try:
+                copy = copy or len(self._loans) >= _MOST_PRIVATE
+                array = array if copy else map_private(mapping.memory.fd, block.offset, block.size)
+            except OSError:
+                copy = True
         if copy:
             taken = array.copy()
             self._give_back(block)

@@ -298,6 +298,44 @@ def add_own_number(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.add_(aiorpc.current().id)
 
 
+_kept: dict[str, list[torch.Tensor]] = {}
+
+
+def keep(tensor: torch.Tensor) -> None:
+    """Write to it, and keep it."""
+    tensor[0] = aiorpc.current().id
+    _kept.setdefault(aiorpc.current().name, []).append(tensor)
+
+
+async def test_a_large_tensor_lies_in_shared_memory_once(four: list[Worker]) -> None:
+    """However many members have it; what each writes is its own, and the last one gives the memory back."""
+    me, group, size = four[0], four[0].group("worker[123]"), 2 << 20
+    memory = me.node.memory
+
+    try:
+        for _ in range(100):  # until the memory is there, and all have mapped it
+            (await group.call(keep, torch.zeros(size))).values()
+            if memory.leases == 3:
+                break
+            _kept.clear()
+            await until(lambda: memory.leases == 0)
+        _kept.clear()
+        await until(lambda: memory.arena.blocks == 0)
+        sent = torch.arange(size, dtype=torch.float32)
+        (await group.call(keep, sent)).values()
+        assert (memory.arena.blocks, memory.leases) == (1, 3)
+        assert size * 4 <= memory.arena.used < size * 5
+        assert [int(_kept[f"worker{number}"][0][0]) for number in (1, 2, 3)] == [1, 2, 3]
+        assert all(torch.equal(tensor[1:], sent[1:]) for tensors in _kept.values() for tensor in tensors)
+        for number in (1, 2, 3):
+            assert memory.arena.blocks == 1
+            del _kept[f"worker{number}"]
+            await until(lambda: memory.leases == 3 - number)  # noqa: B023  # called at once
+        assert (memory.arena.blocks, memory.arena.used) == (0, 0)
+    finally:
+        _kept.clear()
+
+
 async def test_retries_hold_for_each_member(four: list[Worker]) -> None:
     """The options of `peer` are those of the call to each member."""
     with Faults(four[0]) as faults:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...channels.shm import Copies
 from ...errors import Overloaded, PeerClosed, RpcError, RpcUsageError, SerializationError, WorkerClosed
 from ...futures import CallSite, current_autograd
 from ...protocol.codec import Past
@@ -354,7 +355,7 @@ class Peer:
             self._unsend(other)
         elif other is not None and not self.same_main:
             self._unsend(message)
-            self.engine.call_on_loop(self.owed.settle, message.call_id, other)  # not here: as in `_post`
+            self.engine.call_on_loop(self.owed.settle, message.call_id, other)  # not here: as in `post`
             return None
         return message._replace(otherwise=None)
 
@@ -446,9 +447,9 @@ class Peer:
                 return
             message = formed
         if link.distribution.too_long_for_loop(message.buffers):
-            self.engine.in_background(self._post, link, self._settled(message))
+            self.engine.in_background(self.post, link, self._settled(message))
         else:
-            self._post(link, message)
+            self.post(link, message)
 
     def _settled(self, message: WaitingCall) -> WaitingCall:
         """The same message, ready to be sent later or by another thread: buffers on devices are cloned now."""
@@ -459,12 +460,13 @@ class Peer:
             other = other._replace(buffers=settled(other.buffers))
         return message._replace(buffers=settled(message.buffers), otherwise=other)
 
-    def _post(self, link: Link, message: WaitingCall) -> None:
+    def post(self, link: Link, message: WaitingCall, copies: Copies | None = None) -> None:
+        """Send a call over that link, unless it has ended meanwhile. copies: of buffers that others get. Any thread."""
         call_id, owed = message.call_id, self.owed
         parcel = None
         try:
             if call_id in owed.pending:
-                parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers)
+                parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers, copies=copies)
         except Exception as error:
             failure = RpcError(f"a call to {self.describe()} could not be sent: {error}")
             self.engine.call_on_loop(owed.settle, call_id, failure)  # not here: as below
@@ -565,9 +567,9 @@ class Peer:
                         continue
                     call = self._formed(each)
                     if call is not None and link.distribution.too_long_for_loop(call.buffers):
-                        self.engine.in_background(self._post, link, call)
+                        self.engine.in_background(self.post, link, call)
                     elif call is not None:
-                        self._post(link, call)
+                        self.post(link, call)
             self.connection = connection
             self.state = PEER.next(self.state, PeerEvent.CONNECTED)
 

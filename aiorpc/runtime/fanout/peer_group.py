@@ -148,6 +148,7 @@ class PeerGroup:
             return home.retries.call(to, function, tuple(args), kwargs or {}, options.timeout, retry, site)
 
         send_all(call, len(peers), send)
+        sending.flush()
         return call
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
+from ...channels.shm import Copies
 from ...errors import RpcUsageError, SerializationError
 from ...futures import CallSite, Future, current_autograd
 from ...protocol.frames import CALL, HEAD, encode_frame
@@ -25,7 +26,8 @@ from ..caller.waiting import WaitingCall, WaitingFrame
 from ..calls.current import CommonHome, current_call
 from ..calls.functions import describe
 from ..calls.values import encode
-from ..links.link import FEW
+from ..links.link import FEW, Link
+from ..links.memory import Memory
 
 
 class GradientsForSending(Protocol):
@@ -37,6 +39,8 @@ class GradientsForSending(Protocol):
 
 class Home(CommonHome, Protocol):
     """What a call to several workers needs of the one that makes it."""
+
+    memory: Memory
 
     @property
     def gradients(self) -> GradientsForSending: ...
@@ -58,7 +62,8 @@ class _Letter(NamedTuple):
 
 
 class Sending:
-    """One call to these workers. `prepare` writes it, and raises what is wrong with it; then `send`, for each of them.
+    """One call to these workers. `prepare` writes it, and raises what is wrong with it; then `send`, for each of them,
+    and at last `flush`.
 
     methods: what to call in place of the function, for each of them: methods of values of references. timeout: seconds,
     0 for no limit. wait: as of `Peer.call`. site: where the call was made.
@@ -100,6 +105,7 @@ class Sending:
             self._names = list(kwargs)
             self._values.extend(kwargs.values())
         self._letters: list[_Letter | None] = [None] * len(peers)
+        self._parcels: list[tuple[Peer, Link, WaitingCall]] = []
 
     @property
     def name(self) -> str:
@@ -194,7 +200,11 @@ class Sending:
             owed.enter(call, None)
             link = peer.link
             if buffers and (link is None or not link.distribution.rides(buffers)):
-                peer.send_buffers(WaitingCall(call, letter.body, buffers, None))
+                message = WaitingCall(call, letter.body, buffers, None)
+                if link is None or peer.connection is None:
+                    peer.send_buffers(message)
+                else:
+                    self._parcels.append((peer, link, message))
             else:
                 frame = encode_frame(CALL, call_id, letter.body, buffers)
                 if link is None or peer.connection is None:
@@ -207,3 +217,22 @@ class Sending:
         if peer.gone is not None:  # as in `Peer.call`
             owed.settle(call_id, peer.gone)
         return call
+
+    def flush(self) -> None:
+        """Send what has large buffers: from here, or from a thread if that takes too long here.
+
+        What goes by shared memory is copied there once for all workers that it can be lent to.
+        """
+        parcels, self._parcels = self._parcels, []
+        if any(link.distribution.too_long_for_loop(message.buffers) for _, link, message in parcels):
+            self._home.engine.in_background(self._post, parcels)
+        elif parcels:
+            self._post(parcels)
+
+    def _post(self, parcels: Sequence[tuple[Peer, Link, WaitingCall]]) -> None:
+        copies = Copies(self._home.memory.arena)
+        try:
+            for peer, link, message in parcels:
+                peer.post(link, message, copies)
+        finally:
+            copies.close()

@@ -20,6 +20,7 @@ from ...channels.bulk import Bulk
 from ...channels.device import Devices
 from ...channels.inline import Inline
 from ...channels.shared import SharedMemory
+from ...channels.shm import Copies
 from ...protocol import messages
 from ...protocol.frames import PARCEL, Buffer, encode_frame
 from ...protocol.messages import write
@@ -94,19 +95,26 @@ class Distribution:
         return True
 
     def prepare(
-        self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], *, copy: bool = False
+        self,
+        kind: int,
+        call_id: int,
+        body: bytes,
+        buffers: Sequence[AnyBuffer],
+        *,
+        copy: bool = False,
+        copies: Copies | None = None,
     ) -> Prepared:
         """Give the buffers of a message to their channels. What it returns has to be posted or withdrawn.
 
         copy: whether the buffers may change as soon as this returns. Otherwise they are borrowed until they are
-        written. Buffers on devices are never borrowed.
+        written. Buffers on devices are never borrowed. copies: of buffers that other workers get, too.
         """
         if any(type(buffer) is DeviceBuffer for buffer in buffers):
             return self._prepare_with_devices(kind, call_id, body, buffers, copy)
         host: Sequence[Any] = buffers
         sharing = self.shared
         if sharing is not None and len(host) == 1:
-            wire = sharing.send_one(host[0])
+            wire = sharing.send_one(host[0], copies)
             if wire is not None:  # a short cut through what follows: most large messages have one buffer
                 whole = write(messages.Parcel(kind, ((SHARED, wire),), body))
                 frame = encode_frame(PARCEL, call_id, whole)
@@ -117,7 +125,7 @@ class Distribution:
                 host = [bytes(buffer) for buffer in host]
             self._inline.count(host)
             return Prepared(kind, call_id, body, encode_frame(kind, call_id, body, host), (), sum(map(len, host)))
-        wires, riders = self._distribute(host, copy, sharing is not None)
+        wires, riders = self._distribute(host, copy, sharing is not None, copies)
         return self._prepared(kind, call_id, body, wires, riders, buffers)
 
     def _prepare_with_devices(
@@ -151,7 +159,9 @@ class Distribution:
             frame = encode_frame(kind, call_id, body, riders)
         return Prepared(kind, call_id, body, frame, apart, sum(map(len, buffers)))
 
-    def _distribute(self, buffers: Sequence[Buffer], copy: bool, share: bool) -> tuple[list[_Given], list[Buffer]]:
+    def _distribute(
+        self, buffers: Sequence[Buffer], copy: bool, share: bool, copies: Copies | None = None
+    ) -> tuple[list[_Given], list[Buffer]]:
         """Give each buffer to the first channel that takes it: channel and wire of each, and the riders."""
         wires: list[Any] = [None] * len(buffers)
         riders: list[Buffer] = []
@@ -161,7 +171,9 @@ class Distribution:
                 if code == SHARED and not share:
                     continue
                 given = [bytes(buffers[index]) if copy and code != SHARED else buffers[index] for index in left]
-                for index, wire in zip(left, channel.send(given, riders), strict=True):
+                sharing = self.shared if code == SHARED else None
+                sent = channel.send(given, riders) if sharing is None else sharing.send(given, riders, copies)
+                for index, wire in zip(left, sent, strict=True):
                     if wire is not None:
                         wires[index] = code, wire
         except BaseException:
