@@ -53,8 +53,10 @@ from .runtime.caller.stream import Stream
 from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
 from .runtime.calls.pending import PendingCall
 from .runtime.fanout.group_call import GroupCall
+from .runtime.fanout.group_stream import GroupStream
 from .runtime.fanout.outcomes import Outcome, Outcomes
 from .runtime.fanout.peer_group import PeerGroup
+from .runtime.fanout.rref_group import RRefGroup
 from .runtime.group.events import (
     WorkerJoined,
     WorkerLeft,
@@ -82,6 +84,7 @@ __all__ = [
     "Future",
     "GroupCall",
     "GroupError",
+    "GroupStream",
     "NotAllowed",
     "NotInitialized",
     "ObjectHandle",
@@ -98,6 +101,7 @@ __all__ = [
     "Publication",
     "PublishedVersion",
     "RRef",
+    "RRefGroup",
     "RemoteError",
     "RendezvousError",
     "RpcBackendOptions",

@@ -15,7 +15,8 @@ from .runtime.callee.objects import ServedObject
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.peers import To
 from .runtime.caller.stream import Stream, open_stream
-from .runtime.fanout.peer_group import PeerGroup, Quorum
+from .runtime.fanout.options import Quorum
+from .runtime.fanout.peer_group import PeerGroup
 from .runtime.node import registry
 from .runtime.publication.subscription import Publication, Subscription
 from .runtime.references.rref import RRef

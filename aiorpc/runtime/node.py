@@ -41,6 +41,7 @@ from .engine.lag import LoopMonitor
 from .engine.lifetime import Lifetime
 from .engine.lines import LineWatch
 from .engine.steps import Steps
+from .fanout.barriers import Barriers
 from .gradients.contexts import Gradients
 from .group.accepting import Acceptor
 from .group.connecting import Connector
@@ -146,6 +147,7 @@ class Node:
         stack.callback(self.references.close)
         self.peers = Peers(self)
         self.retries = Retries(self)
+        self.barriers = Barriers(self)
         self.services: set[Service] = set()
         self.group = Group(self, list(meeting.records))
         stack.callback(self.group.close)

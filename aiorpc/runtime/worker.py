@@ -32,7 +32,8 @@ from .calls.current import CommonHome, current_node
 from .calls.pending import PendingCall
 from .engine.loops import LoopThread
 from .fanout.members import make_members
-from .fanout.peer_group import GroupOptions, PeerGroup, Quorum, check_quorum
+from .fanout.options import GroupOptions, Quorum, check_quorum
+from .fanout.peer_group import PeerGroup
 from .group.events import Events, Listener
 from .group.group import ShutdownReport, present
 from .hooks import Hooks

@@ -68,7 +68,7 @@ class Retries:
 
     def call(
         self,
-        to: To,
+        to: To | Callable[[], To],
         function: Callable[..., Any] | ObjectMethod,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -78,6 +78,7 @@ class Retries:
     ) -> Future[Any]:
         """Make a call that is tried again; timeout: seconds for all tries, 0 for no limit.
 
+        to: the worker, or what chooses one for each try.
         Raises what `Peer.call` raises, but for Overloaded; RpcUsageError in a context of autograd.
         """
         if current_autograd.get():
@@ -93,14 +94,14 @@ class Retries:
             deadline = serving.deadline if deadline is None else min(deadline, serving.deadline)
         tries = Tries(options.retries, options.backoff, deadline, self.random)
         number = next(self._numbers) if options.idempotent else None
-        subject = f"the call of {describe(function)} on worker {to!r}"
+        subject = f"the call of {describe(function)} on {'one of a group' if callable(to) else f'worker {to!r}'}"
         future = RetriedFuture(self, engine, tries, subject, site)
         future.begin(partial(self._make, to, function, args, kwargs, tries, site, number, options.wait))
         return future
 
     def _make(
         self,
-        to: To,
+        to: To | Callable[[], To],
         function: Callable[..., Any] | ObjectMethod,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -112,7 +113,8 @@ class Retries:
         """One try."""
         seconds = 0.0 if tries.deadline is None else max(tries.deadline - time.monotonic(), 0.001)
         once = None if number is None else (number, tries.made - 1)
-        return self._home.peers.find(to).call(function, args, kwargs, seconds, wait=wait, one_try=Try(site, once))
+        peer = self._home.peers.find(to() if callable(to) else to)
+        return peer.call(function, args, kwargs, seconds, wait=wait, one_try=Try(site, once))
 
     def pause(self, future: RetriedFuture, seconds: float) -> None:
         """That call waits for its next try from now on."""

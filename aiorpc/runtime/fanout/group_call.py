@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from ...channels.landing import Arrival
-from ...errors import RpcCancelled, RpcError
+from ...errors import RpcCancelled
 from ...futures import CallSite, Future
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
@@ -74,9 +74,9 @@ class GroupCall(Future[Outcomes]):
             self._arrivals[place] = call.arrival  # type: ignore[assignment]  # what calls have is an Arrival
         self._take(place, Outcome(self._names[place], call._value, error, error is None or came_from_afar(error)))
 
-    def refused(self, place: int, error: RpcError) -> None:
-        """Nothing was sent to the member of that place, for that reason."""
-        self._take(place, Outcome(self._names[place], None, error, False))
+    def refused(self, place: int, error: BaseException) -> None:
+        """Nothing is sent to the member of that place, for that reason."""
+        self._take(place, Outcome(self._names[place], None, error, came_from_afar(error)))
 
     def _take(self, place: int, outcome: Outcome) -> None:
         with self._lock:

@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-from ...errors import Overloaded, RpcError, RpcUsageError
+from ...errors import RpcUsageError
 from ...futures import CallSite, Future, call_site
 from ...protocol.identity import WorkerInfo
-from ..caller.peer import Peer
+from ..caller.peer import Peer, Try
 from ..caller.peers import Peers
-from ..caller.retrying import Retries, RetryOptions
+from ..caller.retrying import Retries
+from ..caller.stream import open_stream
+from ..calls.functions import describe
+from ..group.events import Events
 from ..references.references import References
+from .barriers import GroupForBarriers, come
 from .group_call import GroupCall
-from .members import Home as MembersHome
-from .members import Members
+from .group_stream import GroupStream
+from .mapping import map_items
+from .members import GroupForMembers, Members
+from .options import GroupOptions, Quorum, check_quorum, count_of
 from .outcomes import Outcomes
+from .rref_group import RRefGroup
 from .sending import Home as SendingHome
-from .sending import Sending
-
-Quorum = int | float
+from .sending import Sending, send_all
 
 
-class Home(MembersHome, SendingHome, Protocol):
+class GroupForPeerGroups(GroupForMembers, GroupForBarriers, Protocol):
+    """The workers that met (`Group`), as far as groups of peers need it."""
+
+
+class Home(SendingHome, Protocol):
     """What a group of peers needs of the worker whose calls are made through it."""
 
     peers: Peers
+    news: Events
     references: References
     retries: Retries
 
-
-class GroupOptions(NamedTuple):
-    """How the calls of a group are made. timeout: seconds, 0 for no limit. quorum: see `check_quorum`; None for all.
-
-    retry: how each member's call is tried again; with 0 retries it is not, and only its `wait` counts.
-    """
-
-    timeout: float
-    quorum: Quorum | None
-    retry: RetryOptions
-
-
-def check_quorum(quorum: Any) -> Quorum | None:
-    """A number of members, or a share of them above 0 and up to 1.0; None as it is. RpcUsageError for all else."""
-    if quorum is None or (type(quorum) is int and quorum >= 1) or (type(quorum) is float and 0.0 < quorum <= 1.0):
-        return quorum
-    raise RpcUsageError(
-        f"quorum is a number of members from 1 on, or a share of them as a float above 0 and up to 1.0, not {quorum!r}"
-    )
-
-
-def count_of(quorum: Quorum | None, members: int) -> int | None:
-    """How many of so many members a quorum asks for. RpcUsageError if it is more than there are."""
-    if type(quorum) is float:
-        return math.ceil(quorum * members - 1e-9)  # of ten 0.3 are three, not four
-    if quorum is not None and quorum > members:
-        raise RpcUsageError(f"a quorum of {quorum} is more than the group has, which is {members}; nothing was sent")
-    return quorum  # type: ignore[return-value]  # an int or None, as was just seen
+    @property
+    def group(self) -> GroupForPeerGroups: ...
 
 
 class PeerGroup:
@@ -69,6 +53,7 @@ class PeerGroup:
         self._home = home
         self._members = members
         self._options = options
+        self._turns = itertools.count()
         if members.count is not None:
             count_of(options.quorum, members.count)
 
@@ -151,30 +136,92 @@ class PeerGroup:
         sending.flush()
         return call
 
+    # --- one of them --------------------------------------------------------------------------------------------------
+
+    def any(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run ``function(*args, **kwargs)`` on the least busy member; the Future of its result, as of `aiorpc.call`.
+
+        That is the one with the fewest calls of this worker under way; equals take turns. With ``retries=`` each try
+        goes to the one that is the least busy then. Raises what `call` raises, with nothing sent, and Overloaded.
+        """
+        return self.call_one(function, args, kwargs, call_site(sys._getframe(1)))
+
+    def call_one(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite
+    ) -> Future[Any]:
+        """What `any` does. site: where the call was made."""
+        options, home = self._options, self._home
+        if options.retry.retries:
+            return home.retries.call(
+                lambda: self._least_busy().name, function, args, kwargs, options.timeout, options.retry, site
+            )
+        one_try = Try(site, None)
+        peer = self._least_busy()
+        return peer.call(function, args, kwargs, options.timeout, wait=options.retry.wait, one_try=one_try)
+
+    def _least_busy(self) -> Peer:
+        peers = self._members.now()
+        first = next(self._turns) % len(peers)
+        living = [peer for peer in (*peers[first:], *peers[:first]) if peer.gone is None]
+        return min(living, key=_calls_of) if living else peers[first]
+
+    def map(self, function: Callable[..., Any], items: Iterable[Any] | AsyncIterable[Any], /) -> AsyncGenerator[Any]:
+        """``async for result in group.map(function, items)``: ``function(item)`` for each, on the least busy member.
+
+        Results come in the order of items. At most two items for each member are under way or wait to be taken, so
+        items are taken as results are. An item that fails raises its error in its place; with ``retries=`` one whose
+        member was lost goes to another member. Leaving the loop early calls off what is under way.
+        """
+        site = call_site(sys._getframe(1))
+        return map_items(lambda item: self.call_one(function, (item,), {}, site), items, lambda: 2 * len(self.members))
+
+    # --- streams, references ------------------------------------------------------------------------------------------
+
+    def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> GroupStream:
+        """``async for name, item in group.stream(generator_function, *args)``: the items of all members, as they come.
+
+        Those of one member are in their order. A member that fails or is lost does not end the others; GroupError
+        follows behind the last item. The timeout is for each item. Raises what `aiorpc.stream` raises, and refuses
+        groups with ``retries=``.
+        """
+        self._refuse_retries("stream")
+        options, streams = self._options, []
+        for peer in self._members.now():
+            stream = open_stream(peer, function, args, kwargs, options.timeout, wait=options.retry.wait)
+            streams.append((peer.name, stream))
+        return GroupStream(describe(function), streams)
+
+    def remote(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRefGroup:
+        """References to the results of ``function(*args, **kwargs)`` on each member, to be called together.
+
+        Raises what `aiorpc.remote` raises, and refuses groups with ``retries=``.
+        """
+        self._refuse_retries("remote")
+        home, timeout = self._home, self._options.timeout
+        create = home.references.create
+        peers = self._members.now()
+        made = [(peer.name, create(peer, function, args, kwargs, timeout, depth=2)) for peer in peers]
+        return RRefGroup(home, made, self._options)
+
+    def _refuse_retries(self, verb: str) -> None:
+        if self._options.retry.retries:
+            raise RpcUsageError(f"{verb}() is not tried again: use a group without retries=")
+
+    # --- together -----------------------------------------------------------------------------------------------------
+
+    def barrier(self, tag: str = "") -> Future[None]:
+        """Wait until every member has come to the barrier of that tag; each of them calls this, on a group of the same.
+
+        A Future, to await or to wait for. It raises PeerLost as soon as a member is lost, PeerClosed if one has left,
+        and RpcTimeout, which names who has not come, when the timeout of the group is over. Cancelling it, or a
+        timeout, takes this worker back from the barrier. RpcUsageError for a worker that is no member.
+        """
+        return come(self._home, self._members.now(), tag, self._options.timeout)
+
     def __repr__(self) -> str:
         return f"<aiorpc.group {self._members.describe()}, timeout {self._options.timeout:g} s>"
 
 
-def send_all(call: GroupCall, count: int, send: Callable[[int], Future[Any]]) -> None:
-    """Make the calls to so many members, one after the other, unless the call is over before.
-
-    What is wrong with the call itself is raised if that shows at the first one: then nothing has been sent.
-    """
-    try:
-        for place in range(count):
-            if call.over:
-                return
-            try:
-                call.follow(place, send(place))
-            except RpcError as error:
-                if place == 0 and isinstance(error, RpcUsageError) and not isinstance(error, Overloaded):
-                    raise
-                call.refused(place, error)
-    except BaseException:
-        call.cancel()
-        raise
-
-
-def busyness(peer: Peer) -> int:
+def _calls_of(peer: Peer) -> int:
     """How many calls of users this worker has under way to that one."""
     return len(peer.owed.pending) - peer.owed.system

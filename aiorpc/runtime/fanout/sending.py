@@ -14,7 +14,7 @@ from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
 from ...channels.shm import Copies
-from ...errors import RpcUsageError, SerializationError
+from ...errors import RpcError, RpcUsageError, SerializationError
 from ...futures import CallSite, Future, current_autograd
 from ...protocol.frames import CALL, HEAD, encode_frame
 from ...protocol.messages import ByName, Call, Function, Method, with_head, without_head, write_plain
@@ -28,6 +28,7 @@ from ..calls.functions import describe
 from ..calls.values import encode
 from ..links.link import FEW, Link
 from ..links.memory import Memory
+from .group_call import GroupCall
 
 
 class GradientsForSending(Protocol):
@@ -236,3 +237,23 @@ class Sending:
                 peer.post(link, message, copies)
         finally:
             copies.close()
+
+
+def send_all(call: GroupCall, count: int, send: Callable[[int], Future[Any]]) -> None:
+    """Make the calls to so many members, one after the other, unless the call is over before.
+
+    What is wrong with the call itself is raised if that shows at the first one: then nothing has been sent.
+    """
+    try:
+        for place in range(count):
+            if call.over:
+                return
+            try:
+                call.follow(place, send(place))
+            except RpcError as error:
+                if place == 0 and isinstance(error, RpcUsageError):
+                    raise
+                call.refused(place, error)
+    except BaseException:
+        call.cancel()
+        raise

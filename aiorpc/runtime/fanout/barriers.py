@@ -1,0 +1,165 @@
+"""Barriers: the members of a group wait for each other at the one with the lowest id.
+
+A barrier is known by its tag and the ids of its members. It is there from the first arrival until all have come, or
+nobody waits at it any more. Its end is decided on the loop of that member, by the arrival of the last one or by the
+first news that a member is gone; whoever gives up before is taken back, and may come again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+from ...errors import Overloaded, PeerClosed, PeerLost, RpcTimeout, RpcUsageError
+from ...futures import Future
+from ...protocol.identity import NAME_LIMIT, WorkerRecord
+from ..caller.peer import Peer
+from ..caller.peers import Peers
+from ..calls.current import CommonHome, current_call
+from ..calls.functions import system
+from ..group.events import Events
+
+_MOST = 1024  # barriers at which others wait here
+_MOST_MEMBERS = 65_536
+_GRACE = 5.0  # seconds that a caller waits longer than the barrier itself, for the word who is missing
+
+
+class GroupForBarriers(Protocol):
+    """The workers that met (`Group`), as far as barriers need it."""
+
+    def is_gone(self, record: WorkerRecord) -> bool: ...
+
+
+class Home(CommonHome, Protocol):
+    """What barriers need of the worker."""
+
+    peers: Peers
+    news: Events
+
+    @property
+    def group(self) -> GroupForBarriers: ...
+
+
+def come(home: Home, peers: Sequence[Peer], tag: str, timeout: float) -> Future[None]:
+    """This worker comes to a barrier of these members. Raises RpcUsageError, and what `Peers.id_of` raises."""
+    if type(tag) is not str or len(tag) > NAME_LIMIT:
+        raise RpcUsageError(f"the tag of a barrier is a text of at most {NAME_LIMIT} characters, not {tag!r:.80}")
+    ids = {home.peers.id_of(peer): peer for peer in peers}
+    if home.engine.id not in ids:
+        raise RpcUsageError(
+            f"worker {home.engine.name!r} is no member of the group, so nobody waits for it at a barrier"
+        )
+    patience = timeout + _GRACE if timeout else 0.0
+    return ids[min(ids)].call(come_to_barrier, (tag, sorted(ids), timeout), None, patience, system=True)
+
+
+class _Key(NamedTuple):
+    tag: str
+    members: tuple[int, ...]
+
+
+class _Barrier:
+    """One barrier. over: is settled with the ids of those that are gone; with none if all have come."""
+
+    def __init__(self, over: asyncio.Future[tuple[int, ...]], watch: asyncio.Task[None]) -> None:
+        self.over = over
+        self.watch = watch
+        self.arrived: set[int] = set()
+
+
+class Barriers:
+    """The barriers at which members wait here. On the loop."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._barriers: dict[_Key, _Barrier] = {}
+
+    async def arrive(self, caller: int, tag: str, members: tuple[int, ...], timeout: float) -> None:
+        """A member has come, and waits. timeout: seconds, 0 for no limit. Raises what `PeerGroup.barrier` raises."""
+        if caller not in members or self._home.engine.id != min(members):
+            raise RpcUsageError("a member comes to a barrier of its own group, at the member with the lowest id")
+        key = _Key(tag, members)
+        barrier = self._barriers.get(key)
+        if barrier is None:
+            if len(self._barriers) >= _MOST:
+                raise Overloaded(f"members wait at {_MOST} barriers of worker {self._home.engine.name!r} already")
+            over = self._home.engine.loop.create_future()
+            watch = self._home.engine.tasks.spawn(self._watch(members, over))
+            barrier = self._barriers[key] = _Barrier(over, watch)
+        if caller in barrier.arrived:
+            raise RpcUsageError(
+                f"worker {self._name(caller)!r} waits at barrier {tag!r} already; give one of them a tag"
+            )
+        barrier.arrived.add(caller)
+        if len(barrier.arrived) == len(members):
+            self._end(key, barrier, ())
+        try:
+            gone = await asyncio.wait_for(asyncio.shield(barrier.over), timeout or None)
+        except TimeoutError:
+            missing = ", ".join(self._name(each) for each in members if each not in barrier.arrived)
+            text = f"barrier {tag!r} of {len(members)} workers: after {timeout:g} s {missing} had not come"
+            raise RpcTimeout(text, function="barrier", seconds=timeout) from None
+        finally:
+            barrier.arrived.discard(caller)
+            if not barrier.arrived and self._barriers.get(key) is barrier:
+                self._end(key, barrier, ())
+        if gone:
+            self._raise(tag, gone)
+
+    def _end(self, key: _Key, barrier: _Barrier, gone: tuple[int, ...]) -> None:
+        self._barriers.pop(key, None)
+        barrier.watch.cancel()
+        if not barrier.over.done():
+            barrier.over.set_result(gone)
+
+    async def _watch(self, members: tuple[int, ...], over: asyncio.Future[tuple[int, ...]]) -> None:
+        """End a barrier when one of its members is gone."""
+        listener = self._home.news.listen()
+        try:
+            while not (gone := tuple(each for each in members if self._is_gone(each))):
+                await anext(listener)
+            if not over.done():
+                over.set_result(gone)
+        except StopAsyncIteration:  # this worker leaves, and whoever waits hears of that
+            pass
+        finally:
+            await listener.aclose()
+
+    def _is_gone(self, member: int) -> bool:
+        peer = self._home.peers.by_id(member)
+        return peer.gone is not None or (peer.record is not None and self._home.group.is_gone(peer.record))
+
+    def _name(self, member: int) -> str:
+        return self._home.peers.describe(member)
+
+    def _raise(self, tag: str, gone: tuple[int, ...]) -> None:
+        names = ", ".join(self._name(each) for each in gone)
+        first = self._home.peers.by_id(gone[0])
+        text = f"barrier {tag!r}: {names} will not come any more"
+        if isinstance(first.gone, PeerLost):
+            raise PeerLost(f"{text}: {first.gone}", worker=first.name, cause=first.gone.cause)
+        raise PeerClosed(f"{text}: gone, or left in good order")
+
+
+class _NodeForBarriers(Protocol):
+    barriers: Barriers
+
+
+@system
+async def come_to_barrier(tag: Any, members: Any, timeout: Any) -> None:
+    """Handler, on the member with the lowest id: the caller has come to a barrier. It is answered when all have."""
+    if not (
+        type(tag) is str
+        and len(tag) <= NAME_LIMIT
+        and type(members) is list
+        and 0 < len(members) <= _MOST_MEMBERS
+        and all(type(each) is int for each in members)
+        and type(timeout) is float
+        and timeout >= 0
+    ):
+        raise RpcUsageError("a barrier has a tag, members and a timeout")
+    call = current_call.get()
+    assert call is not None, "this function is a handler"
+    barriers = cast(_NodeForBarriers, call.node).barriers
+    await barriers.arrive(call.caller_id, tag, tuple(members), timeout)

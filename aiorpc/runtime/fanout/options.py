@@ -1,0 +1,40 @@
+"""How the calls of a group of peers are made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ...errors import RpcUsageError
+from ..caller.retrying import RetryOptions
+
+Quorum = int | float
+
+
+class GroupOptions(NamedTuple):
+    """How the calls of a group are made. timeout: seconds, 0 for no limit. quorum: see `check_quorum`; None for all.
+
+    retry: how each member's call is tried again; with 0 retries it is not, and only its `wait` counts.
+    """
+
+    timeout: float
+    quorum: Quorum | None
+    retry: RetryOptions
+
+
+def check_quorum(quorum: Any) -> Quorum | None:
+    """A number of members, or a share of them above 0 and up to 1.0; None as it is. RpcUsageError for all else."""
+    if quorum is None or (type(quorum) is int and quorum >= 1) or (type(quorum) is float and 0.0 < quorum <= 1.0):
+        return quorum
+    raise RpcUsageError(
+        f"quorum is a number of members from 1 on, or a share of them as a float above 0 and up to 1.0, not {quorum!r}"
+    )
+
+
+def count_of(quorum: Quorum | None, members: int) -> int | None:
+    """How many of so many members a quorum asks for. RpcUsageError if it is more than there are."""
+    if type(quorum) is float:
+        return math.ceil(quorum * members - 1e-9)  # of ten 0.3 are three, not four
+    if quorum is not None and quorum > members:
+        raise RpcUsageError(f"a quorum of {quorum} is more than the group has, which is {members}; nothing was sent")
+    return quorum  # type: ignore[return-value]  # an int or None, as was just seen

@@ -1,0 +1,156 @@
+"""References to values of several workers, whose methods are called together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol, overload
+
+from ...errors import RpcUsageError
+from ...futures import CallSite, Future, call_site
+from ...protocol.messages import Fetch, Method
+from ..caller.peer import Try
+from ..caller.peers import Peers
+from ..references.rref import RRef
+from .group_call import GroupCall
+from .options import GroupOptions, count_of
+from .outcomes import Outcomes
+from .sending import Home as SendingHome
+from .sending import Sending, send_all
+
+
+class Home(SendingHome, Protocol):
+    """What references to values of several workers need of the one that has them."""
+
+    peers: Peers
+
+
+class RRefGroup(Sequence[RRef[Any]]):
+    """An `RRef` for each member of a group, in the order of members; ``refs["a0"]`` is that of one. Any thread.
+
+    `rpc_async`, `rpc_sync` and `remote` give proxies, as those of an RRef do, whose methods run on all owners.
+    """
+
+    def __init__(self, home: Home, made: Sequence[tuple[str, RRef[Any]]], options: GroupOptions) -> None:
+        self._home = home
+        self._names = [name for name, _ in made]
+        self._refs = [ref for _, ref in made]
+        self._options = options
+
+    def rpc_async(self, timeout: float = -1.0) -> Any:
+        """A proxy whose methods run on all owners and return a `GroupCall` at once.
+
+        timeout: seconds; negative for that of the group, 0 for no limit.
+        """
+        return _GroupProxy(lambda name, args, kwargs, site: self._call(name, args, kwargs, timeout, site))
+
+    def rpc_sync(self, timeout: float = -1.0) -> Any:
+        """A proxy whose methods block for the `Outcomes`; not on the worker's loop. timeout: as of `rpc_async`."""
+
+        def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite) -> Outcomes:
+            self._home.engine.refuse_on_loop(f"refs.rpc_sync().{name}()", f"await refs.rpc_async().{name}()")
+            return self._call(name, args, kwargs, timeout, site).wait()
+
+        return _GroupProxy(call)
+
+    def remote(self, timeout: float = -1.0) -> Any:
+        """A proxy whose methods return an `RRefGroup` of their results at once. timeout: as of `rpc_async`."""
+
+        def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _: CallSite) -> RRefGroup:
+            made = [getattr(ref.remote(self._seconds(timeout)), name)(*args, **kwargs) for ref in self._refs]
+            return RRefGroup(self._home, [*zip(self._names, made, strict=True)], self._options)
+
+        return _GroupProxy(call)
+
+    def to_here(self, timeout: float = -1.0) -> Outcomes:
+        """Copies of all values, as `Outcomes`; blocks. Not on the worker's loop: ``await refs`` there."""
+        self._home.engine.refuse_on_loop("refs.to_here()", "await refs")
+        return self._fetch(self._seconds(timeout), call_site(sys._getframe(1))).wait()
+
+    def __await__(self) -> Generator[Any, None, Outcomes]:
+        """The same as `to_here`, without blocking."""
+        return self._fetch(self._options.timeout, call_site(sys._getframe(1))).__await__()
+
+    def _seconds(self, timeout: float) -> float:
+        return self._options.timeout if timeout < 0 else self._home.engine.timeout(timeout)
+
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, site: CallSite
+    ) -> GroupCall:
+        peers = [self._home.peers.by_id(ref._owner) for ref in self._refs]
+        methods = [Method(*ref._rref, name) for ref in self._refs]
+        sending = Sending(self._home, peers, None, args, kwargs, self._seconds(timeout), site=site, methods=methods)
+        sending.prepare()
+        call = self._make(name, site)
+        self._send_all(call, sending.send)
+        sending.flush()
+        return call
+
+    def _fetch(self, seconds: float, site: CallSite) -> GroupCall:
+        by_id = self._home.peers.by_id
+
+        def send(place: int) -> Future[Any]:
+            ref = self._refs[place]
+            return by_id(ref._owner).call(Fetch(*ref._rref), (), None, seconds, one_try=Try(site, None))
+
+        call = self._make("to_here", site)
+        self._send_all(call, send)
+        return call
+
+    def _make(self, function: str, site: CallSite) -> GroupCall:
+        quorum = count_of(self._options.quorum, len(self._refs))
+        return GroupCall(self._home.engine, function, self._names, quorum, site)
+
+    def _send_all(self, call: GroupCall, send: Callable[[int], Future[Any]]) -> None:
+        """To all whose reference can be used: the others have their outcome at once."""
+        for place, ref in enumerate(self._refs):
+            try:
+                ref._check()
+            except Exception as error:
+                call.refused(place, error)
+        send_all(call, len(self._refs), send)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __iter__(self) -> Iterator[RRef[Any]]:
+        return iter(self._refs)
+
+    @overload
+    def __getitem__(self, which: int | str) -> RRef[Any]: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> list[RRef[Any]]: ...
+
+    def __getitem__(self, which: int | str | slice) -> RRef[Any] | list[RRef[Any]]:
+        """By place, or by the name of a member. KeyError if there is no such member."""
+        if not isinstance(which, str):
+            return self._refs[which]
+        if which not in self._names:
+            raise KeyError(which)
+        return self._refs[self._names.index(which)]
+
+    def __reduce__(self) -> Any:
+        raise RpcUsageError("references of a group travel as a list: pass list(refs)")
+
+    def __repr__(self) -> str:
+        return f"<aiorpc.RRefGroup of {len(self._refs)} references>"
+
+
+_Make = Callable[[str, tuple[Any, ...], dict[str, Any], CallSite], Any]
+
+
+class _GroupProxy:
+    """Methods of the values. make: makes a call of a method of that name."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: _Make) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        make = self._make
+        return lambda *args, **kwargs: make(name, args, kwargs, call_site(sys._getframe(1)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._make("__call__", args, kwargs, call_site(sys._getframe(1)))

@@ -1,0 +1,383 @@
+"""The other verbs of groups: the least busy member, many items, streams, references, barriers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc
+from aiorpc import (
+    GroupError,
+    Overloaded,
+    PeerClosed,
+    PeerLost,
+    RpcBackendOptions,
+    RpcTimeout,
+    RpcUsageError,
+    SerializationError,
+    UnknownWorker,
+    Worker,
+)
+from aiorpc.runtime.fanout.barriers import come_to_barrier
+from aiorpc.testing import Faults, cluster
+from tests.runtime.waiting import until, until_no_references
+
+_gates: dict[str, asyncio.Event] = {}
+_begun: list[str] = []
+_closed: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    for kept in (_gates, _begun, _closed):
+        kept.clear()
+
+
+@pytest.fixture
+async def four() -> AsyncIterator[list[Worker]]:
+    async with cluster(4) as workers:
+        yield workers
+
+
+def iter_nothing() -> Iterator[int]:
+    yield from ()
+
+
+async def name_of(value: Any = None) -> tuple[str, Any]:
+    return aiorpc.current().name, value
+
+
+async def held(value: Any = None) -> tuple[str, Any]:
+    """Waits for the gate of its worker, if there is one."""
+    name = aiorpc.current().name
+    _begun.append(name)
+    if name in _gates:
+        await _gates[name].wait()
+    return name, value
+
+
+# --- any --------------------------------------------------------------------------------------------------------------
+
+
+async def test_any_goes_to_the_least_busy_member(four: list[Worker]) -> None:
+    """Equals take turns; who has much to do is left out, and who is gone."""
+    group = four[0].group(["worker1", "worker2", "worker3"])
+    assert Counter([(await group.any(name_of))[0] for _ in range(6)]) == {"worker1": 2, "worker2": 2, "worker3": 2}
+    _gates["worker2"] = asyncio.Event()
+    calls = [four[0].call("worker2", held) for _ in range(3)]
+    assert {(await group.any(name_of))[0] for _ in range(6)} == {"worker1", "worker3"}
+    _gates["worker2"].set()
+    await asyncio.gather(*calls)
+    await four[3].drop()
+    await until(lambda: len(four[0].worker_infos()) == 3)
+    assert {(await group.any(name_of))[0] for _ in range(6)} == {"worker1", "worker2"}
+
+
+async def test_any_with_retries_tries_another_member(four: list[Worker]) -> None:
+    """Each try chooses anew."""
+    group = four[0].group("worker[123]", retries=3, backoff=0.01)
+    with Faults(four[0]) as faults:
+        faults.fail("call", times=2, error=Overloaded("full"))
+        name, value = await group.any(name_of, 7)
+    assert (name in ("worker1", "worker2", "worker3"), value) == (True, 7)
+
+
+async def test_any_refuses_what_call_refuses(four: list[Worker]) -> None:
+    """Before anything is sent."""
+    with pytest.raises(UnknownWorker):
+        four[0].group("x*").any(name_of)
+    with pytest.raises(SerializationError):
+        four[0].group("*").any(name_of, iter_nothing())
+
+
+# --- map --------------------------------------------------------------------------------------------------------------
+
+
+async def test_map_gives_results_in_the_order_of_items(four: list[Worker]) -> None:
+    """However long each takes; all members have some of them."""
+    results = [result async for result in four[0].group("worker[123]").map(held, range(20))]
+    assert [value for _, value in results] == list(range(20))
+    assert {name for name, _ in results} == {"worker1", "worker2", "worker3"}
+
+
+async def test_map_takes_items_as_results_are_taken(four: list[Worker]) -> None:
+    """At most two items for each member are ahead; a slow member gets no more than that."""
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(1_000_000):
+            taken.append(number)
+            yield number
+
+    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
+    results = four[0].group(["worker1", "worker2"]).map(held, items())
+    first = asyncio.ensure_future(anext(results))
+    await until(lambda: len(_begun) == 4)
+    assert Counter(_begun) == {"worker1": 2, "worker2": 2}
+    assert len(taken) <= 5
+    for gate in _gates.values():
+        gate.set()
+    assert (await first)[1] == 0
+    assert [(await anext(results))[1] for _ in range(5)] == [1, 2, 3, 4, 5]
+    await results.aclose()
+    assert len(taken) <= 6 + 5
+
+
+async def test_map_takes_an_asynchronous_iterable(four: list[Worker]) -> None:
+    """A result is there although the next item is not."""
+    more = asyncio.Event()
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+        await more.wait()
+        yield 2
+
+    results = four[0].group("worker[12]").map(name_of, items())
+    assert (await anext(results))[1] == 1
+    more.set()
+    assert [value async for _, value in results] == [2]
+
+
+async def fail_for(value: int, bad: int = 3) -> int:
+    if value == bad:
+        raise ValueError(value)
+    return value
+
+
+async def test_map_raises_an_error_in_the_place_of_its_item(four: list[Worker]) -> None:
+    """Of the function, of the items, and of a member that is lost; what is under way is called off."""
+    seen = []
+    with pytest.raises(ValueError, match="3"):
+        async for result in four[0].group("worker[12]").map(fail_for, range(9)):
+            seen.append(result)
+    assert seen == [0, 1, 2]
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise KeyError("items")
+
+    with pytest.raises(KeyError, match="items"):
+        [result async for result in four[0].group("worker[12]").map(fail_for, broken())]
+    with pytest.raises(RpcUsageError, match="iterable"):
+        await anext(four[0].group("*").map(fail_for, 5))  # type: ignore[arg-type]
+    with pytest.raises(UnknownWorker):
+        await anext(four[0].group("x").map(fail_for, [1]))
+
+
+async def test_a_map_that_is_left_calls_off_what_is_under_way(four: list[Worker]) -> None:
+    """Nothing runs on."""
+    _gates["worker2"] = asyncio.Event()
+    async for _, value in four[0].group(["worker1", "worker2"]).map(held, range(100)):
+        if value >= 0:
+            break
+        raise AssertionError
+    gc.collect()
+    await until(lambda: not any(worker.pending_calls() for worker in four))
+
+
+async def test_a_map_hands_the_items_of_a_lost_member_to_others(four: list[Worker]) -> None:
+    """With retries; each item has its result once."""
+    _gates["worker3"] = asyncio.Event()
+    group = four[0].group(["worker1", "worker2", "worker3"], retries=5, backoff=0.01)
+    results = group.map(held, range(12))
+    first = asyncio.ensure_future(anext(results))
+    await until(lambda: "worker3" in _begun)
+    await four[3].drop()
+    values = [await first, *[result async for result in results]]
+    assert [value for _, value in values] == list(range(12))
+    assert {name for name, _ in values} == {"worker1", "worker2"}
+
+
+# --- stream -----------------------------------------------------------------------------------------------------------
+
+
+async def count(limit: int, *bad: str) -> AsyncIterator[int]:
+    name = aiorpc.current().name
+    try:
+        for number in range(limit):
+            if name in bad and number == 2:
+                raise ValueError(name)
+            yield number
+    finally:
+        _closed.append(name)
+
+
+async def test_the_items_of_all_members_come_with_their_names(four: list[Worker]) -> None:
+    """Those of one member in their order."""
+    items: dict[str, list[int]] = {}
+    async for name, item in four[0].group("worker*").stream(count, 30):
+        items.setdefault(name, []).append(item)
+    assert items == {worker.name: list(range(30)) for worker in four}
+
+
+async def test_a_stream_that_fails_does_not_end_the_others(four: list[Worker]) -> None:
+    """Who failed is told behind the last item."""
+    seen: Counter[str] = Counter()
+    with pytest.raises(GroupError, match="1 of 3 streams") as caught:
+        async for name, _ in four[0].group("worker[123]").stream(count, 10, "worker2"):
+            seen[name] += 1
+    assert seen == {"worker1": 10, "worker2": 2, "worker3": 10}
+    assert caught.value.failed == ("worker2",)
+
+
+async def test_leaving_a_stream_stops_all_producers(four: list[Worker]) -> None:
+    """By the end of the block, and by dropping the stream; a producer stops while nobody takes items."""
+    async with four[0].group("worker[12]").stream(count, 1_000_000) as items:
+        async for _, number in items:
+            if number == 100:
+                break
+    await until(lambda: sorted(_closed) == ["worker1", "worker2"])
+    async for _ in four[0].group("worker3").stream(count, 1_000_000):
+        break
+    gc.collect()
+    await until(lambda: "worker3" in _closed)
+    with pytest.raises(RpcUsageError, match="retries"):
+        four[0].group("worker3", retries=1).stream(count, 1)
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+class Total:
+    def __init__(self, start: int) -> None:
+        if start < 0 and aiorpc.current().name == "worker2":
+            raise ValueError(start)
+        self.value = start
+
+    def add(self, amount: Any) -> Any:
+        self.value = self.value + amount
+        return self.value
+
+    def __call__(self) -> str:
+        return aiorpc.current().name
+
+
+async def test_references_on_each_member_are_called_together(four: list[Worker]) -> None:
+    """Methods, methods whose results stay there, and the values themselves."""
+    refs = four[0].group("worker[123]").remote(Total, 5)
+    assert (await refs.rpc_async().add(2)).values() == [7, 7, 7]
+    assert (await refs.rpc_async()()).values() == ["worker1", "worker2", "worker3"]
+    assert (await refs["worker2"].rpc_async().add(1)) == 8
+    assert (await refs.rpc_async().add(0)).answers == {"worker1": 7, "worker2": 8, "worker3": 7}
+    results = refs.remote().add(10)
+    assert (await results).values() == [17, 18, 17]
+    assert [ref.owner_name() for ref in refs] == ["worker1", "worker2", "worker3"]
+    assert await asyncio.to_thread(_add_blocking, refs) == [17, 18, 17]
+    assert (await asyncio.to_thread(results.to_here)).values() == [17, 18, 17]
+    with pytest.raises(KeyError):
+        refs["worker9"]
+    with pytest.raises(aiorpc.WouldBlockLoop):
+        refs.rpc_sync().add(0)
+    with pytest.raises(SerializationError, match="argument 0"):
+        refs.rpc_async().add(iter_nothing())
+    del refs, results
+    await until_no_references(four)
+
+
+def _add_blocking(refs: aiorpc.RRefGroup) -> list[int]:
+    return refs.rpc_sync().add(0).values()  # type: ignore[no-any-return]  # a proxy has no types
+
+
+async def test_a_large_argument_of_a_method_is_one_for_all(four: list[Worker]) -> None:
+    """As of functions; each has its own tensor."""
+    refs = four[0].group("worker[123]").remote(Total, 0)
+    big = torch.ones(600_000)
+    for number in range(1, 4):
+        assert [int(each[-1]) for each in (await refs.rpc_async().add(big)).values()] == [number] * 3
+
+
+async def test_a_reference_that_could_not_be_made_fails_at_its_member(four: list[Worker]) -> None:
+    """The others answer."""
+    refs = four[0].group("worker[123]").remote(Total, -1)
+    outcomes = await refs.rpc_async().add(1)
+    assert outcomes.answers == {"worker1": 0, "worker3": 0}
+    assert type(outcomes["worker2"].error) is ValueError
+    await four[3].drop()
+    await until(lambda: len(four[0].worker_infos()) == 3)
+    assert (await refs.rpc_async().add(1)).lost == ("worker3",)
+
+
+# --- barrier ----------------------------------------------------------------------------------------------------------
+
+
+async def test_members_wait_for_each_other(four: list[Worker]) -> None:
+    """Nobody goes on before all have come, time after time; other tags are other barriers."""
+    passed: list[tuple[int, str]] = []
+
+    async def come(worker: Worker, round_: int) -> None:
+        await worker.group("worker*").barrier()
+        passed.append((round_, worker.name))
+
+    for round_ in range(3):
+        early = [asyncio.ensure_future(come(worker, round_)) for worker in four[1:]]
+        await until(lambda: sum(len(each.arrived) for each in four[0].node.barriers._barriers.values()) == 3)
+        assert len(passed) == 4 * round_
+        await come(four[0], round_)
+        await asyncio.gather(*early)
+    other = [worker.group("worker[12]").barrier("other") for worker in four[1:3]]
+    await asyncio.gather(*other)
+    assert not four[0].node.barriers._barriers
+
+
+async def test_a_barrier_names_who_has_not_come(four: list[Worker]) -> None:
+    """After the timeout of the group; who was there has left it, and may come again."""
+    with pytest.raises(RpcTimeout, match="worker0, worker3 had not come"):
+        await asyncio.gather(*(worker.group("worker*", timeout=0.3).barrier() for worker in four[1:3]))
+    await asyncio.gather(*(worker.group("worker*").barrier() for worker in four))
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+async def test_a_barrier_ends_with_a_member(four: list[Worker], graceful: bool) -> None:
+    """Who waits is told at once who will not come, whether it died or left; also who comes later."""
+    waiting = [asyncio.ensure_future(_awaited(worker.group(["worker0", "worker1", "worker3"]))) for worker in four[:2]]
+    await until(lambda: sum(len(each.arrived) for each in four[0].node.barriers._barriers.values()) == 2)
+    if graceful:
+        await four[3].shutdown(graceful=False)
+    else:
+        await four[3].drop()
+    for each in waiting:
+        with pytest.raises(PeerClosed if graceful else PeerLost, match="worker3"):
+            await each
+    with pytest.raises((PeerClosed, PeerLost)):
+        await four[1].group(["worker0", "worker1", "worker3"]).barrier()
+
+
+async def _awaited(group: aiorpc.PeerGroup) -> None:
+    await group.barrier()
+
+
+async def test_who_gives_up_is_taken_back_from_the_barrier(four: list[Worker]) -> None:
+    """So the others do not go on without it."""
+    first = four[1].group("worker*").barrier()
+    await until(lambda: len(four[0].node.barriers._barriers) == 1)
+    first.cancel()
+    await until(lambda: not four[0].node.barriers._barriers)
+
+
+async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:
+    """Who is no member, a tag that is none, the same barrier twice at once, and whatever a peer may send."""
+    with pytest.raises(RpcUsageError, match="no member"):
+        four[0].group("worker[123]").barrier()
+    with pytest.raises(RpcUsageError, match="tag"):
+        four[0].group("worker*").barrier("x" * 1000)
+    first = four[1].group("worker*").barrier()
+    await until(lambda: len(four[0].node.barriers._barriers) == 1)
+    with pytest.raises(RpcUsageError, match="already"):
+        await four[1].group("worker*").barrier()
+    first.cancel()
+    for arguments in [(1, [0, 1], 1.0), ("", (0, 1), 1.0), ("", [0, "1"], 1.0), ("", [0, 1], -1.0), ("", [2, 3], 1.0)]:
+        with pytest.raises(RpcUsageError):
+            await four[1].call("worker0", come_to_barrier, *arguments)
+
+
+async def test_barriers_without_pickles() -> None:
+    """In a group with safe serialization, which runs nothing for anybody."""
+    async with cluster(2, options=RpcBackendOptions(serialization="safe", serve=[])) as workers:
+        await asyncio.gather(*(worker.group("*").barrier() for worker in workers))
