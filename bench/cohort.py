@@ -24,7 +24,14 @@ JOIN_SECONDS = 20.0
 START_SECONDS = 60.0
 COMMAND_SECONDS = 60.0
 _PRELOAD = ["torch", "torch.distributed.rpc", "uvloop", "aiorpc", "bench.rank"]
-_PRELOAD += ["bench.clients", "bench.bulk_clients", "bench.awaited", "bench.count_clients", "bench.message_clients"]
+_PRELOAD += [
+    "bench.clients",
+    "bench.bulk_clients",
+    "bench.awaited",
+    "bench.count_clients",
+    "bench.message_clients",
+    "bench.group_clients",
+]
 _PRELOAD += ["gymnasium.envs.classic_control", "aiorpc.examples._rl"]  # what the batch_rl example needs
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

@@ -14,6 +14,7 @@ from . import (
     counting,
     dropin,
     gradients,
+    groups,
     hardware,
     idle,
     latency,
@@ -73,6 +74,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
         "beside_compute", "no-op beside a handler that computes in pure Python, µs", latency.beside_compute, 27
     ),
     Measurement("workers", "cost per call and start-up as workers grow", scaling.workers, 80),
+    Measurement("groups", "a call to 32 workers at once, against a loop of calls", groups.groups, 0, compared=False),
     Measurement("idle", "processor time of idle workers", idle.idle, 13),
     Measurement("memory", "resident bytes per connection and per pending call", memory.memory, 20),
     Measurement(

@@ -20,6 +20,7 @@ from typing import TypedDict, Unpack
 from ..errors import RpcError, RpcUsageError
 from ..options import seconds as checked_seconds
 from ..runtime.caller.future import CallFuture
+from ..runtime.caller.member_call import MemberCall
 from ..runtime.caller.peers import To
 from ..runtime.engine.observing import Passage
 from ..runtime.node import Node, registry
@@ -189,7 +190,7 @@ class Faults:
             self._lanes.hold(lane, fault.delay, send)
         else:
             drop()
-            if fault.action == "fail" and isinstance(passage.call, CallFuture):
+            if fault.action == "fail" and isinstance(passage.call, CallFuture | MemberCall):
                 name = passage.record.name
                 error = fault.error or RpcError(f"a message to {name!r} could not be sent (on purpose)")
                 passage.call.refuse(error)

@@ -20,6 +20,7 @@ from ..protocol.messages import Call, Fetch, Method, ObjectMethod
 from ..protocol.packing import unpack
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.known import FunctionEntry
+from ..runtime.caller.member_call import MemberCall
 from ..runtime.calls.current import ServedCall
 from ..runtime.calls.functions import find_name, resolve
 from ..runtime.engine.engine import Engine
@@ -75,7 +76,7 @@ def describe(passage: Passage) -> SentMessage | None:
     if kind == Kind.REFERENCE:
         message = reference_messages.read(unpack(passage.body))
         return SentMessage(MessageKind.REFERENCE, worker, reference_messages.MESSAGES.word(message))
-    if kind == CALL and isinstance(call, CallFuture) and not call.system:
+    if kind == CALL and isinstance(call, CallFuture | MemberCall) and not call.system:
         return _describe_call(passage.message(), call.entry, worker)
     if kind in _OF_CALLEES and isinstance(call, ServedCall) and not (call.system or call.cancelled):
         return SentMessage(MessageKind.ITEM if kind == ITEM else MessageKind.REPLY, worker, call.function)

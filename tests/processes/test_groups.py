@@ -6,12 +6,13 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 import aiorpc as rpc
-from tests.processes.workers import group, until
+from tests.processes.workers import LIMIT, group, until
 
 FILES: dict[str, torch.Tensor] = {}
 
@@ -106,3 +107,40 @@ async def test_a_barrier_of_processes_ends_with_a_member() -> None:
 
 async def at_barrier(pattern: str = "w*") -> None:
     await rpc.group(pattern).barrier()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+async def test_calls_to_members_that_are_killed_one_by_one_all_end(seed: int) -> None:
+    """Under load, with large tensors: an outcome is a value, or of a member that was killed; no memory stays lent."""
+    random = Random(seed)
+    names = [f"w{number}" for number in range(1, 7)]
+    doomed = random.sample(names, 5)
+    async with group(7, ended=tuple(doomed), rpc_timeout=LIMIT) as (worker, children):
+        others = worker.group(names)
+        sent = torch.ones(1 << 20)
+        killed: set[str] = set()
+
+        async def call_on_and_on() -> int:
+            calls = 0
+            while len(killed) < len(doomed) or calls < 20:
+                outcomes = await others.call(total, sent)
+                calls += 1
+                assert set(outcomes.errors) == set(outcomes.lost) <= killed, outcomes.errors
+                assert set(outcomes.answers.values()) == {len(sent)}
+            return calls
+
+        tasks = [asyncio.ensure_future(call_on_and_on()) for _ in range(4)]
+        for name in doomed:
+            await asyncio.sleep(random.random() * 0.2)
+            killed.add(name)
+            children[name].kill()
+        async with asyncio.timeout(LIMIT):
+            await asyncio.gather(*tasks)
+        memory = worker.node.memory
+        await until(lambda: (memory.leases, memory.arena.blocks) == (0, 0))
+        assert not worker.pending_calls()
+
+
+def total(tensor: torch.Tensor) -> int:
+    return int(tensor.sum())

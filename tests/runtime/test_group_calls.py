@@ -298,6 +298,32 @@ def add_own_number(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.add_(aiorpc.current().id)
 
 
+async def test_faults_hit_the_calls_of_members_as_others(four: list[Worker]) -> None:
+    """Dropped, delayed and refused, by receiver and by function."""
+    group = four[0].group("worker*", timeout=0.5)
+    await group.call(name_of)
+    with Faults(four[0]) as faults:
+        dropped = faults.drop("call", to="worker1", function=name_of, times=1)
+        faults.delay(0.05, "call", to="worker2", times=1)
+        faults.fail("call", to="worker3", times=1)
+        outcomes = await group.call(name_of)
+    assert dropped.count == 1
+    assert list(outcomes.answers) == ["worker0", "worker2"]
+    assert outcomes.missing == ("worker1", "worker3")
+    assert (await group.call(name_of)).values() == [worker.name for worker in four]
+
+
+async def test_too_many_calls_are_refused_for_the_member_that_has_them() -> None:
+    """The others are called."""
+    async with cluster(3, options=RpcBackendOptions(max_pending_calls=2)) as workers:
+        held = [workers[0].call("worker2", hang_at, "worker2") for _ in range(2)]
+        outcomes = await workers[0].group("worker*").call(name_of)
+        assert list(outcomes.answers) == ["worker0", "worker1"]
+        assert type(outcomes["worker2"].error) is aiorpc.Overloaded
+        for call in held:
+            call.cancel()
+
+
 _kept: dict[str, list[torch.Tensor]] = {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -20,11 +20,23 @@ from .known import FunctionEntry
 _CFuture = torch._C.Future
 
 
+class CallForFuture(Protocol):
+    """A call that a peer owes us, as far as who reads its answer knows it. _error: what it has ended with."""
+
+    _error: BaseException | None
+    call_id: int
+    streamed: bool
+
+    def settle(self, value: Any, error: BaseException | None = None) -> bool: ...
+
+    def describe(self) -> str: ...
+
+
 class OwedForFuture(Protocol):
     """The calls that a peer owes us (`OwedCalls`), as far as the Future of one of them knows them."""
 
     @property
-    def pending(self) -> dict[int, CallFuture]: ...
+    def pending(self) -> Mapping[int, CallForFuture]: ...
 
     def cancel(self, call_id: int) -> None:
         """The caller of that call has given up."""
@@ -131,7 +143,7 @@ class CallFuture(Future[Any]):
         if connection is None or link is None or link.held or self.streamed or peer.devices:
             return
         loop, pending = peer.engine.call_on_loop, peer.owed.pending
-        current: CallFuture | None = None
+        current: CallForFuture | None = None
         try:
             while self._state == PENDING:
                 frames: list[Frame] = list(connection.read_here(enough))
@@ -175,7 +187,7 @@ class CallFuture(Future[Any]):
         self.peer.owed.settle(self.call_id, error)
 
 
-def copy_for(error: RpcError, future: CallFuture) -> RpcError:
+def copy_for(error: RpcError, future: CallForFuture) -> RpcError:
     """A copy of an error for one of several calls: raising one object in many places would mix up their tracebacks."""
     copy = type(error)(f"{foreign.text_of(error)}; {future.describe()} got no answer")
     copy.__dict__.update(error.__dict__)

@@ -34,8 +34,12 @@ from ..engine.deadlines import Deadlines
 from ..links.links import Links
 from ..links.reassembly import Message
 from .future import CallFuture, copy_for
+from .member_call import MemberCall
 
 logger = logging.getLogger("aiorpc")
+
+#: What stands for a call in `OwedCalls.pending`: its Future, or a part of the call of a group.
+OwedCall = CallFuture | MemberCall
 
 
 class ItemSink(Protocol):
@@ -85,7 +89,7 @@ class OwedCalls:
 
     def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:
         self.ids = itertools.count(1)
-        self.pending: dict[int, CallFuture] = {}
+        self.pending: dict[int, OwedCall] = {}
         # Weak: a consumer that breaks out of its loop drops the stream, and that is what stops the producer.
         self.streams: WeakValueDictionary[int, ItemSink] = WeakValueDictionary()
         self.system = 0
@@ -97,7 +101,7 @@ class OwedCalls:
         self._deadlines = deadlines
         self._peer = peer
 
-    def enter(self, future: CallFuture, stream: ItemSink | None) -> None:
+    def enter(self, future: OwedCall, stream: ItemSink | None) -> None:
         """A call is about to be sent. stream: who takes its items. Any thread."""
         call_id, deadline = future.call_id, future.deadline
         self.pending[call_id] = future
@@ -113,7 +117,7 @@ class OwedCalls:
 
     # --- ends without an answer ---------------------------------------------------------------------------------------
 
-    def take(self, call_id: int) -> CallFuture | None:
+    def take(self, call_id: int) -> OwedCall | None:
         """Take a call out of `pending`, which ends it; None if somebody else has ended it before. Any thread."""
         future = self.pending.pop(call_id, None)
         if future is not None and future.system:
@@ -145,7 +149,7 @@ class OwedCalls:
         self._time_out(future)
         self._peer.call_off(call_id)
 
-    def _time_out(self, future: CallFuture) -> None:
+    def _time_out(self, future: OwedCall) -> None:
         assert future.deadline is not None
         self._counters.timed_out += 1
         logger.debug("the time of %s is up; worker %r is %s", future.subject, self._peer.name, self._peer.state.value)
@@ -245,7 +249,7 @@ class OwedCalls:
             self._settle_value(future, result, frame.segments, landing)
 
     def _settle_value(
-        self, future: CallFuture, result: Values, segments: Sequence[Buffer], landing: Landing | None
+        self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
     ) -> None:
         try:
             landing = landing or (self._devices and self._accelerators.landing()) or None
@@ -265,7 +269,7 @@ class OwedCalls:
         else:
             future.settle(value)
 
-    def _settle_error(self, future: CallFuture, frame: Frame) -> None:
+    def _settle_error(self, future: OwedCall, frame: Frame) -> None:
         try:
             told = read_error(frame.body)
             future.again = told.again

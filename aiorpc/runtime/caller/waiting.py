@@ -11,6 +11,7 @@ from ...errors import SerializationError
 from ...protocol.codec import Outgoing
 from ...protocol.frames import CALL, Buffer
 from .future import CallFuture
+from .member_call import MemberCall
 
 
 class Form(NamedTuple):
@@ -29,7 +30,7 @@ class WaitingCall(NamedTuple):
     is the same.
     """
 
-    call: CallFuture
+    call: CallFuture | MemberCall
     body: bytes
     buffers: Sequence[AnyBuffer]
     out: Outgoing | None
@@ -47,7 +48,7 @@ class WaitingFrame(NamedTuple):
     kind: int
     call_id: int
     frame: Sequence[Buffer]
-    call: CallFuture | None = None
+    call: CallFuture | MemberCall | None = None
     passed: bool = False
 
 

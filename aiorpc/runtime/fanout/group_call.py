@@ -23,12 +23,14 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from ...channels.landing import Arrival
 from ...errors import RpcCancelled
-from ...futures import CallSite, Future
+from ...futures import ArrivalForFuture, CallSite, Future
+from ..caller.member_call import MemberCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
+
+_new: Any = tuple.__new__  # what Outcome(...) does, without its call into Python
 
 
 class GroupCall(Future[Outcomes]):
@@ -41,7 +43,11 @@ class GroupCall(Future[Outcomes]):
     _apart = True
 
     def __init__(self, engine: Engine, function: str, names: Sequence[str], quorum: int | None, site: CallSite) -> None:
-        """quorum: how many values are enough; None waits for all members, whatever they answer."""
+        """quorum: how many values are enough; None waits for all members, whatever they answer.
+
+        over: whether nothing more is to be sent, as enough have answered, or it was cancelled. calls: those to the
+        members, entered by whoever sends them.
+        """
         super().__init__()
         self.subject = f"the call of {function} on {len(names)} workers"
         self.site = site
@@ -50,53 +56,52 @@ class GroupCall(Future[Outcomes]):
         self._names = names
         self._quorum = quorum
         self._lock = threading.Lock()
-        self._over = False
-        self._calls: list[Future[Any] | None] = [None] * len(names)
+        self.over = False
+        self.calls: list[Future[Any] | MemberCall | None] = [None] * len(names)
         self._outcomes: list[Outcome | None] = [None] * len(names)
         self._order: list[int] = []  # places, as their outcomes came
         self._values = 0
-        self._arrivals: dict[int, Arrival] = {}
+        self._arrivals: dict[int, ArrivalForFuture] = {}
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     # --- what comes -----------------------------------------------------------------------------------------------
 
     def follow(self, place: int, call: Future[Any]) -> None:
-        """The call to the member of that place is under way."""
-        self._calls[place] = call
+        """The call to the member of that place is a Future of its own."""
         call.when_settled(partial(self._on_settled, place))
-        if self._over:  # looked at after it was entered: `_call_off` has seen it, or this does
-            call.cancel()
 
     def _on_settled(self, place: int, call: Future[Any]) -> None:
         call.mark_seen()
-        error = call._error
         if call.arrival is not None:
-            self._arrivals[place] = call.arrival  # type: ignore[assignment]  # what calls have is an Arrival
-        self._take(place, Outcome(self._names[place], call._value, error, error is None or came_from_afar(error)))
+            self._arrivals[place] = call.arrival
+        self.take(place, call._value, call._error)
 
     def refused(self, place: int, error: BaseException) -> None:
         """Nothing is sent to the member of that place, for that reason."""
-        self._take(place, Outcome(self._names[place], None, error, came_from_afar(error)))
+        self.take(place, None, error)
 
-    def _take(self, place: int, outcome: Outcome) -> None:
+    def take(self, place: int, value: Any, error: BaseException | None) -> None:
+        """The member of that place has answered, or will not. Any thread; the first outcome counts."""
+        answered = error is None or came_from_afar(error)
         with self._lock:
-            if self._over or self._outcomes[place] is not None:
+            if self.over or self._outcomes[place] is not None:
                 return
-            self._outcomes[place] = outcome
+            self._outcomes[place] = _new(Outcome, (self._names[place], value, error, answered))
             self._order.append(place)
-            if outcome.error is None:
+            if error is None:
                 self._values += 1
             left = len(self._names) - len(self._order)
             quorum = self._quorum
             enough = quorum is not None and (self._values >= quorum or self._values + left < quorum)
-            self._over = over = not left or enough
+            self.over = over = not left or enough
         if over:
             self._end()
         if self._listeners:
             self._wake()
 
     def _end(self) -> None:
-        self._call_off("enough others had answered")
+        if len(self._order) < len(self._names):
+            self._call_off("enough others had answered")
         outcomes = Outcomes([outcome for outcome in self._outcomes if outcome is not None], self._function)
         if self._arrivals:
             self.arrival = _Arrivals([*self._arrivals.values()])
@@ -111,21 +116,16 @@ class GroupCall(Future[Outcomes]):
                 name = self._names[place]
                 error = RpcCancelled(f"{self._function} on worker {name!r} was called off: {why}")
                 self._outcomes[place] = Outcome(name, None, error, False)
-                call = self._calls[place]
+                call = self.calls[place]
                 if call is not None:
                     call.cancel()
 
     def _on_cancel(self) -> None:
         with self._lock:
-            over, self._over = self._over, True
+            over, self.over = self.over, True
         if not over:
             self._call_off("it was cancelled")
         self._wake()
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more is to be sent: enough have answered, or it was cancelled."""
-        return self._over
 
     # --- as they come -------------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class GroupCall(Future[Outcomes]):
 class _Arrivals:
     """The tensors of several answers that are still being made on streams of devices."""
 
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+    def __init__(self, arrivals: Sequence[ArrivalForFuture]) -> None:
         self._arrivals = arrivals
 
     def join(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from ... import foreign
 from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcError
@@ -12,8 +11,7 @@ from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcError
 _GONE = (PeerLost, PeerClosed, PeerRefused)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one member answered. name: the member. value: what its function returned; None if there is an error.
 
     error: what it raised, or why there is no answer; None for a value. answered: whether value or error came from it.

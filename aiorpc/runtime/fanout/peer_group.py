@@ -126,13 +126,11 @@ class PeerGroup:
         sending.prepare()
         call = GroupCall(home.engine, sending.name, [peer.name for peer in peers], quorum, site)
 
-        def send(place: int) -> Future[Any]:
-            if not retry.retries:
-                return sending.send(place)
+        def try_again(place: int, _: GroupCall) -> Future[Any]:
             to = peers[place].name
             return home.retries.call(to, function, tuple(args), kwargs or {}, options.timeout, retry, site)
 
-        send_all(call, len(peers), send)
+        send_all(call, len(peers), try_again if retry.retries else sending.send)
         sending.flush()
         return call
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, overload
 from ...errors import RpcUsageError
 from ...futures import CallSite, Future, call_site
 from ...protocol.messages import Fetch, Method
+from ..caller.member_call import MemberCall
 from ..caller.peer import Try
 from ..caller.peers import Peers
 from ..references.rref import RRef
@@ -89,7 +90,7 @@ class RRefGroup(Sequence[RRef[Any]]):
     def _fetch(self, seconds: float, site: CallSite) -> GroupCall:
         by_id = self._home.peers.by_id
 
-        def send(place: int) -> Future[Any]:
+        def send(place: int, _: GroupCall) -> Future[Any]:
             ref = self._refs[place]
             return by_id(ref._owner).call(Fetch(*ref._rref), (), None, seconds, one_try=Try(site, None))
 
@@ -101,7 +102,7 @@ class RRefGroup(Sequence[RRef[Any]]):
         quorum = count_of(self._options.quorum, len(self._refs))
         return GroupCall(self._home.engine, function, self._names, quorum, site)
 
-    def _send_all(self, call: GroupCall, send: Callable[[int], Future[Any]]) -> None:
+    def _send_all(self, call: GroupCall, send: Callable[[int, GroupCall], Future[Any] | MemberCall]) -> None:
         """To all whose reference can be used: the others have their outcome at once."""
         for place, ref in enumerate(self._refs):
             try:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, Protocol
 from ...channels.shm import Copies
 from ...errors import RpcError, RpcUsageError, SerializationError
 from ...futures import CallSite, Future, current_autograd
-from ...protocol.frames import CALL, HEAD, encode_frame
+from ...protocol.frames import CALL, HEAD, MAGIC, encode_frame
 from ...protocol.messages import ByName, Call, Function, Method, with_head, without_head, write_plain
-from ..caller.future import CallFuture, name_argument
+from ..caller.future import name_argument
 from ..caller.known import FunctionEntry
+from ..caller.member_call import MemberCall
 from ..caller.misuse import OF_GROUPS, check_keywords, no_function
 from ..caller.peer import Peer, Try
 from ..caller.waiting import WaitingCall, WaitingFrame
@@ -183,36 +184,42 @@ class Sending:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def send(self, place: int) -> Future[Any]:
-        """Send it to the worker of that place, once. Any thread. Raises Overloaded and what `Peer.call` raises."""
+    def send(self, place: int, group: GroupCall) -> Future[Any] | MemberCall:
+        """Send it to the worker of that place, once. Any thread. Raises Overloaded and what `Peer.call` raises.
+
+        group: gets what becomes of it, if it is no call of its own.
+        """
         peer, letter = self._peers[place], self._letters[place]
         if letter is None:
             function: Any = self._methods[place] if self._methods else self._function
             one_try = Try(self._site, None)
             return peer.call(function, self._args, self._kwargs, self._timeout, wait=self._wait, one_try=one_try)
-        refusal = peer.refusal()
-        if refusal is not None:
-            raise refusal
-        owed, buffers = peer.owed, letter.buffers
+        entry, body, buffers = letter
+        owed, link, connection = peer.owed, peer.link, peer.connection
+        if owed.pending or connection is None or connection.queue.frames or connection.queue.begun:
+            refusal = peer.refusal()
+            if refusal is not None:
+                raise refusal
         call_id = next(owed.ids)
-        call = CallFuture(peer, letter.entry, call_id, self._now, self._deadline, False)
-        call.patient, call.site = self._wait, self._site
+        call = MemberCall(group, place, peer, entry, call_id, self._now, self._deadline, self._site)
         try:
             owed.enter(call, None)
-            link = peer.link
             if buffers and (link is None or not link.distribution.rides(buffers)):
-                message = WaitingCall(call, letter.body, buffers, None)
-                if link is None or peer.connection is None:
+                message = WaitingCall(call, body, buffers, None)
+                if link is None or connection is None:
                     peer.send_buffers(message)
                 else:
                     self._parcels.append((peer, link, message))
             else:
-                frame = encode_frame(CALL, call_id, letter.body, buffers)
-                if link is None or peer.connection is None:
+                if buffers:
+                    frame = encode_frame(CALL, call_id, body, buffers)
+                else:  # as `encode_frame` does
+                    frame = [HEAD.pack(call_id, len(body), 0, CALL, MAGIC) + body]
+                if link is None or connection is None:
                     peer.send_later(WaitingFrame(CALL, call_id, frame, call))
                 else:
                     link.send(CALL, call_id, frame, urgent=len(owed.pending) <= FEW + owed.system, call=call)
-        except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
+        except BaseException:  # a signal handler has raised it: nobody will get the call, so nobody could cancel it
             call.cancel()
             raise
         if peer.gone is not None:  # as in `Peer.call`
@@ -239,17 +246,23 @@ class Sending:
             copies.close()
 
 
-def send_all(call: GroupCall, count: int, send: Callable[[int], Future[Any]]) -> None:
+def send_all(call: GroupCall, count: int, send: Callable[[int, GroupCall], Future[Any] | MemberCall]) -> None:
     """Make the calls to so many members, one after the other, unless the call is over before.
 
     What is wrong with the call itself is raised if that shows at the first one: then nothing has been sent.
     """
     try:
         for place in range(count):
-            if call.over:
+            over = call.over
+            if over:
                 return
             try:
-                call.follow(place, send(place))
+                sent = send(place, call)
+                call.calls[place] = sent
+                if isinstance(sent, Future):
+                    call.follow(place, sent)
+                if call.over:  # looked at after it was entered: who ended the call has seen it, or this does
+                    sent.cancel()
             except RpcError as error:
                 if place == 0 and isinstance(error, RpcUsageError):
                     raise

@@ -1,0 +1,104 @@
+"""One call of those to the members of a group, at its caller: what becomes of it is an outcome of the whole one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ...channels.landing import Arrival
+from ...errors import RpcError
+from ...futures import CallSite
+from .future import OwedForFuture
+from .known import FunctionEntry
+
+
+class PeerForMember(Protocol):
+    """The worker that was called (`Peer`), as far as the call of one member knows it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def owed(self) -> OwedForFuture: ...
+
+
+class CallOfGroup(Protocol):
+    """The call of the whole group (`GroupCall`)."""
+
+    def take(self, place: int, value: Any, error: BaseException | None) -> None:
+        """The member of that place has answered, or will not. Any thread; never raises."""
+
+
+class MemberCall:
+    """What a `CallFuture` is to whoever settles it, without being a Future: nobody waits for this one.
+
+    Its fields are those of a CallFuture. place: of the member in the group.
+    """
+
+    __slots__ = (
+        "_error",
+        "_group",
+        "again",
+        "arrival",
+        "call_id",
+        "deadline",
+        "entry",
+        "patient",
+        "peer",
+        "place",
+        "site",
+        "started",
+        "streamed",
+        "system",
+    )
+
+    def __init__(
+        self,
+        group: CallOfGroup,
+        place: int,
+        peer: PeerForMember,
+        entry: FunctionEntry,
+        call_id: int,
+        started: float,
+        deadline: float | None,
+        site: CallSite | None,
+    ) -> None:
+        self._group = group
+        self._error: BaseException | None = None
+        self.place = place
+        self.peer = peer
+        self.entry = entry
+        self.call_id = call_id
+        self.started = started
+        self.deadline = deadline
+        self.site = site
+        self.system = self.streamed = self.patient = False
+        self.again: bool | None = None
+        self.arrival: Arrival | None = None
+
+    @property
+    def function(self) -> str:
+        """The name of the function."""
+        return self.entry.name
+
+    @property
+    def subject(self) -> str:
+        """What it stands for, as text."""
+        return f"the call of {self.entry.name} on worker {self.peer.name!r}"
+
+    def describe(self) -> str:
+        """The same: where it was made is told with the call of the group."""
+        return self.subject
+
+    def settle(self, value: Any, error: BaseException | None = None) -> bool:
+        """It has ended. By whoever took it out of `OwedCalls.pending`, once."""
+        self._error = error
+        self._group.take(self.place, value, error)
+        return True
+
+    def cancel(self) -> None:
+        """Nobody wants its answer any more: the callee is told so. Any thread."""
+        self.peer.owed.cancel(self.call_id)
+
+    def refuse(self, error: RpcError) -> None:
+        """The call cannot be sent, and ends with that error. Any thread."""
+        self.peer.owed.settle(self.call_id, error)

@@ -1,0 +1,46 @@
+"""A call to all members of a group, against torch's loop of calls and against as many calls of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from . import group_clients
+from .cohort import Cohort
+from .sides import SideName
+from .stage import Figures, Stage, column
+from .stats import Row
+
+MEMBERS = 32
+#: How many times as fast as torch's loop, and as calls of our own.
+TARGET, OWN_TARGET = 4.0, 1.5
+
+
+def groups(stage: Stage) -> list[Row]:
+    """Two worlds of a caller and its members; rounds in turn, and both ways of our own in turn within each."""
+    names = ["caller", *(f"member{number}" for number in range(MEMBERS))]
+    theirs: SideName = "torch"
+    with stage.start("aiorpc", names, "awaited") as ours, stage.start(theirs, names) as torch:
+        cases: dict[str, Callable[[], Figures]] = {
+            "aiorpc": partial(_run, stage, ours, group_clients.in_turn),
+            "torch": partial(_run, stage, torch, group_clients.loop_of_calls),
+        }
+        found = stage.alternate(cases)
+    group, calls = column(found["aiorpc"], "group"), column(found["aiorpc"], "calls")
+    loop = column(found["torch"], "p50")
+    own = tuple(a / b for a, b in zip(group, calls, strict=True))
+    spent = (column(found["aiorpc"], f"{kind} processor") for kind in ("group", "calls"))
+    thread = tuple(a / b for a, b in zip(*spent, strict=True))
+    note = "no-op to all"
+    return [
+        Row("groups", f"group of {MEMBERS}, p50", "µs", "lower", group, loop, TARGET, "torch: loop and wait_all"),
+        Row("groups", "group call : as many calls under way", "times", "lower", own, note=note, limit=1 / OWN_TARGET),
+        Row("groups", "the same, processor time of the caller's thread", "times", "lower", thread, note=note),
+    ]
+
+
+def _run(stage: Stage, cohort: Cohort, measure: Callable[..., Any]) -> Figures:
+    share = {"names": cohort.names[1:], "seconds": stage.plan.seconds}
+    found: Figures = stage.activate(cohort).run("caller", measure, **share)
+    return found
