@@ -31,6 +31,7 @@ _PRELOAD += [
     "bench.count_clients",
     "bench.message_clients",
     "bench.group_clients",
+    "bench.publishing_clients",
 ]
 _PRELOAD += ["gymnasium.envs.classic_control", "aiorpc.examples._rl"]  # what the batch_rl example needs
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

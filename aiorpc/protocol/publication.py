@@ -47,6 +47,8 @@ class Want(NamedTuple):
     have: int
     #: Whether it can map memory of this host.
     maps: bool
+    #: Versions that it does not use any more.
+    released: list[int]
 
 
 class VersionsReleased(NamedTuple):

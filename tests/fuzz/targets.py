@@ -352,7 +352,7 @@ PUBLISHED: list[publication.Message] = [
     publication.Claim("policy", 1, 3, "learner", 1),
     publication.LatestWanted("policy"),
     publication.Latest("policy", 4, 3),
-    publication.Want("policy", 1, 0, True),
+    publication.Want("policy", 1, 2, True, [1]),
     publication.VersionsReleased("policy", 1, [1, 2]),
     publication.SubscriptionClosed("policy", 1, [3]),
     publication.Edition(4, 3, "learner", 128, [[0, 64], [64, 64]], None, False, [], "file:a"),

@@ -33,7 +33,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (Claim("n", 2, 1, "w", 7), "96a5636c61696da16e0201a17707"),
     (LatestWanted("n"), "92ad6c61746573742077616e746564a16e"),
     (Latest("n", 4, 3), "94a66c6174657374a16e0403"),
-    (Want("n", 1, 0, True), "95a477616e74a16e0100c3"),
+    (Want("n", 1, 0, True, []), "96a477616e74a16e0100c390"),
     (VersionsReleased("n", 1, [2, 3]), "94a872656c6561736564a16e01920203"),
     (SubscriptionClosed("n", 1, [3]), "94a6636c6f736564a16e019103"),
     (EDITION, "9aa765646974696f6e0503a1614091920040940109cd2000c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6ec3920102a16d"),
@@ -58,8 +58,8 @@ def test_each_message_has_golden_bytes() -> None:
     [
         Claim("no name", 1, 0, "w", 1),
         Claim("n", -1, 0, "w", 1),
-        Want("n" * 128, 1, 0, True),
-        Want("n", 1, LAST_VERSION + 1, True),
+        Want("n" * 128, 1, 0, True, []),
+        Want("n", 1, LAST_VERSION + 1, True, []),
         VersionsReleased("n", 1, [1, -1]),
         EDITION._replace(version=0),
         EDITION._replace(spans=[[0, 65]]),
@@ -86,7 +86,7 @@ def test_what_is_no_message_is_refused(said: Any) -> None:
 def test_another_message_is_refused() -> None:
     """Each handler takes one kind alone."""
     with pytest.raises(ProtocolError, match=r"a Want .* in place of a Claim"):
-        read(Claim, write(Want("n", 1, 0, True)))
+        read(Claim, write(Want("n", 1, 0, True, [])))
 
 
 def test_names() -> None:

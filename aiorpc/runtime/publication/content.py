@@ -47,7 +47,9 @@ def take_apart(name: str, value: object, engine: Engine) -> Content:
     what = f"the value published as {name!r}"
     try:
         body, buffers = _encode(value, reader, other_main=False)
-        other_body, _ = _encode(value, reader, other_main=True)
+        other_body = body
+        if b"load_main" in body:  # as the codec names what the main module defines
+            other_body, _ = _encode(value, reader, other_main=True)
     except SerializationError as error:
         raise SerializationError(f"{what} {error}") from error.__cause__
     spans, size = lay_out(buffers)

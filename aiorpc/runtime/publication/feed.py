@@ -35,6 +35,8 @@ logger = logging.getLogger("aiorpc")
 
 # Seconds between two tries to get a version after an error that may pass.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
+# What is released of versions up to so many bytes waits for so many seconds to go along with the next question.
+_LARGE, _PATIENCE = 64 << 20, 0.2
 # Views of slots that nobody uses, and that are kept for the next version.
 _MOST_IDLE = 4
 
@@ -103,6 +105,8 @@ class Feed:
         self._lent: dict[int, tuple[SlotView, WorkerRecord]] = {}  # by version
         self._ready: ArrivedVersion | None = None
         self._error: Exception | None = None
+        self._unsaid: list[tuple[int, WorkerRecord]] = []  # versions that were released, and whose they are
+        self._size = 0  # bytes of the newest version
         self._wakers: set[Callable[[], object]] = set()
         self._released: deque[tuple[SlotView, int, WorkerRecord]] = deque()
         self._lock = threading.Lock()
@@ -170,7 +174,9 @@ class Feed:
         if self._source != record:
             self._source, self._views = record, {}
         maps = self._maps and record.host == self.engine.record.host
-        want = Want(self.name, self.number, self.newest, maps)
+        released = [version for version, source in self._unsaid if source == record]
+        self._unsaid = [each for each in self._unsaid if each[1] != record]
+        want = Want(self.name, self.number, self.newest, maps, released)
         answer = await self._publications.want(record, want)
         if type(answer) is not Results:
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
@@ -222,7 +228,7 @@ class Feed:
                 del self._views[number]
 
     def _arrived(self, arrival: ArrivedVersion) -> None:
-        self.newest, self._trouble = arrival.edition.version, ""
+        self.newest, self._size, self._trouble = arrival.edition.version, arrival.edition.size, ""
         self.kept = arrival if arrival.view is not None else None
         with self._lock:
             self._ready = arrival
@@ -256,10 +262,19 @@ class Feed:
         self.engine.in_background(forget)
 
     def _tell_released(self, released: list[tuple[int, WorkerRecord]]) -> None:
-        for version, record in released:
+        for version, _ in released:
             self._lent.pop(version, None)
-            self._publications.tell(record, VersionsReleased(self.name, self.number, [version]))
+        if not self._unsaid:
+            # A message for each version and reader costs a publisher of small versions as much as the copy.
+            pause = 0.0 if self.closed or self._size > _LARGE else _PATIENCE
+            self.engine.loop.call_later(pause, self._say_released)
+        self._unsaid += released
         self._look_whether_over()
+
+    def _say_released(self) -> None:
+        unsaid, self._unsaid = self._unsaid, []
+        for version, record in unsaid:
+            self._publications.tell(record, VersionsReleased(self.name, self.number, [version]))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

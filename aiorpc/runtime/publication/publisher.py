@@ -85,6 +85,7 @@ class _Stored:
     data: Bytes
     slot: SharedSlot | None
     holders: set[Key] = field(default_factory=set)
+    editions: dict[tuple[bool, bool], bytes] = field(default_factory=dict)  # by whether it is mapped, and to be copied
     answers: set[weakref.ref[Bytes]] = field(default_factory=set)  # that bring its bytes and are under way
 
 
@@ -161,8 +162,9 @@ class Publisher:
         key = (reader.id, said.subscription)
         subscriber = self._subscriber(key, reader)
         self._expected.pop(reader.id, None)
-        for version in [each for each in subscriber.held if each > said.have]:
-            self._release(key, subscriber, version)  # of an answer that it never got
+        unheard = [each for each in subscriber.held if each > said.have]  # of an answer that it never got
+        for version in [*unheard, *said.released]:
+            self._release(key, subscriber, version)
         subscriber.have = max(subscriber.have, said.have)
         self._look_at_deliveries()
         while self._newest is None or self._newest.version <= said.have:
@@ -180,21 +182,29 @@ class Publisher:
         return subscriber
 
     def _answer(self, key: Key, subscriber: _Subscriber, stored: _Stored, maps: bool) -> Results:
-        slot, offer, copy = stored.slot, None, False
+        slot, copy = stored.slot, False
         data: tuple[torch.Tensor, ...] = ()
-        if slot is not None and maps:
-            offer = SlotOffer(slot.number, slot.fd, slot.size, slot.nonce)
+        mapped = slot is not None and maps
+        if mapped:
             stored.holders.add(key)
             subscriber.held.add(stored.version)
             copy = len(subscriber.held) > MOST_HELD
         elif len(stored.data):
             data = (torch.from_numpy(stored.data if slot is None else self._lend(stored, slot)),)
-        info = self._engine.info
-        spans = [[*span] for span in stored.spans]
-        numbers = self._slots.numbers() if offer is not None else []
-        size, main = len(stored.data), self._engine.record.main
-        edition = Edition(stored.version, self._engine.id, info.name, size, spans, offer, copy, numbers, main)
-        return Results((write(edition), *stored.bodies, *data))
+        return Results((self._edition(stored, mapped, copy), *stored.bodies, *data))
+
+    def _edition(self, stored: _Stored, mapped: bool, copy: bool) -> bytes:
+        """What is said of a version, which is written once for all readers of a kind."""
+        said = stored.editions.get((mapped, copy))
+        if said is None:
+            engine, slot = self._engine, stored.slot
+            offer, numbers = None, []
+            if slot is not None and mapped:
+                offer, numbers = SlotOffer(slot.number, slot.fd, slot.size, slot.nonce), self._slots.numbers()
+            size, spans, main = len(stored.data), [[*span] for span in stored.spans], engine.record.main
+            edition = Edition(stored.version, engine.id, engine.name, size, spans, offer, copy, numbers, main)
+            said = stored.editions[mapped, copy] = write(edition)
+        return said
 
     def _lend(self, stored: _Stored, slot: SharedSlot) -> Bytes:
         """The bytes of a version, for an answer: as long as that borrows them, the slot is kept."""
