@@ -11,6 +11,7 @@ from .api import (
     init,
     peer,
     publish,
+    queue,
     remote,
     serve,
     stream,
@@ -20,6 +21,7 @@ from .api import (
 from .errors import (
     DeviceMapError,
     GroupError,
+    ItemLost,
     NotAllowed,
     NotInitialized,
     Overloaded,
@@ -27,6 +29,9 @@ from .errors import (
     PeerLost,
     PeerRefused,
     ProtocolError,
+    QueueEmpty,
+    QueueFull,
+    QueueShutDown,
     RemoteError,
     RendezvousError,
     RpcCancelled,
@@ -45,6 +50,7 @@ from .futures import Future, collect_all, wait_all
 from .options import RpcBackendOptions, Tls
 from .protocol.identity import WorkerInfo
 from .protocol.registered import register_safe
+from .queues import Queue, QueueHandle
 from .rights import exposed
 from .runtime.callee.objects import ServedObject
 from .runtime.caller.handle import PeerHandle
@@ -85,6 +91,7 @@ __all__ = [
     "GroupCall",
     "GroupError",
     "GroupStream",
+    "ItemLost",
     "NotAllowed",
     "NotInitialized",
     "ObjectHandle",
@@ -100,6 +107,11 @@ __all__ = [
     "ProtocolError",
     "Publication",
     "PublishedVersion",
+    "Queue",
+    "QueueEmpty",
+    "QueueFull",
+    "QueueHandle",
+    "QueueShutDown",
     "RRef",
     "RRefGroup",
     "RemoteError",
@@ -150,6 +162,7 @@ __all__ = [
     "optim",
     "peer",
     "publish",
+    "queue",
     "register_safe",
     "remote",
     "rpc_async",

@@ -11,6 +11,7 @@ from .futures import Future
 from .options import RpcBackendOptions
 from .protocol.identity import WorkerInfo
 from .protocol.retries import Backoff
+from .queues import QueueHandle
 from .runtime.callee.objects import ServedObject
 from .runtime.caller.handle import PeerHandle
 from .runtime.caller.peers import To
@@ -139,6 +140,17 @@ def serve(name: str, value: Any, *, replace: bool = False) -> ServedObject:
     ``Worker.serve`` does it before the worker has joined: then whoever meets the worker finds the object.
     """
     return current().serve(name, value, replace=replace)
+
+
+def queue(name: str, *, owner: str, timeout: float | None = None) -> QueueHandle:
+    """A handle of a queue that another worker owns (`aiorpc.Queue`), or this one; nothing is sent.
+
+    name: that of the queue. owner: the name of its worker; one that takes that name, and makes such a queue, is found
+    by the same handle. timeout: seconds that ``put``, ``get``, ``get_many`` and ``join`` have, 0 for no limit; None for
+    the worker's ``rpc_timeout``. Any thread. RpcUsageError for names that cannot be, NotInitialized. That there is no
+    such queue is told by the methods: UnknownObject.
+    """
+    return QueueHandle(name, owner, timeout).bind()
 
 
 def wait_for(to: To, *, timeout: float | None = None) -> Future[WorkerInfo]:

@@ -24,12 +24,23 @@ The class says whose doing it was; fields say where; ``str()`` makes the sentenc
     ├── PeerRefused (ConnectionError)   the other side refused us: version, secret, identity
     ├── GroupError (ExceptionGroup)  of a call to several workers too few gave a value
     ├── ProtocolError            the other side sent something that is no frame of ours
+    ├── QueueEmpty (asyncio.QueueEmpty)     get_nowait() of a queue that has no item
+    ├── QueueFull (asyncio.QueueFull)       put_nowait() on a queue that has no room
+    ├── QueueShutDown (asyncio.QueueShutDown)   the queue takes no items any more, or has no more to come
+    ├── ItemLost                 items of a queue went with the worker that had them
     └── RemoteError              the remote function raised
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Sequence
+
+if sys.version_info >= (3, 13):
+    _ShutDown = asyncio.QueueShutDown
+else:
+    _ShutDown = Exception
 
 
 class RpcError(RuntimeError):
@@ -83,6 +94,35 @@ class UnknownObject(RpcError, LookupError):
         self.worker = worker
         self.name = name
         self.names = names
+
+
+class QueueEmpty(RpcError, asyncio.QueueEmpty):
+    """``get_nowait()`` of a queue that has no item."""
+
+
+class QueueFull(RpcError, asyncio.QueueFull):
+    """``put_nowait()`` on a queue that has no room."""
+
+
+class QueueShutDown(RpcError, _ShutDown):
+    """The queue was shut down: nothing is put any more, or all that there was has been got.
+
+    An ``asyncio.QueueShutDown`` where Python has that, from 3.13 on.
+    """
+
+
+class ItemLost(RpcError):
+    """Items of a queue are gone for good, as the worker that had them is. The queue goes on.
+
+    queue: its name. worker: who had them: who has put them and kept them, or who had got them and not finished.
+    count: how many they are.
+    """
+
+    def __init__(self, message: str, *, queue: str = "", worker: str = "", count: int = 0) -> None:
+        super().__init__(message)
+        self.queue = queue
+        self.worker = worker
+        self.count = count
 
 
 class Overloaded(RpcError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import pickle
 import re
@@ -26,6 +27,10 @@ KINDS: dict[type[errors.RpcError], type[Exception] | tuple[type[Exception], ...]
     errors.DeviceMapError: (errors.RendezvousError, ValueError),
     errors.StoreGone: errors.RendezvousError,
     errors.UnknownObject: (errors.RpcError, LookupError),
+    errors.QueueEmpty: (errors.RpcError, asyncio.QueueEmpty),
+    errors.QueueFull: (errors.RpcError, asyncio.QueueFull),
+    errors.QueueShutDown: (errors.RpcError, getattr(asyncio, "QueueShutDown", Exception)),
+    errors.ItemLost: errors.RpcError,
     errors.Overloaded: errors.RpcError,
     errors.NotAllowed: (errors.RpcError, PermissionError),
     errors.RpcTimeout: (errors.RpcError, TimeoutError),
@@ -86,13 +91,16 @@ def public_errors() -> dict[str, type[errors.RpcError]]:
 
 def test_the_tree_is_that_of_the_classes() -> None:
     """The picture at the top of the module has every error below its base, with its other base."""
-    drawn = re.findall(r"^( {4}[ │├└─]*)((?:\w+\.)?[A-Z]\w+)(?: \((\w+)\))?", errors.__doc__ or "", re.MULTILINE)
+    line = r"^( {4}[ │├└─]*)((?:\w+\.)?[A-Z]\w+)(?: \((?:asyncio\.)?(\w+)\))?"
+    drawn = re.findall(line, errors.__doc__ or "", re.MULTILINE)
     known = public_errors()
     assert sorted(name for _, name, _ in drawn) == sorted(known)
     above: list[str] = []
     for indent, name, other in drawn:
         del above[len(indent) // 4 - 1 :]
-        bases = [base.__name__ for base in known[name].__bases__]
+        bases = [base.__name__ for base in known[name].__bases__ if base is not Exception]
+        if other == "QueueShutDown" and not hasattr(asyncio, other):
+            other = ""  # asyncio has it from Python 3.13 on
         assert bases == [*above[-1:], *filter(None, [other])], name
         above.append(name)
 

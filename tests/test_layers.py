@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compat",),
     ("testing",),
     ("api", "sync", "functions"),
-    ("autograd", "optim", "nn"),
+    ("autograd", "optim", "nn", "queues"),
     ("runtime",),
     ("channels",),
     ("transport",),

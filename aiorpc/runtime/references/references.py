@@ -140,6 +140,14 @@ class References:
             self._values[rref] = future
         return rref, fork
 
+    def refer_to(self, value: Any) -> RRef[Any]:
+        """A handle of a new reference to a value of this worker. Any thread."""
+        rref, fork = self.own(value)
+        handle = self.handle_class.__new__(self.handle_class)
+        handle._bind(self, rref, fork, self.engine.id, sys._getframe(1))
+        self.register(fork, handle)
+        return handle
+
     def register(self, fork: ReferenceId, handle: RRef[Any]) -> None:
         """Remember the handle of a fork, for reports and for what the table says of it."""
         self._handles[fork] = handle

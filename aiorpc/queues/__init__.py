@@ -1,0 +1,11 @@
+"""Queues that one worker owns and all workers put into and get from: see `aiorpc.Queue`.
+
+Built on named objects, calls and references, above the runtime. `served` is the queue at its owner, `client` one
+worker's side of it, `packing` an item on its way, and `handle` what programs have.
+"""
+
+from __future__ import annotations
+
+from .handle import Queue, QueueHandle
+
+__all__ = ["Queue", "QueueHandle"]

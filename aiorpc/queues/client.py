@@ -1,0 +1,382 @@
+"""One worker's side of a queue: what it puts and gets there, gathered into few calls.
+
+A handle has at most one call under way that puts items, and one that takes some. What is put or wanted meanwhile goes
+together in the next one. The calls have no deadline, and nobody cancels them: an answer that brings items must not be
+dropped. Who waits here has a deadline of its own (`waiting`). When nobody waits any more for what a call is for, the
+owner is asked to end it (`withdraw`), and items that come all the same are put back to the front.
+
+All of it is on the loop of the worker, but where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from .. import foreign
+from ..errors import (
+    ItemLost,
+    ProtocolError,
+    QueueEmpty,
+    QueueFull,
+    QueueShutDown,
+    RpcTimeout,
+    UnknownObject,
+)
+from ..futures import Future, outcome
+from ..protocol.messages import ObjectMethod
+from ..runtime.calls.values import Results
+from ..runtime.node import Node
+from ..runtime.references.rref import RRef
+from .packing import TOGETHER, KeptItem, hand_over, pack, unpack
+from .served import MOST, SHUT
+from .waiting import GetFuture, Item, PutFuture
+
+_ITEMS_AT_ONCE = 256
+
+
+class Client:
+    """What one handle of a queue puts and gets. `put`, `get` and `ask` from any thread, the rest on the loop."""
+
+    def __init__(self, node: Node, name: str, owner: str) -> None:
+        self.node = node
+        self._name = name
+        self._owner = owner
+        self._context = contextvars.Context()  # no call and no context of autograd: whoever puts next has another one
+        self._numbers = secrets.randbits(42) << 20  # other handles of this worker have others
+        self._puts: deque[PutFuture] = deque()
+        self._putting: Sequence[PutFuture] = ()
+        self._put_number = 0
+        self._most = _ITEMS_AT_ONCE  # items in the next call that puts
+        self._gets: deque[GetFuture] = deque()
+        self._get_number = 0  # of the call that takes items; 0: none is under way
+        self._lost: deque[ItemLost] = deque()
+        self._scheduled = False
+        self._most_bytes = min(TOGETHER, node.engine.options.max_frame_bytes // 2)
+
+    def describe(self) -> str:
+        """The queue, for errors."""
+        return f"queue {self._name!r} of worker {self._owner!r}"
+
+    # --- from any thread ----------------------------------------------------------------------------------------------
+
+    def put(self, item: Any, copy: bool, timeout: float) -> PutFuture:
+        """See `QueueHandle.put`."""
+        put = PutFuture(self, self._packed(item, copy))
+        self.node.engine.run_on_loop(self._begin, timeout, put)
+        return put
+
+    def get(self, count: int, many: bool, timeout: float) -> GetFuture:
+        """See `QueueHandle.get` and `get_many`."""
+        self.node.engine.lifetime.check_open()
+        return GetFuture(self, count, many, partial(self._begin, timeout))
+
+    def put_nowait(self, item: Any, copy: bool) -> PutFuture:
+        """See `QueueHandle.put_nowait`."""
+        put = PutFuture(self, self._packed(item, copy))
+        self.node.engine.run_on_loop(self._call, "put_items", (False, 0, put.item), partial(self._on_put_now, put))
+        return put
+
+    def get_nowait(self) -> GetFuture:
+        """See `QueueHandle.get_nowait`."""
+        self.node.engine.lifetime.check_open()
+        return GetFuture(self, 1, False, self._get_now)
+
+    def ask(self, method: str, *args: Any, timeout: float | None = None) -> Future[Any]:
+        """A call of a method of the queue. timeout: seconds, None for the worker's own."""
+        seconds = self.node.engine.default_timeout if timeout is None else timeout
+        peer = self.node.peers.find(self._owner)
+        return peer.call(ObjectMethod(self._name, method), args, None, seconds, depth=3)
+
+    def _packed(self, item: Any, copy: bool) -> Item:
+        self.node.engine.lifetime.check_open()
+        packed = pack(item, self.node.peers.find(self._owner), copy)
+        return self.node.references.refer_to(packed) if isinstance(packed, KeptItem) else packed
+
+    # --- putting ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, timeout: float, waiting: PutFuture | GetFuture) -> None:
+        if isinstance(waiting, PutFuture):
+            self._puts.append(waiting)
+        elif self._lost:
+            waiting.finish(None, self._lost.popleft())
+            return
+        else:
+            self._gets.append(waiting)
+        if timeout:
+            waiting.timer = self.node.engine.loop.call_later(timeout, self._late, waiting, timeout)
+        if not self._scheduled:  # what comes in this turn of the loop goes together
+            self._scheduled = True
+            self.node.engine.loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self._scheduled = False
+        self._send_puts()
+        self._send_gets()
+
+    def _send_puts(self) -> None:
+        if self._putting or not self._puts:
+            return
+        batch: list[PutFuture] = []
+        size = 0
+        while self._puts and len(batch) < self._most and size <= self._most_bytes:
+            put = self._puts.popleft()
+            if not put.done():
+                batch.append(put)
+                size += len(put.item) if type(put.item) is bytes else 0
+        if batch:
+            self._putting = batch
+            self._put_number = self._next_number()
+            items = [put.item for put in batch]
+            self._call("put_items", (True, self._put_number, *items), self._on_put)
+
+    def _on_put(self, put: Any, error: BaseException | None) -> None:
+        batch, self._putting = self._putting, ()
+        self._put_number = 0
+        if error is None and (type(put) is not int or not -1 - len(batch) <= put <= len(batch)):
+            error = ProtocolError(f"{self.describe()} says that it has taken {put!r:.40} of {len(batch)} items")
+        if error is not None:
+            if self.node.engine.closed:  # nothing will be sent any more
+                batch, self._puts = [*batch, *self._puts], deque()
+            for each in batch:
+                each.finish(None, error)
+        else:
+            count = put if put >= 0 else -1 - put
+            for each in batch[:count]:
+                each.finish(None)
+            if put < 0:
+                for each in batch[count:]:
+                    each.finish(None, QueueShutDown(f"{self.describe()} was shut down: it takes no more items"))
+            else:
+                self._puts.extendleft(reversed(batch[count:]))
+            # Those that there was no room for come again: with a full queue as few at a time as it takes.
+            self._most = min(_ITEMS_AT_ONCE, 2 * self._most) if count == len(batch) else max(1, count)
+        self._send_puts()
+
+    def _on_put_now(self, future: PutFuture, put: Any, error: BaseException | None) -> None:
+        if error is None and put == 0:
+            error = QueueFull(f"{self.describe()} is full")
+        elif error is None and put != 1:
+            error = QueueShutDown(f"{self.describe()} was shut down: it takes no more items")
+        future.finish(None, error)
+
+    # --- getting ------------------------------------------------------------------------------------------------------
+
+    def _send_gets(self) -> None:
+        while self._gets and self._gets[0].done():
+            self._gets.popleft()
+        if self._get_number or not self._gets:
+            return
+        wanted = sum(get.count for get in self._gets if not get.done())
+        self._get_number = self._next_number()
+        self._call("take_items", (True, self._get_number, min(wanted, MOST)), self._on_got)
+
+    def _on_got(self, got: Any, error: BaseException | None) -> None:
+        self._get_number = 0
+        items, error = self._items(got, error)
+        if error is not None:
+            gets, self._gets = self._gets, deque()
+            for each in gets:
+                each.finish(None, error)
+            return
+        place = 0
+        while self._gets and place < len(items):
+            get = self._gets.popleft()
+            if not get.done():
+                taken = items[place : place + get.count]
+                place += len(taken)
+                self._fetch(get, taken)
+        self.put_back(items[place:])
+        self._send_gets()
+
+    def _get_now(self, get: GetFuture) -> None:
+        self._call("take_items", (False, 0, 1), partial(self._on_got_now, get))
+
+    def _on_got_now(self, get: GetFuture, got: Any, error: BaseException | None) -> None:
+        items, error = self._items(got, error)
+        if error is None and not items:
+            error = QueueEmpty(f"{self.describe()} is empty")
+        if error is not None:
+            get.finish(None, error)
+        else:
+            self._fetch(get, items)
+
+    def _items(self, got: Any, error: BaseException | None) -> tuple[list[Item], BaseException | None]:
+        """The items of an answer, or why there are none."""
+        if error is not None:
+            return [], error
+        head, *items = got if type(got) is Results else (got,)
+        if head == SHUT:
+            return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
+        if any(not isinstance(item, (bytes, str, RRef)) for item in items):
+            return [], ProtocolError(f"{self.describe()} gives items that are none")
+        return items, None
+
+    def _fetch(self, get: GetFuture, items: Sequence[Item]) -> None:
+        """Have the items that their producers have kept; then give all to the one who waits."""
+        kept: dict[int, list[RRef[Any]]] = {}
+        for item in items:
+            if isinstance(item, RRef):
+                kept.setdefault(item._owner, []).append(item)
+        if not kept:
+            self._give(get, items, {})
+            return
+        fetched: dict[RRef[Any], Any] = {}
+        left = len(kept)
+
+        def arrived(references: list[RRef[Any]], answer: Any, error: BaseException | None) -> None:
+            nonlocal left
+            left -= 1
+            given = list(answer)[1:] if type(answer) is Results else []
+            if error is None and len(given) != 2 * len(references):
+                error = ProtocolError("a producer gives something else than its items")
+            for number, reference in enumerate(references):
+                fetched[reference] = error if error is not None else (given[2 * number], given[2 * number + 1])
+            if not left:
+                self._give(get, items, fetched)
+
+        for worker, references in kept.items():
+            self._call_peer(worker, references, partial(arrived, references))
+
+    def _call_peer(self, worker: int, references: list[RRef[Any]], then: Callable[[Any, Any], None]) -> None:
+        def call() -> Future[Any]:
+            peer = self.node.peers.by_id(worker)
+            return peer.call(hand_over, references, None, self.node.engine.default_timeout)
+
+        self._begin_call(call, then)
+
+    def _give(self, get: GetFuture, items: Sequence[Item], fetched: dict[RRef[Any], Any]) -> None:
+        if get.done():  # nobody waits any more
+            self.put_back([item for item in items if not isinstance(item, str)])
+            return
+        values: list[Any] = []
+        there: list[Item] = []
+        gone: dict[str, list[BaseException | None]] = {}
+        finished = 0
+        for item in items:
+            found: Any = fetched[item] if isinstance(item, RRef) else item
+            try:
+                if isinstance(found, BaseException):
+                    gone.setdefault(item.owner_name(), []).append(found)
+                elif isinstance(found, str):
+                    gone.setdefault(found, []).append(None)
+                    finished -= 1  # the owner has seen to that
+                else:
+                    values.append(self._opened(found))
+                    there.append(item)
+                    continue
+            except ItemLost as error:
+                self._lost.append(error)
+            finished += 1
+        self._lost.extend(self._loss(worker, causes) for worker, causes in gone.items())
+        if finished:
+            self._call("finish_items", (finished,), _nothing)
+        if not values:
+            get.finish(None, self._lost.popleft())
+            return
+        if not get.finish_with(values if get.many else values[0], there):
+            self.put_back(there)
+
+    def _opened(self, found: Any) -> Any:
+        """An item as it was put. found: its bytes, or what its producer has given for it: whether packed, and that."""
+        try:
+            packed, content = (True, found) if isinstance(found, bytes) else found
+            return unpack(content, self.node.engine.safe) if packed else content
+        except BaseException as broken:
+            raise ItemLost(
+                f"an item of {self.describe()} cannot be read here, and is gone: {foreign.said(broken)}",
+                queue=self._name,
+                worker=self.node.engine.name,
+                count=1,
+            ) from broken
+
+    def _loss(self, worker: str, causes: Sequence[BaseException | None]) -> ItemLost:
+        count, cause = len(causes), causes[0]
+        noun = "an item" if count == 1 else f"{count} items"
+        why = f": {foreign.text_of(cause)}" if cause is not None else ""
+        error = ItemLost(
+            f"{noun} of {self.describe()} went with worker {worker!r}, which had put and kept them{why}. The queue "
+            "goes on. A worker has to stay until what it has put was got, as `await q.join()` does",
+            queue=self._name,
+            worker=worker,
+            count=count,
+        )
+        error.__cause__ = cause
+        return error
+
+    def put_back(self, items: Sequence[Item]) -> None:
+        """Items that nobody here wants: others get them."""
+        if items:
+            self._call("return_items", tuple(items), _nothing)
+
+    # --- giving up ----------------------------------------------------------------------------------------------------
+
+    def _late(self, waiting: PutFuture | GetFuture, timeout: float) -> None:
+        full = isinstance(waiting, PutFuture)
+        waiting.finish(
+            None,
+            RpcTimeout(
+                f"{self.describe()} {'has been full' if full else 'has had no item'} for {timeout:g} s",
+                worker=self._owner,
+                function=f"{self._name}.{'put' if full else 'get'}",
+                seconds=timeout,
+            ),
+        )
+        self.given_up(waiting)
+
+    def given_up(self, waiting: PutFuture | GetFuture) -> None:
+        """Somebody waits no longer: if nobody else waits for the call that is under way, it is to end."""
+        waiting.stop_timer()
+        if isinstance(waiting, PutFuture):
+            if waiting in self._putting:
+                self._call("withdraw", (self._put_number,), _nothing)
+        elif self._get_number and all(get.done() for get in self._gets):
+            self._gets.clear()
+            self._call("withdraw", (self._get_number,), _nothing)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _call(self, method: str, args: Sequence[Any], then: Callable[[Any, BaseException | None], None]) -> None:
+        """Call a method of the queue, for as long as that takes."""
+
+        def call() -> Future[Any]:
+            peer = self.node.peers.find(self._owner)
+            return peer.call(ObjectMethod(self._name, method), args, None, 0.0)
+
+        self._begin_call(call, then)
+
+    def _begin_call(self, call: Callable[[], Future[Any]], then: Callable[[Any, BaseException | None], None]) -> None:
+        try:
+            future = self._context.run(call)
+        except Exception as error:
+            self.node.engine.loop.call_soon(then, None, error)
+            return
+        future.when_settled(lambda future: self._ended(future, then))
+
+    def _ended(self, future: Future[Any], then: Callable[[Any, BaseException | None], None]) -> None:
+        """Any thread."""
+        future.mark_seen()
+        value, error = outcome(future)
+        if isinstance(error, UnknownObject):
+            known = f"; it serves {', '.join(map(repr, error.names))}" if error.names else ""
+            error = UnknownObject(
+                f"worker {self._owner!r} has no queue {self._name!r}{known}. There it has to be made: "
+                f"rpc.Queue({self._name!r})",
+                worker=self._owner,
+                name=self._name,
+                names=error.names,
+            )
+        if not self.node.engine.loop.is_closed():
+            self.node.engine.run_on_loop(then, value, error)
+
+
+def _nothing(_: Any, error: BaseException | None) -> None:
+    """The answer does not matter: if the owner is gone, so is the queue."""

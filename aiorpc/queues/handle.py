@@ -1,0 +1,184 @@
+"""`aiorpc.Queue` and the handles of queues that other workers own: the methods of ``asyncio.Queue``, from any worker.
+
+Each method returns a Future: ``await`` it, or ``wait()`` for it where blocking is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import RpcUsageError
+from ..futures import Future
+from ..options import seconds
+from ..protocol.identity import check_name, check_object_name
+from ..runtime.callee.objects import ServedObject
+from ..runtime.node import Node, registry
+from .client import Client
+from .served import MOST, ServedQueue, end, watch
+
+
+class QueueHandle:
+    """A queue of some worker: see `aiorpc.queue`. All methods may be called from any thread, and return at once.
+
+    What they return is a Future, awaited or waited for; its truth is no answer, so ``if await q.empty()``. It raises
+    UnknownObject if the owner has no queue of that name, PeerLost or PeerClosed if the owner is gone, NotAllowed where
+    the owner does not let this worker do that. Sent to other workers, as an argument or in one, it is a handle there.
+    """
+
+    def __init__(self, name: str, owner: str, timeout: float | None = None) -> None:
+        """timeout: seconds that `put`, `get`, `get_many` and `join` have; None for the worker's ``rpc_timeout``."""
+        self.name = check_object_name(name)
+        self.owner = check_name(owner)
+        self._timeout = None if timeout is None else seconds(timeout, "timeout")
+        self._made: Client | None = None
+
+    def _client(self) -> Client:
+        made = self._made
+        if made is None or made.node.engine.closed:
+            node: Node = registry.get()
+            made = self._made = Client(node, self.name, self.owner)
+        return made
+
+    def _seconds(self, client: Client, timeout: float | None) -> float:
+        if timeout is not None:
+            return seconds(timeout, "timeout")
+        return client.node.engine.default_timeout if self._timeout is None else self._timeout
+
+    # --- putting ------------------------------------------------------------------------------------------------------
+
+    def put(self, item: Any, *, copy: bool = True, timeout: float | None = None) -> Future[None]:
+        """Put an item, as it is now; the Future settles when it is in the queue, and waits while that is full.
+
+        timeout: seconds that it waits for room, 0 for no limit; None for that of the handle. Past it RpcTimeout is
+        raised. Cancelling gives up. After both the item is in the queue if it had come there by then, else it will not
+        be. Items that one handle puts keep their order. QueueShutDown after `shutdown`. Raised here, with nothing sent:
+        SerializationError, NotInitialized, WorkerClosed.
+        An item of more than 32 KiB stays with this worker until somebody gets it, so the worker has to stay until then.
+        copy: whether it is copied for that; if not, it must not change until somebody has got it.
+        """
+        client = self._client()
+        return client.put(item, copy, self._seconds(client, timeout))
+
+    def put_nowait(self, item: Any, *, copy: bool = True) -> Future[None]:
+        """Put an item if there is room now, as `put` does; QueueFull if there is none."""
+        client = self._client()
+        return client.put_nowait(item, copy)
+
+    # --- getting ------------------------------------------------------------------------------------------------------
+
+    def get(self, *, timeout: float | None = None) -> Future[Any]:
+        """The next item; the Future waits while there is none. Each item is given to one `get` of one worker.
+
+        timeout: seconds, 0 for no limit; None for that of the handle. Past it RpcTimeout is raised; what comes after
+        that, or after it was cancelled, stays in the queue, at its front. QueueShutDown once the queue is shut down and
+        empty. ItemLost, which names the worker, if the item was one that its producer kept, and that is gone: the next
+        `get` goes on behind it. A worker that dies with an item that it was given takes it along.
+        """
+        client = self._client()
+        return client.get(1, False, self._seconds(client, timeout))
+
+    def get_many(self, count: int, *, timeout: float | None = None) -> Future[list[Any]]:
+        """A list of the next items: as many as there are, up to `count`, and one at least. Otherwise as `get`.
+
+        What was lost of them is told by the next `get` of this handle, if there is something to give now.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise RpcUsageError(f"get_many() takes how many items there may be, from 1, and not {count!r:.40}")
+        client = self._client()
+        return client.get(min(count, MOST), True, self._seconds(client, timeout))
+
+    def get_nowait(self) -> Future[Any]:
+        """The next item if there is one now; QueueEmpty if there is none. Otherwise as `get`."""
+        client = self._client()
+        return client.get_nowait()
+
+    # --- finishing ----------------------------------------------------------------------------------------------------
+
+    def task_done(self, count: int = 1) -> Future[None]:
+        """So many items that were got are finished, for `join`. ValueError if there are not so many in all."""
+        return self._client().ask("finish_items", count)
+
+    def join(self, *, timeout: float | None = None) -> Future[None]:
+        """Wait until every item that was put has been got and finished (`task_done`).
+
+        timeout: seconds, 0 for no limit; None for that of the handle; past it RpcTimeout. ItemLost if items went with a
+        worker that had got them and had not finished them: those count as finished, and each such worker is told once.
+        """
+        client = self._client()
+        return client.ask("join_items", timeout=self._seconds(client, timeout))
+
+    # --- looking, ending ----------------------------------------------------------------------------------------------
+
+    def qsize(self) -> Future[int]:
+        """How many items there are at the owner. It may be another number by the time that it is known here."""
+        return self._client().ask("qsize")
+
+    def empty(self) -> Future[bool]:
+        """Whether there is no item now."""
+        return self._client().ask("empty")
+
+    def full(self) -> Future[bool]:
+        """Whether there are ``maxsize`` items now."""
+        return self._client().ask("full")
+
+    def shutdown(self, immediate: bool = False) -> Future[None]:
+        """Take no more items: `put` raises QueueShutDown, also where it waits, and so does `get` once there is none.
+
+        immediate: whether what is in the queue is dropped. From any worker that may.
+        """
+        return self._client().ask("shut_down", bool(immediate))
+
+    def bind(self) -> QueueHandle:
+        """Act for the current worker from now on, and not for the one at the first use. NotInitialized if none is."""
+        self._client()
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QueueHandle, (self.name, self.owner, self._timeout)
+
+    def __repr__(self) -> str:
+        return f"<aiorpc.queue {self.name!r} of worker {self.owner!r}>"
+
+
+class Queue(QueueHandle):
+    """A queue of this worker, with the methods and manners of ``asyncio.Queue``; others find it by `aiorpc.queue`.
+
+    It is served from when it is made until `close`, or until the worker ends; what is in it goes then.
+    """
+
+    def __init__(self, name: str, maxsize: int = 0, *, timeout: float | None = None) -> None:
+        """name: as of `aiorpc.serve`, whose objects have the same names. maxsize: items, 0 for no limit.
+
+        timeout: seconds that its methods have here; None for the worker's ``rpc_timeout``. RpcUsageError for a name
+        that cannot be or is taken, and for a maxsize below 0; NotInitialized, WorkerClosed. Any thread.
+        """
+        if isinstance(maxsize, bool) or not isinstance(maxsize, int) or maxsize < 0:
+            raise RpcUsageError(f"maxsize of queue {name!r:.130} is a number of items, or 0 for no limit: {maxsize!r}")
+        node: Node = registry.get()
+        super().__init__(name, node.engine.name, timeout)
+        self.maxsize = maxsize
+        self._served = ServedQueue(self.name, maxsize, self.owner, node.engine.options.max_frame_bytes)
+        self._object: ServedObject = node.worker.serve(self.name, self._served)
+        self._made = Client(node, self.name, self.owner)
+        self._node = node
+        self._news = node.news.listen()
+        node.engine.run_on_loop(lambda: node.engine.tasks.spawn(watch(self._served, self._news)))
+
+    def close(self) -> None:
+        """Serve it no longer: whoever waits there hears that it is shut down. Idempotent. Any thread."""
+        self._object.close()
+        self._node.engine.run_on_loop(self._end)
+
+    def _end(self) -> None:
+        end(self._served)
+        self._node.engine.tasks.spawn(self._news.aclose())
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        limit = f", maxsize {self.maxsize}" if self.maxsize else ""
+        return f"<aiorpc.Queue {self.name!r} of worker {self.owner!r}{limit}>"

@@ -1,0 +1,151 @@
+"""An item of a queue, from the worker that puts it to the one that gets it; whoever has it meanwhile does not read it.
+
+An item is packed as it is put: its errors are raised there, and what happens to the object afterwards does not matter.
+What is packed is the body of a message and its buffers, one behind the other. If that is small it travels with the put.
+Else it stays with the worker that has put it, as the value of a reference (`KeptItem`), and so does an item that has
+references or tensors on devices inside of it, as itself. Whoever gets the item fetches it from there (`hand_over`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..channels.accelerator import DeviceBuffer
+from ..errors import ProtocolError, RpcUsageError
+from ..protocol.frames import MAX_SEGMENTS
+from ..protocol.messages import Reply, read_values
+from ..protocol.reference_messages import PassedReference
+from ..runtime.caller.peer import Peer
+from ..runtime.calls.functions import inline
+from ..runtime.calls.values import Results, decode, encode
+from ..runtime.references.rref import RRef
+
+#: Bytes of a packed item that travels with the put; longer ones stay with their producer.
+SMALL = 32 * 1024
+#: Bytes of packed items in one message, if there is more than one item. Together they stay below what a frame may have.
+TOGETHER = 8 * SMALL
+# Where buffers begin: at multiples of so many bytes.
+_ALIGNMENT = 64
+# Bytes of the body, and how many buffers there are; the bytes of each follow.
+_HEAD = struct.Struct("<QQ")
+
+
+class KeptItem:
+    """An item that stays with the worker that has put it. packed: its bytes; None: it is kept as it is, in `value`."""
+
+    __slots__ = ("packed", "value")
+
+    def __init__(self, packed: torch.Tensor | None, value: Any = None) -> None:
+        self.packed = packed
+        self.value = value
+
+
+def pack(item: Any, owner: Peer, copy: bool) -> bytes | KeptItem:
+    """An item for a queue of `owner`. Any thread. Raises SerializationError; nothing was sent then.
+
+    Who gets the item is not known yet; it is written as for the owner. copy: whether one that is kept is kept as it is
+    now; else it is written, as it is then, when it is fetched.
+    """
+    body, buffers, out = encode(Reply, (), [item], owner, owner.route)
+    if out is not None or any(isinstance(each, DeviceBuffer) for each in buffers):
+        if out is not None:  # references: whoever gets the item has to be named in them
+            out.unsend()
+        return KeptItem(None, item)
+    layout = _layout(len(body), [len(each) for each in buffers])
+    if layout.size <= min(SMALL, owner.max_body // 16):
+        small = bytearray(layout.size)
+        _write(layout, body, buffers, memoryview(small))
+        return bytes(small)
+    if not copy:
+        return KeptItem(None, item)
+    packed = torch.empty(layout.size, dtype=torch.uint8)
+    _write(layout, body, buffers, _memory(packed))
+    return KeptItem(packed)
+
+
+def unpack(packed: bytes | torch.Tensor, safe: bool) -> Any:
+    """The item again, in the memory that it came in. safe: whether no pickles are read.
+
+    Raises ProtocolError for what is no item, and whatever unpickling raises.
+    """
+    if type(packed) is not bytes and not (type(packed) is torch.Tensor and packed.dtype is torch.uint8):
+        raise ProtocolError("an item of a queue that is no bytes")
+    # What is given to a program may be written to, and bytes may not.
+    memory = memoryview(bytearray(packed)) if isinstance(packed, bytes) else _memory(packed)
+    body, buffers = split(memory)
+    values = decode(read_values(body), buffers, _no_references, None, None, safe)
+    if len(values) != 1:
+        raise ProtocolError(f"an item of a queue that is {len(values)} values")
+    return values[0]
+
+
+def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
+    """The body and the buffers of an item. Raises ProtocolError if it is none."""
+    try:
+        body, count = _HEAD.unpack_from(packed)
+        if count > MAX_SEGMENTS:
+            raise ProtocolError(f"an item of a queue with {count} buffers; the limit is {MAX_SEGMENTS}")
+        lengths = struct.unpack_from(f"<{count}Q", packed, _HEAD.size)
+    except struct.error as error:
+        raise ProtocolError(f"an item of a queue that is none: {error}") from None
+    layout = _layout(body, lengths)
+    if layout.size != len(packed):
+        raise ProtocolError(f"an item of a queue of {len(packed)} bytes that says it has {layout.size}")
+    buffers = [packed[start : start + length] for start, length in zip(layout.starts, lengths, strict=True)]
+    return bytes(packed[layout.body : layout.body + body]), buffers
+
+
+class _Layout(NamedTuple):
+    """Where the parts of an item are. lengths, starts: of its buffers. body: where that starts. size: of all of it."""
+
+    lengths: Sequence[int]
+    body: int
+    starts: list[int]
+    size: int
+
+
+def _layout(body: int, lengths: Sequence[int]) -> _Layout:
+    start = _HEAD.size + 8 * len(lengths)
+    size = start + body
+    starts = []
+    for length in lengths:
+        size += -size % _ALIGNMENT
+        starts.append(size)
+        size += length
+    return _Layout(lengths, start, starts, size)
+
+
+def _write(layout: _Layout, body: bytes, buffers: Sequence[Any], into: memoryview) -> None:
+    lengths = layout.lengths
+    struct.pack_into(f"<QQ{len(lengths)}Q", into, 0, len(body), len(lengths), *lengths)
+    into[layout.body : layout.body + len(body)] = body
+    for start, length, each in zip(layout.starts, lengths, buffers, strict=True):
+        into[start : start + length] = memoryview(each).cast("B")
+
+
+def _memory(packed: torch.Tensor) -> memoryview:
+    array: Any = packed.numpy()
+    return memoryview(array)
+
+
+def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:
+    raise ProtocolError("an item of a queue that was packed with references")
+
+
+# --- from the worker that has it ------------------------------------------------------------------------------------
+
+
+@inline
+def hand_over(*kept: RRef[Any]) -> Results:
+    """Items of queues that this worker has kept, for whoever was given references to them."""
+    given: list[Any] = [0]
+    for each in kept:
+        item = each._value_future().value() if isinstance(each, RRef) and each.is_owner() else None
+        if not isinstance(item, KeptItem):
+            raise RpcUsageError("hand_over is for items of queues that this worker has put, and this is none")
+        given += (True, item.packed) if item.packed is not None else (False, item.value)
+    return Results(given)

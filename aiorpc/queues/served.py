@@ -1,0 +1,304 @@
+"""A queue at its owner: its items as they were packed, who waits for one, and who waits for room.
+
+States of a queue: OPEN, then SHUT (nothing is put any more; what there is can be got). Of somebody who waits
+(`_Waiter`): WAITING, then GIVEN (its items were taken from the queue or put into it), or WITHDRAWN (none of them were).
+All of it changes on the loop of the owner alone.
+
+Invariants
+1. An item is in the queue, or with one getter, or gone for good: `_match` moves it, and nobody else takes one out.
+2. Nobody waits for an item while there is one, or for room while there is some.
+3. What was given to a getter whose call ends before its answer is made goes back to the front.
+4. `_unfinished` is what was put, less what was finished or is gone for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ItemLost, RpcError, RpcUsageError
+from ..protocol.identity import WorkerInfo
+from ..rights import exposed
+from ..runtime.calls.current import caller
+from ..runtime.calls.functions import system
+from ..runtime.calls.values import Results
+from ..runtime.group.events import Listener, WorkerLeft, WorkerLost
+from ..runtime.references.rref import RRef
+from .packing import SMALL, TOGETHER
+
+#: How an answer to `take_items` begins: with the items, or with nothing, as the queue is shut down and has none.
+HERE, SHUT = 0, 1
+# What is in the queue: a packed item, or a reference to one that its producer has kept.
+Item = Any
+MOST = 1024  # items that one call puts or takes
+
+
+class _Waiter:
+    """Somebody who waits: to take `count` items, or to put `items`. future: of the items, or of how many were put."""
+
+    __slots__ = ("count", "future", "items")
+
+    def __init__(self, count: int, items: Sequence[Item]) -> None:
+        self.count = count
+        self.items = items
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def give(self, value: Any) -> None:
+        """It waits no longer."""
+        if not self.future.done():
+            self.future.set_result(value)
+
+
+@exposed
+class ServedQueue:
+    """What a worker serves for a queue of its own; handles of the queue call it. On the loop of its owner.
+
+    `take_items` and `put_items` are the runtime's own as far as their answers go: one that takes items out of the queue
+    is never dropped because too much waits to be sent. maxsize: 0 for no limit.
+    """
+
+    def __init__(self, name: str, maxsize: int, worker: str, max_frame: int) -> None:
+        """worker: the name of the owner. max_frame: bytes that a message of its may have."""
+        self.name = name
+        self.maxsize = maxsize
+        self._worker = worker
+        self._most_bytes = min(TOGETHER, max_frame // 2)
+        self._items: deque[Item] = deque()
+        self._getters: deque[_Waiter] = deque()
+        self._putters: deque[_Waiter] = deque()
+        self._waiting: dict[tuple[int, int], _Waiter] = {}  # by worker and by the number of its call
+        self._shut = False
+        self._unfinished = 0
+        self._given: dict[int, int] = {}  # items that each worker has got and not finished
+        self._taken_along: dict[str, int] = {}  # of those, what went with workers that are gone, by their names
+        self._joiners: list[asyncio.Future[None]] = []
+
+    # --- putting and getting ------------------------------------------------------------------------------------------
+
+    @system
+    async def put_items(self, wait: bool, number: int, *items: Item) -> int:
+        """Put those items in their order, as far as there is room; returns how many.
+
+        wait: until there is room for one, or until that `number` is withdrawn. Negative once the queue is shut down: -1
+        for none, -2 for one, and so on. RpcUsageError for what is no item.
+        """
+        _check(wait, number, len(items))
+        if any(not isinstance(each, RRef) and (type(each) is not bytes or len(each) > SMALL) for each in items):
+            raise RpcUsageError(f"queue {self.name!r} takes items as `rpc.queue` puts them, and got something else")
+        putter = _Waiter(0, items)
+        self._putters.append(putter)
+        self._match()
+        if not putter.future.done() and not wait:
+            putter.give(0)
+        put: int = await self._settled(putter, number, self._putters)
+        return put
+
+    @system
+    async def take_items(self, wait: bool, number: int, count: int) -> Results:
+        """Take up to so many items, but one at least; none if it is not to wait, or if that `number` is withdrawn.
+
+        The answer begins with `HERE` or `SHUT`. An item is its bytes, a reference, or the name of the worker that had
+        it and is gone.
+        """
+        _check(wait, number, count)
+        getter = _Waiter(count, ())
+        self._getters.append(getter)
+        self._match()
+        if not getter.future.done() and not wait:
+            getter.give([])
+        items: list[Item] | None = await self._settled(getter, number, self._getters)
+        if items is None:
+            return Results((SHUT,))
+        who = caller().id
+        self._given[who] = self._given.get(who, 0) + len(items)
+        for place, item in enumerate(items):
+            # In the step in which the answer is made: a reference to a worker that is gone could not be sent.
+            gone = _gone(item)
+            if gone is not None:
+                items[place] = gone
+                self._finish(1, who)
+        return Results((HERE, *items))
+
+    async def _settled(self, waiter: _Waiter, number: int, among: deque[_Waiter]) -> Any:
+        """What the waiter is given. If its caller gives up, nothing of it happens, as far as nothing has yet."""
+        key = caller().id, number
+        if not waiter.future.done():
+            self._waiting[key] = waiter
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:  # the caller is gone
+            if waiter.future.cancelled() or not waiter.future.done():
+                with contextlib.suppress(ValueError):  # `_match` may have come across it
+                    among.remove(waiter)
+            elif among is self._getters and waiter.future.result():
+                self._put_back(waiter.future.result())
+            raise
+        finally:
+            if self._waiting.get(key) is waiter:
+                del self._waiting[key]
+
+    def _match(self) -> None:
+        """Give items to those who wait for them, and room to those who wait for it, the first first."""
+        while True:
+            while self._putters and (self._shut or self._room()):
+                self._put(self._putters.popleft())
+            if not (self._getters and (self._items or self._shut)):
+                return
+            getter = self._getters.popleft()
+            if not getter.future.done():
+                getter.give(self._take(getter.count) or None)
+
+    def _take(self, count: int) -> list[Item]:
+        taken: list[Item] = []
+        size = 0
+        while self._items and len(taken) < count and size <= self._most_bytes:
+            item = self._items.popleft()
+            size += len(item) if type(item) is bytes else 0
+            taken.append(item)
+        return taken
+
+    def _put(self, putter: _Waiter) -> None:
+        if putter.future.done():
+            return
+        if self._shut:
+            putter.give(-1)
+            return
+        items = putter.items[: self._room()]
+        self._items.extend(items)
+        self._unfinished += len(items)
+        putter.give(len(items))
+
+    def _room(self) -> int:
+        return max(0, self.maxsize - len(self._items)) if self.maxsize else MOST
+
+    async def return_items(self, *items: Item) -> None:
+        """Put back to the front what was taken and is not wanted: as if it had not been taken."""
+        if any(not isinstance(each, RRef) and (type(each) is not bytes or len(each) > SMALL) for each in items):
+            raise RpcUsageError(f"what was not taken from queue {self.name!r} cannot be put back")
+        who = caller().id
+        if len(items) > self._given.get(who, 0):
+            raise RpcUsageError(f"worker {who} puts {len(items)} items back, and has {self._given.get(who, 0)}")
+        self._given[who] -= len(items)
+        self._put_back(items)
+
+    def _put_back(self, items: Sequence[Item]) -> None:
+        self._items.extendleft(reversed(items))
+        self._match()
+
+    async def withdraw(self, number: int) -> None:
+        """Whoever waits under that number, in a call of the same worker, is to wait no longer."""
+        waiter = self._waiting.get((caller().id, number))
+        if waiter is not None and not waiter.future.done():
+            getter = waiter in self._getters
+            (self._getters if getter else self._putters).remove(waiter)
+            waiter.give([] if getter else 0)
+
+    # --- finishing ----------------------------------------------------------------------------------------------------
+
+    async def finish_items(self, count: int) -> None:
+        """So many items that were got are finished. ValueError if there are not so many."""
+        if type(count) is not int or count < 1:
+            raise RpcUsageError(f"task_done() takes the number of items that are finished, and not {count!r:.40}")
+        if count > self._unfinished:
+            raise ValueError("task_done() called too many times")
+        self._finish(count, caller().id)
+
+    def _finish(self, count: int, worker: int) -> None:
+        left = self._given.get(worker, 0) - count
+        if left > 0:
+            self._given[worker] = left
+        else:
+            self._given.pop(worker, None)
+        self._unfinished -= count
+        self._look_at_joiners()
+
+    def _look_at_joiners(self) -> None:
+        if self._unfinished <= 0:
+            joiners, self._joiners = self._joiners, []
+            for each in joiners:
+                if not each.done():
+                    each.set_result(None)
+
+    async def join_items(self) -> None:
+        """Wait until all items are finished. ItemLost if some went with workers that had got them; once for each."""
+        if self._unfinished > 0:
+            joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._joiners.append(joined)
+            try:
+                await joined
+            finally:
+                if joined in self._joiners:
+                    self._joiners.remove(joined)
+        if self._taken_along:
+            worker, count = self._taken_along.popitem()
+            raise ItemLost(
+                f"{count} items of queue {self.name!r} on worker {self._worker!r} were got by worker {worker!r}, which "
+                "has gone without finishing them; all others are finished",
+                queue=self.name,
+                worker=worker,
+                count=count,
+            )
+
+    def _on_gone(self, worker: WorkerInfo) -> None:
+        count = min(self._given.pop(worker.id, 0), self._unfinished)
+        if count:
+            self._taken_along[worker.name] = self._taken_along.get(worker.name, 0) + count
+            self._unfinished -= count
+            self._look_at_joiners()
+
+    # --- looking, ending ----------------------------------------------------------------------------------------------
+
+    async def qsize(self) -> int:
+        """How many items there are."""
+        return len(self._items)
+
+    async def empty(self) -> bool:
+        """Whether there is none."""
+        return not self._items
+
+    async def full(self) -> bool:
+        """Whether there are as many as there may be."""
+        return 0 < self.maxsize <= len(self._items)
+
+    async def shut_down(self, immediate: bool) -> None:
+        """See `QueueHandle.shutdown`."""
+        self._shut_down(bool(immediate))
+
+    def _shut_down(self, immediate: bool) -> None:
+        self._shut = True
+        if immediate:
+            self._unfinished -= len(self._items)
+            self._items.clear()
+            self._look_at_joiners()
+        self._match()
+
+
+def _check(wait: object, number: object, count: object) -> None:
+    if type(wait) is not bool or type(number) is not int or type(count) is not int or not 0 < count <= MOST:
+        raise RpcUsageError(f"from 1 to {MOST} items of a queue go at a time; here they are {count!r:.40}")
+
+
+def _gone(item: Item) -> str | None:
+    """The name of the worker that has kept an item and is gone; None if it can be had, as far as is known here."""
+    if not isinstance(item, RRef):
+        return None
+    try:
+        item._check()
+    except RpcError:
+        return item.owner_name()
+    return None
+
+
+async def watch(queue: ServedQueue, news: Listener) -> None:
+    """Until the worker ends: what other workers have got that are gone will not be finished."""
+    async for event in news:
+        if isinstance(event, (WorkerLost, WorkerLeft)):
+            queue._on_gone(event.worker)
+
+
+def end(queue: ServedQueue) -> None:
+    """Nobody can reach the queue any more: whoever waits there waits no longer."""
+    queue._shut_down(True)

@@ -1,0 +1,457 @@
+"""Queues: the manners of asyncio.Queue between workers, what is waited for and given up, and what is lost and told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+import aiorpc as rpc
+from aiorpc import ItemLost, QueueEmpty, QueueFull, QueueHandle, QueueShutDown, RpcBackendOptions, RpcTimeout, Worker
+from aiorpc.protocol.messages import ObjectMethod
+from aiorpc.runtime.calls.current import current_node
+from aiorpc.testing import cluster
+from tests.runtime.waiting import until, until_no_references
+
+LONG = 30.0
+LARGE = 100_000  # bytes: stays with its producer
+
+
+def iter_nothing() -> Iterator[Any]:
+    yield from ()
+
+
+@contextlib.contextmanager
+def acting(worker: Worker) -> Iterator[None]:
+    """Verbs act for that worker of several in this process."""
+    token = current_node.set(worker.node)
+    try:
+        yield
+    finally:
+        current_node.reset(token)
+
+
+def make(worker: Worker, name: str = "q", maxsize: int = 0) -> rpc.Queue:
+    with acting(worker):
+        return rpc.Queue(name, maxsize)
+
+
+def handle(worker: Worker, name: str = "q", owner: str = "worker0", timeout: float | None = LONG) -> QueueHandle:
+    with acting(worker):
+        return rpc.queue(name, owner=owner, timeout=timeout)
+
+
+async def put_all(queue: QueueHandle, items: Sequence[Any]) -> None:
+    await asyncio.gather(*(queue.put(item) for item in items))
+
+
+async def served(worker: Worker, method: str) -> None:
+    """Until a call of that method of the queue is under way at its owner."""
+
+    def under_way() -> bool:
+        calls = [call for service in worker.node.services for call in list(service.calls.values())]
+        return any(call.function.endswith(method) for call in calls)
+
+    await until(under_way)
+
+
+async def test_items_come_out_in_the_order_in_which_they_were_put(trio: list[Worker]) -> None:
+    """Small ones and large ones, as they were when they were put, from any worker to any other."""
+    owned = make(trio[0])
+    queues = [owned, handle(trio[1]), handle(trio[2])]
+    items = [1, "two", {"three": torch.arange(3)}, (4.0, [None]), torch.ones(LARGE), [torch.zeros(LARGE)] * 2]
+    for putter in queues:
+        for getter in queues:
+            await put_all(putter, items)
+            assert await getter.qsize() == len(items)
+            one, two, three, four = [await getter.get() for _ in range(4)]
+            assert (one, two, four) == (1, "two", (4.0, [None])) and three["three"].tolist() == [0, 1, 2]
+            three["three"][0] = 5  # what arrives belongs to its receiver
+            ones, zeros = await getter.get_many(10)
+            assert ones.sum() == LARGE
+            ones[0] = 7
+            assert zeros[0] is zeros[1] and zeros[0].sum() == 0
+            assert await getter.empty()
+            del three, ones, zeros
+    await until_no_references(trio)
+
+
+async def test_an_item_is_what_it_was_when_it_was_put(pair: list[Worker]) -> None:
+    """What its producer does to it then is not seen; but with copy=False, where it stays with the producer, it is."""
+    make(pair[0])
+    mine, other = handle(pair[1]), handle(pair[0])
+    small, large, kept = torch.ones(4), torch.ones(LARGE), torch.ones(LARGE)
+    await put_all(mine, [small, large])
+    await mine.put(kept, copy=False)
+    for each in (small, large, kept):
+        each.zero_()
+    assert [int(each[0]) for each in await other.get_many(3)] == [1, 1, 0]
+
+
+async def test_references_travel_in_items(trio: list[Worker]) -> None:
+    """Such an item stays with its producer; whoever gets it has a reference of its own."""
+    make(trio[0])
+    ref = trio[1].remote("worker0", dict, a=1)
+    await handle(trio[1]).put({"ref": ref})
+    got = await handle(trio[2]).get()
+    assert await got["ref"] == {"a": 1}
+    del ref, got
+    await until_no_references(trio)
+
+
+async def test_a_full_queue_makes_its_producers_wait(trio: list[Worker]) -> None:
+    """As long as there is no room; each item is put once, in its order."""
+    queue = make(trio[0], maxsize=2)
+    mine, other = handle(trio[1]), handle(trio[2])
+    puts = [mine.put(number) for number in range(10)]
+    await until(lambda: puts[1].done())
+    assert await queue.full() and await queue.qsize() == 2 and not puts[2].done()
+    with pytest.raises(QueueFull, match="queue 'q' of worker 'worker0' is full"):
+        await mine.put_nowait(99)
+    with pytest.raises(asyncio.QueueFull):
+        await queue.put_nowait(99)
+    assert [await other.get() for _ in range(10)] == [*range(10)]
+    await asyncio.gather(*puts)
+    await mine.put_nowait(11)
+    assert await other.get_nowait() == 11
+    with pytest.raises(asyncio.QueueEmpty) as raised:
+        await other.get_nowait()
+    assert isinstance(raised.value, QueueEmpty)
+
+
+async def test_a_put_that_settles_does_not_wait_for_those_behind_it(pair: list[Worker]) -> None:
+    """Several are sent together; the queue has room for one."""
+    make(pair[0], maxsize=1)
+    mine, other = handle(pair[1]), handle(pair[0])
+    puts = [mine.put(number) for number in range(50)]
+    for number, put in enumerate(puts):
+        await put
+        assert await other.get() == number
+
+
+async def test_who_waits_longer_than_its_timeout_takes_nothing(pair: list[Worker]) -> None:
+    """What comes later stays for others; a put whose time is up is not in the queue."""
+    queue = make(pair[0], maxsize=1)
+    mine = handle(pair[1])
+    with pytest.raises(RpcTimeout, match=r"queue 'q' of worker 'worker0' has had no item for 0\.05 s") as raised:
+        await mine.get(timeout=0.05)
+    assert (raised.value.worker, raised.value.function, raised.value.seconds) == ("worker0", "q.get", 0.05)
+    await queue.put("first")
+    with pytest.raises(TimeoutError, match=r"has been full for 0\.05 s"):
+        await mine.put("late", timeout=0.05)
+    assert await queue.get() == "first"
+    await queue.put("second")
+    assert await mine.get() == "second"
+    assert await queue.empty()
+    await until(lambda: not queue._served._waiting)
+
+
+async def test_a_cancelled_get_leaves_the_item_to_others(trio: list[Worker]) -> None:
+    """Whatever the moment: before an item is there, with one under way, and with one that has just come."""
+    queue = make(trio[0])
+    mine, other = handle(trio[1]), handle(trio[2])
+    for number in range(30):
+        size = LARGE if number % 3 == 2 else 1
+        task = asyncio.ensure_future(asyncio.wait_for(mine.get(), LONG))
+        for _ in range(number % 10):
+            await asyncio.sleep(0)
+        put = queue.put(torch.full((size,), number))
+        for _ in range(number):
+            await asyncio.sleep(0)
+        task.cancel()
+        await put
+        try:
+            got = await task
+        except asyncio.CancelledError:
+            got = await other.get()
+        assert int(got[0]) == number
+    assert await queue.empty()
+    await until(lambda: not queue._served._waiting)
+    del got, put, task
+    await until_no_references(trio)
+
+
+async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> None:
+    """Those before and behind it are, once each."""
+    queue = make(pair[0], maxsize=1)
+    mine = handle(pair[1])
+    await mine.put("here")
+    puts = [mine.put(number) for number in range(5)]
+    await served(pair[0], "put_items")
+    assert puts[2].cancel() and puts[0].cancel()
+    assert await queue.get() == "here"
+    assert [await queue.get() for _ in range(3)] == [1, 3, 4]
+    with pytest.raises(rpc.RpcCancelled):
+        await puts[2]
+    assert await queue.empty()
+
+
+async def test_blocking_forms_wait_in_threads(pair: list[Worker]) -> None:
+    """`wait()` of what the methods return; one that has waited in vain takes no item later."""
+    make(pair[0])
+    mine = handle(pair[1])
+
+    def work() -> list[Any]:
+        mine.put(1).wait()
+        mine.put(2).wait(timeout=LONG)
+        got = [mine.get().wait(), *mine.get_many(5).wait()]
+        with pytest.raises(RpcTimeout):
+            mine.get().wait(timeout=0.05)
+        mine.put(3).wait()
+        return [*got, mine.get().wait()]
+
+    assert await asyncio.to_thread(work) == [1, 2, 3]
+    with pytest.raises(rpc.WouldBlockLoop):
+        mine.get().wait()
+
+
+async def test_join_waits_until_all_is_finished(pair: list[Worker]) -> None:
+    """By whichever worker; task_done() more often than there were items is an error."""
+    queue = make(pair[0])
+    mine = handle(pair[1])
+    await queue.join()
+    await put_all(mine, [1, 2, 3])
+    joins = [queue.join(), mine.join()]
+    with pytest.raises(RpcTimeout):
+        await queue.join(timeout=0.05)
+    await mine.get_many(3)
+    await mine.task_done(2)
+    assert not any(join.done() for join in joins)
+    await queue.task_done()
+    for join in joins:
+        await join
+    with pytest.raises(ValueError, match="called too many times"):
+        await mine.task_done()
+    for bad in (0, -1, "1"):
+        with pytest.raises(rpc.RpcUsageError, match="number of items"):
+            await mine.task_done(bad)  # type: ignore[arg-type]  # on purpose
+
+
+async def test_shutdown_lets_go_of_all_who_wait(trio: list[Worker]) -> None:
+    """Producers at once, consumers as soon as nothing is left."""
+    queue = make(trio[0], maxsize=1)
+    mine, other = handle(trio[1]), handle(trio[2])
+    await mine.put(1)
+    put = mine.put(2)
+    await served(trio[0], "put_items")
+    await other.shutdown()
+    with pytest.raises(QueueShutDown, match="takes no more items"):
+        await put
+    with pytest.raises(QueueShutDown):
+        await queue.put_nowait(3)
+    assert await other.get() == 1
+    for get in (other.get(), queue.get_nowait(), mine.get_many(2)):
+        with pytest.raises(QueueShutDown, match="has no more items"):
+            await get
+    if hasattr(asyncio, "QueueShutDown"):
+        assert issubclass(QueueShutDown, asyncio.QueueShutDown)
+
+
+async def test_shutdown_at_once_drops_what_there_is(pair: list[Worker]) -> None:
+    """Who waits for an item hears of it, and so does who joins."""
+    queue = make(pair[0])
+    mine = handle(pair[1])
+    get = asyncio.ensure_future(mine.get())
+    await served(pair[0], "take_items")
+    await queue.shutdown(immediate=True)
+    with pytest.raises(QueueShutDown):
+        await get
+    other = make(pair[0], "other")
+    await handle(pair[1], "other").put(torch.ones(LARGE))
+    join = other.join()
+    await other.shutdown(immediate=True)
+    await join
+    await until_no_references(pair)
+
+
+async def test_a_queue_that_is_closed_is_not_there_any_more(pair: list[Worker]) -> None:
+    """Whoever waits is told, then whoever asks; its name can be taken again."""
+    with make(pair[0]) as queue:
+        get = asyncio.ensure_future(handle(pair[1]).get())
+        await served(pair[0], "take_items")
+    with pytest.raises(QueueShutDown):
+        await get
+    with pytest.raises(rpc.UnknownObject, match=r"worker 'worker0' has no queue 'q'\. .* rpc\.Queue\('q'\)") as raised:
+        await handle(pair[1]).put(1)
+    assert (raised.value.worker, raised.value.name) == ("worker0", "q")
+    queue.close()
+    with make(pair[0]):
+        await handle(pair[1]).put(1)
+        assert await handle(pair[1]).get() == 1
+
+
+async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
+    """Names, sizes, counts, timeouts, and items that cannot travel."""
+    bad: list[Any] = [-1, 1.5, True, None]
+    for maxsize in bad:
+        with pytest.raises(rpc.RpcUsageError, match="maxsize of queue 'q'"):
+            make(pair[0], maxsize=maxsize)
+    with pytest.raises(rpc.RpcUsageError, match="Object name must"):
+        make(pair[0], "a queue")
+    make(pair[0])
+    with pytest.raises(rpc.RpcUsageError, match="serves an object 'q' already"):
+        make(pair[0])
+    with pytest.raises(rpc.RpcUsageError, match="Worker name must"):
+        handle(pair[0], owner="no worker")
+    mine = handle(pair[1])
+    sent = pair[1].statistics().calls_made
+    with pytest.raises(rpc.SerializationError, match="generator"):
+        mine.put(iter_nothing())
+    with pytest.raises(rpc.SerializationError):
+        mine.put([torch.ones(LARGE), asyncio.get_running_loop()])
+    counts: list[Any] = [0, -1, 1.0, True]
+    for count in counts:
+        with pytest.raises(rpc.RpcUsageError, match="get_many"):
+            mine.get_many(count)
+    with pytest.raises(rpc.RpcUsageError, match="timeout"):
+        mine.get(timeout=-1)
+    assert pair[1].statistics().calls_made == sent
+    with pytest.raises(rpc.UnknownWorker):
+        await handle(pair[1], owner="nobody").put(1)
+    with pytest.raises(rpc.NotInitialized):
+        rpc.queue("q", owner="worker0")
+
+
+async def test_a_handle_travels_to_other_workers(trio: list[Worker]) -> None:
+    """As an argument; there it acts for the worker that it has come to."""
+    queue = make(trio[0])
+    await trio[0].call("worker1", produce, queue, 3)
+    assert await trio[0].call("worker2", consume, queue, 3) == [0, 1, 2]
+    assert type(pickle.loads(pickle.dumps(queue))) is QueueHandle
+
+
+async def produce(queue: QueueHandle, count: int) -> None:
+    await put_all(queue, range(count))
+
+
+async def consume(queue: QueueHandle, count: int) -> list[Any]:
+    return [await queue.get() for _ in range(count)]
+
+
+@pytest.fixture
+async def free() -> AsyncIterator[list[Worker]]:
+    """Three workers that meet in a group without a size."""
+    async with cluster(3, dynamic=True, options=RpcBackendOptions(rpc_timeout=LONG)) as workers:
+        yield workers
+
+
+async def test_a_producer_that_dies_takes_along_what_it_kept(free: list[Worker]) -> None:
+    """The consumer is told who it was, and the queue goes on; small items have travelled, and are there."""
+    queue = make(free[0])
+    other = handle(free[2])
+    await put_all(handle(free[1]), ["small", torch.ones(LARGE), torch.ones(LARGE), "last"])
+    await free[1].drop()
+    await until(lambda: "worker1" not in [info.name for info in free[0].worker_infos()])
+    await until(lambda: "worker1" not in [info.name for info in free[2].worker_infos()])
+    assert await other.get_many(10) == ["small", "last"]
+    with pytest.raises(
+        ItemLost, match=r"2 items of queue 'q' of worker 'worker0' went with worker 'worker1'"
+    ) as raised:
+        await other.get()
+    assert (raised.value.queue, raised.value.worker, raised.value.count) == ("q", "worker1", 2)
+    await queue.put("next")
+    assert await other.get() == "next"
+    await other.task_done(3)
+    await queue.join()
+
+
+async def test_what_a_consumer_has_got_goes_with_it(free: list[Worker]) -> None:
+    """An item that it was given is given to nobody else, and who joins is told; what it waits for stays."""
+    queue = make(free[0])
+    doomed = handle(free[2])
+    await put_all(queue, [1, 2])
+    assert await doomed.get() == 1
+    await doomed.get()
+    waits = asyncio.ensure_future(doomed.get())
+    await served(free[0], "take_items")
+    join = queue.join()
+    await free[2].drop()
+    with pytest.raises(rpc.RpcError):
+        await waits
+    with pytest.raises(ItemLost, match=r"2 items of queue 'q' on worker 'worker0' were got by worker 'worker2'"):
+        await join
+    await queue.join()
+    await queue.put(3)
+    assert await handle(free[1]).get() == 3
+
+
+async def test_an_owner_that_dies_takes_the_queue_along(free: list[Worker]) -> None:
+    """All who wait hear of it; who takes its name and makes the queue anew is found by the same handle."""
+    make(free[0], maxsize=1)
+    mine = handle(free[1])
+    await mine.put(torch.ones(LARGE))
+    waits = [mine.put(torch.ones(LARGE)), handle(free[2], "q").join()]
+    await served(free[0], "put_items")
+    await free[0].drop()
+    for each in waits:
+        with pytest.raises(rpc.PeerLost):
+            await each
+    del waits, each
+    await until_no_references(free[1:])
+
+
+async def test_the_same_handle_finds_the_queue_of_a_worker_that_takes_the_name() -> None:
+    """As any object with a name."""
+    store = HashStore()
+    async with Worker("user", store=store) as user:
+        for item in ("first", "second"):
+            async with Worker("owner", store=store) as owner:
+                make(owner)
+                mine = handle(user, owner="owner")
+                await mine.put(item)
+                assert await mine.get() == item
+
+
+async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
+    """Who may call what is marked may use the queue; a rule may have its methods one by one."""
+    learner = RpcBackendOptions(serve={"actor": ["aiorpc.queues.served:ServedQueue.put_items"], "*": rpc.exposed})
+    options = [learner, RpcBackendOptions(serve=[]), RpcBackendOptions()]
+    async with cluster(3, options=options, roles=["", "actor", "other"]) as workers:
+        make(workers[0])
+        await handle(workers[1]).put(torch.ones(LARGE))
+        with pytest.raises(rpc.NotAllowed, match="take_items"):
+            await handle(workers[1]).get()
+        assert (await handle(workers[2]).get()).sum() == LARGE
+    async with cluster(2, options=RpcBackendOptions(serialization="safe")) as workers:
+        make(workers[0])
+        mine = handle(workers[1])
+        await put_all(mine, [{"x": torch.ones(2)}, torch.ones(LARGE)])
+        small, large = await handle(workers[0]).get_many(2)
+        assert small["x"].sum() == 2 and large.sum() == LARGE
+        with pytest.raises(rpc.SerializationError):
+            mine.put(HashStore())
+
+
+async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
+    """Whatever a worker sends in place of what handles send; the queue is as it was."""
+    queue = make(pair[0])
+    peer = pair[1].node.peers.find("worker0")
+    nonsense: list[tuple[str, tuple[Any, ...]]] = [
+        ("put_items", (True, 1, "text")),
+        ("put_items", (True, 1, b"x" * 100_000)),
+        ("put_items", (True, 1)),
+        ("put_items", (1, 1, b"")),
+        ("take_items", (True, 1, 0)),
+        ("take_items", (True, 1, 1 << 40)),
+        ("take_items", (True, "1", 1)),
+        ("return_items", (b"never taken",)),
+        ("return_items", (5,)),
+        ("finish_items", (-1,)),
+    ]
+    for method, args in nonsense:
+        with pytest.raises(rpc.RpcUsageError):
+            await peer.call(ObjectMethod("q", method), args, None, LONG)
+    assert await queue.qsize() == 0
+    await peer.call(ObjectMethod("q", "put_items"), (True, 1, b"no item"), None, LONG)
+    await handle(pair[1]).put("an item")
+    with pytest.raises(ItemLost, match="cannot be read here"):
+        await queue.get()
+    assert await queue.get() == "an item"
+    await queue.task_done()
+    await queue.join()
