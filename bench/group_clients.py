@@ -26,9 +26,9 @@ def loop_of_calls(rpc: RpcModule, names: Sequence[str], seconds: float) -> dict[
 
 
 async def in_turn(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, float]:
-    """Microseconds of one call to all members, and of as many calls that are under way at once; in turn.
+    """Microseconds of one call to all members; and of as many calls, under way at once, and one after the other.
 
-    Each with the processor time of the thread that makes it.
+    All three in turn, each with the processor time of the thread that makes it.
     """
     group = rpc.group(names)
 
@@ -38,11 +38,15 @@ async def in_turn(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, f
     async def by_calls() -> None:
         await asyncio.gather(*[rpc.call(name, functions.noop) for name in names])
 
-    kinds: dict[str, Callable[[], Awaitable[None]]] = {"group": by_group, "calls": by_calls}
+    async def one_by_one() -> None:
+        for name in names:
+            await rpc.call(name, functions.noop)
+
+    kinds: dict[str, Callable[[], Awaitable[None]]] = {"group": by_group, "calls": by_calls, "one by one": one_by_one}
     samples: dict[str, list[int]] = {kind: [] for kind in kinds}
     spent: dict[str, list[int]] = {kind: [] for kind in kinds}
     end = time.perf_counter() + seconds
-    while not samples["calls"] or time.perf_counter() < end:
+    while not samples["one by one"] or time.perf_counter() < end:
         for kind, call in kinds.items():
             before, processor = time.perf_counter_ns(), time.thread_time_ns()
             await call()

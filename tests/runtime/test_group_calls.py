@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -322,6 +324,42 @@ async def test_too_many_calls_are_refused_for_the_member_that_has_them() -> None
         assert type(outcomes["worker2"].error) is aiorpc.Overloaded
         for call in held:
             call.cancel()
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_what_was_answered_goes_with_the_outcomes(four: list[Worker], retries: int) -> None:
+    """And not when the garbage collector comes by: large tensors are in memory that others lend."""
+    call = four[0].group("worker*", retries=retries).call(with_name, torch.ones(600_000))
+    outcomes = await call
+    kept = weakref.ref(outcomes[1].value[1])
+    gone = weakref.ref(call)
+    quorum = four[0].group("worker*", quorum=2).call(hang_at, "worker1")
+    await quorum
+    early = weakref.ref(quorum)
+    await until(lambda: _stopped == ["worker1"])
+    gc.disable()
+    try:
+        del call, outcomes, quorum
+        await until(lambda: (gone(), kept(), early()) == (None, None, None))
+    finally:
+        gc.enable()
+
+
+async def pass_on(pattern: str) -> aiorpc.Outcomes:
+    return await aiorpc.group(pattern).call(fail_at, "worker2")
+
+
+async def test_outcomes_travel(four: list[Worker]) -> None:
+    """A handler may return them, and raise the error that is made of them."""
+    outcomes = await four[0].call("worker1", pass_on, "worker[23]")
+    assert (outcomes.answers, list(outcomes.errors)) == ({"worker3": "worker3"}, ["worker2"])
+    with pytest.raises(GroupError, match="1 of 2") as caught:
+        await four[0].call("worker1", pass_on_all, "worker[23]")
+    assert (caught.value.failed, [type(each) for each in caught.value.exceptions]) == (("worker2",), [ValueError])
+
+
+async def pass_on_all(pattern: str) -> list[Any]:
+    return (await pass_on(pattern)).values()
 
 
 _kept: dict[str, list[torch.Tensor]] = {}

@@ -92,7 +92,9 @@ class MemberCall:
     def settle(self, value: Any, error: BaseException | None = None) -> bool:
         """It has ended. By whoever took it out of `OwedCalls.pending`, once."""
         self._error = error
-        self._group.take(self.place, value, error)
+        group = self._group
+        del self._group  # it holds this call: what comes of both must not wait for the garbage collector
+        group.take(self.place, value, error)
         return True
 
     def cancel(self) -> None:

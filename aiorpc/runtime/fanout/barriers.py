@@ -8,27 +8,29 @@ first news that a member is gone; whoever gives up before is taken back, and may
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 from ...errors import Overloaded, PeerClosed, PeerLost, RpcTimeout, RpcUsageError
 from ...futures import Future
-from ...protocol.identity import NAME_LIMIT, WorkerRecord
+from ...protocol.identity import NAME_LIMIT
 from ..caller.peer import Peer
 from ..caller.peers import Peers
 from ..calls.current import CommonHome, current_call
 from ..calls.functions import system
 from ..group.events import Events
 
-_MOST = 1024  # barriers at which others wait here
-_MOST_MEMBERS = 65_536
+_MOST, _MOST_MEMBERS = 256, 4096  # barriers at which others wait here, and members of one
 _GRACE = 5.0  # seconds that a caller waits longer than the barrier itself, for the word who is missing
 
 
 class GroupForBarriers(Protocol):
     """The workers that met (`Group`), as far as barriers need it."""
 
-    def is_gone(self, record: WorkerRecord) -> bool: ...
+    @property
+    def lost(self) -> Container[int]: ...
+
+    def has_gone(self, member: int) -> bool: ...
 
 
 class Home(CommonHome, Protocol):
@@ -115,9 +117,9 @@ class Barriers:
 
     async def _watch(self, members: tuple[int, ...], over: asyncio.Future[tuple[int, ...]]) -> None:
         """End a barrier when one of its members is gone."""
-        listener = self._home.news.listen()
+        listener, has_gone = self._home.news.listen(), self._home.group.has_gone
         try:
-            while not (gone := tuple(each for each in members if self._is_gone(each))):
+            while not (gone := tuple(each for each in members if has_gone(each))):
                 await anext(listener)
             if not over.done():
                 over.set_result(gone)
@@ -126,20 +128,15 @@ class Barriers:
         finally:
             await listener.aclose()
 
-    def _is_gone(self, member: int) -> bool:
-        peer = self._home.peers.by_id(member)
-        return peer.gone is not None or (peer.record is not None and self._home.group.is_gone(peer.record))
-
     def _name(self, member: int) -> str:
         return self._home.peers.describe(member)
 
     def _raise(self, tag: str, gone: tuple[int, ...]) -> None:
-        names = ", ".join(self._name(each) for each in gone)
-        first = self._home.peers.by_id(gone[0])
-        text = f"barrier {tag!r}: {names} will not come any more"
-        if isinstance(first.gone, PeerLost):
-            raise PeerLost(f"{text}: {first.gone}", worker=first.name, cause=first.gone.cause)
-        raise PeerClosed(f"{text}: gone, or left in good order")
+        first = next((each for each in gone if each in self._home.group.lost), None)
+        text = f"barrier {tag!r}: {', '.join(map(self._name, gone))} will not come any more: "
+        if first is not None:
+            raise PeerLost(f"{text}{self._name(first)} was lost", worker=self._name(first))
+        raise PeerClosed(f"{text}{self._name(gone[0])} has shut down")
 
 
 class _NodeForBarriers(Protocol):

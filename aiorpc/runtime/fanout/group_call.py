@@ -12,7 +12,9 @@ Its states, and what leads from one to the next. `_lock` decides: whoever makes 
 Invariants
 1. Each member has one outcome, the first that comes. What comes after it is over changes nothing.
 2. When it is settled no call of it is under way: those that were are called off, and their callees told so.
-3. It ends by itself: each of its calls has a deadline, the timeout of the group, and ends with its worker.
+3. Once it is over nothing leads from here to the calls, nor from those that have ended to here: what they have brought
+   goes with the last who holds the outcomes, and not when the garbage collector comes by.
+4. It ends by itself: each of its calls has a deadline, the timeout of the group, and ends with its worker.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class GroupCall(Future[Outcomes]):
         self._quorum = quorum
         self._lock = threading.Lock()
         self.over = False
-        self.calls: list[Future[Any] | MemberCall | None] = [None] * len(names)
+        self.calls: dict[int, Future[Any] | MemberCall] = {}
         self._outcomes: list[Outcome | None] = [None] * len(names)
         self._order: list[int] = []  # places, as their outcomes came
         self._values = 0
@@ -100,8 +102,7 @@ class GroupCall(Future[Outcomes]):
             self._wake()
 
     def _end(self) -> None:
-        if len(self._order) < len(self._names):
-            self._call_off("enough others had answered")
+        self._call_off("enough others had answered")
         outcomes = Outcomes([outcome for outcome in self._outcomes if outcome is not None], self._function)
         if self._arrivals:
             self.arrival = _Arrivals([*self._arrivals.values()])
@@ -111,14 +112,16 @@ class GroupCall(Future[Outcomes]):
             self.settle(outcomes)
 
     def _call_off(self, why: str) -> None:
+        """Cancel the calls that are under way, if any are."""
         for place, outcome in enumerate(self._outcomes):
             if outcome is None:
                 name = self._names[place]
                 error = RpcCancelled(f"{self._function} on worker {name!r} was called off: {why}")
                 self._outcomes[place] = Outcome(name, None, error, False)
-                call = self.calls[place]
+                call = self.calls.get(place)
                 if call is not None:
                     call.cancel()
+        self.calls.clear()
 
     def _on_cancel(self) -> None:
         with self._lock:

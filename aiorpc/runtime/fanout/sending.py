@@ -263,6 +263,7 @@ def send_all(call: GroupCall, count: int, send: Callable[[int, GroupCall], Futur
                     call.follow(place, sent)
                 if call.over:  # looked at after it was entered: who ended the call has seen it, or this does
                     sent.cancel()
+                    call.calls.pop(place, None)
             except RpcError as error:
                 if place == 0 and isinstance(error, RpcUsageError):
                     raise

@@ -142,6 +142,10 @@ class Group:
         """Whether that member has left or was lost; the rendezvous may list it a little longer."""
         return record.id in self._table.gone
 
+    def has_gone(self, member: int) -> bool:
+        """Whether the member of that id has left or was lost. Any thread."""
+        return member in self._table.gone
+
     def is_lost(self, record: WorkerRecord) -> bool:
         """Whether that member was lost, or has been gone for so long that this is not known any more."""
         return record.id in self.lost or (self.is_gone(record) and record.id not in self.members)
