@@ -1,0 +1,61 @@
+"""A call to many workers, as it is measured: each way is taken, and the rows compare what they say."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import aiorpc
+import aiorpc.testing
+from bench import group_clients, groups
+
+
+async def test_all_ways_are_taken_at_least_once() -> None:
+    """However little time there is; each with a figure and with processor time."""
+    async with aiorpc.testing.cluster(3) as workers:
+        found = await group_clients.in_turn(workers[0], ["worker1", "worker2"], 0.0)
+        assert all(worker.statistics().calls_served >= 3 for worker in workers[1:])
+    ways = {"group", "calls", "one by one"}
+    assert set(found) == ways | {f"{way} processor" for way in ways}
+    assert all(figure > 0 for figure in found.values())
+
+
+def test_the_loop_waits_for_all() -> None:
+    """Of as many calls as there are names."""
+    called: list[str] = []
+
+    def rpc_async(name: str, _: Callable[..., Any]) -> aiorpc.Future[None]:
+        called.append(name)
+        future: aiorpc.Future[None] = aiorpc.Future()
+        future.set_result(None)
+        return future
+
+    found = group_clients.loop_of_calls(SimpleNamespace(rpc_async=rpc_async), ["a", "b"], 0.0)
+    assert (called, found["samples"]) == (["a", "b"], 1.0)
+
+
+def test_the_rows_compare_what_they_say() -> None:
+    """The group with torch's loop, and as shares of what our own calls take."""
+
+    class Stage:
+        plan = SimpleNamespace(seconds=0.1)
+
+        @contextlib.contextmanager
+        def start(self, side: str, names: list[str], style: str = "blocking") -> Any:
+            assert len(names) == groups.MEMBERS + 1
+            yield SimpleNamespace(side=side, names=names)
+
+        def alternate(self, cases: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
+            own = {"group": 10.0, "calls": 20.0, "one by one": 40.0, "group processor": 3.0, "calls processor": 4.0}
+            assert list(cases) == ["aiorpc", "torch"]
+            return {"aiorpc": [own], "torch": [{"p50": 50.0}]}
+
+    rows = groups.groups(Stage())  # type: ignore[arg-type]  # what it needs of one
+    assert [row.aiorpc for row in rows] == [(10.0,), (0.5,), (0.25,), (0.75,)]
+    assert rows[0].ratios == (5.0,)
+    assert [row.passed for row in rows[:2]] == [True, True]
+    assert rows[1].limit == pytest.approx(2 / 3)
