@@ -1,6 +1,7 @@
 """Programs that use aiorpc for the work it was made for; run them with ``python -m aiorpc.examples.<name>``.
 
 batch_rl: reinforcement learning, one agent that chooses the actions of many observers in batches.
+actor_learner: reinforcement learning, actors that play at their own pace, weights that are published, and a queue.
 batch_ps: data-parallel training through a parameter server that updates in batches.
 cuda_rpc: a model in two shards, activations and gradients sent by way of the CPU and from GPU to GPU.
 rnn: a language model whose layers live on three workers, trained on a page of text.

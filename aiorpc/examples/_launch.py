@@ -123,7 +123,7 @@ class _Worker(Generic[Settings]):
         except EOFError:
             self.died = True
             self.process.join(EXIT_TIMEOUT)
-            self.error = _how_it_ended(self.process.exitcode)
+            self.error = how_it_ended(self.process.exitcode)
         self.pipe.close()
 
     @property
@@ -145,7 +145,8 @@ def _stop(workers: Sequence[_Worker[Any]], patience: float) -> None:
         worker.pipe.close()
 
 
-def _how_it_ended(exitcode: int | None) -> str:
+def how_it_ended(exitcode: int | None) -> str:
+    """What became of a process that should still be there, in words."""
     if exitcode is None:
         return "closed its pipe without a result and still runs"
     if exitcode < 0:
@@ -169,7 +170,7 @@ def _start(
     meeting = _Meeting(stack.enter_context(_reserved_port()), folder)
     workers: list[_Worker[Settings]] = []
     stack.callback(_stop, workers, exit_timeout)
-    with _environment(ONE_THREAD):
+    with environment(ONE_THREAD):
         for rank, name in enumerate(names):
             ours, theirs = context.Pipe(duplex=False)
             place = Place(rank, len(names))
@@ -181,7 +182,7 @@ def _start(
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def environment(variables: dict[str, str]) -> Iterator[None]:
     """Set variables for the fork server, which inherits them, and give ours back afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -249,7 +250,7 @@ class _Supervisor(Generic[Settings]):
             if not worker.error:
                 worker.process.join(EXIT_TIMEOUT)
                 if worker.process.exitcode != 0:
-                    worker.error = f"after its work was done, {_how_it_ended(worker.process.exitcode)}"
+                    worker.error = f"after its work was done, {how_it_ended(worker.process.exitcode)}"
                     late.append(worker)
         if late:
             raise self._failure(late)

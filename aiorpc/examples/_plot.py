@@ -1,4 +1,4 @@
-"""The figures of batch_rl: of one run, and of a sweep."""
+"""The figures of batch_rl, of one run and of a sweep, and of actor_learner."""
 
 from __future__ import annotations
 
@@ -52,3 +52,23 @@ def draw(data: dict[str, Any], path: Path) -> None:
         axes.set_xlim(observers[0] - 0.3, observers[-1] + 1.4)
         axes.set_ylim(bottom=0)
         axes.set_title(f"batch_rl on CartPole-v1 ({data['machine']})", fontsize=10)
+
+
+def draw_actor_learner(result: dict[str, Any], path: Path) -> None:
+    """Draw reward, speed and age of weights over the seconds of a run; a line where an actor was killed."""
+    seconds = result["seconds"]
+    with figure(path, 7.0, 6.0, grid=True) as page:
+        reward, speed, age = page.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+        reward.plot(seconds, result["rewards"], color=BATCHED, linewidth=2)
+        reward.axhline(result["solved"], color="0.6", linewidth=1, linestyle=":")
+        reward.set(ylabel="reward (mean of 100 games)")
+        speed.plot(seconds, result["rates"], color="0.35", linewidth=1)
+        speed.set(ylabel="samples/s")
+        age.plot(seconds, result["ages"], color=UNBATCHED, linewidth=1)
+        age.set(xlabel="seconds", ylabel="age of the weights\n(updates)")
+        for axes in (reward, speed, age):
+            axes.set_ylim(bottom=0)
+            for at in result["kills"]:
+                axes.axvline(at, color="#b3261e", linewidth=0.8, linestyle="--")
+        killed = f", {len(result['kills'])} killed and replaced (dashed)" if result["kills"] else ""
+        reward.set_title(f"actor_learner on CartPole-v1: {result['actors']} actors{killed}", fontsize=10)

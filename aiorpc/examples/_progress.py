@@ -36,11 +36,14 @@ class Steps:
             self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console())
             self._task = self._bar.add_task(title, total=total)
 
-    def done(self, line: str) -> None:
-        """One more step is done; ``line`` says how it went."""
+    def done(self, line: str, count: int | None = None) -> None:
+        """One more step is done, or so many in all; ``line`` says how it went."""
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)
-            self._bar.advance(self._task)
+            if count is None:
+                self._bar.advance(self._task)
+            else:
+                self._bar.update(self._task, completed=count)
         elif self._show:
             print(line, flush=True)
 

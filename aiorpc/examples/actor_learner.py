@@ -1,0 +1,355 @@
+"""CartPole learned by one learner from what many actors play, each at its own pace.
+
+    python -m aiorpc.examples.actor_learner                          # starts its own actors, until it is solved
+    python -m aiorpc.examples.actor_learner --actors 4 --picture al.png
+    python -m aiorpc.examples.actor_learner --chaos                  # kills an actor now and then
+
+The learner publishes its weights after every update. Actors play with the newest ones that have come, and put what they
+have seen into a queue, which makes them wait when the learner does not keep up. Nobody waits for anybody else: so what
+is learned from was played with weights that are some updates old, which the learner's algorithm (PPO) corrects for. An
+actor that dies takes nothing along but what it was just playing. Another process takes its name, reads the newest
+weights, and goes on.
+
+With `--chaos` an actor is killed every few seconds. CartPole counts as solved when the last hundred games were worth
+475 on average, of 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+
+import aiorpc as rpc
+
+from ._actor_critic import ActorCritic, Fragment, Games, Learner
+from ._launch import EXIT_TIMEOUT, ONE_THREAD, WorkerFailed, environment, how_it_ended
+from ._plot import draw_actor_learner
+from ._program import CommandLine, exit_code, tell
+from ._progress import Steps, bar
+
+PRELOAD = ("torch", "gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._actor_critic")
+#: Games whose mean says how good the policy is, and the least that counts as solved, as the game's authors have it.
+LATEST, SOLVED, BEST = 100, 475.0, 500.0
+#: Seconds between two lines about the progress, and between two kills.
+TELL, KILL = 1.0, 5.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be chosen for a run. seed: of all generators, in all processes. show: print progress.
+
+    games, steps: an actor plays so many games side by side, and puts so many steps of each into the queue at a time.
+    batch: of these make an update. updates: at most. chaos: seconds between two kills; 0: nobody is killed.
+    """
+
+    actors: int = 3
+    games: int = 8
+    steps: int = 64
+    batch: int = 4
+    updates: int = 1000
+    solved: float = SOLVED
+    chaos: float = 0.0
+    seed: int = 543
+    show: bool = True
+    timeout: float = 1800.0
+
+
+# --- an actor ---------------------------------------------------------------------------------------------------
+
+
+async def act(name: str, meet: str, settings: Settings, seed: int) -> None:
+    """Play with the newest weights until the learner wants no more."""
+    games, policy = Games(settings.games, seed), ActorCritic()
+    async with rpc.init(name, role="actor", init_method=meet):
+        samples = rpc.queue("samples", owner="learner", timeout=0)
+        with contextlib.suppress(rpc.QueueShutDown, rpc.PeerClosed):
+            async with rpc.subscribe("policy", timeout=0) as versions:
+                weights = await anext(versions)
+                while True:
+                    policy.load_state_dict(weights.value, assign=True)
+                    following = asyncio.ensure_future(anext(versions))
+                    try:
+                        while not following.done():
+                            played = await asyncio.to_thread(games.play, policy, settings.steps, weights.version)
+                            await samples.put(played)
+                        weights = following.result()
+                    finally:
+                        following.cancel()
+
+
+def _actor(name: str, meet: str, settings: Settings, seed: int) -> None:
+    """What an actor's process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the learner ends its actors itself
+    threading.Thread(target=_end_with_learner, name="end-with-learner", daemon=True).start()
+    torch.set_num_threads(1)
+    gc.freeze()
+    asyncio.run(act(name, meet, settings, seed))
+
+
+def _end_with_learner() -> None:
+    learner = multiprocessing.parent_process()
+    if learner is not None:
+        learner.join()
+        signal.raise_signal(signal.SIGKILL)
+
+
+class Actors:
+    """The processes of the actors: started, killed, started again. A context manager, which ends them all."""
+
+    def __init__(self, meet: str, settings: Settings) -> None:
+        self._meet = meet
+        self._settings = settings
+        self._seeds = itertools.count(settings.seed + 1)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*PRELOAD])
+        self._processes: dict[str, ForkServerProcess] = {}
+
+    def __enter__(self) -> Actors:
+        return self
+
+    def start(self) -> None:
+        """Start all of them. The first one takes seconds, as the server that they are forked from imports torch."""
+        for number in range(self._settings.actors):
+            self._start(f"actor{number}")
+
+    def _start(self, name: str) -> None:
+        seed = 1000 * next(self._seeds)  # each process plays other games, also the one in place of another
+        process = self._context.Process(target=_actor, args=(name, self._meet, self._settings, seed), name=name)
+        with environment(ONE_THREAD):
+            process.start()
+        self._processes[name] = process
+
+    def replace(self, name: str) -> None:
+        """Kill the process of that name, and start another one."""
+        process = self._processes.pop(name)
+        process.kill()
+        process.join(EXIT_TIMEOUT)
+        process.close()
+        self._start(name)
+
+    def check(self) -> None:
+        """Raise WorkerFailed if an actor has ended that nobody has killed."""
+        for name, process in list(self._processes.items()):  # `replace` runs in a thread
+            if process.exitcode:
+                raise WorkerFailed(f"{name} (pid {process.pid}) {how_it_ended(process.exitcode)}", [name])
+
+    def join(self) -> None:
+        """Wait for all of them, and kill those who do not end."""
+        deadline = time.monotonic() + EXIT_TIMEOUT
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def __exit__(self, *exc_info: object) -> None:
+        for process in self._processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join(EXIT_TIMEOUT)
+            process.close()
+
+
+# --- the learner --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """What happened, update by update, as the result of a run."""
+
+    settings: Settings
+    started: float = field(default_factory=time.monotonic)
+    seconds: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    ages: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    kills: list[float] = field(default_factory=list)
+    lost_items: int = 0
+    games: int = 0
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+
+    @property
+    def solved(self) -> bool:
+        """Whether the latest games were good enough."""
+        return len(self._latest) == LATEST and self.rewards[-1] >= self.settings.solved
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.started
+
+    def add(self, fragments: Sequence[Fragment], version: int) -> None:
+        """Note an update from these. version: of the weights that it began with."""
+        for each in fragments:
+            self._latest.extend(each.scores)
+            self.games += len(each.scores)
+        self.seconds.append(self.now())
+        self.rewards.append(sum(self._latest) / max(1, len(self._latest)))
+        self.ages.append(sum(version - each.version for each in fragments) / len(fragments))
+        self.steps.append(sum(each.steps for each in fragments))
+
+    def rates(self) -> list[float]:
+        """Steps a second, for each update over the time since the one before."""
+        pauses = [end - begin for begin, end in itertools.pairwise([0.0, *self.seconds])]
+        return [steps / pause for steps, pause in zip(self.steps, pauses, strict=True)]
+
+    def line(self) -> str:
+        """How it goes."""
+        latest = sum(self.steps[-10:]) / (self.seconds[-1] - (self.seconds[-11] if len(self.seconds) > 10 else 0.0))
+        return (
+            f"update {len(self.rewards):4d}   reward {self.rewards[-1]:6.1f} {bar(self.rewards[-1] / BEST)}   "
+            f"{latest:7,.0f} steps/s   weights {self.ages[-1]:3.1f} updates old"
+            f"{f'   {len(self.kills)} killed' if self.kills else ''}"
+        )
+
+    def result(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "program": "actor_learner",
+            **asdict(self.settings),
+            "solved_at": self.seconds[-1] if self.solved else None,
+            "total_steps": sum(self.steps),
+            "total_s": self.seconds[-1],
+            "seconds": self.seconds,
+            "rewards": self.rewards,
+            "ages": self.ages,
+            "rates": self.rates(),
+            "kills": self.kills,
+            "games_played": self.games,
+            "lost_items": self.lost_items,
+        }
+
+
+async def learn(settings: Settings, meet: str, actors: Actors, record: Record) -> None:
+    """Learn from what the actors put into the queue until it is solved, or the updates are over."""
+    learner, last = Learner(settings.seed), 0.0
+    async with rpc.init("learner", role="learner", init_method=meet):
+        samples = rpc.Queue("samples", maxsize=2 * settings.actors, timeout=settings.timeout)
+        weights = await rpc.publish("policy", learner.policy.state_dict())
+        with actors, Steps("updates", settings.updates, show=settings.show) as progress:
+            await asyncio.to_thread(actors.start)
+            killing = asyncio.create_task(kill(settings, actors, record))
+            try:
+                while not record.rewards or not (record.solved or len(record.rewards) == settings.updates):
+                    fragments: list[Fragment] = []
+                    while len(fragments) < settings.batch:
+                        try:
+                            fragments += await samples.get_many(settings.batch - len(fragments))
+                        except rpc.ItemLost as error:  # an actor was killed before we had fetched what it has put
+                            record.lost_items += error.count
+                        actors.check()
+                    await asyncio.to_thread(learner.learn, fragments)
+                    record.add(fragments, weights.version)
+                    weights = await rpc.publish("policy", learner.policy.state_dict())
+                    if record.solved or record.now() - last > TELL:
+                        last = record.now()
+                        progress.done(record.line(), count=len(record.rewards))
+            finally:
+                killing.cancel()
+                await asyncio.wait((killing,))
+            if killing.done() and not killing.cancelled():
+                killing.result()  # what went wrong with it
+            await samples.shutdown(immediate=True)
+            await asyncio.to_thread(actors.join)
+
+
+async def kill(settings: Settings, actors: Actors, record: Record) -> None:
+    """Kill an actor every few seconds, if that is wanted, and have another one take its name."""
+    names = random.Random(settings.seed)
+    while settings.chaos:
+        await asyncio.sleep(settings.chaos)
+        await asyncio.to_thread(actors.replace, f"actor{names.randrange(settings.actors)}")
+        record.kills.append(record.now())
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Train once and return the result as plain data.
+
+    Raises: WorkerFailed when an actor ended that nobody has killed, or the run was not done in ``settings.timeout``
+    seconds.
+    """
+    torch.set_num_threads(1)
+    record = Record(settings)
+    with tempfile.TemporaryDirectory(prefix="rpc-") as folder:
+        meet = f"file://{folder}/meet"
+
+        async def whole() -> None:
+            async with asyncio.timeout(settings.timeout):
+                await learn(settings, meet, Actors(meet, settings), record)
+
+        try:
+            asyncio.run(whole())
+        except TimeoutError:
+            raise WorkerFailed(f"learner: not done after {settings.timeout:g} s", ["learner"]) from None
+    return record.result()
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """What a run has to tell."""
+    killed = len(result["kills"])
+    how = f"solved in {result['solved_at']:.1f} s" if result["solved_at"] is not None else "not solved"
+    return [
+        f"{result['actors']} actors: {how}, {len(result['rewards'])} updates, {result['games_played']:,} games, "
+        f"{result['total_steps']:,} steps, {result['total_steps'] / result['total_s']:,.0f} steps/s; "
+        f"reward {result['rewards'][0]:.1f} -> {result['rewards'][-1]:.1f}; "
+        f"weights {sum(result['ages']) / len(result['ages']):.1f} updates old on average"
+        + (f"; {killed} actor{'s' * (killed != 1)} killed and replaced" if killed else "")
+    ]
+
+
+def command_line() -> CommandLine[Settings]:
+    """The command line."""
+    what = "CartPole learned from what many actors play, each at its own pace."
+    made = CommandLine("actor_learner", what, Settings())
+    made.option("actors", "processes that play", least=1)
+    made.option("games", "that an actor plays side by side", least=1)
+    made.option("steps", "of each game in an item of the queue", least=1)
+    made.option("batch", "items of the queue for an update", least=1)
+    made.option("updates", "at most so many", least=1)
+    made.option("solved", "mean reward of the last hundred games at which the run ends")
+    made.add_argument(
+        "--chaos",
+        type=float,
+        nargs="?",
+        const=KILL,
+        default=0.0,
+        metavar="SECONDS",
+        help=f"kill an actor every so many seconds ({KILL:g}), and start another one in its place",
+    )
+    made.common_options(picture="rewards, speed, and the age of the weights")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit code."""
+    commands = command_line()
+    arguments = commands.parse(argv)
+    if arguments.chaos < 0:
+        commands.error("--chaos takes a number of seconds above 0")
+    settings = commands.settings(arguments)
+    return exit_code(lambda: _run_and_tell(settings, arguments.picture))
+
+
+def _run_and_tell(settings: Settings, picture: str | None) -> None:
+    chaos = f", one of them killed every {settings.chaos:g} s" if settings.chaos else ""
+    print(f"CartPole-v1: a learner and {settings.actors} actors with {settings.games} games each{chaos}", flush=True)
+    tell(run(settings), lines, draw_actor_learner, picture)
+
+
+if __name__ == "__main__":
+    # By its real name, not __main__: classes and functions travel to the other workers by name.
+    from aiorpc.examples import actor_learner
+
+    sys.exit(actor_learner.main())
