@@ -130,6 +130,11 @@ class GroupCall(Future[Outcomes]):
             self._call_off("it was cancelled")
         self._wake()
 
+    @property
+    def waiters(self) -> int:
+        """Who waits for it now, those among them that wait for the next outcome."""
+        return super().waiters + len(self._listeners)
+
     # --- as they come -------------------------------------------------------------------------------------------------
 
     async def __aiter__(self) -> AsyncGenerator[tuple[str, Outcome]]:
@@ -151,7 +156,7 @@ class GroupCall(Future[Outcomes]):
                     return
                 await self._more(given)
         finally:
-            if not self.done() and not self.waiters and not self._listeners:
+            if not self.done() and not self.waiters:
                 self.cancel()
 
     async def _more(self, given: int) -> None:
