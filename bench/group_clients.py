@@ -13,6 +13,8 @@ from . import functions
 from .sides import RpcModule
 from .stats import percentile
 
+WARM_UP, GROWTH = 4, 0.3  # calls of each kind, and seconds between them, before large tensors are timed
+
 
 def loop_of_calls(rpc: RpcModule, names: Sequence[str], seconds: float) -> dict[str, float]:
     """Microseconds of a loop of rpc_async to all, and wait_all: as programs of torch's RPC do it."""
@@ -23,6 +25,23 @@ def loop_of_calls(rpc: RpcModule, names: Sequence[str], seconds: float) -> dict[
         torch.futures.wait_all([rpc.rpc_async(name, functions.noop) for name in names])  # type: ignore[misc]  # both sides' are torch's
         samples.append(time.perf_counter_ns() - before)
     return {"p50": percentile(samples, 50) / 1e3, "samples": float(len(samples))}
+
+
+async def large_in_turn(rpc: Any, names: Sequence[str], size: int, seconds: float) -> dict[str, float]:
+    """Microseconds of one call to all members with a tensor of so many bytes, and of as many calls with it; in turn."""
+    tensor, group = torch.ones(size // 4), rpc.group(names)
+
+    async def by_group() -> None:
+        (await group.call(functions.sink, tensor)).values()
+
+    async def by_calls() -> None:
+        await asyncio.gather(*[rpc.call(name, functions.sink, tensor) for name in names])
+
+    for _ in range(WARM_UP):  # the memory that they share grows while they wait
+        await by_calls()
+        await by_group()
+        await asyncio.sleep(GROWTH)
+    return await _timed({"group": by_group, "calls": by_calls}, seconds)
 
 
 async def in_turn(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, float]:
@@ -42,11 +61,15 @@ async def in_turn(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, f
         for name in names:
             await rpc.call(name, functions.noop)
 
-    kinds: dict[str, Callable[[], Awaitable[None]]] = {"group": by_group, "calls": by_calls, "one by one": one_by_one}
+    return await _timed({"group": by_group, "calls": by_calls, "one by one": one_by_one}, seconds)
+
+
+async def _timed(kinds: dict[str, Callable[[], Awaitable[None]]], seconds: float) -> dict[str, float]:
+    """The median of each kind, and that of the processor time of this thread; all kinds in turn, at least once."""
     samples: dict[str, list[int]] = {kind: [] for kind in kinds}
     spent: dict[str, list[int]] = {kind: [] for kind in kinds}
     end = time.perf_counter() + seconds
-    while not samples["one by one"] or time.perf_counter() < end:
+    while not all(samples.values()) or time.perf_counter() < end:
         for kind, call in kinds.items():
             before, processor = time.perf_counter_ns(), time.thread_time_ns()
             await call()

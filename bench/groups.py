@@ -15,6 +15,8 @@ from .stats import Row
 MEMBERS = 32
 #: How many times as fast as torch's loop, and as calls of our own.
 TARGET, OWN_TARGET = 4.0, 1.5
+#: To so many members, a tensor of so many bytes.
+LARGE_MEMBERS, LARGE = 8, 64 << 20
 
 
 def groups(stage: Stage) -> list[Row]:
@@ -27,6 +29,7 @@ def groups(stage: Stage) -> list[Row]:
             "torch": partial(_run, stage, torch, group_clients.loop_of_calls),
         }
         found = stage.alternate(cases)
+        large = _run(stage, ours, group_clients.large_in_turn, LARGE_MEMBERS, size=LARGE)
     group, calls = column(found["aiorpc"], "group"), column(found["aiorpc"], "calls")
     loop = column(found["torch"], "p50")
     own = tuple(a / b for a, b in zip(group, calls, strict=True))
@@ -34,22 +37,18 @@ def groups(stage: Stage) -> list[Row]:
     spent = (column(found["aiorpc"], f"{kind} processor") for kind in ("group", "calls"))
     thread = tuple(a / b for a, b in zip(*spent, strict=True))
     note = "no-op to all"
+    way = "group call : as many calls"
+    big = (large["group"] / large["calls"],)
     return [
         Row("groups", f"group of {MEMBERS}, p50", "µs", "lower", group, loop, TARGET, "torch: loop and wait_all"),
-        Row("groups", "group call : as many calls under way", "times", "lower", own, note=note, limit=1 / OWN_TARGET),
-        Row("groups", "group call : as many calls one after the other", "times", "lower", alone, note=note),
-        Row(
-            "groups",
-            "group call : as many calls under way, processor time of the caller",
-            "times",
-            "lower",
-            thread,
-            note=note,
-        ),
+        Row("groups", f"{way} under way", "times", "lower", own, note=note, limit=1 / OWN_TARGET),
+        Row("groups", f"{way} one after the other", "times", "lower", alone, note=note),
+        Row("groups", f"{way} under way, processor time of the caller", "times", "lower", thread, note=note),
+        Row("groups", f"{way} under way, {LARGE >> 20} MB to {LARGE_MEMBERS}", "times", "lower", big),
     ]
 
 
-def _run(stage: Stage, cohort: Cohort, measure: Callable[..., Any]) -> Figures:
-    share = {"names": cohort.names[1:], "seconds": stage.plan.seconds}
+def _run(stage: Stage, cohort: Cohort, measure: Callable[..., Any], members: int = MEMBERS, **more: Any) -> Figures:
+    share = {"names": cohort.names[1 : members + 1], "seconds": stage.plan.seconds, **more}
     found: Figures = stage.activate(cohort).run("caller", measure, **share)
     return found

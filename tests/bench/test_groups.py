@@ -24,6 +24,14 @@ async def test_all_ways_are_taken_at_least_once() -> None:
     assert all(figure > 0 for figure in found.values())
 
 
+async def test_large_tensors_go_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the memory for them has grown."""
+    monkeypatch.setattr(group_clients, "GROWTH", 0.0)
+    async with aiorpc.testing.cluster(2) as workers:
+        found = await group_clients.large_in_turn(workers[0], ["worker1"], 1 << 20, 0.0)
+    assert {"group", "calls"} < set(found)
+
+
 def test_the_loop_waits_for_all() -> None:
     """Of as many calls as there are names."""
     called: list[str] = []
@@ -47,7 +55,11 @@ def test_the_rows_compare_what_they_say() -> None:
         @contextlib.contextmanager
         def start(self, side: str, names: list[str], style: str = "blocking") -> Any:
             assert len(names) == groups.MEMBERS + 1
-            yield SimpleNamespace(side=side, names=names)
+            run = {"group": 1.0, "calls": 8.0}
+            yield SimpleNamespace(side=side, names=names, run=lambda *_, **__: run)
+
+        def activate(self, cohort: Any) -> Any:
+            return cohort
 
         def alternate(self, cases: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
             own = {"group": 10.0, "calls": 20.0, "one by one": 40.0, "group processor": 3.0, "calls processor": 4.0}
@@ -55,7 +67,7 @@ def test_the_rows_compare_what_they_say() -> None:
             return {"aiorpc": [own], "torch": [{"p50": 50.0}]}
 
     rows = groups.groups(Stage())  # type: ignore[arg-type]  # what it needs of one
-    assert [row.aiorpc for row in rows] == [(10.0,), (0.5,), (0.25,), (0.75,)]
+    assert [row.aiorpc for row in rows] == [(10.0,), (0.5,), (0.25,), (0.75,), (0.125,)]
     assert rows[0].ratios == (5.0,)
     assert [row.passed for row in rows[:2]] == [True, True]
     assert rows[1].limit == pytest.approx(2 / 3)

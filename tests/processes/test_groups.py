@@ -7,11 +7,13 @@ import os
 import signal
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 import aiorpc as rpc
+from tests.authority import Authority
 from tests.processes.workers import LIMIT, group, until
 
 FILES: dict[str, torch.Tensor] = {}
@@ -90,6 +92,22 @@ async def test_a_large_tensor_is_in_shared_memory_once_until_the_last_one_has_le
         assert memory.arena.blocks == 1
         (await worker.group("w[13]").call(drop)).values()
         await until(lambda: memory.arena.blocks == 0)
+
+
+@pytest.mark.parametrize("way", ["tcp", "tls"])
+async def test_groups_over_the_network(way: str, tmp_path: Path) -> None:
+    """Calls, large tensors, references and barriers with nothing but TCP, plain or as TLS."""
+    options: dict[str, Any] = {"transports": ("tcp",), "shared_memory": 0}
+    if way == "tls":
+        authority = Authority(tmp_path / "authority")
+        options["tls"] = authority.tls("w*")
+    async with group(3, **options) as (worker, _):
+        others = worker.group("w[12]")
+        for size in (10, 1 << 20):
+            assert (await others.call(total, torch.ones(size))).values() == [size, size]
+        refs = others.remote(torch.nn.Identity)
+        assert (await refs.rpc_async().forward(3)).values() == [3, 3]
+        await asyncio.gather(worker.group("w*").barrier(), *(worker.call(name, at_barrier) for name in ("w1", "w2")))
 
 
 async def test_a_barrier_of_processes_ends_with_a_member() -> None:
