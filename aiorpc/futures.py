@@ -123,8 +123,8 @@ def describe_site(site: CallSite | None) -> str:
     return f"{code.co_filename}:{line} in {code.co_qualname}"
 
 
-class _Unobserved:
-    """Logs a failure when it is collected before anybody looked at it."""
+class Unobserved:
+    """Logs a failure when it is collected before anybody looked at it. what: has failed. seen: set by who looks."""
 
     __slots__ = ("error", "seen", "what")
 
@@ -164,7 +164,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     _value: Any = None
     _error: BaseException | None = None
     _trace: TracebackType | None = None  # what the error's traceback was when it came
-    _unobserved: _Unobserved | None = None
+    _unobserved: Unobserved | None = None
     _marks: Marks | None = None  # makes the arrival of what a callback returns
     _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
@@ -196,7 +196,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._error = error
             self._trace = foreign.field(error, "__traceback__")
             if self.site is not None:  # before anybody can look at it
-                self._unobserved = _Unobserved(self.describe(), error)
+                self._unobserved = Unobserved(self.describe(), error)
             self._state = ERROR
             _CFuture._set_unwrap_func(self, _raise)
             _CFuture.set_result(self, _Failure(self, error))

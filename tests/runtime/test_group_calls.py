@@ -345,6 +345,26 @@ async def test_what_was_answered_goes_with_the_outcomes(four: list[Worker], retr
         gc.enable()
 
 
+@pytest.mark.parametrize("looks", ["not", "at one", "as they come", "called off"])
+async def test_an_error_that_nobody_looks_at_is_logged(
+    four: list[Worker], looks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the line that made the call; a look at any of the outcomes is enough, and to be called off is no failure."""
+    if looks == "called off":
+        await four[0].group("worker*", quorum=3).call(hang_at, "worker1")
+    elif looks == "as they come":
+        async for _ in four[0].group("worker*").call(fail_at, "worker1"):
+            pass
+    else:
+        outcomes = await four[0].group("worker*").call(fail_at, "worker1")
+        assert looks == "not" or outcomes["worker0"].value == "worker0"
+        del outcomes
+    gc.collect()
+    logged = [record.getMessage() for record in caplog.records if "nobody looked" in record.getMessage()]
+    assert len(logged) == (looks == "not"), logged
+    assert not logged or ("test_group_calls.py" in logged[0] and "'worker1': ValueError" in logged[0])
+
+
 async def pass_on(pattern: str) -> aiorpc.Outcomes:
     return await aiorpc.group(pattern).call(fail_at, "worker2")
 

@@ -109,6 +109,8 @@ class GroupCall(Future[Outcomes]):
         if self._quorum is not None and self._values < self._quorum:
             self.settle(None, outcomes.failure(f"of {len(outcomes)} members, where {self._quorum} values are wanted,"))
         else:
+            if self._values < len(outcomes):
+                outcomes.watch(self.describe())
             self.settle(outcomes)
 
     def _call_off(self, why: str) -> None:
@@ -158,6 +160,8 @@ class GroupCall(Future[Outcomes]):
         finally:
             if not self.done() and not self.waiters:
                 self.cancel()
+            elif self._error is None and self._value is not None:
+                self._value.mark_seen()
 
     async def _more(self, given: int) -> None:
         """Wait until more outcomes have come than these, or it is settled."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 from ... import foreign
-from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcError
+from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcCancelled, RpcError
+from ...futures import Unobserved
 
 _GONE = (PeerLost, PeerClosed, PeerRefused)
 
@@ -40,11 +41,30 @@ class Outcome(NamedTuple):
 
 
 class Outcomes(Sequence[Outcome]):
-    """What all members answered, in the order of members. ``outcomes["a0"]`` is that of one, as ``outcomes[0]`` is."""
+    """What all members answered, in the order of members. ``outcomes["a0"]`` is that of one, as ``outcomes[0]`` is.
+
+    An error that nobody has looked at is logged, as that of a call is; to look at any of the outcomes is enough.
+    """
 
     def __init__(self, outcomes: Sequence[Outcome], function: str) -> None:
-        self._outcomes = tuple(outcomes)
+        self._all = tuple(outcomes)
         self._function = function
+        self._unobserved: Unobserved | None = None
+
+    def watch(self, what: str) -> None:
+        """For whoever makes them: what to call them in the log."""
+        if any(outcome.error is not None and not _is_called_off(outcome) for outcome in self._all):
+            self._unobserved = Unobserved(what, self.failure(f"of {len(self)} members"))
+
+    def mark_seen(self) -> None:
+        """Somebody has dealt with the errors."""
+        if self._unobserved is not None:
+            self._unobserved.seen = True
+
+    @property
+    def _outcomes(self) -> tuple[Outcome, ...]:
+        self.mark_seen()
+        return self._all
 
     def values(self) -> list[Any]:
         """The values of all members, in their order. GroupError with the errors of those that have none."""
@@ -74,17 +94,21 @@ class Outcomes(Sequence[Outcome]):
 
     def failure(self, wanted: str) -> GroupError:
         """The error that tells who gave no value. wanted: of how many values, in words."""
-        failed = [outcome for outcome in self._outcomes if outcome.error is not None]
+        failed = [outcome for outcome in self._all if outcome.error is not None]
         shown = ", ".join(f"{outcome.name!r}: {_said(outcome)}" for outcome in failed[:4])
         rest = f", and {len(failed) - 4} more" if len(failed) > 4 else ""
         text = f"{len(failed)} {wanted} gave no value for {self._function} ({shown}{rest})"
         error = GroupError(text, [_as_exception(outcome.error) for outcome in failed])
         error.failed = tuple(outcome.name for outcome in failed if outcome.answered)
-        error.lost, error.missing = self.lost, self.missing
+        error.lost = tuple(outcome.name for outcome in failed if outcome.lost)
+        error.missing = tuple(outcome.name for outcome in failed if outcome.missing)
         return error
 
     def __len__(self) -> int:
-        return len(self._outcomes)
+        return len(self._all)
+
+    def __reduce__(self) -> Any:
+        return Outcomes, (self._outcomes, self._function)
 
     def __iter__(self) -> Iterator[Outcome]:
         return iter(self._outcomes)
@@ -105,11 +129,17 @@ class Outcomes(Sequence[Outcome]):
         raise KeyError(which)
 
     def __repr__(self) -> str:
-        lost, missing = len(self.lost), len(self.missing)
+        values = sum(outcome.error is None for outcome in self._all)
+        lost, missing = (sum(getattr(outcome, kind) for outcome in self._all) for kind in ("lost", "missing"))
+        errors = len(self) - values - lost - missing
         return (
-            f"<aiorpc.Outcomes of {self._function}: {len(self.answers)} values, "
-            f"{len(self.errors) - lost - missing} errors, {lost} lost, {missing} missing>"
+            f"<aiorpc.Outcomes of {self._function}: {values} values, {errors} errors, {lost} lost, {missing} missing>"
         )
+
+
+def _is_called_off(outcome: Outcome) -> bool:
+    """Whether its answer was not waited for: that is no failure."""
+    return not outcome.answered and foreign.is_a(outcome.error, RpcCancelled)
 
 
 def _said(outcome: Outcome) -> str:
