@@ -49,6 +49,34 @@ class Want(NamedTuple):
     maps: bool
     #: Versions that it does not use any more.
     released: list[int]
+    #: Whether it asks for all readers of its host, to fetch the version in pieces.
+    leads: bool
+
+
+class AskLeader(NamedTuple):
+    """In place of a version: ask that worker, which fetches for all readers of your host; it may be you."""
+
+    name: str
+    #: Its id.
+    leader: int
+
+
+class PieceWanted(NamedTuple):
+    """Give me these bytes of a version, once you have them; they come as a tensor."""
+
+    name: str
+    version: int
+    #: Where they begin, and how many they are.
+    start: int
+    length: int
+
+
+class ReadersOfHost(NamedTuple):
+    """What the readers of the host have that I fetch for."""
+
+    name: str
+    #: The id of each, and the newest version that it has whole.
+    readers: list[list[int]]
 
 
 class VersionsReleased(NamedTuple):
@@ -99,6 +127,8 @@ class Edition(NamedTuple):
     slots: list[int]
     #: The main module of the worker that has published it: others read the second form of what it says of its value.
     main: str
+    #: For who leads: the worker that has the pieces, or will have them; nil for others.
+    source: int | None
 
 
 class LatestWanted(NamedTuple):
@@ -117,7 +147,18 @@ class Latest(NamedTuple):
     kept: int
 
 
-Message = LatestWanted | Latest | Claim | Want | VersionsReleased | SubscriptionClosed | Edition
+Message = (
+    LatestWanted
+    | Latest
+    | Claim
+    | Want
+    | AskLeader
+    | PieceWanted
+    | ReadersOfHost
+    | VersionsReleased
+    | SubscriptionClosed
+    | Edition
+)
 M = TypeVar("M", bound=Message)
 MESSAGES: Family[Message] = Family(
     "published values",
@@ -126,6 +167,9 @@ MESSAGES: Family[Message] = Family(
         "latest": Latest,
         "claim": Claim,
         "want": Want,
+        "ask": AskLeader,
+        "piece": PieceWanted,
+        "readers": ReadersOfHost,
         "released": VersionsReleased,
         "closed": SubscriptionClosed,
         "edition": Edition,
@@ -140,11 +184,17 @@ def write(message: Message) -> bytes:
 
 def read(declared: type[M], said: object) -> M:
     """The message of that class that somebody has sent. Raises ProtocolError for anything else."""
+    message = read_any(said)
+    if not isinstance(message, declared):
+        raise ProtocolError(f"a {type(message).__name__} about published values, in place of a {declared.__name__}")
+    return message
+
+
+def read_any(said: object) -> Message:
+    """The message that somebody has sent. Raises ProtocolError for what is none."""
     if type(said) is not bytes:
         raise ProtocolError(f"a message about published values that is none: {said!r:.100}")
     message = MESSAGES.read(unpack(said))
-    if not isinstance(message, declared):
-        raise ProtocolError(f"a {type(message).__name__} about published values, in place of a {declared.__name__}")
     fields: Any = message
     if isinstance(fields, Edition):
         _check_edition(fields)
@@ -152,7 +202,12 @@ def read(declared: type[M], said: object) -> M:
         if not is_name(fields.name):
             raise ProtocolError(f"no name of something published: {fields.name!r:.100}")
         _check_numbers([field for field in fields if type(field) is int])
-        _check_numbers([each for field in fields if type(field) is list for each in field])
+        lists = [each for field in fields if type(field) is list for each in field]
+        _check_numbers([each for each in lists if type(each) is int])
+        for pair in [each for each in lists if type(each) is list]:
+            if len(pair) != 2:
+                raise ProtocolError(f"no reader and what it has: {pair!r:.100}")
+            _check_numbers(pair)
     return message
 
 
@@ -163,6 +218,8 @@ def _check_edition(edition: Edition) -> None:
     for span in edition.spans:
         if len(span) != 2 or not 0 <= span[0] <= span[0] + span[1] <= edition.size:
             raise ProtocolError(f"a buffer outside of the version that it is part of: {span!r:.100}")
+    if edition.source is not None:
+        _check_numbers([edition.source])
     if edition.offer is not None:
         _check_numbers(list(edition.offer[:3]))
 

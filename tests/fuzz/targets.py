@@ -352,12 +352,15 @@ PUBLISHED: list[publication.Message] = [
     publication.Claim("policy", 1, 3, "learner", 1),
     publication.LatestWanted("policy"),
     publication.Latest("policy", 4, 3),
-    publication.Want("policy", 1, 2, True, [1]),
+    publication.Want("policy", 1, 2, True, [1], False),
+    publication.AskLeader("policy", 2),
+    publication.PieceWanted("policy", 4, 0, 64),
+    publication.ReadersOfHost("policy", [[2, 4], [3, 3]]),
     publication.VersionsReleased("policy", 1, [1, 2]),
     publication.SubscriptionClosed("policy", 1, [3]),
-    publication.Edition(4, 3, "learner", 128, [[0, 64], [64, 64]], None, False, [], "file:a"),
+    publication.Edition(4, 3, "learner", 128, [[0, 64], [64, 64]], None, False, [], "file:a", 3),
     publication.Edition(
-        5, 3, "learner", 64, [[0, 64]], publication.SlotOffer(1, 9, 8192, bytes(16)), True, [1, 2], "file:a"
+        5, 3, "learner", 64, [[0, 64]], publication.SlotOffer(1, 9, 8192, bytes(16)), True, [1, 2], "file:a", None
     ),
 ]
 

@@ -12,11 +12,14 @@ from aiorpc.protocol.packing import pack
 from aiorpc.protocol.publication import (
     LAST_VERSION,
     MESSAGES,
+    AskLeader,
     Claim,
     Edition,
     Latest,
     LatestWanted,
     Message,
+    PieceWanted,
+    ReadersOfHost,
     SlotOffer,
     SubscriptionClosed,
     VersionsReleased,
@@ -28,16 +31,19 @@ from aiorpc.protocol.publication import (
 )
 
 OFFER = SlotOffer(1, 9, 8192, b"n" * 16)
-EDITION = Edition(5, 3, "a", 64, [[0, 64]], OFFER, True, [1, 2], "m")
+EDITION = Edition(5, 3, "a", 64, [[0, 64]], OFFER, True, [1, 2], "m", None)
 GOLDEN: list[tuple[Message, str]] = [
     (Claim("n", 2, 1, "w", 7), "96a5636c61696da16e0201a17707"),
     (LatestWanted("n"), "92ad6c61746573742077616e746564a16e"),
     (Latest("n", 4, 3), "94a66c6174657374a16e0403"),
-    (Want("n", 1, 0, True, []), "96a477616e74a16e0100c390"),
+    (Want("n", 1, 0, True, [], False), "97a477616e74a16e0100c390c2"),
+    (AskLeader("n", 3), "93a361736ba16e03"),
+    (PieceWanted("n", 4, 64, 128), "95a57069656365a16e0440cc80"),
+    (ReadersOfHost("n", [[1, 4]]), "93a772656164657273a16e91920104"),
     (VersionsReleased("n", 1, [2, 3]), "94a872656c6561736564a16e01920203"),
     (SubscriptionClosed("n", 1, [3]), "94a6636c6f736564a16e019103"),
-    (EDITION, "9aa765646974696f6e0503a1614091920040940109cd2000c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6ec3920102a16d"),
-    (EDITION._replace(offer=None), "9aa765646974696f6e0503a1614091920040c0c3920102a16d"),
+    (EDITION, "9ba765646974696f6e0503a1614091920040940109cd2000c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6ec3920102a16dc0"),
+    (EDITION._replace(offer=None, source=2), "9ba765646974696f6e0503a1614091920040c0c3920102a16d02"),
 ]
 
 
@@ -58,8 +64,8 @@ def test_each_message_has_golden_bytes() -> None:
     [
         Claim("no name", 1, 0, "w", 1),
         Claim("n", -1, 0, "w", 1),
-        Want("n" * 128, 1, 0, True, []),
-        Want("n", 1, LAST_VERSION + 1, True, []),
+        Want("n" * 128, 1, 0, True, [], False),
+        Want("n", 1, LAST_VERSION + 1, True, [], False),
         VersionsReleased("n", 1, [1, -1]),
         EDITION._replace(version=0),
         EDITION._replace(spans=[[0, 65]]),
@@ -67,6 +73,10 @@ def test_each_message_has_golden_bytes() -> None:
         EDITION._replace(spans=[[0]]),
         EDITION._replace(spans=[[0, 0]] * (MAX_SEGMENTS + 1)),
         EDITION._replace(size=-1),
+        EDITION._replace(source=-1),
+        ReadersOfHost("n", [[1]]),
+        ReadersOfHost("n", [[1, -1]]),
+        PieceWanted("n", 1, -1, 5),
         EDITION._replace(offer=OFFER._replace(fd=-1)),
     ],
 )
@@ -86,7 +96,7 @@ def test_what_is_no_message_is_refused(said: Any) -> None:
 def test_another_message_is_refused() -> None:
     """Each handler takes one kind alone."""
     with pytest.raises(ProtocolError, match=r"a Want .* in place of a Claim"):
-        read(Claim, write(Want("n", 1, 0, True, [])))
+        read(Claim, write(Want("n", 1, 0, True, [], False)))
 
 
 def test_names() -> None:

@@ -22,13 +22,14 @@ LARGE = 1 << 16  # floats: more than stands in a message itself
 
 def weights(number: float, size: int = LARGE) -> dict[str, torch.Tensor]:
     """Some tensors whose elements are all that number."""
-    return {"w": torch.full((size,), number), "b": torch.full((3,), number)}
+    return {"w": torch.full((size,), float(number)), "b": torch.full((3,), float(number))}
 
 
 def number_of(value: dict[str, torch.Tensor]) -> float:
     """The number that all elements are; fails if they are several."""
-    (number,) = torch.cat([tensor.flatten() for tensor in value.values()]).unique().tolist()
-    return float(number)
+    numbers = {float(limit) for tensor in value.values() for limit in tensor.aminmax()}
+    assert len(numbers) == 1, numbers
+    return numbers.pop()
 
 
 def slots_of(worker: Worker) -> int:

@@ -26,10 +26,19 @@ from ...channels.slots import SlotView
 from ...errors import NotAllowed, PeerClosed, PeerLost, ProtocolError, RpcError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo, WorkerRecord
-from ...protocol.publication import Edition, Message, SlotOffer, SubscriptionClosed, VersionsReleased, Want, read
+from ...protocol.publication import (
+    AskLeader,
+    Edition,
+    Message,
+    SlotOffer,
+    SubscriptionClosed,
+    VersionsReleased,
+    Want,
+    read_any,
+)
 from ..calls.values import Results
 from ..engine.engine import Engine
-from .publisher import in_background
+from .shelf import in_background
 
 logger = logging.getLogger("aiorpc")
 
@@ -52,6 +61,15 @@ class PublicationsForFeed(Protocol):
 
     def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
         """Ask a worker for its newest version."""
+
+    def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
+        """The member of that id, which fetches for this host what another one publishes; this worker begins to.
+
+        RpcUsageError if there is no such member.
+        """
+
+    def role_of(self, worker_id: int) -> str:
+        """The role of a member, which may have gone; none if it is not known."""
 
     def publishes(self, record: WorkerRecord, name: str) -> bool:
         """Whether that worker is known as the one that publishes a name, and lives."""
@@ -101,6 +119,7 @@ class Feed:
         self._maps = engine.options.shared_memory > 0
         self._views: dict[int, SlotView] = {}
         self._source: WorkerRecord | None = None  # the worker whose slots these are
+        self._leader: WorkerRecord | None = None  # who fetches for this host
         self._trouble = ""  # why nothing has come
         self._lent: dict[int, tuple[SlotView, WorkerRecord]] = {}  # by version
         self._ready: ArrivedVersion | None = None
@@ -153,7 +172,7 @@ class Feed:
         pause = _FIRST_PAUSE
         try:
             while True:
-                record = await self._publications.source(self.name, self.newest)
+                record, self._leader = await self._publications.source(self.name, self.newest), None
                 try:
                     while self._publications.publishes(record, self.name) or not self.newest:
                         await self._fetch(record)
@@ -171,17 +190,29 @@ class Feed:
             self.end(error)
 
     async def _fetch(self, record: WorkerRecord) -> None:
+        publisher, record = record, self._leader or record
         if self._source != record:
             self._source, self._views = record, {}
-        maps = self._maps and record.host == self.engine.record.host
         released = [version for version, source in self._unsaid if source == record]
         self._unsaid = [each for each in self._unsaid if each[1] != record]
-        want = Want(self.name, self.number, self.newest, maps, released)
-        answer = await self._publications.want(record, want)
+        want = Want(self.name, self.number, self.newest, self._maps, released, False)
+        try:
+            answer = await self._publications.want(record, want)
+        except RpcError:
+            if self._leader is None:
+                raise
+            self._leader = None  # whoever publishes it says who fetches for this host now
+            await asyncio.sleep(_FIRST_PAUSE)
+            return
         if type(answer) is not Results:
             raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         said, *rest = answer
-        edition = read(Edition, said)
+        edition = read_any(said)
+        if isinstance(edition, AskLeader):
+            self._leader = self._publications.leader(self.name, edition.leader, publisher)
+            return
+        if not isinstance(edition, Edition):
+            raise ProtocolError(f"{record.describe()} has answered with no version of {self.name!r}")
         bodies = tuple([each for each in rest if type(each) is bytes])
         if not 1 <= len(bodies) <= 2:
             raise ProtocolError(f"{record.describe()} has sent a version without what it says of its value")
@@ -196,7 +227,8 @@ class Feed:
                 self._maps = False
                 return
             data, view = mapped
-        plain = self.engine.rights.limited(record.role)
+        roles = {publisher.role, record.role, self._publications.role_of(edition.publisher)}
+        plain = any(map(self.engine.rights.limited, roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view))
 
     async def _map(

@@ -26,6 +26,8 @@ from ...protocol.publication import (
     Latest,
     LatestWanted,
     Message,
+    PieceWanted,
+    ReadersOfHost,
     SubscriptionClosed,
     VersionsReleased,
     Want,
@@ -35,6 +37,7 @@ from ...protocol.publication import (
     write,
 )
 from ..caller.peers import Peers
+from ..calls import current
 from ..calls.current import current_call
 from ..calls.functions import inline, system
 from ..calls.values import Results
@@ -48,7 +51,9 @@ from ..meeting.rendezvous import Rendezvous
 from .claims import find_claim, make_claim
 from .content import Content, take_apart
 from .feed import Feed
-from .publisher import Delivery, Publisher, in_background
+from .publisher import Delivery, Publisher
+from .relay import Relay
+from .shelf import Shelf, in_background
 from .subscription import Publication, Subscription
 
 logger = logging.getLogger("aiorpc")
@@ -71,12 +76,15 @@ class Home(Protocol):
 class Publications:
     """See the module. On the loop, but for the verbs (`publish`, `subscribe`, `delivered`), which any thread may call.
 
-    publishers: by name. feeds: of the subscriptions that are open, or whose values are alive, by their numbers.
+    publishers: by name. relays: of names that this worker fetches for its host. feeds: of the subscriptions that are
+    open, or whose values are alive, by their numbers.
     """
 
     def __init__(self, home: Home) -> None:
         self.publishers: dict[str, Publisher] = {}
+        self.relays: dict[str, Relay] = {}
         self.feeds: dict[int, Feed] = {}
+        self._ended: list[Relay] = []  # whose versions are held still
         self._home = home
         self._engine = home.engine
         self._claims: dict[str, Claim] = {}
@@ -193,7 +201,9 @@ class Publications:
                 if record.incarnation not in publisher.told and record.id != self._engine.id:
                     publisher.tell(record)
                     self._engine.tasks.spawn(self._tell_claim(publisher, record))
-            for record in publisher.on_gone(group.is_gone):
+            publisher.forget_gone([record for record in group.members.values() if group.is_gone(record)])
+        for shelf in self._shelves():
+            for record in shelf.on_gone(group.is_gone):
                 if record.pid != os.getpid() and record.host == self._engine.record.host:
                     self._watch.add(record)
         self._wake()  # whoever follows a worker that is gone looks for another one
@@ -210,8 +220,16 @@ class Publications:
 
     def _on_dead(self) -> None:
         here = self._engine.record.host
-        for publisher in self.publishers.values():
-            publisher.on_dead(lambda record: provably_dead(record, here) or record.host != here)
+        for shelf in self._shelves():
+            shelf.on_dead(lambda record: provably_dead(record, here) or record.host != here)
+
+    def _shelves(self) -> list[Shelf]:
+        self._ended = [relay for relay in self._ended if relay.stored]
+        return [*self.publishers.values(), *self.relays.values(), *self._ended]
+
+    def shelves_of(self, name: str) -> list[Shelf]:
+        """Those that may have given versions of a name to somebody."""
+        return [shelf for shelf in self._shelves() if shelf.name == name]
 
     # --- the group ----------------------------------------------------------------------------------------------------
 
@@ -286,6 +304,44 @@ class Publications:
 
         return await asyncio.gather(*map(ask, self._home.group.live()))
 
+    def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
+        """The member of that id, which fetches for this host what another one publishes; this worker begins to.
+
+        RpcUsageError if there is no such member.
+        """
+        record = self.member(worker_id)
+        if record is None:
+            raise RpcUsageError(f"no member has the id {worker_id}, which fetches {name!r} for this host")
+        if record.id == self._engine.id:
+            relay = self.relays.get(name)
+            if relay is None or relay.publisher != publisher:
+                if relay is not None:
+                    relay.stop()
+                    self.relay_ended(relay)
+                self.relays[name] = Relay(self._home, self, name, publisher, next(self._numbers))
+        return record
+
+    def relay_ended(self, relay: Relay) -> None:
+        """Nobody reads from a relay any more, or its publisher has gone."""
+        if self.relays.get(relay.name) is relay:
+            del self.relays[relay.name]
+            self._ended.append(relay)
+
+    def member(self, worker_id: int) -> WorkerRecord | None:
+        """The member of that id, if there is one that lives."""
+        record = self._home.group.members.get(worker_id)
+        return record if record is not None and not self._home.group.is_gone(record) else None
+
+    def role_of(self, worker_id: int) -> str:
+        """The role of a member, which may have gone; none if it is not known."""
+        record = self._home.group.members.get(worker_id)
+        return "" if record is None else record.role
+
+    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
+        """Ask a worker for some bytes of a version."""
+        limit = self._engine.options.rpc_timeout
+        return self._home.peers.of(record).call(pieced, (write(message),), None, limit, system=True)
+
     def latest(self, name: str) -> Latest:
         """What this worker has of a name."""
         publisher = self.publishers.get(name)
@@ -311,8 +367,7 @@ class Publications:
         return Results((write(edition), *newest.bodies, *((torch.from_numpy(data),) if edition.size else ())))
 
     def _living(self, claim: Claim) -> WorkerRecord | None:
-        record = self._home.group.members.get(claim.publisher)
-        return record if record is not None and not self._home.group.is_gone(record) else None
+        return self.member(claim.publisher)
 
     def describe(self, name: str) -> str:
         """Who publishes a name, for errors."""
@@ -328,7 +383,7 @@ class Publications:
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer."""
-        function = released if type(message) is VersionsReleased else ended
+        function = _SAID[type(message)]
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
@@ -355,12 +410,9 @@ class Publications:
         self._claimed.set()
         self._claimed = asyncio.Event()
 
-    def publisher_of(self, name: str) -> Publisher:
-        """The publisher of a name that this worker has. RpcUsageError if it has not."""
-        publisher = self.publishers.get(name)
-        if publisher is None:
-            raise RpcUsageError(f"worker {self._engine.name!r} does not publish {name!r}")
-        return publisher
+    def shelf_of(self, name: str) -> Shelf | None:
+        """What gives versions of a name to others here; None if nothing does."""
+        return self.publishers.get(name) or self.relays.get(name)
 
     def record_of(self, worker_id: int) -> WorkerRecord:
         """The record of a member that calls. RpcUsageError if it is none any more."""
@@ -380,6 +432,8 @@ class Publications:
             feed.let_go()
         for publisher in self.publishers.values():
             publisher.close(error)
+        for relay in [*self.relays.values(), *self._ended]:
+            relay.clear()
         for future in list(self._pending):
             future.settle(None, error)
         self._watch.close()
@@ -415,10 +469,34 @@ async def wanted(said: bytes) -> Results:
     """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
     publications, caller_id = _current()
     message = read(Want, said)
-    publisher = publications.publishers.get(message.name)
-    if publisher is None:
+    shelf = publications.shelf_of(message.name)
+    if shelf is None:
         return await publications.hand_on(message)
-    return await publisher.want(publications.record_of(caller_id), message)
+    return await shelf.want(publications.record_of(caller_id), message)
+
+
+@system
+async def pieced(said: bytes) -> torch.Tensor:
+    """Handler: some bytes of a version, once they are there, for a worker that fetches it for its host."""
+    publications, caller_id = _current()
+    message = read(PieceWanted, said)
+    shelf = publications.shelf_of(message.name)
+    if shelf is None:
+        raise RpcUsageError(f"worker {current.caller().name!r} asks for a version of {message.name!r} that is not here")
+    return await shelf.piece(publications.record_of(caller_id), message)
+
+
+@system
+@inline
+def readers(said: bytes) -> None:
+    """Handler: what the readers of another host have, for which the caller fetches."""
+    publications, caller_id = _current()
+    message = read(ReadersOfHost, said)
+    publisher = publications.publishers.get(message.name)
+    if publisher is not None:
+        have = {publications.member(worker): version for worker, version in message.readers}
+        known = {record: version for record, version in have.items() if record is not None}
+        publisher.on_readers_of_host(publications.record_of(caller_id), known)
 
 
 @system
@@ -435,7 +513,8 @@ def released(said: bytes) -> None:
     """Handler: the caller does not use some versions any more."""
     publications, caller_id = _current()
     message = read(VersionsReleased, said)
-    publications.publisher_of(message.name).released(publications.record_of(caller_id), message)
+    for shelf in publications.shelves_of(message.name):
+        shelf.released(publications.record_of(caller_id), message)
 
 
 @system
@@ -444,4 +523,12 @@ def ended(said: bytes) -> None:
     """Handler: a subscription of the caller has ended."""
     publications, caller_id = _current()
     message = read(SubscriptionClosed, said)
-    publications.publisher_of(message.name).closed(publications.record_of(caller_id), message)
+    for shelf in publications.shelves_of(message.name):
+        shelf.closed(publications.record_of(caller_id), message)
+
+
+_SAID: dict[type[Message], Callable[[bytes], None]] = {
+    VersionsReleased: released,
+    SubscriptionClosed: ended,
+    ReadersOfHost: readers,
+}

@@ -1,0 +1,178 @@
+"""A name as one reader fetches it for all readers of its host: from the publisher, or from the leader before it.
+
+Versions come in pieces, some of which are under way at a time; each is given to the next host as soon as it is there.
+If the worker that they come from has gone, or has let go of the version, the rest comes from the publisher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import PeerClosed, PeerLost, ProtocolError, RpcError
+from ...futures import Future
+from ...protocol.identity import WorkerRecord
+from ...protocol.publication import (
+    Edition,
+    Message,
+    PieceWanted,
+    ReadersOfHost,
+    SubscriptionClosed,
+    Want,
+    read,
+)
+from ..calls.values import Results
+from .shelf import Home, Origin, Shelf, Stored
+
+logger = logging.getLogger("aiorpc")
+
+# Bytes of a piece, and how many are under way at a time.
+PIECE_SIZE, UNDER_WAY = 2 << 20, 4
+# Seconds in which what readers have is gathered before the publisher is told.
+_REPORT_PAUSE = 0.01
+_FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
+
+
+class PublicationsForRelay(Protocol):
+    """What a relay needs of the other workers."""
+
+    def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
+        """Ask a worker for its newest version."""
+
+    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
+        """Ask a worker for some bytes of a version."""
+
+    def tell(self, record: WorkerRecord, message: Message) -> None:
+        """Say something to a worker that needs no answer."""
+
+    def member(self, worker_id: int) -> WorkerRecord | None:
+        """The member of that id, if there is one that lives."""
+
+    def relay_ended(self, relay: Relay) -> None:
+        """Nobody reads from a relay any more, or its publisher has gone."""
+
+
+class Relay(Shelf):
+    """See the module. On the loop. publisher: whose versions these are. number: of its subscription there."""
+
+    def __init__(
+        self, home: Home, publications: PublicationsForRelay, name: str, publisher: WorkerRecord, number: int
+    ) -> None:
+        super().__init__(home, name)
+        self.publisher = publisher
+        self.number = number
+        self._publications = publications
+        self._reporting = False
+        self._task = self._engine.tasks.spawn(self._run())
+
+    async def _run(self) -> None:
+        pause, have = _FIRST_PAUSE, 0
+        reason = f"worker {self._engine.name!r} fetches {self.name!r} for its host no more"
+        try:
+            while True:
+                try:
+                    have = await self._fetch(have)
+                    pause = _FIRST_PAUSE
+                except (PeerLost, PeerClosed, ProtocolError):
+                    raise
+                except RpcError as error:
+                    logger.debug("worker %s: fetching %r again: %s", self._engine.name, self.name, error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LAST_PAUSE)
+        except Exception as error:
+            reason = f"{reason}: {error}"
+            logger.info("%s", reason)
+        finally:
+            self.end(reason)
+            self._publications.relay_ended(self)
+
+    async def _fetch(self, have: int) -> int:
+        """Get the next version; its number."""
+        want = Want(self.name, self.number, have, False, [], True)
+        answer = await self._publications.want(self.publisher, want)
+        if type(answer) is not Results:
+            raise ProtocolError(f"{self.publisher.describe()} has answered with no version of {self.name!r}")
+        edition, bodies = read(Edition, answer[0]), tuple(answer[1:])
+        if edition.version <= have or edition.source is None or not 1 <= len(bodies) <= 2:
+            raise ProtocolError(f"{self.publisher.describe()} has sent version {edition.version} after {have}")
+        if not all(type(body) is bytes for body in bodies):
+            raise ProtocolError(f"{self.publisher.describe()} has sent a version without what it says of its value")
+        origin = Origin(edition.publisher, edition.worker, edition.main)
+        spans = [(start, length) for start, length in edition.spans]
+        if edition.size > self._engine.options.max_tensor_bytes:
+            raise ProtocolError(f"a version of {edition.size} bytes, which is more than max_tensor_bytes")
+        stored = self.begin(edition.version, origin, bodies, spans, edition.size)
+        try:
+            await self._fill(stored, self._publications.member(edition.source) or self.publisher)
+        except BaseException:
+            self.give_up(stored)
+            raise
+        self.finish(stored)
+        return edition.version
+
+    async def _fill(self, stored: Stored, source: WorkerRecord) -> None:
+        while stored.filled < len(stored.data):
+            try:
+                await self._fill_from(stored, source)
+            except RpcError as error:
+                if source == self.publisher:
+                    raise
+                logger.info(
+                    "worker %s: the rest of version %d of %r comes from its publisher: %s",
+                    self._engine.name,
+                    stored.version,
+                    self.name,
+                    error,
+                )
+                source = self.publisher
+
+    async def _fill_from(self, stored: Stored, source: WorkerRecord) -> None:
+        """Fetch what is missing, in order, some pieces at a time."""
+        size, at = len(stored.data), stored.filled
+        under_way: deque[tuple[int, Future[Any]]] = deque()
+        try:
+            while stored.filled < size:
+                while at < size and len(under_way) < UNDER_WAY:
+                    length = min(PIECE_SIZE, size - at)
+                    wanted = PieceWanted(self.name, stored.version, at, length)
+                    under_way.append((length, self._publications.piece(source, wanted)))
+                    at += length
+                length, future = under_way.popleft()
+                piece = await future
+                if type(piece) is not torch.Tensor or piece.dtype is not torch.uint8 or piece.shape != (length,):
+                    raise ProtocolError(f"{source.describe()} has sent a piece of {self.name!r} that is none")
+                stored.data[stored.filled : stored.filled + length] = piece.numpy()
+                self.filled_to(stored, stored.filled + length)
+        finally:
+            for _, future in under_way:
+                future.cancel()
+                future.mark_seen()
+
+    # --- readers ------------------------------------------------------------------------------------------------------
+
+    def on_readers(self) -> None:
+        """Tell the publisher, soon; or end, if nobody reads any more."""
+        if not self._reporting:
+            self._reporting = True
+            self._engine.loop.call_later(_REPORT_PAUSE, self._report)
+
+    def _report(self) -> None:
+        self._reporting = False
+        if self._over is not None:
+            return
+        if not self.subscribers:
+            self.stop()
+            return
+        have: dict[int, int] = {}
+        for (worker, _), subscriber in self.subscribers.items():
+            have[worker] = min(subscriber.have, have.get(worker, subscriber.have))
+        self._publications.tell(self.publisher, ReadersOfHost(self.name, [[*item] for item in have.items()]))
+
+    def stop(self) -> None:
+        """Fetch no more: nobody reads, or this worker ends."""
+        self._publications.tell(self.publisher, SubscriptionClosed(self.name, self.number, []))
+        self._task.cancel()

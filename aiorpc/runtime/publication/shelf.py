@@ -1,0 +1,370 @@
+"""The versions of one name at a worker that gives them to readers: where they lie, who has them, who waits for more.
+
+A shelf stands at the worker that publishes the name (`publisher`), and on each other host at the reader that fetches
+for all readers of that host (`relay`). A version lies in a slot (`channels/slots.py`), or where there is none to be had
+in memory of this process alone. It is kept as long as it is the newest one or somebody reads it.
+
+Invariants
+1. A version is given to readers only when all of its bytes are in their place (`finish`). To the next host its pieces
+   are given as they come (`piece`).
+2. A slot is given back only when its version is not the newest one, no reader holds it, and no answer that brings its
+   bytes is under way. A reader holds what it was given until it says that it does not (`released`, `closed`, or a
+   `want` that has less), or until its process is proved gone.
+3. Versions go up. Of two that are filled at the same time the later one counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+import torch
+
+from ...channels.segments import Bytes
+from ...channels.slots import SharedSlot, SharedSlots, Span
+from ...errors import Overloaded, RpcUsageError
+from ...protocol.identity import WorkerRecord
+from ...protocol.publication import (
+    Edition,
+    PieceWanted,
+    SlotOffer,
+    SubscriptionClosed,
+    VersionsReleased,
+    Want,
+    write,
+)
+from ..calls.values import Results
+from ..engine.engine import Engine
+from ..links.links import Links
+
+# Versions that one subscription may hold before it is asked to copy the next one and release it: the one that its
+# program uses, the next one that lies ready, and the one that comes.
+MOST_HELD = 3
+# Subscriptions of one worker to one name.
+_MOST_SUBSCRIPTIONS = 4096
+# Stands for the number of a subscription where a worker of another host fetches a version in pieces.
+_IN_PIECES = 0
+
+Key = tuple[int, int]  # the id of a worker, and the number of its subscription
+
+
+class Home(Protocol):
+    """What giving versions to readers needs of the worker."""
+
+    engine: Engine
+    links: Links
+
+
+class Origin(NamedTuple):
+    """Who has published a version: id, name, and what main module it runs."""
+
+    publisher: int
+    worker: str
+    main: str
+
+
+@dataclass(eq=False)
+class Subscriber:
+    """One subscription to the name. have: the newest version that it has whole. held: those that it may be reading."""
+
+    record: WorkerRecord
+    have: int = 0
+    held: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Stored:
+    """One version. data: its bytes, of which those up to `filled` are there. holders: who may be reading its slot.
+
+    editions: what is said of it, by whether it is mapped, and to be copied. answers: that bring its bytes and are under
+    way. grown: set when more bytes are there. abandoned: whether it will not become whole.
+    """
+
+    version: int
+    origin: Origin
+    bodies: tuple[bytes, ...]
+    spans: list[Span]
+    data: Bytes
+    slot: SharedSlot | None
+    filled: int = 0
+    holders: set[Key] = field(default_factory=set)
+    editions: dict[tuple[bool, bool], bytes] = field(default_factory=dict)
+    answers: dict[int, weakref.ref[Bytes]] = field(default_factory=dict)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    abandoned: bool = False
+
+
+class Shelf:
+    """See the module. On the loop. subscribers: those that are open, by worker and number."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        self.name = name
+        self.subscribers: dict[Key, Subscriber] = {}
+        self._engine = home.engine
+        self._slots: SharedSlots = home.links.memory.slots
+        self._newest: Stored | None = None
+        self._stored: dict[int, Stored] = {}
+        self._gone: dict[Key, Subscriber] = {}  # that hold versions still
+        self._fetching: dict[int, int] = {}  # by worker of another host: the version that it fetches in pieces
+        self._changed = asyncio.Event()
+        self._over: str | None = None
+
+    @property
+    def newest(self) -> int:
+        """The newest version that is whole; 0 before there is one."""
+        return 0 if self._newest is None else self._newest.version
+
+    @property
+    def stored(self) -> int:
+        """How many versions take up memory."""
+        return len(self._stored)
+
+    # --- filling ------------------------------------------------------------------------------------------------------
+
+    def begin(self, version: int, origin: Origin, bodies: tuple[bytes, ...], spans: list[Span], size: int) -> Stored:
+        """Room for a version, whose bytes are to be filled in."""
+        slot = self._slots.take(size) if size else None
+        data: Bytes = numpy.empty(size, numpy.uint8) if slot is None else slot.bytes(size)
+        self._stored[version] = stored = Stored(version, origin, bodies, spans, data, slot)
+        self._wake()
+        return stored
+
+    def filled_to(self, stored: Stored, end: int) -> None:
+        """The first bytes of a version are there, up to `end`."""
+        stored.filled = end
+        stored.grown.set()
+        stored.grown = asyncio.Event()
+
+    def finish(self, stored: Stored) -> None:
+        """All bytes of a version are there: readers may have it."""
+        self.filled_to(stored, len(stored.data))
+        before = self._newest
+        if before is None or before.version < stored.version:
+            self._newest = stored
+            self._wake()
+        if before is not None:
+            self._look_at(before)
+        self._look_at(stored)
+
+    def give_up(self, stored: Stored) -> None:
+        """A version will not become whole."""
+        stored.abandoned = True
+        stored.holders.clear()
+        stored.grown.set()
+        self._look_at(stored)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- what readers say ---------------------------------------------------------------------------------------------
+
+    async def want(self, reader: WorkerRecord, said: Want) -> Results:
+        """The newest version for a subscription that has not got it, once there is one."""
+        key = (reader.id, said.subscription)
+        subscriber = self._subscriber(key, reader)
+        unheard = [each for each in subscriber.held if each > said.have]  # of an answer that it never got
+        for version in [*unheard, *said.released]:
+            self._release(key, subscriber, version)
+        subscriber.have = max(subscriber.have, said.have)
+        self.on_readers()
+        while self._newest is None or self._newest.version <= said.have:
+            if self._over is not None:
+                raise RpcUsageError(self._over)
+            await self._changed.wait()
+        if self.subscribers.get(key) is not subscriber:
+            raise RpcUsageError(f"the subscription to {self.name!r} has ended")
+        return self._answer(key, subscriber, self._newest, said)
+
+    def _subscriber(self, key: Key, reader: WorkerRecord) -> Subscriber:
+        subscriber = self.subscribers.get(key)
+        if subscriber is None:
+            if sum(worker == reader.id for worker, _ in self.subscribers) >= _MOST_SUBSCRIPTIONS:
+                raise Overloaded(f"{reader.name!r} has {_MOST_SUBSCRIPTIONS} subscriptions to {self.name!r}")
+            subscriber = self.subscribers[key] = Subscriber(reader)
+        return subscriber
+
+    def _answer(self, key: Key, subscriber: Subscriber, stored: Stored, said: Want) -> Results:
+        slot, copy = stored.slot, False
+        data: tuple[torch.Tensor, ...] = ()
+        mapped = slot is not None and said.maps
+        if mapped:
+            stored.holders.add(key)
+            subscriber.held.add(stored.version)
+            copy = len(subscriber.held) > MOST_HELD
+        elif len(stored.data):
+            data = (torch.from_numpy(self._lend(stored)),)
+        return Results((self._edition(stored, mapped, copy), *stored.bodies, *data))
+
+    def _edition(self, stored: Stored, mapped: bool, copy: bool) -> bytes:
+        """What is said of a version, which is written once for all readers of a kind."""
+        said = stored.editions.get((mapped, copy))
+        if said is None:
+            offer, numbers = None, []
+            if stored.slot is not None and mapped:
+                slot = stored.slot
+                offer, numbers = SlotOffer(slot.number, slot.fd, slot.size, slot.nonce), self._slots.numbers()
+            said = stored.editions[mapped, copy] = write(self.edition(stored, offer, copy, numbers))
+        return said
+
+    def edition(
+        self, stored: Stored, offer: SlotOffer | None, copy: bool, numbers: list[int], source: int | None = None
+    ) -> Edition:
+        """What is said of a version. source: the worker that its pieces are to be fetched from."""
+        origin, size = stored.origin, len(stored.data)
+        spans = [[*span] for span in stored.spans]
+        return Edition(
+            stored.version, origin.publisher, origin.worker, size, spans, offer, copy, numbers, origin.main, source
+        )
+
+    def _lend(self, stored: Stored) -> Bytes:
+        """The bytes of a version, for an answer: as long as that borrows them, the slot is kept."""
+        if stored.slot is None:
+            return stored.data
+        view = stored.slot.bytes(len(stored.data))
+        place = id(view)
+
+        def ended(_: weakref.ref[Bytes]) -> None:  # in any thread
+            del stored.answers[place]
+            self._engine.call_on_loop(self._look_at, stored)
+
+        stored.answers[place] = weakref.ref(view, ended)
+        return view
+
+    async def piece(self, reader: WorkerRecord, said: PieceWanted) -> torch.Tensor:
+        """Some bytes of a version, once they are there, for a worker that fetches it for its host."""
+        while (stored := self._stored.get(said.version)) is None:
+            if self.newest >= said.version or self._over is not None:
+                raise RpcUsageError(f"worker {self._engine.name!r} has version {said.version} of {self.name!r} no more")
+            await self._changed.wait()
+        end = said.start + said.length
+        if stored.abandoned:
+            raise RpcUsageError(f"version {said.version} of {self.name!r} did not become whole")
+        if not said.start < end <= len(stored.data):
+            raise RpcUsageError(f"version {said.version} of {self.name!r} has no bytes from {said.start} to {end}")
+        key = (reader.id, _IN_PIECES)
+        self._fetches(reader.id, said.version)
+        stored.holders.add(key)
+        while stored.filled < end:
+            if stored.abandoned:
+                raise RpcUsageError(f"version {said.version} of {self.name!r} did not become whole")
+            await stored.grown.wait()
+        piece = torch.from_numpy(self._lend(stored)[said.start : end])
+        if end == len(stored.data):
+            self._fetches(reader.id, None)
+        return piece
+
+    def _fetches(self, worker: int, version: int | None) -> None:
+        """A worker of another host fetches that version from now on, and not the one before."""
+        before = self._fetching.get(worker)
+        if before is not None and before != version:
+            del self._fetching[worker]
+            self._release((worker, _IN_PIECES), None, before)
+        if version is not None:
+            self._fetching[worker] = version
+
+    def released(self, reader: WorkerRecord, said: VersionsReleased) -> None:
+        """A subscription does not use these versions any more."""
+        key = (reader.id, said.subscription)
+        subscriber = self.subscribers.get(key) or self._gone.get(key)
+        for version in said.versions if subscriber is not None else ():
+            self._release(key, subscriber, version)
+
+    def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
+        """A subscription has ended; what it still holds it releases later."""
+        key = (reader.id, said.subscription)
+        subscriber = self.subscribers.pop(key, None)
+        if subscriber is not None:
+            for version in subscriber.held - {*said.held}:
+                self._release(key, subscriber, version)
+            if subscriber.held:
+                self._gone[key] = subscriber
+            self.on_readers()
+
+    def on_readers(self) -> None:
+        """What readers have, or who reads, has changed."""
+
+    # --- readers that go ----------------------------------------------------------------------------------------------
+
+    def on_gone(self, is_gone: Callable[[WorkerRecord], bool]) -> list[WorkerRecord]:
+        """Members have left or were lost: no version waits for them. Returns those that may still read some."""
+        for key, subscriber in list(self.subscribers.items()):
+            if is_gone(subscriber.record):
+                del self.subscribers[key]
+                self.on_reader_gone(key, subscriber)
+                self._fetches(subscriber.record.id, None)
+                if subscriber.held:
+                    self._gone[key] = subscriber
+        self.on_readers()
+        return [subscriber.record for subscriber in self._gone.values()]
+
+    def on_reader_gone(self, key: Key, subscriber: Subscriber) -> None:
+        """A reader has left or was lost."""
+
+    def on_dead(self, is_dead: Callable[[WorkerRecord], bool]) -> None:
+        """Processes have ended: what their workers held is nobody's any more."""
+        for key, subscriber in list(self._gone.items()):
+            if is_dead(subscriber.record):
+                for version in list(subscriber.held):
+                    self._release(key, subscriber, version)
+
+    def _release(self, key: Key, subscriber: Subscriber | None, version: int) -> None:
+        if subscriber is not None:
+            subscriber.held.discard(version)
+            if not subscriber.held:
+                self._gone.pop(key, None)
+        stored = self._stored.get(version)
+        if stored is not None:
+            stored.holders.discard(key)
+            self._look_at(stored)
+
+    def _look_at(self, stored: Stored) -> None:
+        """Let a version go that nobody needs."""
+        if stored is self._newest or stored.holders or stored.answers:
+            return
+        if stored.filled < len(stored.data) and not stored.abandoned:
+            return
+        if self._stored.get(stored.version) is stored:
+            del self._stored[stored.version]
+            if stored.slot is not None:
+                self._slots.give(stored.slot)
+
+    def end(self, reason: str) -> None:
+        """No more versions come: whoever waits for one is told why. Those that are held stay until then."""
+        self._over = reason
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            self._look_at(newest)
+        self._wake()
+
+    def clear(self) -> None:
+        """The worker ends: let go of everything."""
+        self._stored.clear()
+        self._newest = None
+
+
+async def in_background(engine: Engine, work: Callable[[], Any]) -> Any:
+    """Have something done in a background thread that takes long. It is not cancelled with whoever awaits it."""
+    outcome: asyncio.Future[Any] = engine.loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if outcome.done():
+            return
+        if error is None:
+            outcome.set_result(value)
+        else:
+            outcome.set_exception(error)
+
+    def run() -> None:
+        try:
+            value, error = work(), None
+        except BaseException as raised:
+            value, error = None, raised
+        engine.call_on_loop(settle, value, error)
+
+    engine.in_background(run)
+    return await outcome

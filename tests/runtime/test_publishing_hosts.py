@@ -1,0 +1,130 @@
+"""Published values among several hosts: one reader of each fetches for all, in a chain that is mended where it breaks.
+
+The hosts are made up: workers of this process that believe to be on different ones, and so use TCP between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+from aiorpc import RpcBackendOptions, Subscription, Worker
+from aiorpc.runtime.publication.relay import PIECE_SIZE
+from tests.processes.workers import until
+from tests.runtime.test_publishing import number_of, weights
+
+PIECES = 5
+SIZE = PIECES * PIECE_SIZE // 4
+
+
+@contextlib.asynccontextmanager
+async def hosts(patch: pytest.MonkeyPatch, **names: str) -> AsyncIterator[dict[str, Worker]]:
+    """A free group of workers, each on the host that is said."""
+    store, workers = HashStore(), {}
+    try:
+        for name, host in names.items():
+            patch.setattr("aiorpc.runtime.life.host_identity", lambda host=host: host)
+            options = RpcBackendOptions(require_secret=False, address="127.0.0.1", rpc_timeout=30)
+            workers[name] = await Worker(name, store=store, options=options)
+        yield workers
+    finally:
+        for worker in reversed(list(workers.values())):
+            await worker.shutdown()
+
+
+def sent(worker: Worker) -> int:
+    """Bytes that it has written to sockets."""
+    return worker.statistics().bytes_sent
+
+
+async def turn(subscriptions: list[Subscription], version: int) -> None:
+    """All get that version."""
+    for got in await asyncio.gather(*map(anext, subscriptions)):
+        assert (got.version, number_of(got.value), got.publisher.name) == (version, version, "learner")
+
+
+async def test_what_leaves_the_publisher_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For three other hosts with five readers: each host fetches once, and not all of them from the publisher."""
+    names = {"learner": "a", "a1": "a", "b1": "b", "b2": "b", "c1": "c", "c2": "c", "d1": "d"}
+    async with hosts(monkeypatch, **names) as workers:
+        learner = workers["learner"]
+        subscriptions = [worker.subscribe("policy") for name, worker in workers.items() if name != "learner"]
+        for version in (1, 2, 3):
+            last = await learner.publish("policy", weights(version, SIZE))
+            await turn(subscriptions, version)
+            delivery = await last.delivered(quorum=6)
+            assert delivery.reached and len(delivery.has) == 6 and not delivery.missing
+        before = sent(learner)
+        await learner.publish("policy", weights(4, SIZE))
+        await turn(subscriptions, 4)
+        assert 4 * SIZE <= sent(learner) - before < 2 * 4 * SIZE
+        assert sum(len(worker.node.publications.relays) for worker in workers.values()) == 3
+        for subscription in subscriptions:
+            subscription.close()
+        await until(lambda: not any(worker.node.publications.relays for worker in workers.values()))
+        await until(lambda: learner.node.memory.slots.used == 1)
+
+
+async def test_another_reader_fetches_when_the_leader_of_a_host_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of its host, and the host behind it in the chain, get the next version all the same."""
+    names = {"learner": "a", "c1": "c", "b1": "b", "b2": "b"}
+    async with hosts(monkeypatch, **names) as workers:
+        learner = workers["learner"]
+        subscriptions = [workers[name].subscribe("policy") for name in ("b1", "b2", "c1")]
+        await learner.publish("policy", weights(1, SIZE))
+        await turn(subscriptions, 1)
+        (leader,) = [name for name in ("b1", "b2") if workers[name].node.publications.relays]
+        left = subscriptions.pop(("b1", "b2").index(leader))
+        await workers.pop(leader).drop()
+        last = await learner.publish("policy", weights(2, SIZE))
+        await turn(subscriptions, 2)
+        assert (await last.delivered(quorum=2)).reached
+        left.close()
+        for subscription in subscriptions:
+            subscription.close()
+
+
+async def test_the_next_publisher_is_followed_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waited at a leader asks the new publisher."""
+    async with hosts(monkeypatch, other="a", b1="b", b2="b", learner="a") as workers:
+        subscriptions = [workers[name].subscribe("policy") for name in ("b1", "b2")]
+        await workers["learner"].publish("policy", weights(1, SIZE))
+        await turn(subscriptions, 1)
+        await workers.pop("learner").shutdown()
+        await until(lambda: len(workers["other"].worker_infos()) == 3)
+        published = await workers["other"].publish("policy", weights(2, SIZE))
+        assert published.version == 2
+        for subscription in subscriptions:
+            got = await anext(subscription)
+            assert (got.version, got.publisher.name, number_of(got.value)) == (2, "other", 2)
+            subscription.close()
+
+
+async def test_a_reader_without_shared_memory_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent the bytes by the publisher, and the others of its host have theirs."""
+    async with hosts(monkeypatch, learner="a", b1="b", b2="b") as workers:
+        workers["b2"].node.engine.options.shared_memory = 0
+        subscriptions = [workers[name].subscribe("policy") for name in ("b1", "b2")]
+        for version in (1, 2):
+            last = await workers["learner"].publish("policy", weights(version, SIZE))
+            await turn(subscriptions, version)
+            assert (await last.delivered(quorum=2)).reached
+        assert not workers["b2"].node.publications.relays
+        for subscription in subscriptions:
+            subscription.close()
+
+
+async def test_without_leave_to_map_bytes_come_from_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot is used again when the answers that brought its bytes are through."""
+    async with hosts(monkeypatch, learner="a", b1="b") as workers:
+        workers["b1"].node.engine.options.shared_memory = 0
+        async with workers["b1"].subscribe("policy") as versions:
+            for version in range(1, 6):
+                await workers["learner"].publish("policy", weights(version, SIZE))
+                await turn([versions], version)
+            await until(lambda: workers["learner"].node.memory.slots.used == 1)
+            assert len(workers["learner"].node.memory.slots.numbers()) <= 3
