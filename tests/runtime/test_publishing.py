@@ -130,14 +130,14 @@ async def test_a_slot_is_used_again_once_its_readers_have_let_go(pair: list[Work
     async with pair[1].subscribe("policy") as versions:
         await pair[0].publish("policy", weights(1))
         kept = (await anext(versions)).value["w"]
-        for number in range(2, 12):
+        for number in range(2, 22):
             last = await pair[0].publish("policy", weights(number))
             await last.delivered()
             assert (await anext(versions)).version == number
         assert kept.unique().tolist() == [1]
         del kept
         await until(lambda: slots_of(pair[0]) == 1)
-        assert len(pair[0].node.memory.slots.numbers()) <= 5
+        assert len(pair[0].node.memory.slots.numbers()) <= 10
 
 
 async def test_the_last_tensor_gives_the_slot_back_after_the_subscription(pair: list[Worker]) -> None:
@@ -168,12 +168,12 @@ async def test_a_reader_that_holds_many_versions_gets_copies(pair: list[Worker])
     """Who keeps all versions takes memory of its own for them, and the publisher's slots go round."""
     async with pair[1].subscribe("policy") as versions:
         kept = []
-        for number in range(1, 10):
+        for number in range(1, 20):
             last = await pair[0].publish("policy", weights(number))
             await last.delivered()
             kept.append((await anext(versions)).value)
-        assert [number_of(value) for value in kept] == list(range(1, 10))
-        assert len(pair[0].node.memory.slots.numbers()) <= 6
+        assert [number_of(value) for value in kept] == list(range(1, 20))
+        assert len(pair[0].node.memory.slots.numbers()) <= 10
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20], ids=["none", "little"])

@@ -87,7 +87,8 @@ class PublicationsForFeed(Protocol):
 class ArrivedVersion(NamedTuple):
     """A version that is here whole. plain: whether the one who has sent it may send no pickles.
 
-    view: of the slot that it lies in, which has its bytes whatever the reader has written; None where it has a copy.
+    data: its bytes, which are the reader's own. view: of the slot that they came in, which has them whatever the reader
+    has written, as long as `mapped` lives; None if they came with the answer.
     """
 
     edition: Edition
@@ -95,6 +96,7 @@ class ArrivedVersion(NamedTuple):
     data: Bytes
     plain: bool
     view: SlotView | None
+    mapped: Bytes | None
 
     @property
     def publisher(self) -> WorkerInfo:
@@ -219,22 +221,22 @@ class Feed:
         if edition.version <= self.newest:
             raise ProtocolError(f"{record.describe()} has sent version {edition.version} after {self.newest}")
         view: SlotView | None = None
+        mapped: Bytes | None = None
         if edition.offer is None:
             data = _bytes_of(rest[len(bodies) :], edition.size)
         else:
-            mapped = await self._map(edition, edition.offer, record)
-            if mapped is None:
+            found = self._map(edition, edition.offer, record)
+            if found is None:
                 self._maps = False
                 return
-            data, view = mapped
+            view, mapped = found
+            data = await in_background(self.engine, mapped.copy) if edition.copy else mapped
         roles = {publisher.role, record.role, self._publications.role_of(edition.publisher)}
         plain = any(map(self.engine.rights.limited, roles))
-        self._arrived(ArrivedVersion(edition, bodies, data, plain, view))
+        self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped))
 
-    async def _map(
-        self, edition: Edition, offer: SlotOffer, record: WorkerRecord
-    ) -> tuple[Bytes, SlotView | None] | None:
-        """The bytes of a version in a slot, with the view, or a copy of them; None if this worker cannot map it."""
+    def _map(self, edition: Edition, offer: SlotOffer, record: WorkerRecord) -> tuple[SlotView, Bytes] | None:
+        """The bytes of a version in a slot, with the view of it; None if this worker cannot map it."""
         view = self._views.get(offer.slot)
         try:
             if view is None or view.nonce != offer.nonce:
@@ -247,10 +249,7 @@ class Feed:
             return None
         self._lent[version] = view, record
         self._drop_idle(edition.slots)
-        if edition.copy:
-            copied: Bytes = await in_background(self.engine, data.copy)
-            return copied, None
-        return data, view
+        return view, data
 
     def _drop_idle(self, there: list[int]) -> None:
         """Unmap slots that their owner has not any more: their memory would stay."""

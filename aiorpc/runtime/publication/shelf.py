@@ -42,8 +42,8 @@ from ..engine.engine import Engine
 from ..links.links import Links
 
 # Versions that one subscription may hold before it is asked to copy the next one and release it: the one that its
-# program uses, the next one that lies ready, and the one that comes.
-MOST_HELD = 3
+# program uses, the next one that lies ready, the one that comes, and one whose release has not been told yet.
+MOST_HELD = 4
 # Subscriptions of one worker to one name.
 _MOST_SUBSCRIPTIONS = 4096
 # Stands for the number of a subscription where a worker of another host fetches a version in pieces.
