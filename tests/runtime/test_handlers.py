@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 import threading
+import warnings
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import Future, RpcBackendOptions, RpcUsageError, Worker, async_execution, batched
+from aiorpc import Future, RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, async_execution, batched
 from aiorpc.testing import cluster
 from tests.runtime.waiting import LIMIT, until, wait_until
 
@@ -126,6 +128,28 @@ async def test_def_runs_in_a_thread_and_async_def_on_the_loop(pair: list[Worker]
     assert (await pair[0].call("worker1", thread_name)).startswith("aiorpc-worker1-")
     assert await pair[0].call("worker1", loop_thread) == threading.get_ident()
     assert await pair[0].call("worker1", hands_back_a_coroutine) == threading.get_ident()
+
+
+async def test_a_task_that_ends_before_it_begins_leaves_no_coroutine(pair: list[Worker]) -> None:
+    """As where a loop ends with calls that have just come: Python warns of a coroutine that was never awaited."""
+    loop = asyncio.get_running_loop()
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **more: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **more)
+        if coroutine.__name__ == "_run_coroutine":
+            task.cancel()
+        return task
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loop.set_task_factory(make)
+        try:
+            with pytest.raises(RpcTimeout):
+                await pair[0].peer(pair[1].name, timeout=0.3).call(loop_thread)
+        finally:
+            loop.set_task_factory(None)
+        gc.collect()
+    assert not [str(each.message) for each in warned]
 
 
 async def test_handlers_run_beside_each_other(pair: list[Worker]) -> None:

@@ -322,14 +322,7 @@ class Runner:
         within = current_autograd.set(call.autograd) if call.autograd else None
         call.begun = True
         try:
-            result = handler.function(*args, **kwargs)
-            if handler.mode is Mode.ASYNC_GENERATOR:
-                assert call.credit is not None, "a stream comes with its credit"
-                result = serve_async_generator(self._answers, call, result, call.credit, self._backlog)
-            self._serve_coroutine(call, result)
-        except BaseException as error:
-            self._answers.answer_error(call, error)
-            pass_on(error)
+            self._serve_coroutine(call, handler.function, args, kwargs)
         finally:
             current_call.reset(token)
             if within is not None:
@@ -342,30 +335,34 @@ class Runner:
         token = current_call.set(call)
         within = current_autograd.set(call.autograd) if call.autograd else None
         try:
-            self._serve_coroutine(call, coroutine)
+            self._serve_coroutine(call, _itself, [coroutine], {}, coroutine)
         finally:
             current_call.reset(token)
             if within is not None:
                 current_autograd.reset(within)
 
-    def _serve_coroutine(self, call: ServedCall, handler: Any) -> None:
-        on_device = call.landing is not None or call.arrival is not None
-        coroutine = self._run_steps(call, handler) if on_device else self._run_coroutine(call, handler)
+    def _serve_coroutine(
+        self, call: ServedCall, function: Any, args: list[Any], kwargs: dict[str, Any], existing: Any = None
+    ) -> None:
+        """Run what the function gives as a task. Nothing of it exists before the task begins: where a loop ends before
+        that, no coroutine is left that was never awaited. existing: one that a function has given already.
+        """
+        run = self._run_steps if call.landing is not None or call.arrival is not None else self._run_coroutine
+        coroutine = run(call, function, args, kwargs)
         task = call.task = self._engine.loop.create_task(coroutine)
         self._tasks.add(task)
-        call.on_cancel = partial(self._cancel_task, task, coroutine, handler)
+        call.on_cancel = partial(self._cancel_task, task, coroutine, existing)
 
-    def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, handler: Any) -> None:
-        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-            # Nothing of it has run, so nothing of it will: the handler's coroutine would never be awaited.
+    def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, existing: Any) -> None:
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:  # nothing of it has run, so nothing of it will
             self._tasks.discard(task)
-            if hasattr(handler, "close"):
-                handler.close()
+            if existing is not None:
+                existing.close()
         task.cancel()
 
-    async def _run_steps(self, call: ServedCall, handler: Any) -> None:
+    async def _run_steps(self, call: ServedCall, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """As a task: run a coroutine, each of its steps on the streams on which its arguments arrive."""
-        coroutine = self._run_coroutine(call, handler)
+        coroutine = self._run_coroutine(call, function, args, kwargs)
         try:
             landing = call.landing or self._accelerators.land()
             assert landing is not None, "nothing arrives on a device without one"
@@ -380,8 +377,13 @@ class Runner:
             return
         await LandedCoroutine(coroutine, landing)
 
-    async def _run_coroutine(self, call: ServedCall, coroutine: Any) -> None:
+    async def _run_coroutine(self, call: ServedCall, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         try:
+            coroutine = function(*args, **kwargs)
+            args.clear()  # they are the handler's alone
+            kwargs.clear()
+            if call.credit is not None:
+                coroutine = serve_async_generator(self._answers, call, coroutine, call.credit, self._backlog)
             result = [await coroutine]
         except asyncio.CancelledError:
             if not call.cancelled:
@@ -402,6 +404,11 @@ class Runner:
 def _function_of(call: ServedCall) -> Callable[..., Any]:
     assert call.handler is not None, "it was found before the call was started"
     return call.handler.function
+
+
+def _itself(coroutine: Any) -> Any:
+    """A function for a coroutine that another function has given."""
+    return coroutine
 
 
 def _not_run(call: ServedCall) -> RpcCancelled:
