@@ -182,7 +182,11 @@ class Resolver:
             self._runner.refuse(call, error)
             return
         call.arrival = getattr(future, "arrival", None)
-        self._call(name, call, value)
+        attribute = functions.find_method(type(value), name)  # from here on as `_call`, one function less
+        if attribute is not None:
+            self._call_method(value, name, attribute, call)
+        else:
+            self._engine.pool.submit(self._call_method, value, name, None, call)
 
     def _call(self, name: str, call: ServedCall, value: object) -> None:
         """Have the method of that name of an object run."""
