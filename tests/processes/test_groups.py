@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -127,38 +131,107 @@ async def at_barrier(pattern: str = "w*") -> None:
     await rpc.group(pattern).barrier()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(3))
-async def test_calls_to_members_that_are_killed_one_by_one_all_end(seed: int) -> None:
-    """Under load, with large tensors: an outcome is a value, or of a member that was killed; no memory stays lent."""
-    random = Random(seed)
-    names = [f"w{number}" for number in range(1, 7)]
-    doomed = random.sample(names, 5)
-    async with group(7, ended=tuple(doomed), rpc_timeout=LIMIT) as (worker, children):
-        others = worker.group(names)
-        sent = torch.ones(1 << 20)
-        killed: set[str] = set()
+class Load:
+    """Work of all kinds for a group, over and over, until `over`; what is wrong with its results is raised.
 
-        async def call_on_and_on() -> int:
-            calls = 0
-            while len(killed) < len(doomed) or calls < 20:
-                outcomes = await others.call(total, sent)
-                calls += 1
-                assert set(outcomes.errors) == set(outcomes.lost) <= killed, outcomes.errors
-                assert set(outcomes.answers.values()) == {len(sent)}
-            return calls
+    done: how often each kind was done. killed: who may be lost.
+    """
 
-        tasks = [asyncio.ensure_future(call_on_and_on()) for _ in range(4)]
-        for name in doomed:
-            await asyncio.sleep(random.random() * 0.2)
-            killed.add(name)
-            children[name].kill()
-        async with asyncio.timeout(LIMIT):
-            await asyncio.gather(*tasks)
-        memory = worker.node.memory
-        await until(lambda: (memory.leases, memory.arena.blocks) == (0, 0))
-        assert not worker.pending_calls()
+    def __init__(self, worker: rpc.Worker, names: list[str], seed: int) -> None:
+        self.over = False
+        self.done: Counter[str] = Counter()
+        self.killed: set[str] = set()
+        self._worker = worker
+        self._names = names
+        self._random = Random(seed)
+        self._sent = torch.ones(1 << 19)
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """A task for each kind."""
+        kinds = (self._call, self._take_few, self._cancel, self._map, self._stream, self._leave, self._refer)
+        return [asyncio.create_task(self._repeat(kind)) for kind in kinds]
+
+    async def _repeat(self, kind: Callable[[], Awaitable[None]]) -> None:
+        while not self.over:
+            await kind()
+            self.done[kind.__name__] += 1
+
+    def _check(self, outcomes: rpc.Outcomes, value: object) -> None:
+        assert set(outcomes.errors) == set(outcomes.lost) <= self.killed, outcomes.errors
+        assert set(outcomes.answers.values()) == {value}
+
+    async def _call(self) -> None:
+        self._check(await self._worker.group(self._names).call(total, self._sent), len(self._sent))
+
+    async def _take_few(self) -> None:
+        outcomes = await self._worker.group(self._names, quorum=1).call(wait_a_little, 1)
+        assert set(outcomes.lost) <= self.killed
+
+    async def _cancel(self) -> None:
+        call = self._worker.group(self._names).call(wait_a_little, self._sent)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(call, self._random.random() * 0.03)
+
+    async def _map(self) -> None:
+        group = self._worker.group(self._names, retries=10, backoff=0.01)
+        assert [result async for result in group.map(square, range(20))] == [number**2 for number in range(20)]
+
+    async def _stream(self) -> None:
+        try:
+            async for _ in self._worker.group("w[1-9]").stream(count, 40):
+                pass
+        except rpc.GroupError as error:
+            assert set(error.lost) <= self.killed
+            assert not error.failed + error.missing, error
+
+    async def _leave(self) -> None:
+        async for _ in self._worker.group(self._names).call(wait_a_little, 1):
+            if self._random.random() < 0.5:
+                break
+
+    async def _refer(self) -> None:
+        try:
+            refs = self._worker.group("w[1-9]").remote(list, [1, 2])
+            self._check(await refs.rpc_async().__len__(), 2)
+        except rpc.PeerLost as error:
+            assert error.worker in self.killed
+
+
+async def wait_a_little(value: Any) -> Any:
+    await asyncio.sleep(0.01)
+    return value
+
+
+async def count(limit: int) -> AsyncIterator[int]:
+    for number in range(limit):
+        yield number
+        await asyncio.sleep(0)
 
 
 def total(tensor: torch.Tensor) -> int:
     return int(tensor.sum())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+async def test_what_groups_do_goes_on_while_members_are_killed(seed: int) -> None:
+    """All kinds of work at once: it ends, names no others as lost than those, and no memory stays lent."""
+    random = Random(seed)
+    names = [f"w{number}" for number in range(1, 6)]
+    doomed = random.sample(names, 4)
+    async with group(6, ended=tuple(doomed), rpc_timeout=LIMIT) as (worker, children):
+        load = Load(worker, names, seed)
+        tasks = load.start()
+        for name in doomed:
+            await asyncio.sleep(random.random() * 0.5)
+            load.killed.add(name)
+            children[name].kill()
+        done = load.done.copy()
+        await until(lambda: any(task.done() for task in tasks) or all(load.done[kind] > done[kind] for kind in done))
+        load.over = True
+        async with asyncio.timeout(LIMIT):
+            await asyncio.gather(*tasks)
+        gc.collect()
+        memory = worker.node.memory
+        await until(lambda: (memory.leases, memory.arena.blocks) == (0, 0))
+        assert not worker.pending_calls()

@@ -109,7 +109,7 @@ class GroupCall(Future[Outcomes]):
         if self._quorum is not None and self._values < self._quorum:
             self.settle(None, outcomes.failure(f"of {len(outcomes)} members, where {self._quorum} values are wanted,"))
         else:
-            if self._values < len(outcomes):
+            if self._quorum is None and self._values < len(outcomes):  # a quorum says how many may fail
                 outcomes.watch(self.describe())
             self.settle(outcomes)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 from ... import foreign
-from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcCancelled, RpcError
+from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcError
 from ...futures import Unobserved
 
 _GONE = (PeerLost, PeerClosed, PeerRefused)
@@ -43,7 +43,8 @@ class Outcome(NamedTuple):
 class Outcomes(Sequence[Outcome]):
     """What all members answered, in the order of members. ``outcomes["a0"]`` is that of one, as ``outcomes[0]`` is.
 
-    An error that nobody has looked at is logged, as that of a call is; to look at any of the outcomes is enough.
+    Without a quorum an error that nobody has looked at is logged, as that of a call is; to look at any of the outcomes
+    is enough.
     """
 
     def __init__(self, outcomes: Sequence[Outcome], function: str) -> None:
@@ -52,9 +53,8 @@ class Outcomes(Sequence[Outcome]):
         self._unobserved: Unobserved | None = None
 
     def watch(self, what: str) -> None:
-        """For whoever makes them: what to call them in the log."""
-        if any(outcome.error is not None and not _is_called_off(outcome) for outcome in self._all):
-            self._unobserved = Unobserved(what, self.failure(f"of {len(self)} members"))
+        """For whoever makes them, where some have no value: what to call them in the log."""
+        self._unobserved = Unobserved(what, self.failure(f"of {len(self)} members"))
 
     def mark_seen(self) -> None:
         """Somebody has dealt with the errors."""
@@ -135,11 +135,6 @@ class Outcomes(Sequence[Outcome]):
         return (
             f"<aiorpc.Outcomes of {self._function}: {values} values, {errors} errors, {lost} lost, {missing} missing>"
         )
-
-
-def _is_called_off(outcome: Outcome) -> bool:
-    """Whether its answer was not waited for: that is no failure."""
-    return not outcome.answered and foreign.is_a(outcome.error, RpcCancelled)
 
 
 def _said(outcome: Outcome) -> str:
