@@ -59,6 +59,7 @@ from .runtime.caller.stream import Stream
 from .runtime.calls.current import caller, cancelled, check_cancelled, deadline
 from .runtime.calls.pending import PendingCall
 from .runtime.fanout.group_call import GroupCall
+from .runtime.fanout.group_object import GroupObject
 from .runtime.fanout.group_stream import GroupStream
 from .runtime.fanout.outcomes import Outcome, Outcomes
 from .runtime.fanout.peer_group import PeerGroup
@@ -90,6 +91,7 @@ __all__ = [
     "Future",
     "GroupCall",
     "GroupError",
+    "GroupObject",
     "GroupStream",
     "ItemLost",
     "NotAllowed",

@@ -304,6 +304,43 @@ async def test_a_reference_that_could_not_be_made_fails_at_its_member(four: list
     assert (await refs.rpc_async().add(1)).lost == ("worker3",)
 
 
+# --- named objects ----------------------------------------------------------------------------------------------------
+
+
+class Shelf(Total):
+    def up_to(self, limit: int) -> Iterator[int]:
+        yield from range(limit)
+
+    def count(self) -> int:
+        return int(self.value)
+
+
+async def test_objects_of_one_name_are_called_together(four: list[Worker]) -> None:
+    """In all manners; a member that serves none says so, and a large argument is one for all."""
+    for worker in four[1:]:
+        worker.serve("shelf", Shelf(worker.id))
+    shelves = four[0].group("worker[123]").object("shelf")
+    assert (await shelves.add(10)).values() == [11, 12, 13]
+    assert (await shelves.rpc_async().count()).values() == [11, 12, 13]
+    assert (await shelves.count()).values() == [11, 12, 13]
+    assert (await shelves()).values() == ["worker1", "worker2", "worker3"]
+    assert (await shelves.remote().add(1)).values() == [12, 13, 14]
+    assert sorted([item async for item in shelves.stream().up_to(2)]) == [(w.name, n) for w in four[1:] for n in (0, 1)]
+    assert await asyncio.to_thread(lambda: shelves.rpc_sync().add(0).values()) == [12, 13, 14]
+    outcomes = await four[0].group("worker*").object("shelf").count()
+    assert list(outcomes.answers) == ["worker1", "worker2", "worker3"]
+    assert type(outcomes["worker0"].error) is aiorpc.UnknownObject
+    assert [int(each[0]) for each in (await shelves.add(torch.ones(600_000))).values()] == [13, 14, 15]
+    tried = four[0].group("worker[123]", retries=2, backoff=0.01).object("shelf")
+    assert (await tried()).values() == ["worker1", "worker2", "worker3"]
+    with pytest.raises(AttributeError, match="private"):
+        shelves._secret()
+    with pytest.raises(RpcUsageError, match="name"):
+        four[0].group("*").object("")
+    with pytest.raises(aiorpc.WouldBlockLoop):
+        shelves.rpc_sync().count()
+
+
 # --- barrier ----------------------------------------------------------------------------------------------------------
 
 

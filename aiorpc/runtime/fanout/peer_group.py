@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from ...errors import RpcUsageError
 from ...futures import CallSite, Future, call_site
-from ...protocol.identity import WorkerInfo
+from ...protocol.identity import WorkerInfo, check_object_name
+from ...protocol.messages import ObjectMethod
 from ..caller.peer import Peer, Try
 from ..caller.peers import Peers
 from ..caller.retrying import Retries
@@ -19,6 +20,7 @@ from ..group.events import Events
 from ..references.references import References
 from .barriers import GroupForBarriers, come
 from .group_call import GroupCall
+from .group_object import GroupObject, ObjectCall
 from .group_stream import GroupStream
 from .mapping import map_items
 from .members import GroupForMembers, Members
@@ -113,7 +115,7 @@ class PeerGroup:
 
     def _call(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | ObjectMethod,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         options: GroupOptions,
@@ -182,10 +184,20 @@ class PeerGroup:
         follows behind the last item. The timeout is for each item. Raises what `aiorpc.stream` raises, and refuses
         groups with ``retries=``.
         """
+        return self._stream(function, args, kwargs, self._options.timeout)
+
+    def _stream(
+        self,
+        function: Callable[..., Any] | ObjectMethod,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        depth: int = 3,
+    ) -> GroupStream:
         self._refuse_retries("stream")
-        options, streams = self._options, []
+        streams, wait = [], self._options.retry.wait
         for peer in self._members.now():
-            stream = open_stream(peer, function, args, kwargs, options.timeout, wait=options.retry.wait)
+            stream = open_stream(peer, function, args, kwargs, timeout, wait=wait, depth=depth)
             streams.append((peer.name, stream))
         return GroupStream(describe(function), streams)
 
@@ -194,12 +206,42 @@ class PeerGroup:
 
         Raises what `aiorpc.remote` raises, and refuses groups with ``retries=``.
         """
+        return self._remote(function, args, kwargs, self._options.timeout)
+
+    def _remote(
+        self,
+        function: Callable[..., Any] | ObjectMethod,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        depth: int = 3,
+    ) -> RRefGroup:
         self._refuse_retries("remote")
-        home, timeout = self._home, self._options.timeout
-        create = home.references.create
+        create = self._home.references.create
         peers = self._members.now()
-        made = [(peer.name, create(peer, function, args, kwargs, timeout, depth=2)) for peer in peers]
-        return RRefGroup(home, made, self._options)
+        made = [(peer.name, create(peer, function, args, kwargs, timeout, depth=depth)) for peer in peers]
+        return RRefGroup(self._home, made, self._options)
+
+    def object(self, name: str) -> GroupObject:
+        """The objects that the members serve under that name, to be called together; nothing is sent.
+
+        ``await group.object("buffer").put(x)`` gives `Outcomes`; a member that serves none of that name has
+        UnknownObject in its. See `aiorpc.serve`. RpcUsageError for a name that cannot be.
+        """
+        return GroupObject(check_object_name(name), self._call_object)
+
+    def _call_object(self, call: ObjectCall) -> Any:
+        verb, timeout, function, args, kwargs, site = call
+        options = self._with(timeout, None)
+        if verb == "stream":
+            return self._stream(function, args, kwargs, options.timeout, depth=4)
+        if verb == "remote":
+            return self._remote(function, args, kwargs, options.timeout, depth=4)
+        if verb == "rpc_sync":
+            what = f"objects.rpc_sync().{function.name}()"
+            self._home.engine.refuse_on_loop(what, f"await the objects' {function.name}()")
+        future = self._call(function, args, kwargs, options, site)
+        return future.wait() if verb == "rpc_sync" else future
 
     def _refuse_retries(self, verb: str) -> None:
         if self._options.retry.retries:

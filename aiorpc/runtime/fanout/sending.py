@@ -17,7 +17,7 @@ from ...channels.shm import Copies
 from ...errors import RpcError, RpcUsageError, SerializationError
 from ...futures import CallSite, Future, current_autograd
 from ...protocol.frames import CALL, HEAD, MAGIC, encode_frame
-from ...protocol.messages import ByName, Call, Function, Method, with_head, without_head, write_plain
+from ...protocol.messages import ByName, Call, Function, Method, ObjectMethod, with_head, without_head, write_plain
 from ..caller.future import name_argument
 from ..caller.known import FunctionEntry
 from ..caller.member_call import MemberCall
@@ -67,15 +67,16 @@ class Sending:
     """One call to these workers. `prepare` writes it, and raises what is wrong with it; then `send`, for each of them,
     and at last `flush`.
 
-    methods: what to call in place of the function, for each of them: methods of values of references. timeout: seconds,
-    0 for no limit. wait: as of `Peer.call`. site: where the call was made.
+    function: or a method of an object that all of them serve. methods: what to call in place of it, for each of them:
+    methods of values of references. timeout: seconds, 0 for no limit. wait: as of `Peer.call`. site: where the call was
+    made.
     """
 
     def __init__(
         self,
         home: Home,
         peers: Sequence[Peer],
-        function: Callable[..., Any] | None,
+        function: Callable[..., Any] | ObjectMethod | None,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout: float,
@@ -87,7 +88,9 @@ class Sending:
         self._home = home
         self._peers = peers
         self._function = function
-        self._methods = methods
+        self._methods: Sequence[Method | ObjectMethod] = methods
+        if type(function) is ObjectMethod:
+            self._methods = [function] * len(peers)
         self._args = args
         self._kwargs = kwargs
         self._timeout = timeout
@@ -112,7 +115,7 @@ class Sending:
     @property
     def name(self) -> str:
         """The name of the function, for people."""
-        return self._methods[0].name if self._methods else describe(self._function)
+        return self._methods[0].name if self._methods and self._function is None else describe(self._function)
 
     # --- before anything is sent ------------------------------------------------------------------------------------
 
@@ -152,11 +155,11 @@ class Sending:
         """What stands for the function at that worker. As `Peer.call` decides it."""
         if self._methods:
             method = self._methods[place]
-            return FunctionEntry(method.name), method
+            return FunctionEntry(describe(method) if type(method) is ObjectMethod else method.name), method
         try:
             entry = peer.known[self._function]
         except TypeError:  # not hashable, so it has no name
-            entry = FunctionEntry(describe(self._function), function=self._function)
+            entry = FunctionEntry(describe(self._function), function=self._function)  # type: ignore[arg-type]  # no method: see above
         if entry.confirmed:
             return entry, entry.number
         return entry, ByName(entry.number, entry.name) if entry.number >= 0 else None
