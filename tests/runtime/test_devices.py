@@ -1212,3 +1212,22 @@ def failing(fake: FakeCuda, name: str, after: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake, "count_call", count_call)
         yield
+
+
+# --- groups of workers ------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_to_several_workers_sends_tensors_on_devices_to_each(way: str) -> None:
+    """By the map to each of them; whoever takes the outcomes, all or one by one, finds the values there."""
+    async with group({"worker1": CROSSED, "worker2": {0: 0}}, {}, {}, way=way) as (fake, workers):
+        others = workers[0].group(["worker1", "worker2"])
+        sent = late(fake, 0, 4)
+        outcomes = await others.call(plus_one, sent)
+        assert all(is_all(value, 5) for value in outcomes.values())
+        async for _, outcome in others.call(plus_one, sent):
+            assert is_all(outcome.result(), 5)
+        other = late(fake, 1, 4)
+        outcomes = await others.call(plus_one, other)  # no map leads from there to worker2
+        assert is_all(outcomes["worker1"].result(), 5)
+        assert type(outcomes["worker2"].error) is SerializationError
+        del outcomes, outcome, sent, other
