@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 from .futures import Future
@@ -240,8 +241,9 @@ def publish(name: str, value: Any) -> Future[Publication]:
     version.
     ``w.version`` counts from 1 on, also when another worker goes on with the name; ``w.delivered()`` says who has it.
 
-    value: a tensor, or a tree of tensors and whatever else may be sent; storages that tensors share stay shared. All
-    readers of a host read one copy in shared memory, as long as ``options.shared_memory`` has room for it.
+    value: a tensor, or a tree of tensors and whatever else may be sent; storages that tensors share stay shared, and
+    what lies on a device is copied to the host, on the current streams. All readers of a host read one copy in shared
+    memory, as long as ``options.shared_memory`` has room for it.
     A name has one publisher at a time: the Future raises RpcUsageError if another worker that lives publishes it, with
     its name, and RendezvousError if the store of the group cannot be asked about that, the first time. Raised here:
     RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed. Cancelling the Future does
@@ -250,16 +252,19 @@ def publish(name: str, value: Any) -> Future[Publication]:
     return current().publish(name, value)
 
 
-def subscribe(name: str, *, timeout: float | None = None) -> Subscription:
+def subscribe(
+    name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
+) -> Subscription:
     """``async for v in subscribe("policy")``: the newest version of what is published under a name. Any thread.
 
     Each turn waits for a version that is newer than the one before, and gives the newest there is; the next one is
     fetched meanwhile. ``v.value``, ``v.version``, ``v.publisher``. In a thread that may block: ``for v in ...``.
     Whoever subscribes late begins with the newest version. timeout: seconds that one turn waits, 0 for no limit; None
-    for this worker's ``rpc_timeout``; past it RpcTimeout is raised. RpcUsageError for what can be no name or timeout,
-    NotInitialized, WorkerClosed. See `Subscription` for how it ends.
+    for this worker's ``rpc_timeout``; past it RpcTimeout is raised. map_location: the device that all tensors are moved
+    to as a version is taken, by the thread that takes it; None leaves them in shared memory. RpcUsageError for what can
+    be no name, timeout or device, NotInitialized, WorkerClosed. See `Subscription` for how it ends.
     """
-    return current().subscribe(name, timeout=timeout)
+    return current().subscribe(name, timeout=timeout, map_location=map_location)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

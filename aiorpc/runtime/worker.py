@@ -12,6 +12,7 @@ import contextvars
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
 from ..channels import Traffic
@@ -236,9 +237,11 @@ class Worker:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
         return self.node.publications.publish(name, value)
 
-    def subscribe(self, name: str, *, timeout: float | None = None) -> Subscription:
+    def subscribe(
+        self, name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
+    ) -> Subscription:
         """The newest versions of what is published under a name. See `aiorpc.subscribe`."""
-        return self.node.publications.subscribe(name, timeout)
+        return self.node.publications.subscribe(name, timeout, map_location)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""A published value as bytes, and back: what a message says of it, and its buffers one after the other."""
+"""A published value as bytes, and back: what a message says of it, and its buffers one after the other.
+
+Tensors on devices are copied to the host once, into page-locked memory. A reader may have all tensors moved to a device
+of its own; those that share a storage share one there.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from ... import foreign
+from ...channels import layout
+from ...channels.accelerator import Accelerator, DeviceBuffer, Event
+from ...channels.routes import Route
 from ...channels.slots import Span, lay_out
 from ...errors import NotAllowed, ProtocolError, SerializationError
-from ...protocol.codec import names_nothing
+from ...protocol.codec import Incoming, decode_values, names_nothing
 from ...protocol.frames import Buffer
-from ...protocol.messages import Reply, read_values
+from ...protocol.messages import Reply, Values, read_values
 from ...protocol.reference_messages import PassedReference
 from ..calls.values import decode, encode
 from ..engine.engine import Engine
@@ -32,36 +41,64 @@ class Content(NamedTuple):
 
     bodies: what a message says of it: for readers that run our main module, and for the others where that differs.
     buffers: with the bytes of its tensors, which they borrow. spans, size: where these come to lie, in how many bytes.
+    marks: what has to be waited for before the buffers are read, as devices copy into them.
     """
 
     bodies: tuple[bytes, ...]
     buffers: Sequence[Buffer]
     spans: list[Span]
     size: int
+    marks: Sequence[Event] = ()
 
 
-def take_apart(name: str, value: object, engine: Engine) -> Content:
-    """The content of a value that is published under that name. Raises SerializationError."""
+def take_apart(name: str, value: object, engine: Engine, driver: Accelerator | None = None) -> Content:
+    """The content of a value that is published under that name. Raises SerializationError.
+
+    driver: of the devices that tensors may lie on. What lies there is copied on the current streams of this thread.
+    """
     options = engine.options
+    route = None if driver is None else _to_host(driver)
     reader = _AnyReader(engine.safe, options.max_frame_bytes, options.max_tensor_bytes)
     what = f"the value published as {name!r}"
     try:
-        body, buffers = _encode(value, reader, other_main=False)
+        body, found = _encode(value, reader, route, other_main=False)
         other_body = body
         if b"load_main" in body:  # as the codec names what the main module defines
-            other_body, _ = _encode(value, reader, other_main=True)
+            other_body, _ = _encode(value, reader, route, other_main=True)
     except SerializationError as error:
         raise SerializationError(f"{what} {error}") from error.__cause__
-    spans, size = lay_out(buffers)
+    spans, size = lay_out(found)
     if size > options.max_tensor_bytes:
         raise SerializationError(
             f"{what} takes {size} bytes; the limit is {options.max_tensor_bytes} (max_tensor_bytes)"
         )
-    return Content((body,) if other_body == body else (body, other_body), buffers, spans, size)
+    buffers, marks = (found, ()) if driver is None else _bring_to_host(driver, found)
+    return Content((body,) if other_body == body else (body, other_body), buffers, spans, size, marks)
 
 
-def _encode(value: object, reader: _AnyReader, *, other_main: bool) -> tuple[bytes, Sequence[Buffer]]:
-    body, buffers, out = encode(Reply, (), [value], reader, other_main=other_main)
+def _to_host(driver: Accelerator) -> Route:
+    """From every device to the host."""
+    devices = [torch.device(driver.kind, index) for index in range(driver.count())]
+    return Route(driver, dict.fromkeys(devices, torch.device("cpu")), "that subscribes", "publish tensor.cpu()")
+
+
+def _bring_to_host(driver: Accelerator, found: Sequence[Any]) -> tuple[Sequence[Buffer], Sequence[Event]]:
+    """The buffers with those on devices on their way to the host, and what to wait for before these are read."""
+    buffers: list[Buffer] = []
+    streams: dict[int, Any] = {}
+    for buffer in found:
+        if isinstance(buffer, DeviceBuffer):
+            stream = streams.setdefault(buffer.index, driver.current(buffer.index))
+            pinned = driver.pinned(len(buffer))
+            driver.move(pinned, buffer.carrier, stream)
+            buffers.append(pinned.numpy().data)
+        else:
+            buffers.append(buffer)
+    return buffers, [driver.mark(stream) for stream in streams.values()]
+
+
+def _encode(value: object, reader: _AnyReader, route: Route | None, *, other_main: bool) -> tuple[bytes, Sequence[Any]]:
+    body, buffers, out = encode(Reply, (), [value], reader, route, other_main=other_main)
     if out is not None or read_values(body).references:
         if out is not None:
             out.unsend()
@@ -77,8 +114,16 @@ def choose(bodies: Sequence[Any], main: str, engine: Engine) -> Any:
     return bodies[-1] if main != engine.record.main else bodies[0]
 
 
-def put_together(body: Any, data: Buffer, spans: Sequence[Sequence[int]], engine: Engine, *, plain: bool) -> Any:
-    """The value again, over the bytes of its buffers.
+def put_together(
+    body: Any,
+    data: Buffer,
+    spans: Sequence[Sequence[int]],
+    engine: Engine,
+    *,
+    plain: bool,
+    device: torch.device | None = None,
+) -> Any:
+    """The value again, over the bytes of its buffers. device: where its tensors are moved to, None for nowhere.
 
     plain: whether no pickle that names anything is read, as the rights of who has published it do not go so far; it
     raises NotAllowed. Raises whatever unpickling raises, and ProtocolError for what is none.
@@ -92,10 +137,42 @@ def put_together(body: Any, data: Buffer, spans: Sequence[Sequence[int]], engine
             "no pickle of it that names a class or a function; publish plain tensors, or set serialization='safe'"
         )
     view = memoryview(data)
-    values = decode(said, [view[start : start + length] for start, length in spans], _no_references, safe=engine.safe)
+    segments = [view[start : start + length] for start, length in spans]
+    if device is None:
+        values = decode(said, segments, _no_references, safe=engine.safe)
+    else:
+        values = _decode_on(device, said, segments, engine.safe)
     if len(values) != 1:
         raise ProtocolError(f"a version with {len(values)} values")
     return values[0]
+
+
+def _decode_on(device: torch.device, said: Values, segments: Sequence[Buffer], safe: bool) -> list[Any]:
+    """As `decode`, with the tensors on a device."""
+    if said.references or not 0 <= said.buffers <= len(segments):
+        raise ProtocolError("a published value with remote references, or with more buffers than came")
+    tensors = _moved(layout.rebuild(said.table or (), segments), device)
+    return decode_values(said, Incoming(tensors, (), None, safe), segments[len(segments) - said.buffers :])
+
+
+def _moved(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The same tensors on a device; what shares a storage is moved once, and shares one there."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    moved: list[torch.Tensor] = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        there = storages.get(storage._cdata)
+        if there is None:
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+            there = storages[storage._cdata] = flat.to(device).untyped_storage()
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        made = torch.empty(0, dtype=tensor.dtype, device=device).set_(there, *place)
+        made = made.conj() if tensor.is_conj() else made
+        made = torch._neg_view(made) if tensor.is_neg() else made
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        moved.append(made if made.requires_grad or not tensor.requires_grad else made.requires_grad_())
+    return moved
 
 
 def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:

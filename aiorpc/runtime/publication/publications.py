@@ -101,19 +101,23 @@ class Publications:
         """See `aiorpc.publish`."""
         check_name(name)
         self._engine.lifetime.check_open()
-        content = take_apart(name, value, self._engine)
+        content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
         future: Future[Publication] = self._future(f"publishing {name!r}")
         self._begin(future, lambda: self._publish(name, content, future))
         return future
 
-    def subscribe(self, name: str, timeout: float | None) -> Subscription:
+    def subscribe(self, name: str, timeout: float | None, map_location: Any = None) -> Subscription:
         """See `aiorpc.subscribe`."""
         check_name(name)
+        try:
+            device = None if map_location is None else torch.device(map_location)
+        except (RuntimeError, TypeError) as error:
+            raise RpcUsageError(f"map_location is a device, or None, not {map_location!r:.80}: {error}") from None
         self._engine.lifetime.check_open()
         limit = self._engine.default_timeout if timeout is None else seconds(timeout, "timeout")
         feed = Feed(self._engine, self, name, next(self._numbers))
         self._engine.run_on_loop(self._open, feed)
-        return Subscription(feed, limit)
+        return Subscription(feed, limit, device)
 
     def delivered(self, name: str, version: int, quorum: float | None, timeout: float | None) -> Future[Delivery]:
         """See `Publication.delivered`."""

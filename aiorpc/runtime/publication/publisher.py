@@ -9,8 +9,10 @@ they come. So what leaves here is about one copy, however many hosts there are.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ...channels.accelerator import Event
 from ...channels.slots import copy_all
 from ...futures import Future
 from ...protocol.identity import WorkerInfo, WorkerRecord
@@ -68,6 +70,7 @@ class Publisher(Shelf):
         self.claim = claim
         self.told: set[str] = set()  # the incarnations of the workers that were told of the claim
         self._arena = home.links.memory.arena
+        self._accelerators = home.links.accelerators
         self._next = claim.first
         self._leaders: dict[str, _Leader] = {}  # by host, in the order of the chain
         self._expected: dict[int, WorkerInfo] = {}  # of workers that may subscribe, and have not asked yet
@@ -86,6 +89,8 @@ class Publisher(Shelf):
         def copy() -> None:
             copy_all(self._arena, content.buffers, content.spans, stored.data)
 
+        if content.marks:
+            await in_background(engine, lambda: self._synchronize(content.marks), self._accelerators.in_background)
         # If this is cancelled, the worker ends: the thread may go on to write, so the slot is not given back.
         if content.size < _LONG_COPY:
             copy()
@@ -93,6 +98,12 @@ class Publisher(Shelf):
             await in_background(engine, copy)
         self.finish(stored)
         return version
+
+    def _synchronize(self, marks: Sequence[Event]) -> None:
+        driver = self._accelerators.accelerator
+        assert driver is not None, "without it nothing lies on a device"
+        for mark in marks:
+            driver.synchronize(mark)
 
     # --- readers ------------------------------------------------------------------------------------------------------
 

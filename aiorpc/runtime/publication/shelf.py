@@ -347,8 +347,13 @@ class Shelf:
         self._newest = None
 
 
-async def in_background(engine: Engine, work: Callable[[], Any]) -> Any:
-    """Have something done in a background thread that takes long. It is not cancelled with whoever awaits it."""
+async def in_background(
+    engine: Engine, work: Callable[[], Any], submit: Callable[[Callable[[], None]], None] | None = None
+) -> Any:
+    """Have something done in a background thread that takes long. It is not cancelled with whoever awaits it.
+
+    submit: hands it to a thread, those of the engine if None.
+    """
     outcome: asyncio.Future[Any] = engine.loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
@@ -366,5 +371,5 @@ async def in_background(engine: Engine, work: Callable[[], Any]) -> Any:
             value, error = None, raised
         engine.call_on_loop(settle, value, error)
 
-    engine.in_background(run)
+    (submit or engine.in_background)(run)
     return await outcome

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
+
 from ...errors import NotAllowed, RpcError, RpcTimeout
 from ...futures import Future
 from ...protocol.identity import WorkerInfo
@@ -75,11 +77,12 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
     is raised: whoever publishes the name next is followed.
     """
 
-    def __init__(self, feed: Feed, timeout: float) -> None:
-        """timeout: seconds, 0 for no limit."""
+    def __init__(self, feed: Feed, timeout: float, device: torch.device | None = None) -> None:
+        """timeout: seconds, 0 for no limit. device: where tensors are moved to; None leaves them in shared memory."""
         self.name = feed.name
         self._feed = feed
         self._timeout = timeout
+        self._device = device
         self._closing = weakref.finalize(self, feed.close_later)
         self._closing.atexit = False
 
@@ -134,7 +137,8 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         engine = self._feed.engine
         try:
             body = choose(arrival.bodies, arrival.edition.main, engine)
-            value = put_together(body, arrival.data.data, arrival.edition.spans, engine, plain=arrival.plain)
+            data, spans = arrival.data.data, arrival.edition.spans
+            value = put_together(body, data, spans, engine, plain=arrival.plain, device=self._device)
         except NotAllowed:
             raise
         except Exception as error:
