@@ -38,6 +38,9 @@ class Bounds:
     foreign_pause: float = 5.0  # the same where others have begun a group of their own
     overtime: float = 2.0  # for joining to end by itself once its time is up
 
+    # Published values.
+    stalled: float = 5.0  # for who fetches for its host to show that it goes on; then another one takes over
+
     # Closing; what is still under way after these is left to itself.
     tasks: float = 1.0
     threads: float = 1.0

@@ -59,8 +59,8 @@ class PublicationsForFeed(Protocol):
         newest: the version that is here already.
         """
 
-    def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
-        """Ask a worker for its newest version."""
+    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[Any]:
+        """Ask a worker for its newest version. limit: seconds, 0 for none."""
 
     def leader(self, name: str, worker_id: int, publisher: WorkerRecord) -> WorkerRecord:
         """The member of that id, which fetches for this host what another one publishes; this worker begins to.
@@ -199,7 +199,9 @@ class Feed:
         self._unsaid = [each for each in self._unsaid if each[1] != record]
         want = Want(self.name, self.number, self.newest, self._maps, released, False)
         try:
-            answer = await self._publications.want(record, want)
+            # Whoever fetches for this host may have stalled: from time to time the publisher is asked who that is.
+            elsewhere = self._leader is not None and self._leader.id != self.engine.id
+            answer = await self._publications.want(record, want, self.engine.bounds.stalled if elsewhere else 0.0)
         except RpcError:
             if self._leader is None:
                 raise

@@ -341,9 +341,8 @@ class Publications:
         record = self._home.group.members.get(worker_id)
         return "" if record is None else record.role
 
-    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
-        """Ask a worker for some bytes of a version."""
-        limit = self._engine.options.rpc_timeout
+    def piece(self, record: WorkerRecord, message: PieceWanted, limit: float) -> Future[Any]:
+        """Ask a worker for some bytes of a version. limit: seconds, 0 for none."""
         return self._home.peers.of(record).call(pieced, (write(message),), None, limit, system=True)
 
     def latest(self, name: str) -> Latest:
@@ -381,9 +380,9 @@ class Publications:
         what = "publishes it" if self._living(claim) is not None else "published it, and has left or was lost"
         return f"worker {claim.worker!r} (id {claim.publisher}) {what}"
 
-    def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
-        """Ask a worker for its newest version."""
-        return self._home.peers.of(record).call(wanted, (write(message),), None, 0.0, system=True)
+    def want(self, record: WorkerRecord, message: Want, limit: float = 0.0) -> Future[Any]:
+        """Ask a worker for its newest version. limit: seconds, 0 for none."""
+        return self._home.peers.of(record).call(wanted, (write(message),), None, limit, system=True)
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer."""

@@ -9,11 +9,13 @@ they come. So what leaves here is about one copy, however many hosts there are.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...channels.accelerator import Event
 from ...channels.slots import copy_all
+from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.publication import AskLeader, Claim, SubscriptionClosed, Want, needed, write
@@ -54,10 +56,12 @@ class _Awaited:
 
 @dataclass(eq=False)
 class _Leader:
-    """Who fetches for a host. key: its subscription, once it has asked. readers: those of its host, and what
-    they have, by id."""
+    """Who fetches for a host. seen: when it was heard of last (``time.monotonic()``). key: its subscription, once it has
+    asked. readers: those of its host, and what they have, by id.
+    """
 
     record: WorkerRecord
+    seen: float = field(default_factory=time.monotonic)
     key: Key | None = None
     readers: dict[int, tuple[WorkerInfo, int]] = field(default_factory=dict)
 
@@ -72,6 +76,7 @@ class Publisher(Shelf):
         self._arena = home.links.memory.arena
         self._accelerators = home.links.accelerators
         self._next = claim.first
+        self._put_at = 0.0  # when the newest version was there
         self._leaders: dict[str, _Leader] = {}  # by host, in the order of the chain
         self._expected: dict[int, WorkerInfo] = {}  # of workers that may subscribe, and have not asked yet
         self._lost: dict[WorkerInfo, tuple[int, int]] = {}  # what they had, and what was the newest one then
@@ -96,6 +101,7 @@ class Publisher(Shelf):
             copy()
         else:
             await in_background(engine, copy)
+        self._put_at = time.monotonic()
         self.finish(stored)
         return version
 
@@ -110,16 +116,35 @@ class Publisher(Shelf):
     async def want(self, reader: WorkerRecord, said: Want) -> Results:
         """As of a shelf. A reader of another host that can map memory there is told who fetches for its host."""
         if said.maps and not said.leads and reader.host != self._engine.record.host:
-            leader = self._leaders.setdefault(reader.host, _Leader(reader))
+            leader = self._leaders.get(reader.host)
+            if leader is None or (leader.record != reader and self._is_stalled(leader)):
+                leader = self._lead(reader)
             if reader.id not in leader.readers:
                 self._expected[reader.id] = reader.info
             return Results((write(AskLeader(self.name, leader.record.id)), b""))
         if said.leads:
-            leader = self._leaders.setdefault(reader.host, _Leader(reader))
-            leader.key = (reader.id, said.subscription)
+            leader = self._leaders.get(reader.host) or self._lead(reader)
+            if leader.record != reader:
+                raise RpcUsageError(f"{leader.record.describe()} fetches {self.name!r} for {reader.hostname} now")
+            leader.key, leader.seen = (reader.id, said.subscription), time.monotonic()
         else:
             self._expected.pop(reader.id, None)
         return await super().want(reader, said)
+
+    def _lead(self, reader: WorkerRecord) -> _Leader:
+        """That reader fetches for its host from now on; one that did so before is passed by."""
+        before = self._leaders.get(reader.host)
+        if before is not None:
+            self._forget_leader(reader.host, before)
+        leader = self._leaders[reader.host] = _Leader(reader)
+        return leader
+
+    def _is_stalled(self, leader: _Leader) -> bool:
+        """Whether a leader has not got the newest version, and was not heard of for long since that is there."""
+        subscriber = None if leader.key is None else self.subscribers.get(leader.key)
+        if subscriber is not None and subscriber.have >= self.newest:
+            return False
+        return time.monotonic() - max(leader.seen, self._put_at) > self._engine.bounds.stalled
 
     def _answer(self, key: Key, subscriber: Subscriber, stored: Stored, said: Want) -> Results:
         if not said.leads:
@@ -149,15 +174,19 @@ class Publisher(Shelf):
     def _end_leader(self, key: Key) -> None:
         for host, leader in list(self._leaders.items()):
             if leader.key == key:
-                del self._leaders[host]
-                for worker, (info, _) in leader.readers.items():
-                    if worker != leader.record.id:
-                        self._expected[worker] = info  # it will ask again
+                self._forget_leader(host, leader)
+
+    def _forget_leader(self, host: str, leader: _Leader) -> None:
+        del self._leaders[host]
+        for worker, (info, _) in leader.readers.items():
+            if worker != leader.record.id:
+                self._expected[worker] = info  # it will ask again
 
     def on_readers_of_host(self, reader: WorkerRecord, readers: dict[WorkerRecord, int]) -> None:
         """A leader says what the readers of its host have."""
         leader = self._leaders.get(reader.host)
         if leader is not None and leader.record == reader:
+            leader.seen = time.monotonic()
             leader.readers = {record.id: (record.info, have) for record, have in readers.items()}
             for record in readers:
                 self._expected.pop(record.id, None)

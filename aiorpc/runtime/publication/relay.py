@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from typing import Any, Protocol
 
 import torch
 
-from ...errors import PeerClosed, PeerLost, ProtocolError, RpcError
+from ...errors import PeerClosed, PeerLost, ProtocolError, RpcError, RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
@@ -34,6 +35,8 @@ logger = logging.getLogger("aiorpc")
 PIECE_SIZE, UNDER_WAY = 2 << 20, 4
 # Seconds in which what readers have is gathered before the publisher is told.
 _REPORT_PAUSE = 0.01
+# Seconds after which a relay that fetches says something to the publisher.
+_REPORT_LATEST = 1.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 
 
@@ -43,8 +46,8 @@ class PublicationsForRelay(Protocol):
     def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
         """Ask a worker for its newest version."""
 
-    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
-        """Ask a worker for some bytes of a version."""
+    def piece(self, record: WorkerRecord, message: PieceWanted, limit: float) -> Future[Any]:
+        """Ask a worker for some bytes of a version. limit: seconds."""
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer."""
@@ -67,6 +70,7 @@ class Relay(Shelf):
         self.number = number
         self._publications = publications
         self._reporting = False
+        self._reported_at = 0.0
         self._task = self._engine.tasks.spawn(self._run())
 
     async def _run(self) -> None:
@@ -77,7 +81,7 @@ class Relay(Shelf):
                 try:
                     have = await self._fetch(have)
                     pause = _FIRST_PAUSE
-                except (PeerLost, PeerClosed, ProtocolError):
+                except (PeerLost, PeerClosed, ProtocolError, RpcUsageError):  # the last: another one fetches now
                     raise
                 except RpcError as error:
                     logger.debug("worker %s: fetching %r again: %s", self._engine.name, self.name, error)
@@ -133,13 +137,15 @@ class Relay(Shelf):
     async def _fill_from(self, stored: Stored, source: WorkerRecord) -> None:
         """Fetch what is missing, in order, some pieces at a time."""
         size, at = len(stored.data), stored.filled
+        # Who has stalled is passed by; the publisher may take its time.
+        limit = self._engine.options.rpc_timeout if source == self.publisher else self._engine.bounds.stalled
         under_way: deque[tuple[int, Future[Any]]] = deque()
         try:
             while stored.filled < size:
                 while at < size and len(under_way) < UNDER_WAY:
                     length = min(PIECE_SIZE, size - at)
                     wanted = PieceWanted(self.name, stored.version, at, length)
-                    under_way.append((length, self._publications.piece(source, wanted)))
+                    under_way.append((length, self._publications.piece(source, wanted, limit)))
                     at += length
                 length, future = under_way.popleft()
                 piece = await future
@@ -147,6 +153,8 @@ class Relay(Shelf):
                     raise ProtocolError(f"{source.describe()} has sent a piece of {self.name!r} that is none")
                 stored.data[stored.filled : stored.filled + length] = piece.numpy()
                 self.filled_to(stored, stored.filled + length)
+                if time.monotonic() - self._reported_at > _REPORT_LATEST:
+                    self.on_readers()  # the publisher is to see that it goes on
         finally:
             for _, future in under_way:
                 future.cancel()
@@ -162,6 +170,7 @@ class Relay(Shelf):
 
     def _report(self) -> None:
         self._reporting = False
+        self._reported_at = time.monotonic()
         if self._over is not None:
             return
         if not self.subscribers:
