@@ -118,7 +118,7 @@ class Feed:
         self.kept: ArrivedVersion | None = None
         self._publications = publications
         self.newest = 0
-        self._maps = engine.options.shared_memory > 0
+        self._maps = False
         self._views: dict[int, SlotView] = {}
         self._source: WorkerRecord | None = None  # the worker whose slots these are
         self._leader: WorkerRecord | None = None  # who fetches for this host
@@ -195,6 +195,7 @@ class Feed:
         publisher, record = record, self._leader or record
         if self._source != record:
             self._source, self._views = record, {}
+            self._maps = self.engine.options.shared_memory > 0  # until it is seen that its slots cannot be mapped
         released = [version for version, source in self._unsaid if source == record]
         self._unsaid = [each for each in self._unsaid if each[1] != record]
         want = Want(self.name, self.number, self.newest, self._maps, released, False)

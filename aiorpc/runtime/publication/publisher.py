@@ -56,7 +56,7 @@ class _Awaited:
 
 @dataclass(eq=False)
 class _Leader:
-    """Who fetches for a host. seen: when it was heard of last (``time.monotonic()``). key: its subscription, once it has
+    """Who fetches for a host. seen: when it was heard of last (monotonic seconds). key: its subscription, once it has
     asked. readers: those of its host, and what they have, by id.
     """
 
