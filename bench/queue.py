@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from . import queue_clients
 from .cohort import Cohort
-from .stage import Figures, Stage, column
+from .stage import Figures, Stage, column, progress
 from .stats import Row
 
 NAMES = ("owner", "producer", "consumer")
@@ -20,6 +21,8 @@ def queue(stage: Stage) -> list[Row]:
     """Items a second. Nothing of torch's is compared: it has no queue."""
     if stage.null:
         return []
+    if importlib.util.find_spec("ray") is None:
+        progress("         Ray is not installed: its Queue is left out")
     with stage.start("aiorpc", NAMES, "awaited") as cohort:
         cohort.run("owner", queue_clients.own, small=4 * UNDER_WAY, large=2 * LARGE)
         cases: dict[str, Callable[[], Figures]] = {

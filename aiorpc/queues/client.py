@@ -10,12 +10,13 @@ All of it is on the loop of the worker, but where a method says otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from .. import foreign
 from ..errors import (
@@ -27,13 +28,14 @@ from ..errors import (
     RpcTimeout,
     UnknownObject,
 )
-from ..futures import Future, outcome
+from ..futures import Future
 from ..protocol.messages import ObjectMethod
+from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
 from ..runtime.references.rref import RRef
 from .packing import TOGETHER, KeptItem, hand_over, pack, unpack
-from .served import MOST, SHUT
+from .served import MOST, SHUT, gone_with
 from .waiting import GetFuture, Item, PutFuture
 
 _ITEMS_AT_ONCE = 256
@@ -251,7 +253,7 @@ class Client:
 
     def _give(self, get: GetFuture, items: Sequence[Item], fetched: dict[RRef[Any], Any]) -> None:
         if get.done():  # nobody waits any more
-            self.put_back([item for item in items if not isinstance(item, str)])
+            self.put_back(items)
             return
         values: list[Any] = []
         there: list[Item] = []
@@ -270,11 +272,9 @@ class Client:
                     there.append(item)
                     continue
             except ItemLost as error:
-                self._lost.append(error)
+                self._lost.append(cast(ItemLost, without_frames(error)))  # they have all that has come
             finished += 1
-        self._lost.extend(self._loss(worker, causes) for worker, causes in gone.items())
-        if finished:
-            self._call("finish_items", (finished,), _nothing)
+        self._lose(gone, finished)
         if not values:
             get.finish(None, self._lost.popleft())
             return
@@ -294,6 +294,12 @@ class Client:
                 count=1,
             ) from broken
 
+    def _lose(self, gone: dict[str, list[BaseException | None]], finished: int) -> None:
+        """Tell of items that are gone, by the workers that had them. finished: how many the owner waits for in vain."""
+        self._lost.extend(self._loss(worker, causes) for worker, causes in gone.items())
+        if finished:
+            self._tell("finish_items", finished)
+
     def _loss(self, worker: str, causes: Sequence[BaseException | None]) -> ItemLost:
         count, cause = len(causes), causes[0]
         noun = "an item" if count == 1 else f"{count} items"
@@ -309,9 +315,20 @@ class Client:
         return error
 
     def put_back(self, items: Sequence[Item]) -> None:
-        """Items that nobody here wants: others get them."""
-        if items:
-            self._call("return_items", tuple(items), _nothing)
+        """Items that nobody here wants: others get them. What is gone meanwhile is told here."""
+        gone: dict[str, list[BaseException | None]] = {}
+        finished = 0
+        there = []
+        for item in items:
+            worker = item if isinstance(item, str) else gone_with(item)
+            if worker is None:
+                there.append(item)
+            else:
+                gone.setdefault(worker, []).append(None)
+                finished += not isinstance(item, str)
+        if there:
+            self._tell("return_items", *there)
+        self._lose(gone, finished)
 
     # --- giving up ----------------------------------------------------------------------------------------------------
 
@@ -333,16 +350,29 @@ class Client:
         waiting.stop_timer()
         if isinstance(waiting, PutFuture):
             if waiting in self._putting:
-                self._call("withdraw", (self._put_number,), _nothing)
+                self._tell("withdraw", self._put_number)
+            else:
+                with contextlib.suppress(ValueError):  # it has been put
+                    self._puts.remove(waiting)
         elif self._get_number and all(get.done() for get in self._gets):
             self._gets.clear()
-            self._call("withdraw", (self._get_number,), _nothing)
+            self._tell("withdraw", self._get_number)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def _next_number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Call a method of the queue whose answer does not matter: if the owner is gone, so is the queue."""
+
+        def call() -> Future[Any]:
+            peer = self.node.peers.find(self._owner)
+            # The runtime's own: it is not refused where users' calls are too many, as items would be lost by that.
+            return peer.call(ObjectMethod(self._name, method), args, None, 0.0, system=True)
+
+        self._begin_call(call, _nothing)
 
     def _call(self, method: str, args: Sequence[Any], then: Callable[[Any, BaseException | None], None]) -> None:
         """Call a method of the queue, for as long as that takes."""
@@ -357,14 +387,20 @@ class Client:
         try:
             future = self._context.run(call)
         except Exception as error:
-            self.node.engine.loop.call_soon(then, None, error)
+            # Its frames lead to who waits, and who waits to the error: nothing would ever free what they have.
+            failure = without_frames(error)
+            if self.node.engine.closed:  # the loop may stop soon
+                then(None, failure)
+            else:
+                self.node.engine.loop.call_soon(then, None, failure)
             return
         future.when_settled(lambda future: self._ended(future, then))
 
     def _ended(self, future: Future[Any], then: Callable[[Any, BaseException | None], None]) -> None:
         """Any thread."""
         future.mark_seen()
-        value, error = outcome(future)
+        # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
+        value, error = future._value, future._error
         if isinstance(error, UnknownObject):
             known = f"; it serves {', '.join(map(repr, error.names))}" if error.names else ""
             error = UnknownObject(
@@ -379,4 +415,4 @@ class Client:
 
 
 def _nothing(_: Any, error: BaseException | None) -> None:
-    """The answer does not matter: if the owner is gone, so is the queue."""
+    """The answer does not matter."""

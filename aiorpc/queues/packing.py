@@ -55,16 +55,31 @@ def pack(item: Any, owner: Peer, copy: bool) -> bytes | KeptItem:
         if out is not None:  # references: whoever gets the item has to be named in them
             out.unsend()
         return KeptItem(None, item)
-    layout = _layout(len(body), [len(each) for each in buffers])
-    if layout.size <= min(SMALL, owner.max_body // 16):
-        small = bytearray(layout.size)
-        _write(layout, body, buffers, memoryview(small))
+    size = size_of(body, buffers)
+    if size <= min(SMALL, owner.max_body // 16):
+        small = bytearray(size)
+        join(body, buffers, memoryview(small))
         return bytes(small)
     if not copy:
         return KeptItem(None, item)
-    packed = torch.empty(layout.size, dtype=torch.uint8)
-    _write(layout, body, buffers, _memory(packed))
+    packed = torch.empty(size, dtype=torch.uint8)
+    join(body, buffers, _memory(packed))
     return KeptItem(packed)
+
+
+def size_of(body: bytes, buffers: Sequence[Any]) -> int:
+    """How many bytes an item of these parts has."""
+    return _layout(len(body), [len(each) for each in buffers]).size
+
+
+def join(body: bytes, buffers: Sequence[Any], into: memoryview) -> None:
+    """Write an item: how long its parts are, its body, and its buffers, each where it is aligned."""
+    lengths = [len(each) for each in buffers]
+    layout = _layout(len(body), lengths)
+    struct.pack_into(f"<QQ{len(lengths)}Q", into, 0, len(body), len(lengths), *lengths)
+    into[layout.body : layout.body + len(body)] = body
+    for start, length, each in zip(layout.starts, lengths, buffers, strict=True):
+        into[start : start + length] = memoryview(each).cast("B")
 
 
 def unpack(packed: bytes | torch.Tensor, safe: bool) -> Any:
@@ -100,9 +115,8 @@ def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
 
 
 class _Layout(NamedTuple):
-    """Where the parts of an item are. lengths, starts: of its buffers. body: where that starts. size: of all of it."""
+    """Where the parts of an item start, the body and each buffer. size: of all of it, in bytes."""
 
-    lengths: Sequence[int]
     body: int
     starts: list[int]
     size: int
@@ -116,15 +130,7 @@ def _layout(body: int, lengths: Sequence[int]) -> _Layout:
         size += -size % _ALIGNMENT
         starts.append(size)
         size += length
-    return _Layout(lengths, start, starts, size)
-
-
-def _write(layout: _Layout, body: bytes, buffers: Sequence[Any], into: memoryview) -> None:
-    lengths = layout.lengths
-    struct.pack_into(f"<QQ{len(lengths)}Q", into, 0, len(body), len(lengths), *lengths)
-    into[layout.body : layout.body + len(body)] = body
-    for start, length, each in zip(layout.starts, lengths, buffers, strict=True):
-        into[start : start + length] = memoryview(each).cast("B")
+    return _Layout(start, starts, size)
 
 
 def _memory(packed: torch.Tensor) -> memoryview:

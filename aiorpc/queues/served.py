@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ItemLost, RpcError, RpcUsageError
+from ..errors import ItemLost, RpcUsageError
 from ..protocol.identity import WorkerInfo
 from ..rights import exposed
 from ..runtime.calls.current import caller
@@ -116,7 +116,7 @@ class ServedQueue:
         self._given[who] = self._given.get(who, 0) + len(items)
         for place, item in enumerate(items):
             # In the step in which the answer is made: a reference to a worker that is gone could not be sent.
-            gone = _gone(item)
+            gone = gone_with(item)
             if gone is not None:
                 items[place] = gone
                 self._finish(1, who)
@@ -178,10 +178,12 @@ class ServedQueue:
         """Put back to the front what was taken and is not wanted: as if it had not been taken."""
         if any(not isinstance(each, RRef) and (type(each) is not bytes or len(each) > SMALL) for each in items):
             raise RpcUsageError(f"what was not taken from queue {self.name!r} cannot be put back")
+        if len(items) > self._unfinished:
+            raise RpcUsageError(
+                f"{len(items)} items are put back, and {self._unfinished} have been taken from {self.name!r}"
+            )
         who = caller().id
-        if len(items) > self._given.get(who, 0):
-            raise RpcUsageError(f"worker {who} puts {len(items)} items back, and has {self._given.get(who, 0)}")
-        self._given[who] -= len(items)
+        self._given[who] = max(0, self._given.get(who, 0) - len(items))
         self._put_back(items)
 
     def _put_back(self, items: Sequence[Item]) -> None:
@@ -281,15 +283,9 @@ def _check(wait: object, number: object, count: object) -> None:
         raise RpcUsageError(f"from 1 to {MOST} items of a queue go at a time; here they are {count!r:.40}")
 
 
-def _gone(item: Item) -> str | None:
+def gone_with(item: Item) -> str | None:
     """The name of the worker that has kept an item and is gone; None if it can be had, as far as is known here."""
-    if not isinstance(item, RRef):
-        return None
-    try:
-        item._check()
-    except RpcError:
-        return item.owner_name()
-    return None
+    return item.owner_name() if isinstance(item, RRef) and item._broken is not None else None
 
 
 async def watch(queue: ServedQueue, news: Listener) -> None:

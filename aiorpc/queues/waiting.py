@@ -82,9 +82,10 @@ class GetFuture(WaitingFuture):
         self._begin: Callable[[GetFuture], object] | None = begin
 
     def begin(self) -> None:
-        """Somebody waits for it. Any thread."""
+        """Somebody waits for it. Any thread. WorkerClosed if the worker has shut down."""
         begin, self._begin = self._begin, None
         if begin is not None:
+            self._client.node.engine.lifetime.check_open()
             self._client.node.engine.run_on_loop(begin, self)
 
     def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
@@ -106,8 +107,11 @@ class GetFuture(WaitingFuture):
             if not self.waiters:
                 self._put_back()
             raise
-        self.items = ()
-        return value
+        else:
+            self.items = ()
+            return value
+        finally:
+            del self  # the traceback of its error holds this frame, see `Future`
 
     def wait(self, timeout: float | None = None) -> Any:
         """As of any Future; but one that has been waited for in vain is given up, so that it takes no item with it."""
@@ -118,8 +122,11 @@ class GetFuture(WaitingFuture):
             self.cancel()
             self._put_back()
             raise
-        self.items = ()
-        return value
+        else:
+            self.items = ()
+            return value
+        finally:
+            del self
 
     def _put_back(self) -> None:
         items, self.items = self.items, ()

@@ -49,6 +49,7 @@ from aiorpc.protocol.packing import pack, unpack
 from aiorpc.protocol.reference_messages import PassedReference, ReferenceId
 from aiorpc.protocol.references import ReferenceTable
 from aiorpc.protocol.seal import HEAD, OVERHEAD, TAG_SIZE, Seal, Unsealer
+from aiorpc.queues import packing
 from aiorpc.runtime.calls.values import decode, encode
 from aiorpc.runtime.links import messages as link_messages
 from tests.fuzz import encrypted, live, stored, trees
@@ -376,6 +377,23 @@ def taste_published(data: bytes) -> None:
             outcome = error
     assert outcome is not None
     raise outcome
+
+
+def taste_queued(data: bytes) -> None:
+    """An item of a queue, as far as it is read before its values are."""
+    body, _ = packing.split(memoryview(data))
+    messages.read_values(body)
+
+
+def seeds_of_queued() -> list[bytes]:
+    found = []
+    for buffers in ([], [b"abcdefgh"], [b"x" * 100, b"", b"y"]):
+        for kind, body in bodies():
+            if kind == Kind.REPLY:
+                item = bytearray(packing.size_of(body, buffers))
+                packing.join(body, buffers, memoryview(item))
+                found.append(bytes(item))
+    return [*found, found[-1][:-1]]
 
 
 def seeds_of_families() -> list[bytes]:
@@ -734,6 +752,7 @@ TARGETS: dict[str, Target] = {
             simple(taste_published),
             lambda: [publication.write(message) for message in PUBLISHED],
         ),
+        Target("queued", "packed items of queues", (ProtocolError,), simple(taste_queued), seeds_of_queued),
         Target(
             "values", "values with their segments", (ProtocolError,), simple(taste_values), seeds_of_values, share=100
         ),

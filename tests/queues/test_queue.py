@@ -361,6 +361,20 @@ async def test_a_producer_that_dies_takes_along_what_it_kept(free: list[Worker])
     await queue.join()
 
 
+async def test_a_producer_that_leaves_takes_along_what_it_kept(free: list[Worker]) -> None:
+    """In good order or not makes no difference; it is told at once, also by `get_nowait`."""
+    queue = make(free[0])
+    other = handle(free[2])
+    await put_all(handle(free[1]), [torch.ones(LARGE), torch.ones(LARGE)])
+    await free[1].shutdown()
+    with pytest.raises(ItemLost, match="went with worker 'worker1'"):
+        await other.get_nowait()
+    with pytest.raises(ItemLost, match="went with worker 'worker1'"):
+        await queue.get()
+    await queue.join()
+    await until_no_references([free[0], free[2]])
+
+
 async def test_what_a_consumer_has_got_goes_with_it(free: list[Worker]) -> None:
     """An item that it was given is given to nobody else, and who joins is told; what it waits for stays."""
     queue = make(free[0])

@@ -1,0 +1,167 @@
+"""Queues between processes, of which one is killed: nothing hangs, nothing is handed out twice, nothing stays lent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc as rpc
+from aiorpc.protocol.reference_messages import Counts
+from tests.limits import busy
+
+from .workers import LIMIT, Link, Place, meeting_file, processes, until
+
+LARGE = 200_000  # bytes: such an item stays with its producer, and goes to its consumer by shared memory
+MANY = 4  # items that one consumer asks for, and that one producer has under way
+NOTHING = Counts(0, 0, 0, 0, 0, 0, 0)
+
+
+def item(producer: str, number: int) -> Any:
+    name = f"{producer}:{number}"
+    return (name, torch.ones(LARGE, dtype=torch.uint8)) if number % 3 == 0 else (name, None)
+
+
+def produce(place: Place, link: Link) -> None:
+    """Body: put items until the test says something; then tell which were put, and stay until it does so again."""
+    asyncio.run(_produce(place, link))
+
+
+async def _produce(place: Place, link: Link) -> None:
+    put: list[str] = []
+    async with rpc.init(place.name, init_method=place.init_method):
+        queue = rpc.queue("q", owner="owner", timeout=60 * busy())
+        told = asyncio.ensure_future(asyncio.to_thread(link.hear, 120 * busy()))
+        link.tell("there")
+        number = 0
+        try:
+            while not told.done():
+                items = [item(place.name, number + each) for each in range(MANY)]
+                number += MANY
+                await asyncio.gather(*(queue.put(each) for each in items))
+                put += [name for name, _ in items]
+            link.tell(put)
+        except (rpc.PeerLost, rpc.UnknownObject, rpc.QueueShutDown) as error:
+            link.tell(type(error).__name__)
+            await told
+        del items
+        await asyncio.to_thread(link.hear, 120 * busy())
+        await until(nothing_left_of(rpc.current()))
+        link.tell("nothing left")
+
+
+def nothing_left_of(worker: rpc.Worker) -> Any:
+    """Asks whether that worker refers to nothing and lends nothing."""
+
+    def check() -> bool:
+        return worker.node.references.counts() == NOTHING and worker.statistics().shared_lent == 0
+
+    return check
+
+
+def consume(place: Place, link: Link, path: str) -> None:
+    """Body: get items until the queue ends, and write the name of each down at once; then tell what ended it."""
+    asyncio.run(_consume(place, link, path))
+
+
+async def _consume(place: Place, link: Link, path: str) -> None:
+    lost: Counter[str] = Counter()
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    async with rpc.init(place.name, init_method=place.init_method):
+        queue = rpc.queue("q", owner="owner", timeout=60 * busy())
+        link.tell("there")
+        while True:
+            try:
+                items = await queue.get_many(MANY)
+            except rpc.ItemLost as error:
+                lost[error.worker] += error.count
+                continue
+            except (rpc.PeerLost, rpc.UnknownObject, rpc.QueueShutDown) as error:
+                link.tell((type(error).__name__, dict(lost)))
+                break
+            for name, tensor in items:
+                os.write(file, f"{name}\n".encode())
+                assert (tensor is not None) == (int(name.partition(":")[2]) % 3 == 0)
+                assert tensor is None or tensor.sum().item() == LARGE
+            del items
+            tensor = None
+        os.close(file)
+        await asyncio.to_thread(link.hear, 120 * busy())
+        await until(nothing_left_of(rpc.current()))
+        link.tell("nothing left")
+
+
+def own(place: Place, link: Link) -> None:
+    """Body: own the queue."""
+    place.init_rpc()
+    rpc.Queue("q", 8)
+    link.tell("there")
+    link.hear(120 * busy())
+    rpc.shutdown()
+
+
+@pytest.mark.long  # tests/queues/test_queue.py has each of these deaths once, in one process
+@pytest.mark.parametrize("seed", range(int(os.environ.get("AIORPC_QUEUE_ROUNDS", "2"))))
+@pytest.mark.parametrize("victim", ["producer0", "consumer0", "owner"])
+async def test_a_death_at_a_random_moment_harms_nobody_else(victim: str, seed: int, tmp_path: Path) -> None:
+    """Whoever it is: the others end in good order, and what they have got and put adds up."""
+    log = tmp_path / "got"
+    log.touch()
+    names = [f"{kind}{number}" for kind in ("producer", "consumer") for number in range(2)]
+    when = random.Random(seed).randrange(0, 200)
+
+    def got() -> list[str]:
+        return log.read_text().split()
+
+    with processes() as children, meeting_file() as init_method:
+        async with rpc.init("test" if victim == "owner" else "owner", init_method=init_method) as worker:
+            if victim == "owner":
+                assert await children.start(Place("owner", -1, None, init_method), own).ahear() == "there"
+            else:
+                queue = rpc.Queue("q", 8)
+            for name in names:
+                body, args = (produce, ()) if name.startswith("producer") else (consume, (str(log),))
+                children.start(Place(name, -1, None, init_method), body, *args)
+            for name in names:
+                assert await children[name].ahear() == "there"
+            await until(lambda: len(got()) >= when)
+            children[victim].kill()
+            alive = [name for name in names if name != victim]
+            if victim == "owner":
+                for name in alive:
+                    told = await children[name].ahear()
+                    assert "PeerLost" in told, (name, told)
+                    if name.startswith("producer"):
+                        children[name].tell("enough")
+            else:
+                before = len(got())
+                await until(lambda: len(got()) >= before + 50)
+                put: list[str] = []
+                for name in alive:
+                    if name.startswith("producer"):
+                        children[name].tell("enough")
+                        put += await children[name].ahear()
+                await queue.shutdown()
+                lost: Counter[str] = Counter()
+                for name in alive:
+                    if name.startswith("consumer"):
+                        ended, gone = await children[name].ahear()
+                        assert ended == "QueueShutDown"
+                        lost.update(gone)
+                missing = set(put) - set(got())
+                if victim == "consumer0":  # it has taken along what it was given, and not more
+                    assert len(missing) <= MANY and not lost
+                else:
+                    assert not missing and set(lost) <= {victim}
+            assert max(Counter(got()).values(), default=1) == 1
+            for name in alive:
+                children[name].tell("end")
+                assert await asyncio.wait_for(children[name].ahear(), LIMIT) == "nothing left"
+            await until(nothing_left_of(worker))
+        await asyncio.to_thread(lambda: children.check_ended(but=(victim,)))
