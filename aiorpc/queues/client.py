@@ -302,10 +302,10 @@ class Client:
 
     def _loss(self, worker: str, causes: Sequence[BaseException | None]) -> ItemLost:
         count, cause = len(causes), causes[0]
-        noun = "an item" if count == 1 else f"{count} items"
+        noun, them = ("an item", "it") if count == 1 else (f"{count} items", "them")
         why = f": {foreign.text_of(cause)}" if cause is not None else ""
         error = ItemLost(
-            f"{noun} of {self.describe()} went with worker {worker!r}, which had put and kept them{why}. The queue "
+            f"{noun} of {self.describe()} went with worker {worker!r}, which had put and kept {them}{why}. The queue "
             "goes on. A worker has to stay until what it has put was got, as `await q.join()` does",
             queue=self._name,
             worker=worker,
