@@ -68,8 +68,8 @@ class PublicationsForFeed(Protocol):
         RpcUsageError if there is no such member.
         """
 
-    def role_of(self, worker_id: int) -> str:
-        """The role of a member, which may have gone; none if it is not known."""
+    def known(self, worker_id: int) -> WorkerRecord | None:
+        """The record of a member, which may have gone; None if it is not known any more."""
 
     def publishes(self, record: WorkerRecord, name: str) -> bool:
         """Whether that worker is known as the one that publishes a name, and lives."""
@@ -88,7 +88,7 @@ class ArrivedVersion(NamedTuple):
     """A version that is here whole. plain: whether the one who has sent it may send no pickles.
 
     data: its bytes, which are the reader's own. view: of the slot that they came in, which has them whatever the reader
-    has written, as long as `mapped` lives; None if they came with the answer.
+    has written, as long as `mapped` lives; None if they came with the answer. publisher: who has published it.
     """
 
     edition: Edition
@@ -97,11 +97,7 @@ class ArrivedVersion(NamedTuple):
     plain: bool
     view: SlotView | None
     mapped: Bytes | None
-
-    @property
-    def publisher(self) -> WorkerInfo:
-        """The worker that has published it."""
-        return WorkerInfo(self.edition.worker, self.edition.publisher)
+    publisher: WorkerInfo
 
 
 class Feed:
@@ -180,7 +176,7 @@ class Feed:
                         await self._fetch(record)
                         pause = _FIRST_PAUSE
                 except (PeerLost, PeerClosed):
-                    continue  # whoever publishes the name next says so
+                    await asyncio.sleep(_FIRST_PAUSE)  # whoever publishes the name next says so
                 except (ProtocolError, NotAllowed):
                     raise
                 except RpcError as error:
@@ -234,14 +230,18 @@ class Feed:
                 return
             view, mapped = found
             data = await in_background(self.engine, mapped.copy) if edition.copy else mapped
-        roles = {publisher.role, record.role, self._publications.role_of(edition.publisher)}
+        maker = self._publications.known(edition.publisher)
+        info = WorkerInfo(edition.worker, edition.publisher) if maker is None else maker.info
+        roles = {publisher.role, record.role, "" if maker is None else maker.role}
         plain = any(map(self.engine.rights.limited, roles))
-        self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped))
+        self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
 
     def _map(self, edition: Edition, offer: SlotOffer, record: WorkerRecord) -> tuple[SlotView, Bytes] | None:
         """The bytes of a version in a slot, with the view of it; None if this worker cannot map it."""
         view = self._views.get(offer.slot)
         try:
+            if record.host != self.engine.record.host:
+                raise ProtocolError("its memory is on another host")
             if view is None or view.nonce != offer.nonce:
                 view = SlotView(f"/proc/{record.pid}/fd/{offer.fd}", offer.size, offer.nonce)
                 self._views[offer.slot] = view

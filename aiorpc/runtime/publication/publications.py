@@ -333,13 +333,12 @@ class Publications:
 
     def member(self, worker_id: int) -> WorkerRecord | None:
         """The member of that id, if there is one that lives."""
-        record = self._home.group.members.get(worker_id)
+        record = self.known(worker_id)
         return record if record is not None and not self._home.group.is_gone(record) else None
 
-    def role_of(self, worker_id: int) -> str:
-        """The role of a member, which may have gone; none if it is not known."""
-        record = self._home.group.members.get(worker_id)
-        return "" if record is None else record.role
+    def known(self, worker_id: int) -> WorkerRecord | None:
+        """The record of a member, which may have gone; None if it is not known any more."""
+        return self._home.group.members.get(worker_id)
 
     def piece(self, record: WorkerRecord, message: PieceWanted, limit: float) -> Future[Any]:
         """Ask a worker for some bytes of a version. limit: seconds, 0 for none."""
@@ -419,7 +418,7 @@ class Publications:
 
     def record_of(self, worker_id: int) -> WorkerRecord:
         """The record of a member that calls. RpcUsageError if it is none any more."""
-        record = self._home.group.members.get(worker_id)
+        record = self.known(worker_id)
         if record is None:
             raise RpcUsageError(f"no member has the id {worker_id}")
         return record
