@@ -167,6 +167,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     _unobserved: Unobserved | None = None
     _marks: Marks | None = None  # makes the arrival of what a callback returns
     _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
+    _twins: bool = False  # whether torch's half gets a twin of the value: see `_twin`
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
@@ -190,6 +191,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                 _CFuture._set_unwrap_func(self, partial(_joined, self.arrival))
             if self._devices:
                 self._complete_on_devices(value)
+            elif self._twins:
+                _CFuture.set_result(self, self._twin(value))
             else:
                 _CFuture.set_result(self, value)
         else:
@@ -213,6 +216,10 @@ class Future(torch.futures.Future[T], Generic[T]):
             self._state = ERROR
             _CFuture._set_unwrap_func(self, _raise)
             _CFuture.set_result(self, _Failure(self, self._error))
+
+    def _twin(self, value: T) -> T:
+        """An equal value that does not lead back here, as the traceback of an error in it may. See `_Failure`."""
+        return value
 
     def set_result(self, result: T) -> None:
         """Complete with `result`. RpcUsageError if it is already complete."""

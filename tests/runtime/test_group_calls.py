@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
@@ -343,6 +344,38 @@ async def test_what_was_answered_goes_with_the_outcomes(four: list[Worker], retr
         await until(lambda: (gone(), kept(), early()) == (None, None, None))
     finally:
         gc.enable()
+
+
+async def test_an_error_that_is_raised_from_outcomes_keeps_nothing_alive(four: list[Worker]) -> None:
+    """Its traceback leads to the call, and the call to its outcomes: that circle is collected."""
+    gone: list[weakref.ref[Any]] = []
+
+    async def use() -> None:
+        call = four[0].group("worker*").call(fail_at, "worker1")
+        outcomes = await call
+        gone.extend((weakref.ref(call), weakref.ref(outcomes)))
+        with contextlib.suppress(ValueError):
+            raise outcomes["worker1"].error or AssertionError
+
+    await use()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+async def test_torchs_helpers_see_the_outcomes(four: list[Worker]) -> None:
+    """Of a call that is over, and of one that is not, in threads; callbacks are given the call itself."""
+    group = four[0].group("worker*")
+
+    def body() -> None:
+        calls = [group.rpc_async(name_of), group.rpc_async(with_name, (1,)), group.rpc_async(fail_at, ("worker1",))]
+        first, second, third = torch.futures.wait_all(calls)  # type: ignore[arg-type]
+        assert [str(error) for error in third.errors.values()] == ["worker1"]
+        assert first.values() == [worker.name for worker in four]
+        assert len(second.values()) == 4
+        assert len(calls[0].then(lambda done: done.value().values()).wait()) == 4
+        assert len(torch.futures.collect_all(calls).wait()) == 3  # type: ignore[arg-type]
+
+    await asyncio.to_thread(body)
 
 
 @pytest.mark.parametrize("looks", ["not", "at one", "as they come", "quorum"])

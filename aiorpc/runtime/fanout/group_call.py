@@ -25,6 +25,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
+from ... import foreign
 from ...errors import RpcCancelled
 from ...futures import ArrivalForFuture, CallSite, Future
 from ..caller.member_call import MemberCall
@@ -43,6 +44,7 @@ class GroupCall(Future[Outcomes]):
     """
 
     _apart = True
+    _twins = True
 
     def __init__(self, engine: Engine, function: str, names: Sequence[str], quorum: int | None, site: CallSite) -> None:
         """quorum: how many values are enough; None waits for all members, whatever they answer.
@@ -80,7 +82,9 @@ class GroupCall(Future[Outcomes]):
 
     def refused(self, place: int, error: BaseException) -> None:
         """Nothing is sent to the member of that place, for that reason."""
-        self.take(place, None, error)
+        self.take(
+            place, None, foreign.with_traceback(error, None)
+        )  # its frames hold what was to be sent, and this call
 
     def take(self, place: int, value: Any, error: BaseException | None) -> None:
         """The member of that place has answered, or will not. Any thread; the first outcome counts."""
@@ -112,6 +116,9 @@ class GroupCall(Future[Outcomes]):
             if self._quorum is None and self._values < len(outcomes):  # a quorum says how many may fail
                 outcomes.watch(self.describe())
             self.settle(outcomes)
+
+    def _twin(self, value: Outcomes) -> Outcomes:
+        return value.twin()
 
     def _call_off(self, why: str) -> None:
         """Cancel the calls that are under way, if any are."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, overload
 from ... import foreign
 from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcError
 from ...futures import Unobserved
+from ..calls.failures import came_from_afar
 
 _GONE = (PeerLost, PeerClosed, PeerRefused)
 
@@ -25,9 +26,12 @@ class Outcome(NamedTuple):
 
     def result(self) -> Any:
         """The value; raises the error."""
-        if self.error is not None:
-            raise self.error
-        return self.value
+        if self.error is None:
+            return self.value
+        try:
+            raise foreign.with_traceback(self.error, None)  # not with that of the last time
+        finally:
+            del self  # the traceback holds this frame
 
     @property
     def lost(self) -> bool:
@@ -54,7 +58,16 @@ class Outcomes(Sequence[Outcome]):
 
     def watch(self, what: str) -> None:
         """For whoever makes them, where some have no value: what to call them in the log."""
-        self._unobserved = Unobserved(what, self.failure(f"of {len(self)} members"))
+        # Without the errors themselves: the twin has it, too.
+        self._unobserved = Unobserved(what, GroupError(str(self.failure(f"of {len(self)} members"))))
+
+    def twin(self) -> Outcomes:
+        """The same, with errors that nobody has raised and nobody will: these have no tracebacks."""
+        if all(outcome.error is None for outcome in self._all):
+            return self
+        twin = Outcomes([outcome._replace(error=_twin_of(outcome.error)) for outcome in self._all], self._function)
+        twin._unobserved = self._unobserved
+        return twin
 
     def mark_seen(self) -> None:
         """Somebody has dealt with the errors."""
@@ -135,6 +148,15 @@ class Outcomes(Sequence[Outcome]):
         return (
             f"<aiorpc.Outcomes of {self._function}: {values} values, {errors} errors, {lost} lost, {missing} missing>"
         )
+
+
+def _twin_of(error: BaseException | None) -> BaseException | None:
+    if error is None:
+        return None
+    twin = foreign.copy_of(error) or RpcError(foreign.said(error))
+    if not came_from_afar(error):  # its cause was raised here, and has a traceback
+        foreign.set_cause(twin, None)
+    return twin
 
 
 def _said(outcome: Outcome) -> str:
