@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-DISTRIBUTIONS = ("aiorpc", "torch", "uvloop", "msgpack", "numpy")
+DISTRIBUTIONS = ("aiorpc", "torch", "uvloop", "msgpack", "numpy", "ray")
 
 
 AWAKE = "; cores kept awake while aiorpc awaits, as torch's polling workers keep them (see noop_halting)"

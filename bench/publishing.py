@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from . import publishing_clients as clients
+from . import ray_side
 from .sides import SideName
-from .stage import Figures, Stage, column, progress
+from .stage import Figures, Stage, column
 from .stats import Row
 
 MB = 1 << 20
@@ -18,17 +18,19 @@ READERS = 8
 TIMES, TORCH_TIMES = 5, 2
 PERIOD, VERSIONS = 0.1, 20
 LARGEST_MEMORY, LARGEST_GROWTH, LARGEST_COST = 1.15, 1.5, 2.0
-SPEEDUP = 8.0
+SPEEDUP, RAY_SPEEDUP = 8.0, 4.0
+#: Ray copies tensors unless it is asked not to; then what `get` returns must not be written to.
+RAY_WAYS = {"Ray": {}, "Ray, zero copies": {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}}
 
 
 def publish(stage: Stage) -> list[Row]:
     """Fresh cohorts in every round, the sides in turn."""
     if stage.null:
         return []
-    if importlib.util.find_spec("ray") is None:
-        progress("         Ray is not installed: it is left out")
     sides: tuple[SideName, SideName] = ("aiorpc", "torch")
-    many = stage.alternate_anew({side: partial(_send, stage, side, READERS) for side in sides})
+    cases: dict[str, Callable[[], Figures]] = {side: partial(_send, stage, side, READERS) for side in sides}
+    ways = RAY_WAYS if ray_side.installed("its side") else {}
+    many = stage.alternate_anew(cases | {way: partial(_ray, stage, set_) for way, set_ in ways.items()})
     one = stage.alternate_anew({"one": partial(_send, stage, "aiorpc", 1)})["one"]
     rest = stage.alternate_anew({"rest": partial(_rest, stage)})["rest"]
     note = f"{SIZE // MB} MB"
@@ -37,9 +39,15 @@ def publish(stage: Stage) -> list[Row]:
     growth = tuple(together / single for together, single in zip(ours, alone, strict=False))
     paced = f"{SMALL_SIZE // MB} MB every {1e3 * PERIOD:g} ms"
     cost = column(rest, "cost")
+    last = f"until the last of {READERS} readers has it"
+    against = [
+        Row("publish", last, "ms", "lower", ours, column(many[way], "ms"), RAY_SPEEDUP, note, against=way)
+        for way in ways
+    ]
     times = partial(Row, "publish", unit="times", better="lower")
     return [
-        Row("publish", f"until the last of {READERS} readers has it", "ms", "lower", ours, theirs, SPEEDUP, note),
+        Row("publish", last, "ms", "lower", ours, theirs, SPEEDUP, note),
+        *against,
         Row("publish", "until one reader has it", "ms", "lower", alone, note=note),
         times(f"{READERS} readers against one", aiorpc=growth, note=note, limit=LARGEST_GROWTH),
         times("memory of all readers, by one copy", aiorpc=column(rest, "memory"), note=note, limit=LARGEST_MEMORY),
@@ -59,6 +67,11 @@ def _send(stage: Stage, side: SideName, count: int) -> Figures:
         if ours:
             cohort.run("publisher", clients.end, readers=readers)
     return {"ms": found}
+
+
+def _ray(stage: Stage, environment: dict[str, str]) -> Figures:
+    stage.make_room("blocking")
+    return ray_side.run("publish", environment=environment, size=SIZE, readers=READERS, times=TIMES)
 
 
 def _rest(stage: Stage) -> Figures:

@@ -141,7 +141,7 @@ def publish(rpc: RpcModule, readers: Sequence[str], size: int, times: int) -> fl
             each.wait()
         return 1e3 * (time.perf_counter() - begun)
 
-    return _median([once() for _ in range(WARM_UP + times)])
+    return median([once() for _ in range(WARM_UP + times)])
 
 
 def send(rpc: RpcModule, readers: Sequence[str], size: int, times: int) -> float:
@@ -154,10 +154,10 @@ def send(rpc: RpcModule, readers: Sequence[str], size: int, times: int) -> float
             each.wait()
         return 1e3 * (time.perf_counter() - begun)
 
-    return _median([once() for _ in range(1 + times)][1:] if times == 1 else [once() for _ in range(WARM_UP + times)])
+    return median([once() for _ in range(1 + times)][1:] if times == 1 else [once() for _ in range(WARM_UP + times)])
 
 
-def _median(values: list[float]) -> float:
+def median(values: list[float]) -> float:
     """Of the last ones: the first take new memory."""
     kept = sorted(values[min(WARM_UP, len(values) - 1) :])
     return kept[len(kept) // 2]

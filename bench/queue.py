@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from . import queue_clients
+from . import queue_clients, ray_side
 from .cohort import Cohort
-from .stage import Figures, Stage, column, progress
+from .stage import Figures, Stage, column
 from .stats import Row
 
 NAMES = ("owner", "producer", "consumer")
 UNDER_WAY = 256  # small items at a time
 LARGE = 16  # items of 1 MB at a time
+SPEEDUP = 10.0  # against Ray's Queue
 
 
 def queue(stage: Stage) -> list[Row]:
-    """Items a second. Nothing of torch's is compared: it has no queue."""
+    """Items a second, small ones also of Ray. Nothing of torch's is compared: it has no queue."""
     if stage.null:
         return []
-    if importlib.util.find_spec("ray") is None:
-        progress("         Ray is not installed: its Queue is left out")
+    with_ray = ray_side.installed("its Queue")
     with stage.start("aiorpc", NAMES, "awaited") as cohort:
         cohort.run("owner", queue_clients.own, small=4 * UNDER_WAY, large=2 * LARGE)
         cases: dict[str, Callable[[], Figures]] = {
@@ -32,11 +32,14 @@ def queue(stage: Stage) -> list[Row]:
             "kept": partial(_both, stage, cohort, queue_clients.large, under_way=LARGE, copy=False),
             "bare": partial(_bare, stage, cohort, under_way=LARGE),
         }
+        if with_ray:
+            cases["ray"] = partial(_ray, stage, under_way=UNDER_WAY)
         results = stage.alternate(cases)
+    theirs = results.pop("ray", [])
     rate = {label: column(figures, "rate") for label, figures in results.items()}
     rows = [
-        Row("queue", "small items, one at a time", "1/s", "higher", rate["one"]),
-        Row("queue", f"small items, {UNDER_WAY} under way", "1/s", "higher", rate["many"]),
+        _small("small items, one at a time", rate["one"], column(theirs, "one")),
+        _small(f"small items, {UNDER_WAY} under way", rate["many"], column(theirs, "many")),
         Row("queue", f"bare sends of 1 MB, {LARGE} under way", "1/s", "higher", rate["bare"]),
     ]
     for case, note, limit in (("kept", "copy=False", 1.5), ("copied", "copied as it is put", None)):
@@ -44,6 +47,16 @@ def queue(stage: Stage) -> list[Row]:
         rows.append(Row("queue", f"items of 1 MB, {LARGE} under way", "1/s", "higher", rate[case], note=note))
         rows.append(Row("queue", "the same, times as long as a bare send", "x", "lower", times, note=note, limit=limit))
     return rows
+
+
+def _small(quantity: str, ours: tuple[float, ...], theirs: tuple[float, ...]) -> Row:
+    row = Row("queue", quantity, "1/s", "higher", ours)
+    return replace(row, torch=theirs, target=SPEEDUP, against="Ray's Queue") if theirs else row
+
+
+def _ray(stage: Stage, under_way: int) -> Figures:
+    stage.make_room("awaited")
+    return ray_side.run("queue", seconds=stage.plan.seconds, under_way=under_way)
 
 
 def _both(stage: Stage, cohort: Cohort, function: Callable[..., Any], under_way: int, **options: Any) -> Figures:

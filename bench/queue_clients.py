@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 MB = 1 << 20
+ITEM = {"reward": 1.0, "done": False, "step": 7}  # a small one
 _END = "end"
 
 
@@ -22,9 +23,8 @@ async def own(rpc: Any, *, small: int, large: int) -> None:
 async def small(rpc: Any, *, seconds: float, under_way: int) -> dict[str, float]:
     """Small items for so many seconds. under_way: how many `put`s at a time, and how many items a `get` may bring."""
     queue = rpc.queue("small", owner="owner", timeout=0)
-    item = {"reward": 1.0, "done": False, "step": 7}
     if rpc.current().name == "producer":
-        await _produce(queue, item, seconds, under_way)
+        await _produce(queue, ITEM, seconds, under_way)
         return {}
     return await _consume(queue, under_way)
 

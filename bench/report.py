@@ -21,7 +21,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.measurement,
         f"{row.quantity}{at}{note}",
         _figure(row.aiorpc, row.unit),
-        _figure(row.torch, row.unit),
+        " of ".join(filter(None, (_figure(row.torch, row.unit), row.against))),
         "" if row.ratio is None else f"{_spread(row.ratio)}x",
         _aim(row),
         verdict,
@@ -84,7 +84,7 @@ def _longest_first(took: Mapping[str, float]) -> str:
 
 
 def _name(row: Row) -> str:
-    return f"{row.measurement} ({', '.join(filter(None, (row.quantity, row.note)))})"
+    return f"{row.measurement} ({', '.join(filter(None, (row.quantity, row.note, row.against)))})"
 
 
 def show(outcome: Outcome) -> None:
@@ -100,7 +100,7 @@ def _show_rich(rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Median of rounds [minimum..maximum]; ratio: times better than torch.distributed.rpc")
+    table = Table(title="Median of rounds [minimum..maximum]; ratio: times better than the other side")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("measurement", "quantity", "") else "right")
     for row in rows:

@@ -134,7 +134,11 @@ class Stage:
         return cohort
 
     def _keep_awake(self, cohort: Cohort) -> None:
-        if cohort.side == "aiorpc" and cohort.style == "awaited" and not self._halting:
+        if cohort.side == "aiorpc" and cohort.style == "awaited":
+            self._resume_keepers()
+
+    def _resume_keepers(self) -> None:
+        if not self._halting:
             self._keepers.resume()
 
     def activate(self, cohort: Cohort) -> Cohort:
@@ -145,6 +149,12 @@ class Stage:
             cohort.resume()
             self._active = cohort
         return cohort
+
+    def make_room(self, style: Style) -> None:
+        """Let no cohort run, for processes of another kind. Cores are kept awake as for aiorpc in that style."""
+        self.pause()
+        if style == "awaited":
+            self._resume_keepers()
 
     def pause(self) -> None:
         """Let no cohort run."""

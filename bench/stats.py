@@ -57,6 +57,7 @@ class Row:
     limit: what the median of aiorpc's own figures must not exceed, in the row's unit.
     note: a condition the reader must know. size: the number of workers, where the row belongs to a curve over them.
     payload: the bytes of a tensor, where the row belongs to a curve over them.
+    against: whose the values of the other side are, if not those of torch.distributed.rpc.
     """
 
     measurement: str
@@ -70,6 +71,7 @@ class Row:
     size: int | None = None
     payload: int | None = None
     limit: float | None = None
+    against: str = ""
 
     @property
     def ratios(self) -> tuple[float, ...]:

@@ -140,7 +140,7 @@ def test_wheel_describes_itself(installed: Path) -> None:
     fields: Message = Parser().parsestr(metadata.read_text())
     described = [fields[name] for name in ("Name", "Version", "Requires-Python", "License-Expression")]
     assert described == [project["name"], project["version"], project["requires-python"], "BSD-3-Clause"]
-    assert {"examples", "test", "fuzz", "dev"} == set(fields.get_all("Provides-Extra", []))
+    assert {"examples", "test", "fuzz", "bench", "dev"} == set(fields.get_all("Provides-Extra", []))
 
 
 @pytest.mark.long

@@ -50,6 +50,13 @@ def test_a_side_without_figures_is_shown_as_such(outcome: Outcome) -> None:
     assert report.cells(outcome.rows[-1])[3:] == ("-", "", "", "")
 
 
+def test_another_side_is_named(outcome: Outcome) -> None:
+    """Its figure says whose it is, and so does the line about a target that was missed."""
+    row = replace(outcome.rows[1], against="Ray's Queue")
+    assert report.cells(row)[3] == "10,000 1/s of Ray's Queue"
+    assert "Ray's Queue" in report.closing_lines(replace(outcome, rows=(row,)))[1]
+
+
 def test_a_limit_is_shown_in_its_unit(outcome: Outcome) -> None:
     """What aiorpc's own figure must not exceed stands where ratios have their target."""
     late = replace(outcome.rows[-1], measurement="loop_lag", unit="ms", aiorpc=(25.0,), limit=20.0)
