@@ -18,9 +18,11 @@ READERS = 8
 TIMES, TORCH_TIMES = 5, 2
 PERIOD, VERSIONS = 0.1, 20
 LARGEST_MEMORY, LARGEST_GROWTH, LARGEST_COST = 1.15, 1.5, 2.0
-SPEEDUP, RAY_SPEEDUP = 8.0, 4.0
-#: Ray copies tensors unless it is asked not to; then what `get` returns must not be written to.
+SPEEDUP = 8.0
+#: Ray copies tensors for each reader unless it is asked not to; then what `get` returns must not be written to, and
+#: Ray copies as often as aiorpc does: that ratio is shown, and the wanted one is against Ray as it is by itself.
 RAY_WAYS = {"Ray": {}, "Ray, zero copies": {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}}
+RAY_SPEEDUPS = {"Ray": 4.0}
 
 
 def publish(stage: Stage) -> list[Row]:
@@ -41,7 +43,7 @@ def publish(stage: Stage) -> list[Row]:
     cost = column(rest, "cost")
     last = f"until the last of {READERS} readers has it"
     against = [
-        Row("publish", last, "ms", "lower", ours, column(many[way], "ms"), RAY_SPEEDUP, note, against=way)
+        Row("publish", last, "ms", "lower", ours, column(many[way], "ms"), RAY_SPEEDUPS.get(way), note, against=way)
         for way in ways
     ]
     times = partial(Row, "publish", unit="times", better="lower")

@@ -18,7 +18,7 @@ from bench.stats import BenchError
 
 
 class Stage:
-    """What the measurements need of one. theirs: the figures of Ray in a round."""
+    """What the measurements need of one, and the styles that room was made for."""
 
     null = False
     plan = SimpleNamespace(seconds=0.1)
@@ -69,13 +69,13 @@ def test_without_ray_a_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_published_values_are_compared_with_ray(environments: list[dict[str, str]]) -> None:
-    """As Ray is by itself, and as it is where tensors are not copied."""
+    """As Ray is by itself, with a target, and as it is where tensors are not copied for each reader."""
     stage = Stage()
     rows = publishing.publish(stage)  # type: ignore[arg-type]  # what it needs of one
     compared = [row for row in rows if row.against]
     assert [(row.against, row.ratios, row.passed) for row in compared] == [
         ("Ray", (5.0,), True),
-        ("Ray, zero copies", (5.0,), True),
+        ("Ray, zero copies", (5.0,), None),
     ]
     assert environments == list(publishing.RAY_WAYS.values())
     assert stage.styles == ["blocking", "blocking"]
