@@ -17,7 +17,7 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
     counting.py     one more, of aiorpc alone: how many Python functions an operation runs;  count_clients.py: in the
                     client;  counter.py: counts them
     messages.py     and how many messages a training step sends;  message_clients.py: at both ends
-    publishing.py, queue.py    weights for many readers, and queues, also against Ray: ray_side.py runs ray_program.py
+    publishing.py, queues.py   weights for many readers, and queues, also against Ray: ray_side.py runs ray_program.py
     suite.py        their list;  report.py, picture.py, hardware.py: what comes out
     machine.py      how fast the machine is;  merge.py: the README's table out of several runs
 """

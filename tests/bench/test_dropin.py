@@ -105,6 +105,11 @@ def test_rate_counts_whole_steps_after_warming_up() -> None:
     assert len(done) == 2
 
 
+def test_nothing_beside_the_program_hides_a_module_of_python() -> None:
+    """It is started as a script, so that what lies in its folder is found before all else."""
+    assert not {path.stem for path in dropin.PROGRAM.parent.iterdir()} & sys.stdlib_module_names
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_small_run_of_both_sides_gives_figures() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import publishing, queue, ray_side
+from bench import publishing, queues, ray_side
 from bench.stats import BenchError
 
 
@@ -61,7 +61,7 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 def test_without_ray_a_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And how it is installed; both measurements are taken without it, and nothing is compared."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    for take in (publishing.publish, queue.queue):
+    for take in (publishing.publish, queues.queue):
         rows = take(Stage())  # type: ignore[arg-type]  # what it needs of one
         assert not [row for row in rows if row.against]
         assert ".[bench]" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_published_values_are_compared_with_ray(environments: list[dict[str, str
 def test_small_items_are_compared_with_ray() -> None:
     """One at a time and many: each with its target."""
     stage = Stage()
-    rows = queue.queue(stage)  # type: ignore[arg-type]  # what it needs of one
+    rows = queues.queue(stage)  # type: ignore[arg-type]  # what it needs of one
     assert [(row.ratios, row.passed) for row in rows if row.against] == [((20.0,), True), ((5.0,), False)]
     assert stage.styles == ["awaited"]
 

@@ -599,7 +599,7 @@ async def test_a_worker_leaves_while_batches_wait_for_their_turn() -> None:
         box = workers[0].remote("worker1", Gate)
         gate = await made_gate()
         calls = [box.rpc_async().one_async(x) for x in range(9)]
-        await until(lambda: workers[1].statistics().calls_running == 9)
+        await until(lambda: workers[1].statistics().calls_running == 9 and gate.sizes)
         await workers[1].shutdown(graceful=False)
         errors = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(error, aiorpc.RpcError) for error in errors)
