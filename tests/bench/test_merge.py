@@ -87,7 +87,7 @@ def test_what_cannot_be_merged_is_refused(
 
 
 def test_committed_results_have_the_rows_of_the_table() -> None:
-    """No line waits for a row that runs call something else, but for those that came after these results."""
+    """No line waits for a row that runs call something else."""
     table = merge.markdown([report.read_json(Path(__file__).parents[2] / "bench/results/2-cores.json")])
     missing = [line.said for line in merge.LINES if f"| {line.said} |" not in table]
-    assert missing in ([], ["start of 11 workers, s", "calls/s of 31 workers that all call one"])
+    assert not missing
