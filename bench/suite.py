@@ -22,6 +22,7 @@ from . import (
     memory,
     messages,
     publishing,
+    publishing_hosts,
     queues,
     scaling,
     throughput,
@@ -62,7 +63,11 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("concurrent", "four 64 MB sent at once, GB/s", bulk.concurrent, 14),
     Measurement("state_dict", "weights of a ResNet-50 sent, 1/s", bulk.state_dict, 7),
     Measurement(
-        "publish", "weights for 8 readers of this host: ms, memory, cost", publishing.publish, 0, compared=False
+        "publish",
+        "weights for 8 readers of this host: ms, memory, cost; and for other hosts",
+        lambda stage: publishing.publish(stage) + publishing_hosts.publish(stage),
+        0,
+        compared=False,
     ),
     Measurement("loop_lag", "lag of the event loops while 256 MB are sent, ms", bulk.loop_lag, 16),
     Measurement("burst", "memory of the arena around a burst", bulk.burst, 4),

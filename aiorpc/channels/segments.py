@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +35,11 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _NOEXEC_SEAL = 8  # of memfd_create; kernels before 6.3 do not know it, and later ones may insist on it
 _SEAL_FUTURE_WRITE = 0x10  # of fcntl: from now on nobody writes to the file but through mappings that there are
 MADV_DONTNEED = 4
+
+# The ioctl of /proc/self/pagemap that finds pages of some kinds, since Linux 6.7. Its argument is twelve numbers.
+_PAGEMAP_SCAN, _SCAN_ARGUMENT, _SCANNED = 0xC0606610, struct.Struct("=12Q"), struct.Struct("=3Q")
+_PAGE_OF_FILE, _PAGE_PRESENT, _PAGE_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_MOST_STRETCHES = 64  # of pages that were written to; where there are more, all pages are dropped together
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -114,6 +120,12 @@ class Mapping:
     def close(self) -> None:
         """Nothing is to be done: it goes with the last of those who refer to it."""
 
+    def write(self, data: memoryview, at: int) -> None:
+        """Write to the file, past the mapping. Releases the GIL. Raises OSError when there is no memory for it."""
+        while data:
+            count = os.pwrite(self.memory.fd, data, at)
+            data, at = data[count:], at + count
+
     def touch(
         self, start: int, end: int, advice: int = MADV_POPULATE_WRITE, stop: Callable[[], bool] = lambda: False
     ) -> None:
@@ -138,8 +150,11 @@ def map_private(fd: int, start: int, size: int) -> Bytes:
     A page is shared with the file until it is written to; so nobody else may write there meanwhile.
     """
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    memory = mmap.mmap(fd, start + size - first, flags=mmap.MAP_PRIVATE, offset=first)
-    return numpy.frombuffer(memory, numpy.uint8, size, start - first)
+    return numpy.frombuffer(_private(fd, start + size - first, first), numpy.uint8, size, start - first)
+
+
+def _private(fd: int, size: int, start: int = 0) -> mmap.mmap:
+    return mmap.mmap(fd, size, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
 
 
 class PrivateMapping:
@@ -151,15 +166,39 @@ class PrivateMapping:
 
     def __init__(self, fd: int, size: int) -> None:
         """Map `size` bytes of `fd`, which may be closed afterwards. Raises OSError."""
-        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-        self.memory = mmap.mmap(fd, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.memory = _private(fd, size)
         self.size = size
         self._array: Bytes = numpy.frombuffer(self.memory, numpy.uint8)  # nobody can close the mmap under the address
 
     def forget_writes(self) -> None:
-        """Drop the pages that were written to, so that they show again what the file holds; nobody may use them."""
-        if _libc.madvise(self._array.ctypes.data, self.size, MADV_DONTNEED) != 0:
-            raise OSError(ctypes.get_errno(), "the pages of a private mapping cannot be dropped")
+        """Drop the pages that were written to, so that they show again what the file holds; nobody may use them.
+
+        The others stay mapped where the system can tell them apart: each would be a fault for the next who reads it.
+        """
+        begin: int = self._array.ctypes.data
+        for start, end in _written(begin, begin + self.size):
+            if _libc.madvise(start, end - start, MADV_DONTNEED) != 0:
+                raise OSError(ctypes.get_errno(), "the pages of a private mapping cannot be dropped")
+
+
+def _written(begin: int, end: int) -> list[tuple[int, int]]:
+    """Where in a private mapping of a file the pages lie that were written to; all of it where the system cannot say.
+
+    Such a page is not one of the file any more, in memory or swapped out.
+    """
+    end = -(-end // PAGE) * PAGE
+    found = bytearray(_MOST_STRETCHES * _SCANNED.size)
+    place = ctypes.addressof((ctypes.c_char * len(found)).from_buffer(found))
+    inverted, kinds = _PAGE_OF_FILE, _PAGE_PRESENT | _PAGE_SWAPPED
+    argument = (_SCAN_ARGUMENT.size, 0, begin, end, 0, place, _MOST_STRETCHES, 0, inverted, _PAGE_OF_FILE, kinds, kinds)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            count = fcntl.ioctl(pages, _PAGEMAP_SCAN, bytearray(_SCAN_ARGUMENT.pack(*argument)))
+    except OSError:
+        return [(begin, end)]
+    if count >= _MOST_STRETCHES:
+        return [(begin, end)]
+    return [_SCANNED.unpack_from(found, at * _SCANNED.size)[:2] for at in range(count)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ Short buffers of a message that has many go into a block together, each at the n
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from ..errors import ProtocolError
 from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
 from . import Arrived, Traffic, Wire
-from .arena import ALIGN, TOGETHER_SIZE, Arena, Block
+from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .segments import Bytes
 from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, Release, SegmentOffer, SegmentRefused, Warm
 from .shm import Borrower, Copies, Lender
@@ -28,6 +29,9 @@ from .shm import Borrower, Copies, Lender
 PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
 # A buffer that has to be copied out is copied off the loop from this size on, in bytes.
 COPY_SIZE = 1024 * 1024
+# A buffer of so many bytes, sent by a thread that may wait, goes also into cold memory, and into memory that the other
+# end maps meanwhile: that takes less time than to send it another way.
+COLD_SIZE = 4 * 1024 * 1024
 # What a Lent says of copying out: not at all; at once; or that others have the block, too, and it is mapped privately.
 # To map a short one costs more than to copy it.
 IN_PLACE, COPY_OUT, PRIVATE = range(3)
@@ -53,6 +57,12 @@ class Surroundings(Protocol):
 
     def on_cold(self, size: int) -> None:
         """The arena had no warm room for so many bytes. Any thread."""
+
+    def may_wait(self) -> bool:
+        """Whether this thread may wait for the other end to map a segment: not on a loop. Any thread."""
+
+    def wait(self, wait: Callable[[float], object]) -> None:
+        """Call it with how many seconds it may wait. Other threads do meanwhile what this one could do."""
 
 
 def descriptor() -> dict[str, Any]:
@@ -99,6 +109,8 @@ class SharedMemory:
         self._around = surroundings
         self._offered: set[int] = set()
         self._mapped: set[int] = set()
+        self._unmappable: set[int] = set()  # that the other end refused, or has not mapped in time
+        self._mapping = threading.Condition()  # over these two sets, for who waits for a change of them
         self._wanted = False
         self._closed = False
 
@@ -134,13 +146,9 @@ class SharedMemory:
         if lent is None:
             return
         block, copy_out = lent
-        start = 0
-        for index, member in zip(group, members, strict=True):
-            alone = len(group) == 1
-            wire = Lent(*block, copy_out) if alone else LentPart(*block, copy_out, start, len(member))
-            wires[index] = [*wire]
-            start += -(-len(member) // ALIGN) * ALIGN
-            self.traffic.count_sent(len(member))
+        for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
+            wires[index] = [*(Lent(*block, copy_out) if len(group) == 1 else LentPart(*block, copy_out, *span))]
+            self.traffic.count_sent(span[1])
 
     def send_one(self, buffer: Buffer, copies: Copies | None = None) -> Wire | None:
         """What `send` does with a message of one buffer, in fewer steps."""
@@ -159,10 +167,13 @@ class SharedMemory:
         """The block, and whether it is to be copied out."""
         if self._closed:
             return None
-        if not self._mapped and not self._offer_all():
+        if copies is None and len(buffers) == 1 and len(buffers[0]) >= COLD_SIZE and self._may_wait():
+            lent = self.lender.lend(*buffers, usable=self._usable_soon, grow=False, confirm=self._confirm)
+        elif not self._mapped and not self._offer_all():
             self.traffic.refused["not mapped"] += 1
             return None
-        lent = self.lender.lend(*buffers, usable=self._usable, grow=False, copies=copies)
+        else:
+            lent = self.lender.lend(*buffers, usable=self._usable, grow=False, copies=copies)
         if lent is not None:
             block, crowded = lent
             if copies is None or crowded or block.size < COPY_SIZE:
@@ -190,6 +201,29 @@ class SharedMemory:
             return True
         self._offer(index)
         return False
+
+    def _may_wait(self) -> bool:
+        """Whether this thread can wait until the other end has mapped a segment, and it is not known to map none."""
+        return self._around.may_wait() and (bool(self._mapped) or not self._unmappable)
+
+    def _usable_soon(self, index: int) -> bool:
+        """Whether the other side has mapped that segment, or may be about to."""
+        return self._usable(index) or index not in self._unmappable
+
+    def _confirm(self, index: int) -> bool:
+        """Wait until the other side has mapped a segment that it was asked to map, and say whether it has."""
+        if index in self._mapped:
+            return True
+        self._around.wait(partial(self._wait_for, index))
+        return index in self._mapped
+
+    def _wait_for(self, index: int, seconds: float) -> None:
+        def settled() -> bool:
+            return self._closed or index in self._mapped or index in self._unmappable
+
+        with self._mapping:
+            if not self._mapping.wait_for(settled, seconds):
+                self._unmappable.add(index)  # nobody waits for it again
 
     def _offer(self, index: int) -> None:
         if index in self._offered:
@@ -301,11 +335,16 @@ class SharedMemory:
             case Mapped(index):
                 if index not in self._offered:
                     raise ProtocolError(f"segment {index} was mapped, and not offered")
-                self._mapped.add(index)
+                with self._mapping:
+                    self._mapped.add(index)
+                    self._mapping.notify_all()
             case Warm(index, start, size):
                 if not self._closed:
                     self._around.in_background(self.borrower.touch, index, start, size)
-            case SegmentRefused(_, reason):
+            case SegmentRefused(index, reason):
+                with self._mapping:
+                    self._unmappable.update({index} & self._offered)
+                    self._mapping.notify_all()
                 self.traffic.refused["refused"] += 1
                 self._around.on_refused(f"it cannot map our memory: {reason}")
             case Release(blocks):
@@ -322,7 +361,9 @@ class SharedMemory:
 
     def close(self) -> None:
         """What was lent stays so until it is proved that nobody can use it; what was adopted stays valid."""
-        self._closed = True
+        with self._mapping:
+            self._closed = True
+            self._mapping.notify_all()
         self.lender.retire()
         self.borrower.close()
 

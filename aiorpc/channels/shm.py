@@ -32,7 +32,7 @@ import numpy
 
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
-from .arena import ALIGN, Arena, Block
+from .arena import ALIGN, Arena, Block, lay_out
 from .segments import HEADER, MADV_POPULATE_READ, NONCE_SIZE, Bytes, Mapping, map_private
 
 # Of one peer, whose segments become ever longer: the system lets a process map only so many files.
@@ -42,8 +42,7 @@ _MOST_PRIVATE = 1024  # adopted blocks of one peer, beyond which none is mapped 
 
 def packed_size(buffers: Sequence[Buffer]) -> int:
     """Bytes of a block that holds all of them."""
-    last = buffers[-1]
-    return sum(-(-len(buffer) // ALIGN) * ALIGN for buffer in buffers[:-1]) + len(last)
+    return lay_out(map(len, buffers))[1]
 
 
 _new: Any = tuple.__new__  # what Block(...) does, without its call into Python
@@ -117,12 +116,15 @@ class Lender:
         usable: Callable[[int], bool] | None = None,
         grow: bool = True,
         copies: Copies | None = None,
+        confirm: Callable[[int], bool] | None = None,
     ) -> tuple[Block, bool] | None:
         """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that is the peer's from now on.
 
         copies: of buffers that others get, too: a block that is there is lent to this peer as well.
         usable: asked, before anything is copied, whether the peer can use the segment of that index.
         grow: as in `Arena.allocate`.
+        confirm: where it is given, cold memory is taken if there is no other. It is asked after the copy whether the
+        peer can use the segment by now, and may wait for that.
         The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
         """
         size = len(buffers[0]) if len(buffers) == 1 else packed_size(buffers)
@@ -140,6 +142,8 @@ class Lender:
             made = None if copies is None else copies.find(buffers)
             if made is None:
                 block = self.arena.allocate(size, grow=grow)
+                if block is None and confirm is not None:
+                    block = self.arena.allocate_cold(size)
             else:
                 self.arena.share(made)
                 block = made
@@ -154,6 +158,9 @@ class Lender:
                     self.arena.write(block, buffers[0])
                 else:
                     self._copy(buffers, block)
+                if confirm is not None and not confirm(block.segment):
+                    self._refuse("not mapped")
+                    return None
                 if copies is not None and made is None:
                     copies.add(buffers, block)
                 # Not before the copy is done: until then `reclaim` must not free the block under it.
@@ -163,6 +170,8 @@ class Lender:
                         self._leases[block.generation] = block
                         return block, self._lent > self._share or self.arena.used > self._soft
                 self._refuse("retired")
+        except OSError as error:  # what the system had promised it has not
+            self._refuse(f"memory: {error.strerror}")
         except Exception:
             if not self.arena.closed:
                 raise
@@ -173,10 +182,8 @@ class Lender:
         return None
 
     def _copy(self, buffers: Sequence[Buffer], block: Block) -> None:
-        at = 0
-        for buffer in buffers:
-            self.arena.write(block, buffer, at)
-            at += -(-len(buffer) // ALIGN) * ALIGN
+        for buffer, (start, _) in zip(buffers, lay_out(map(len, buffers))[0], strict=True):
+            self.arena.write(block, buffer, start)
 
     def _give_up(self, size: int, block: Block | None) -> None:
         with self._lock:

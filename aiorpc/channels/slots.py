@@ -23,23 +23,10 @@ import numpy
 
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
-from .arena import ALIGN, PIECE, TOGETHER_SIZE, Arena
+from .arena import PIECE, TOGETHER_SIZE, Arena, Span
 from .segments import HEADER, Bytes, PrivateMapping, create_read_only
 from .shm import check_file
 from .space import MIB, PAGE
-
-Span = tuple[int, int]  # where something begins, and how long it is, in bytes
-
-
-def lay_out(buffers: Sequence[Buffer]) -> tuple[list[Span], int]:
-    """Where each of the buffers comes to lie, one after the other, and how many bytes they take together."""
-    spans: list[Span] = []
-    end = 0
-    for buffer in buffers:
-        start = -(-end // ALIGN) * ALIGN
-        spans.append((start, len(buffer)))
-        end = start + len(buffer)
-    return spans, end
 
 
 def copy_all(arena: Arena, buffers: Sequence[Buffer], spans: Sequence[Span], target: Bytes) -> None:
@@ -49,7 +36,7 @@ def copy_all(arena: Arena, buffers: Sequence[Buffer], spans: Sequence[Span], tar
     for buffer, (start, length) in zip(buffers, spans, strict=True):
         data = numpy.frombuffer(buffer, numpy.uint8)
         for at in range(0, length, PIECE):
-            part = data[at : at + PIECE]
+            part = data if length <= PIECE else data[at : at + PIECE]
             work[-1].append((start + at, part))
             size += part.size
             if size >= PIECE:
@@ -60,7 +47,7 @@ def copy_all(arena: Arena, buffers: Sequence[Buffer], spans: Sequence[Span], tar
         for start, part in parts:
             target[start : start + part.size] = part
 
-    if sum(length for _, length in spans) < TOGETHER_SIZE:
+    if target.size < TOGETHER_SIZE:
         for parts in work:
             copy(parts)
     else:
@@ -183,12 +170,6 @@ class SharedSlots:
             slot.close()
 
 
-class _ViewLoan(weakref.ref[Bytes]):
-    """Knows when the last tensor over a view has died: all of them keep the array itself alive."""
-
-    __slots__ = ()
-
-
 class SlotView:
     """A slot of any process of this host, mapped for one reader. On one thread, but for the end of what was adopted."""
 
@@ -208,7 +189,7 @@ class SlotView:
         self.fd = fd  # kept, so that others may map what the slot holds when its owner has gone
         self.size = size
         self.nonce = nonce
-        self._loan: _ViewLoan | None = None
+        self._loan: weakref.ref[Bytes] | None = None  # all views of what was adopted keep the array itself alive
         self._stale = False
         self._pid = os.getpid()
         self._close_fd = weakref.finalize(self, os.close, fd)
@@ -238,7 +219,7 @@ class SlotView:
             if os.getpid() == self._pid:
                 on_release()
 
-        self._loan = _ViewLoan(array, released)
+        self._loan = weakref.ref(array, released)
         return array
 
     def let_go(self) -> None:

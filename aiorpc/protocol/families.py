@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ProtocolError
@@ -21,6 +22,7 @@ T = TypeVar("T", bound=tuple[Any, ...])
 _Reader = Callable[[Any], Any]
 # Annotations that are compared with the type of a value itself.
 _EXACT = frozenset((bool, int, float, str, bytes, type(None)))
+_LISTS = frozenset([list])
 
 
 class Family(Generic[M]):
@@ -68,12 +70,19 @@ def _of_named(declared: Any) -> _Reader:
             return declared(*value)
 
         return read_exact
-    readers = [_of(kind) for kind in kinds]
+    plain = [(place, kind) for place, kind in enumerate(kinds) if kind in _EXACT]  # compared here, as above
+    others = [(place, _of(kind)) for place, kind in enumerate(kinds) if kind not in _EXACT]
 
     def read(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(readers):
+        if type(value) is not list or len(value) != len(kinds):
             raise TypeError(f"{value!r:.60} for {declared.__name__}")
-        return declared(*[reader(part) for reader, part in zip(readers, value, strict=True)])
+        for place, kind in plain:
+            if type(value[place]) is not kind:
+                raise TypeError(f"{value[place]!r:.60} for {kind.__name__}")
+        fields = [*value]
+        for place, reader in others:
+            fields[place] = reader(value[place])
+        return declared(*fields)
 
     return read
 
@@ -105,6 +114,19 @@ def _of_list(annotation: Any) -> _Reader:
     whole = _of_exactly(list)
     if annotation is Any:
         return whole
+    rows = get_origin(annotation) is list
+    kinds = frozenset(get_args(annotation) if rows else [annotation])
+    if kinds <= _EXACT:
+
+        def read_exact(value: Any) -> Any:
+            parts = whole(value)
+            if rows and not _LISTS.issuperset(map(type, parts)):
+                raise TypeError(f"{value!r:.60} for a list of lists")
+            if not kinds.issuperset(map(type, chain.from_iterable(parts) if rows else parts)):
+                raise TypeError(f"{value!r:.60} for a list of {' or '.join(kind.__name__ for kind in kinds)}")
+            return parts
+
+        return read_exact
     reader = _of(annotation)
     return lambda value: [reader(part) for part in whole(value)]
 

@@ -83,6 +83,7 @@ class VersionsReleased(NamedTuple):
     """Nobody uses these versions of that subscription any more."""
 
     name: str
+    #: 0 for what the worker has fetched in pieces, and does not fetch from here any more.
     subscription: int
     versions: list[int]
 
@@ -201,13 +202,18 @@ def read_any(said: object) -> Message:
     else:
         if not is_name(fields.name):
             raise ProtocolError(f"no name of something published: {fields.name!r:.100}")
-        _check_numbers([field for field in fields if type(field) is int])
-        lists = [each for field in fields if type(field) is list for each in field]
-        _check_numbers([each for each in lists if type(each) is int])
-        for pair in [each for each in lists if type(each) is list]:
-            if len(pair) != 2:
-                raise ProtocolError(f"no reader and what it has: {pair!r:.100}")
-            _check_numbers(pair)
+        numbers: list[int] = []
+        for field in fields:
+            if type(field) is int:
+                numbers.append(field)
+            elif type(field) is list and not isinstance(message, ReadersOfHost):
+                numbers += field
+        if isinstance(message, ReadersOfHost):
+            for pair in message.readers:
+                if len(pair) != 2:
+                    raise ProtocolError(f"no reader and what it has: {pair!r:.100}")
+                numbers += pair
+        _check_numbers(numbers)
     return message
 
 
@@ -225,7 +231,7 @@ def _check_edition(edition: Edition) -> None:
 
 
 def _check_numbers(numbers: list[int]) -> None:
-    if not all(0 <= number <= LAST_VERSION for number in numbers):
+    if numbers and not 0 <= min(numbers) <= max(numbers) <= LAST_VERSION:
         raise ProtocolError(f"a number in a message about published values that cannot be: {numbers!r:.100}")
 
 

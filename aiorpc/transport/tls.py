@@ -24,7 +24,7 @@ from itertools import repeat
 from typing import NamedTuple, cast
 
 from ..errors import PeerRefused, ProtocolError
-from ..protocol.frames import READ_SIZE, Buffer, Frame, FrameDecoder
+from ..protocol.frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
 from ..protocol.handshake import refusal
 from ..protocol.states import TLS, TlsEvent, TlsState
 from .certificates import Certificate
@@ -136,7 +136,7 @@ class TlsLayer:
             with self.lock:
                 self._incoming.write(data)
         if count == len(self._buffer) < _LATER_READ:
-            self._buffer = memoryview(bytearray(_LATER_READ))
+            self._buffer = memoryview(room(_LATER_READ))
         # A short message is one turn of both loops: each function of Python that it does not run counts.
         decoder, read, incoming = self._decoder, self._read, self._incoming
         more = True

@@ -319,6 +319,7 @@ class Around:
         self.refusals: list[str] = []
         self.cold: list[int] = []
         self.released = 0
+        self.seconds = 0.0  # that a sender may wait: none where one thread is both ends
 
     def post(self, fields: list[Any], *, more: bool = False) -> None:
         self._ends.say(self._end, fields)
@@ -339,6 +340,12 @@ class Around:
 
     def on_cold(self, size: int) -> None:
         self.cold.append(size)
+
+    def may_wait(self) -> bool:
+        return self.seconds > 0
+
+    def wait(self, wait: Callable[[float], object]) -> None:
+        wait(self.seconds)
 
 
 def run_job(job: Job) -> None:

@@ -351,6 +351,44 @@ def test_what_was_given_back_is_no_room_until_it_is_warm_again() -> None:
         assert len(arena.segments) == 1 and arena.resident >= 20 * MIB
 
 
+@pytest.mark.parametrize("assisted", [False, True])
+@pytest.mark.parametrize("size", [MIB + 1, 9 * MIB + 1])
+def test_cold_memory_is_written_first_and_warm_afterwards(size: int, assisted: bool) -> None:
+    """Its pages come with the write, whole; once it is free the block is room like any other."""
+    threads: list[threading.Thread] = []
+
+    def assist(work: Callable[[], None]) -> None:
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+
+    arena = Arena(64 * MIB, segment_size=32 * MIB, assist=assist if assisted else None)
+    try:
+        block = arena.allocate_cold(size)
+        assert block is not None and arena.resident < MIB and arena.used >= size
+        data = bytes(range(251)) * (size // 251 + 1)
+        arena.write(block, memoryview(data)[:size])
+        assert content(arena, block) == data[:size] and size <= arena.resident < size + MIB
+        arena.free(block)
+        again = arena.allocate(size, grow=False)
+        assert again is not None and again[:3] == block[:3]
+        arena.write(again, bytes(size))
+        assert content(arena, again) == bytes(size) and arena.allocate(size, grow=False) is None
+    finally:
+        for thread in threads:
+            thread.join()
+        arena.close()
+
+
+def test_cold_memory_ends_at_the_limit() -> None:
+    """And with the arena: no block then, and the reason."""
+    with opened(8 * MIB) as arena:
+        assert arena.allocate_cold(9 * MIB) is None and arena.last_refusal == "limit"
+        assert arena.allocate_cold(5 * MIB) is not None
+        assert arena.allocate_cold(5 * MIB) is None and arena.last_refusal == "limit"
+        arena.close()
+        assert arena.allocate_cold(MIB) is None and arena.last_refusal == "closed"
+
+
 def test_pages_are_touched_without_the_newer_system_call() -> None:
     """Advice that the kernel does not know: reading a byte of each page has the same effect."""
     segment = create_segment(0, 8 * MIB)

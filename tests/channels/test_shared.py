@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Block
 from aiorpc.channels.segments import HEADER
-from aiorpc.channels.shared import COPY_SIZE, PACK_LEAST, PACK_MOST, SharedMemory
+from aiorpc.channels.shared import COLD_SIZE, COPY_SIZE, PACK_LEAST, PACK_MOST, SharedMemory
 from aiorpc.channels.shared_messages import MESSAGES, Release, SegmentOffer, Warm
 from aiorpc.errors import ProtocolError
 from aiorpc.options import SHARE_SIZE
+from aiorpc.protocol.frames import Buffer
 from aiorpc.protocol.packing import pack, unpack
 from tests.channels.ends import MIB, Message, SharedEnds, borrowed, pattern
 
@@ -241,6 +243,85 @@ def test_nothing_is_taken_before_the_other_end_has_mapped_it(cold: SharedEnds) -
     cold.settle()
     delivered(cold, SHARE_SIZE)
     assert end.traffic.refused == {"not mapped": 4}
+
+
+@pytest.fixture
+def waiting() -> Iterator[SharedEnds]:
+    """Nothing allocated, offered or mapped yet; and whoever sends from the first end may wait, but not for ever."""
+    pair = SharedEnds(warm=0)
+    pair.around[0].seconds = 60.0
+    yield pair
+    pair.dispose()
+
+
+def sent_by_thread(ends: SharedEnds, *buffers: Buffer) -> tuple[threading.Thread, list[Wire | None]]:
+    """A thread that sends them from the first end, and what that gives once it has ended."""
+    wires: list[Wire | None] = []
+    thread = threading.Thread(target=lambda: wires.extend(ends.ends[0].send(buffers, [])))
+    thread.start()
+    return thread, wires
+
+
+@pytest.mark.parametrize("size", [COLD_SIZE, 3 * COLD_SIZE + 1])
+def test_a_long_buffer_goes_into_cold_memory_that_is_mapped_meanwhile(waiting: SharedEnds, size: int) -> None:
+    """The very first one: nothing is warm or known to the other end when it is sent."""
+    data = pattern(1, size)
+    thread, wires = sent_by_thread(waiting, data)
+    while thread.is_alive():
+        waiting.settle()
+    (wire,) = wires
+    assert wire is not None and not waiting.ends[0].traffic.refused and not waiting.around[0].cold
+    (buffer,) = waiting.ends[1].receive([wire], [], lambda index, outcome: pytest.fail("it is there"))
+    assert buffer is not None and bytes(buffer) == data
+    del buffer
+    assert not any(waiting.under_way().values())
+
+
+def test_a_shorter_one_waits_for_nothing(waiting: SharedEnds) -> None:
+    """It goes another way until there is warm memory."""
+    assert waiting.ends[0].send([bytes(COLD_SIZE - 1)], []) == [None]
+    assert waiting.ends[0].traffic.refused == {"cold": 1} and waiting.around[0].cold == [COLD_SIZE - 1]
+
+
+def test_what_is_not_mapped_in_time_is_waited_for_once(waiting: SharedEnds) -> None:
+    """The buffer goes another way; so do the next ones, at once, until the other end has mapped the segment."""
+    end = waiting.ends[0]
+    waiting.around[0].seconds = 0.001
+    assert end.send([bytes(COLD_SIZE)], []) == [None]
+    waiting.around[0].seconds = 60.0
+    assert end.send([bytes(COLD_SIZE)], []) == [None]
+    assert end.traffic.refused == {"not mapped": 2} and not end.lender.lent
+    waiting.settle()
+    (wire,) = end.send([bytes(COLD_SIZE)], [])
+    assert wire is not None
+    end.withdraw([wire], named=False)
+
+
+def test_nobody_waits_for_what_is_refused(waiting: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender goes on when the other end says that it cannot map the segment, and asks for no other one."""
+
+    def refuse(*args: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(waiting.ends[1].borrower, "map", refuse)
+    thread, wires = sent_by_thread(waiting, bytes(COLD_SIZE))
+    while thread.is_alive():
+        waiting.settle()
+    assert wires == [None] and len(waiting.around[0].refusals) == 1
+    assert waiting.ends[0].send([bytes(COLD_SIZE)], []) == [None]
+    assert waiting.ends[0].traffic.refused == {"refused": 1, "not mapped": 2}
+
+
+def test_nobody_waits_for_a_closed_end(waiting: SharedEnds) -> None:
+    """Whoever waits when it is closed goes on, and holds nothing."""
+    thread, wires = sent_by_thread(waiting, bytes(COLD_SIZE))
+    for _ in range(60_000):
+        if waiting.ends[0]._offered:
+            break
+        time.sleep(0.001)
+    waiting.ends[0].close()
+    thread.join()
+    assert wires == [None] and not waiting.arenas[0].used
 
 
 def test_what_warms_up_later_is_offered_and_named() -> None:

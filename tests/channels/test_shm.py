@@ -16,6 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 
 from aiorpc.channels import layout
 from aiorpc.channels.arena import ALIGN, POISON, TOGETHER_SIZE, Arena, Block
-from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Segment
+from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Mapping, Segment
 from aiorpc.channels.shared_messages import MESSAGES, Release
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
@@ -487,6 +488,29 @@ def test_nothing_is_copied_into_a_segment_that_the_peer_cannot_use() -> None:
             pair.lender.lend(unreadable(3 * MIB), usable=lambda index: index == 1)
         lent = pair.lender.lend(bytes(3 * MIB), usable=lambda index: index == 1)
         assert lent is not None and lent[0].segment == 1
+
+
+def test_cold_memory_is_taken_for_a_peer_that_will_have_mapped_it() -> None:
+    """It is asked once more after the copy; where it has not mapped it, or no memory came, nothing stays lent."""
+    with paired() as pair:
+        lend = partial(pair.lender.lend, grow=False, usable=lambda index: True)
+        assert lend(bytes(3 * MIB)) is None
+        assert lend(bytes(3 * MIB), confirm=lambda index: False) is None
+        assert pair.lender.refused == {"cold": 1, "not mapped": 1} and pair.lender.lent == pair.arena.used == 0
+        lent = lend(bytes(4 * MIB), confirm=lambda index: True)
+        assert lent is not None and pair.lender.lent == 4 * MIB
+
+
+def test_cold_memory_that_the_system_has_not_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the system had promised: the bytes go another way."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(Mapping, "write", refuse)
+    with paired() as pair:
+        assert pair.lender.lend(bytes(3 * MIB), grow=False, confirm=lambda index: True) is None
+        assert pair.lender.refused == {"memory: no memory": 1} and pair.lender.lent == pair.arena.used == 0
 
 
 def test_a_lease_that_never_left_is_taken_back() -> None:

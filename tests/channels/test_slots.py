@@ -9,9 +9,10 @@ import os
 import numpy
 import pytest
 
-from aiorpc.channels.arena import ALIGN, Arena
-from aiorpc.channels.slots import SharedSlot, SharedSlots, SlotView, copy_all, lay_out
-from aiorpc.channels.space import MIB
+from aiorpc.channels import segments
+from aiorpc.channels.arena import ALIGN, Arena, lay_out
+from aiorpc.channels.slots import SharedSlot, SharedSlots, SlotView, copy_all
+from aiorpc.channels.space import MIB, PAGE
 from aiorpc.errors import ProtocolError
 
 SIZE = 3 * MIB
@@ -25,7 +26,7 @@ def view_of(slot: SharedSlot) -> SlotView:
 def test_buffers_are_copied_to_their_places() -> None:
     """Long and short ones, aligned, by one thread or two."""
     buffers = [bytes([number]) * length for number, length in enumerate((1, 100, 5 * MIB, 0, 64, 9 * MIB), 1)]
-    spans, size = lay_out(buffers)
+    spans, size = lay_out(map(len, buffers))
     assert all(start % ALIGN == 0 for start, _ in spans)
     target = numpy.zeros(size, numpy.uint8)
     arena = Arena(MIB)
@@ -56,6 +57,31 @@ def test_a_view_may_be_written_to_and_shows_the_slot_anew_later() -> None:
     assert mine.adopt(SIZE, lambda: None)[0] == 2
     del other
     gc.collect()
+    slots.close()
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_what_was_written_is_forgotten_wherever_it_is(count: int, scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nowhere, in one page, in many apart from each other; also where the system cannot say which ones."""
+    slots = SharedSlots(Arena(16 * MIB))
+    slot = slots.take(SIZE)
+    assert slot is not None
+    slot.bytes(SIZE)[:] = 1
+    if not scan:
+        monkeypatch.setattr(segments, "_PAGEMAP_SCAN", 0)
+    view = view_of(slot)
+    array = view.adopt(SIZE, lambda: None)
+    assert array.sum() == SIZE  # all of its pages are mapped
+    places = numpy.arange(count) * 2 * PAGE
+    array[places] = 7
+    array[-1:] += 6 * (count > 0)
+    del array
+    view.forget()
+    slot.bytes(SIZE)[:] = 2
+    array = view.adopt(SIZE, lambda: None)
+    assert (array == 2).all()
+    del array
     slots.close()
 
 

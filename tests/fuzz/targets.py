@@ -517,6 +517,13 @@ class Here:
     def on_cold(self, size: int) -> None:
         """Nobody grows."""
 
+    def may_wait(self) -> bool:
+        """Nobody waits."""
+        return False
+
+    def wait(self, wait: Callable[[float], object]) -> None:
+        """Nobody does."""
+
 
 @contextmanager
 def blocks() -> Iterator[Taste]:

@@ -74,6 +74,7 @@ async def test_readers_share_one_copy_and_may_write_to_it() -> None:
         for number in (1, 2):
             last = await worker.publish("policy", weights(number, LARGE))
             assert (await last.delivered()).reached
+            await until(lambda: worker.node.memory.slots.used == 1)  # what was written to the one before is given back
             before = [await rpc.call(name, own_memory) for name in readers]
             for name in readers:
                 assert (await rpc.call(name, take)) == number

@@ -16,7 +16,7 @@ import aiorpc as rpc
 from aiorpc.runtime import life
 from tests.runtime.test_publishing import number_of, weights
 
-from .workers import Link, Place, meeting_file, processes, until
+from .workers import Link, Place, meeting_file, processes, rounds, until
 
 SIZE = 1 << 18  # floats: 1 MiB
 KILLS = 12
@@ -58,9 +58,10 @@ def publish_forever(place: Place, link: Link) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-async def test_readers_killed_at_random_leave_nothing_lent() -> None:
+@pytest.mark.parametrize("seed", rounds(1))
+async def test_readers_killed_at_random_leave_nothing_lent(seed: int) -> None:
     """Others come in their places; the publisher waits for none of them."""
-    rng = random.Random(3)
+    rng = random.Random(seed)
     with processes() as children, meeting_file() as init_method:
         async with rpc.init("w0", init_method=init_method) as worker:
             alive = [children.start(Place(f"r{n}", -1, None, init_method), read_forever) for n in range(3)]
@@ -98,9 +99,10 @@ async def test_readers_killed_at_random_leave_nothing_lent() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-async def test_publishers_killed_at_random_are_followed_by_others() -> None:
+@pytest.mark.parametrize("seed", rounds(1))
+async def test_publishers_killed_at_random_are_followed_by_others(seed: int) -> None:
     """A reader gets whole versions that go up, from one publisher after the other."""
-    rng = random.Random(5)
+    rng = random.Random(seed)
     with processes() as children, meeting_file() as init_method:
         async with rpc.init("w0", init_method=init_method) as worker:
             seen: list[tuple[int, str]] = []

@@ -35,6 +35,11 @@ LIMIT = 30.0  # for a condition to come true
 Body = Callable[..., Any]
 
 
+def rounds(usual: int) -> range:
+    """The seeds of a test that kills processes at random moments: so many, or as many as AIORPC_ROUNDS says."""
+    return range(int(os.environ.get("AIORPC_ROUNDS", usual)))
+
+
 @dataclass(frozen=True)
 class Place:
     """Who a process is, and where its group meets."""

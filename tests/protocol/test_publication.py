@@ -93,6 +93,30 @@ def test_what_is_no_message_is_refused(said: Any) -> None:
         read(Claim, said)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"spans": [[0, "64"]]},
+        {"spans": [[0, 64], 5]},
+        {"spans": [(0, 64), {"0": 64}]},
+        {"spans": "0"},
+        {"slots": [1, None]},
+        {"slots": [True]},
+        {"slots": [[1]]},
+        {"slots": {"1": 1}},
+        {"version": True},
+        {"worker": None},
+        {"source": "1"},
+        {"offer": [1, 9, 8192]},
+    ],
+)
+def test_fields_of_other_types_are_refused(fields: dict[str, Any]) -> None:
+    """In a message that has lists, lists of lists, and another message in it."""
+    assert read(Edition, write(EDITION)) == EDITION
+    with pytest.raises(ProtocolError):
+        read(Edition, write(EDITION._replace(**fields)))
+
+
 def test_another_message_is_refused() -> None:
     """Each handler takes one kind alone."""
     with pytest.raises(ProtocolError, match=r"a Want .* in place of a Claim"):

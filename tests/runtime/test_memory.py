@@ -19,9 +19,11 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, SerializationError, Worker
+from aiorpc.channels.shared import COLD_SIZE
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
 from aiorpc.options import SHARE_SIZE
 from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.links import link
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
@@ -337,6 +339,49 @@ async def test_workers_on_loops_of_their_own_share_memory() -> None:
 
 
 # --- begins, and falls back -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_the_very_first_long_tensor_goes_through_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, pair: list[Worker], blocking: bool
+) -> None:
+    """Whoever sends it has a thread that can wait; its answer is given by a handler's thread, which can, too."""
+    monkeypatch.setattr(link, "MAP_PATIENCE", LIMIT)
+    tensor = large(count=COLD_SIZE)
+    if blocking:
+        back = await asyncio.to_thread(lambda: pair[0].call("worker1", echo, tensor).wait())
+    else:
+        back = await pair[0].call("worker1", echo, tensor)
+    assert torch.equal(back, tensor)
+    for worker in pair:
+        traffic = worker.statistics().channels["shared memory"]
+        assert traffic.sent == 1 and not traffic.refused
+    del back
+    await until_all_back(*pair)
+
+
+async def test_workers_that_send_to_each_other_do_not_wait_in_vain(
+    monkeypatch: pytest.MonkeyPatch, pair: list[Worker]
+) -> None:
+    """More first transfers each way than there are background threads, which also map what the other one sends."""
+    monkeypatch.setattr(link, "MAP_PATIENCE", LIMIT)
+    tensor = large(count=COLD_SIZE)
+    for worker in pair:
+        await worker.call(pair[worker is pair[0]].name, drop)
+    async with asyncio.timeout(LIMIT):
+        await asyncio.gather(*(pair[turn % 2].call(f"worker{1 - turn % 2}", drop, tensor) for turn in range(6)))
+    assert all(worker.statistics().channels["shared memory"].sent == 3 for worker in pair)
+    await until_all_back(*pair)
+
+
+async def test_a_loop_of_the_program_does_not_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the worker has a loop of its own, the other one is a loop all the same: the bytes go another way."""
+    monkeypatch.setattr(link, "MAP_PATIENCE", LIMIT)
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as workers:
+        await workers[0].call("worker1", drop)  # before, a thread of the worker's own sends what waits for a connection
+        await workers[0].call("worker1", drop, large(count=COLD_SIZE))
+        traffic = workers[0].statistics().channels["shared memory"]
+        assert traffic.sent == 0 and traffic.refused
 
 
 async def test_the_first_large_message_goes_inline(pair: list[Worker]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
+from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.protocol.publication import Message, VersionsReleased
 from aiorpc.testing import cluster
 from tests.processes.workers import until
 
@@ -138,6 +141,31 @@ async def test_a_slot_is_used_again_once_its_readers_have_let_go(pair: list[Work
         del kept
         await until(lambda: slots_of(pair[0]) == 1)
         assert len(pair[0].node.memory.slots.numbers()) <= 10
+
+
+async def test_a_release_goes_along_with_the_next_question(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its whole time for that, whatever was released before it; only then it gets a message of its own."""
+    publications = pair[1].node.publications
+    said: dict[int, float] = {}
+
+    def tell(record: WorkerRecord, message: Message) -> None:
+        if isinstance(message, VersionsReleased):
+            said.update(dict.fromkeys(message.versions, time.monotonic()))
+        told(record, message)
+
+    told = publications.tell
+    monkeypatch.setattr(publications, "tell", tell)
+    async with pair[1].subscribe("policy") as versions:
+        for number in (1, 2, 3):
+            await pair[0].publish("policy", weights(number))
+            got = await anext(versions)
+            released = time.monotonic()  # of the version before
+            await asyncio.sleep(0.12)
+        assert got.version == 3
+        await until(lambda: 2 in said)
+        # It waits for 0.2 s; timers are rounded to milliseconds. What was left of the time of the first one is 0.08 s.
+        assert said[2] - released >= 0.15
+        await until(lambda: slots_of(pair[0]) == 1)
 
 
 async def test_the_last_tensor_gives_the_slot_back_after_the_subscription(pair: list[Worker]) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from aiorpc import RpcBackendOptions, Subscription, Worker
+from aiorpc import RpcBackendOptions, RpcTimeout, Subscription, Worker
+from aiorpc.protocol.publication import PieceWanted, VersionsReleased
 from aiorpc.runtime.publication.relay import PIECE_SIZE
+from aiorpc.runtime.publication.shelf import IN_PIECES
 from tests.processes.workers import until
 from tests.runtime.test_publishing import number_of, weights
 
@@ -102,6 +105,54 @@ async def test_the_next_publisher_is_followed_on_all_hosts(monkeypatch: pytest.M
             got = await anext(subscription)
             assert (got.version, got.publisher.name, number_of(got.value)) == (2, "other", 2)
             subscription.close()
+
+
+async def test_who_is_busy_with_an_older_version_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds up the host behind it once, until that has waited long enough for a piece."""
+    async with hosts(monkeypatch, learner="a", b="b", c="c") as workers:
+        learner, busy, behind = workers.values()
+        await learner.publish("policy", weights(1, SIZE))
+        subscriptions = [busy.subscribe("policy"), behind.subscribe("policy")]
+        for subscription in subscriptions:
+            await turn([subscription], 1)
+        going_on = asyncio.Event()
+
+        async def stall(*_: object) -> None:
+            await going_on.wait()
+            raise RpcTimeout("enough")
+
+        relay = busy.node.publications.relays["policy"]
+        monkeypatch.setattr(relay, "_fill", stall)
+        for version, patience in ((2, 0.2), (3, 600.0)):
+            behind.node.engine.bounds = replace(behind.node.engine.bounds, stalled=patience)
+            await learner.publish("policy", weights(version, SIZE))
+            await turn(subscriptions[1:], version)
+        monkeypatch.undo()
+        going_on.set()
+        await turn(subscriptions[:1], 3)
+        await until(lambda: learner.node.memory.slots.used == 1)
+        for subscription in subscriptions:
+            subscription.close()
+
+
+async def test_a_source_that_was_left_or_has_lost_its_reader_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether whoever fetched from it in pieces gets the rest elsewhere, or has gone."""
+    async with hosts(monkeypatch, learner="a", b="b", c="c") as workers:
+        learner, source, behind = workers.values()
+        await learner.publish("policy", weights(1, SIZE))
+        async with source.subscribe("policy") as versions:
+            await turn([versions], 1)
+            relay, there = source.node.publications.relays["policy"], behind.node.publications
+            for version, leave in ((2, True), (3, False)):
+                await there.piece(source.node.engine.record, PieceWanted("policy", version - 1, 0, 8))
+                await learner.publish("policy", weights(version, SIZE))
+                await turn([versions], version)
+                assert relay.stored == 2
+                if leave:
+                    there.tell(source.node.engine.record, VersionsReleased("policy", IN_PIECES, [version - 1]))
+                else:
+                    await workers.pop("c").drop()
+                await until(lambda: relay.stored == 1)
 
 
 async def test_a_reader_without_shared_memory_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,6 +53,9 @@ KindMethod = Callable[[Frame], None]  # the method for one kind of messages
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
 # away from that thread.
 FEW = 8
+# Seconds that a thread waits until the other end has mapped memory into which a large buffer was copied; it takes about
+# one millisecond. After that the buffer goes another way.
+MAP_PATIENCE = 0.25
 # Seconds between two looks whether the second connection has brought what was written before the first one ended.
 DRAIN_PAUSE = 0.01
 
@@ -459,6 +464,21 @@ class _Surroundings:
         self.on_loop = link.engine.call_on_loop
         self.in_background = link.engine.in_background
         self.on_cold = link._memory.want
+
+    def may_wait(self) -> bool:
+        # Nor does a loop of the program's own, where the worker has another one (`dedicated_loop`).
+        return threading.get_ident() != self._link.engine.thread and asyncio._get_running_loop() is None
+
+    def wait(self, wait: Callable[[float], object]) -> None:
+        # Two workers that send to each other wait in all of their background threads, which shall map, too.
+        pools = self._link.engine.pool, self._link.engine.background
+        for pool in pools:
+            pool.enter_blocked()
+        try:
+            wait(MAP_PATIENCE)
+        finally:
+            for pool in pools:
+                pool.exit_blocked()
 
     def on_refused(self, reason: str) -> None:
         self._link._memory.cannot_share(self._link.record, reason)

@@ -33,12 +33,17 @@ def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: 
         if incarnation == record.incarnation:
             return Claim(name, turn, record.id, record.name, begun)
         if not _is_gone(rendezvous, holder, incarnation, gone):
-            raise RpcUsageError(
-                f"{name!r} is published by worker {worker!r} (id {holder}), and a name has one publisher: let that one "
-                "publish, or take another name. When that worker has left or was lost, the name is free"
-            )
+            raise taken(name, worker, holder)
         expected, turn, first = found, turn + 1, max(newest, begun) + 1
     raise RpcUsageError(f"{name!r} was claimed by other workers {_TRIES} times in a row")
+
+
+def taken(name: str, worker: str, holder: int) -> RpcUsageError:
+    """The error for a name that a worker, of that name and id, has."""
+    return RpcUsageError(
+        f"{name!r} is published by worker {worker!r} (id {holder}), and a name has one publisher: let that one "
+        "publish, or take another name. When that worker has left or was lost, the name is free"
+    )
 
 
 def find_claim(rendezvous: Rendezvous, name: str) -> Claim | None:

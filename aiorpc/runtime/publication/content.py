@@ -15,8 +15,8 @@ import torch
 from ... import foreign
 from ...channels import layout
 from ...channels.accelerator import Accelerator, DeviceBuffer, Event
+from ...channels.arena import Span, lay_out
 from ...channels.routes import Route
-from ...channels.slots import Span, lay_out
 from ...errors import NotAllowed, ProtocolError, SerializationError
 from ...protocol.codec import Incoming, decode_values, names_nothing
 from ...protocol.frames import Buffer
@@ -67,7 +67,7 @@ def take_apart(name: str, value: object, engine: Engine, driver: Accelerator | N
             other_body, _ = _encode(value, reader, route, other_main=True)
     except SerializationError as error:
         raise SerializationError(f"{what} {error}") from error.__cause__
-    spans, size = lay_out(found)
+    spans, size = lay_out(map(len, found))
     if size > options.max_tensor_bytes:
         raise SerializationError(
             f"{what} takes {size} bytes; the limit is {options.max_tensor_bytes} (max_tensor_bytes)"
@@ -99,9 +99,8 @@ def _bring_to_host(driver: Accelerator, found: Sequence[Any]) -> tuple[Sequence[
 
 def _encode(value: object, reader: _AnyReader, route: Route | None, *, other_main: bool) -> tuple[bytes, Sequence[Any]]:
     body, buffers, out = encode(Reply, (), [value], reader, route, other_main=other_main)
-    if out is not None or read_values(body).references:
-        if out is not None:
-            out.unsend()
+    if out is not None:  # a reference in it is to be counted
+        out.unsend()
         raise SerializationError("holds a remote reference, which is sent to one worker and not published")
     return body, buffers
 

@@ -123,6 +123,7 @@ class Feed:
         self._ready: ArrivedVersion | None = None
         self._error: Exception | None = None
         self._unsaid: list[tuple[int, WorkerRecord]] = []  # versions that were released, and whose they are
+        self._saying: asyncio.TimerHandle | None = None  # says so, if they do not go along with a question
         self._size = 0  # bytes of the newest version
         self._wakers: set[Callable[[], object]] = set()
         self._released: deque[tuple[SlotView, int, WorkerRecord]] = deque()
@@ -194,6 +195,8 @@ class Feed:
             self._maps = self.engine.options.shared_memory > 0  # until it is seen that its slots cannot be mapped
         released = [version for version, source in self._unsaid if source == record]
         self._unsaid = [each for each in self._unsaid if each[1] != record]
+        if not self._unsaid and self._saying is not None:
+            self._saying.cancel()
         want = Want(self.name, self.number, self.newest, self._maps, released, False)
         try:
             # Whoever fetches for this host may have stalled: from time to time the publisher is asked who that is.
@@ -301,7 +304,7 @@ class Feed:
         if not self._unsaid:
             # A message for each version and reader costs a publisher of small versions as much as the copy.
             pause = 0.0 if self.closed or self._size > _LARGE else _PATIENCE
-            self.engine.loop.call_later(pause, self._say_released)
+            self._saying = self.engine.loop.call_later(pause, self._say_released)
         self._unsaid += released
         self._look_whether_over()
 

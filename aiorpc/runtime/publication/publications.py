@@ -48,7 +48,7 @@ from ..group.events import Events, Listener
 from ..group.group import Group
 from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
-from .claims import find_claim, make_claim
+from .claims import find_claim, make_claim, taken
 from .content import Content, take_apart
 from .feed import Feed
 from .publisher import Delivery, Publisher
@@ -186,11 +186,7 @@ class Publications:
         home, record = self._home, self._engine.record
         known = self._claims.get(name)
         if known is not None and self._living(known) is not None:
-            raise RpcUsageError(
-                f"{name!r} is published by worker {known.worker!r} (id {known.publisher}), and a name has one "
-                "publisher: let that one publish, or take another name. When that worker has left or was lost, the "
-                "name is free"
-            )
+            raise taken(name, known.worker, known.publisher)
         newest = 0
         if await self._engine.steps.run(partial(find_claim, home.rendezvous, name)) is not None:
             newest = max(latest.newest for _, latest in await self._ask_all(name))
@@ -340,9 +336,9 @@ class Publications:
         """The record of a member, which may have gone; None if it is not known any more."""
         return self._home.group.members.get(worker_id)
 
-    def piece(self, record: WorkerRecord, message: PieceWanted, limit: float) -> Future[Any]:
-        """Ask a worker for some bytes of a version. limit: seconds, 0 for none."""
-        return self._home.peers.of(record).call(pieced, (write(message),), None, limit, system=True)
+    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
+        """Ask a worker for some bytes of a version, without a limit."""
+        return self._home.peers.of(record).call(pieced, (write(message),), None, 0.0, system=True)
 
     def latest(self, name: str) -> Latest:
         """What this worker has of a name."""

@@ -57,12 +57,15 @@ class _Awaited:
 @dataclass(eq=False)
 class _Leader:
     """Who fetches for a host. seen: when it was heard of last (monotonic seconds). key: its subscription, once it has
-    asked. readers: those of its host, and what they have, by id.
+    asked. waiting: whether it asks for a newer version now. given: the one that it was told of last. readers: those of
+    its host, and what they have, by id.
     """
 
     record: WorkerRecord
     seen: float = field(default_factory=time.monotonic)
     key: Key | None = None
+    waiting: bool = False
+    given: int = 0
     readers: dict[int, tuple[WorkerInfo, int]] = field(default_factory=dict)
 
 
@@ -126,7 +129,7 @@ class Publisher(Shelf):
             leader = self._leaders.get(reader.host) or self._lead(reader)
             if leader.record != reader:
                 raise RpcUsageError(f"{leader.record.describe()} fetches {self.name!r} for {reader.hostname} now")
-            leader.key, leader.seen = (reader.id, said.subscription), time.monotonic()
+            leader.key, leader.seen, leader.waiting = (reader.id, said.subscription), time.monotonic(), True
         else:
             self._expected.pop(reader.id, None)
         return await super().want(reader, said)
@@ -153,18 +156,22 @@ class Publisher(Shelf):
             self._release(key, subscriber, version)
         stored.holders.add(key)
         subscriber.held.add(stored.version)
-        source = self._before(key)
+        source = self._before(key, stored.version)
         return Results((write(self.edition(stored, None, False, [], source)), *stored.bodies))
 
-    def _before(self, key: Key) -> int:
-        """The worker that a leader fetches from: the one before it in the chain, or this one."""
+    def _before(self, key: Key, version: int) -> int:
+        """The worker that a leader is to fetch a version from: the one before it in the chain, or this one.
+
+        Passed by is who is busy with an older version: it may have stalled, and would hold up all behind it.
+        """
         before = self._engine.id
         for leader in self._leaders.values():
             if leader.key == key:
-                return before
-            if leader.key is not None:
+                leader.waiting, leader.given = False, version
+                break
+            if leader.waiting or leader.given == version:
                 before = leader.record.id
-        return self._engine.id
+        return before
 
     def closed(self, reader: WorkerRecord, said: SubscriptionClosed) -> None:
         """As of a shelf; of a leader it says that nobody of its host reads any more."""
@@ -235,8 +242,9 @@ class Publisher(Shelf):
 
     def on_readers(self) -> None:
         """Look which deliveries have come so far as was asked for."""
-        for awaited in [each for each in self._awaited if self._delivery(each).reached or each.future.done()]:
-            self._settle(awaited)
+        for awaited in tuple(self._awaited):
+            if awaited.future.done() or self._delivery(awaited).reached:
+                self._settle(awaited)
 
     def _settle(self, awaited: _Awaited) -> None:
         self._awaited.discard(awaited)

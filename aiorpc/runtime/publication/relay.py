@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import PeerClosed, PeerLost, ProtocolError, RpcError, RpcUsageError
+from ...channels.bulk import CHUNK_SIZE
+from ...errors import PeerClosed, PeerLost, ProtocolError, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
@@ -23,16 +24,18 @@ from ...protocol.publication import (
     PieceWanted,
     ReadersOfHost,
     SubscriptionClosed,
+    VersionsReleased,
     Want,
     read,
 )
 from ..calls.values import Results
-from .shelf import Home, Origin, Shelf, Stored
+from .shelf import IN_PIECES, Home, Origin, Shelf, Stored
 
 logger = logging.getLogger("aiorpc")
 
-# Bytes of a piece, and how many are under way at a time.
-PIECE_SIZE, UNDER_WAY = 2 << 20, 4
+# Bytes of a piece, and how many are under way at a time. Not more than a chunk: chunks of several transfers take turns,
+# so that all pieces under way would come late, and each host could hand on the first one only when it has them all.
+PIECE_SIZE, UNDER_WAY = CHUNK_SIZE, 8
 # Seconds in which what readers have is gathered before the publisher is told.
 _REPORT_PAUSE = 0.01
 # Seconds after which a relay that fetches says something to the publisher.
@@ -46,8 +49,8 @@ class PublicationsForRelay(Protocol):
     def want(self, record: WorkerRecord, message: Want) -> Future[Any]:
         """Ask a worker for its newest version."""
 
-    def piece(self, record: WorkerRecord, message: PieceWanted, limit: float) -> Future[Any]:
-        """Ask a worker for some bytes of a version. limit: seconds."""
+    def piece(self, record: WorkerRecord, message: PieceWanted) -> Future[Any]:
+        """Ask a worker for some bytes of a version."""
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer."""
@@ -90,6 +93,7 @@ class Relay(Shelf):
         except Exception as error:
             reason = f"{reason}: {error}"
             logger.info("%s", reason)
+            self._say_closed()
         finally:
             self.end(reason)
             self._publications.relay_ended(self)
@@ -137,18 +141,19 @@ class Relay(Shelf):
     async def _fill_from(self, stored: Stored, source: WorkerRecord) -> None:
         """Fetch what is missing, in order, some pieces at a time."""
         size, at = len(stored.data), stored.filled
-        # Who has stalled is passed by; the publisher may take its time.
-        limit = self._engine.options.rpc_timeout if source == self.publisher else self._engine.bounds.stalled
+        # Who has stalled is passed by; the publisher may take its time. It counts from the piece before: a slow link
+        # needs long for all that are under way.
+        patience = self._engine.options.rpc_timeout if source == self.publisher else self._engine.bounds.stalled
         under_way: deque[tuple[int, Future[Any]]] = deque()
         try:
             while stored.filled < size:
                 while at < size and len(under_way) < UNDER_WAY:
                     length = min(PIECE_SIZE, size - at)
                     wanted = PieceWanted(self.name, stored.version, at, length)
-                    under_way.append((length, self._publications.piece(source, wanted, limit)))
+                    under_way.append((length, self._publications.piece(source, wanted)))
                     at += length
                 length, future = under_way.popleft()
-                piece = await future
+                piece = await self._within(patience, future, source)
                 if type(piece) is not torch.Tensor or piece.dtype is not torch.uint8 or piece.shape != (length,):
                     raise ProtocolError(f"{source.describe()} has sent a piece of {self.name!r} that is none")
                 stored.data[stored.filled : stored.filled + length] = piece.numpy()
@@ -159,6 +164,16 @@ class Relay(Shelf):
             for _, future in under_way:
                 future.cancel()
                 future.mark_seen()
+            if stored.filled < size:  # behind the pieces: the source keeps the version no longer for this worker
+                self._publications.tell(source, VersionsReleased(self.name, IN_PIECES, [stored.version]))
+
+    async def _within(self, patience: float, future: Future[Any], source: WorkerRecord) -> Any:
+        """A piece. RpcTimeout after so many seconds; 0 for no limit."""
+        try:
+            async with asyncio.timeout(patience or None):
+                return await future
+        except TimeoutError:
+            raise RpcTimeout(f"{source.describe()} has sent nothing of {self.name!r} for {patience:g} s") from None
 
     # --- readers ------------------------------------------------------------------------------------------------------
 
@@ -183,5 +198,8 @@ class Relay(Shelf):
 
     def stop(self) -> None:
         """Fetch no more: nobody reads, or this worker ends."""
-        self._publications.tell(self.publisher, SubscriptionClosed(self.name, self.number, []))
+        self._say_closed()
         self._task.cancel()
+
+    def _say_closed(self) -> None:
+        self._publications.tell(self.publisher, SubscriptionClosed(self.name, self.number, []))

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 import torch
 
+from ...channels.arena import Span
 from ...channels.segments import Bytes
-from ...channels.slots import SharedSlot, SharedSlots, Span
+from ...channels.slots import SharedSlot, SharedSlots
 from ...errors import Overloaded, RpcUsageError
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
@@ -46,8 +47,9 @@ from ..links.links import Links
 MOST_HELD = 4
 # Subscriptions of one worker to one name.
 _MOST_SUBSCRIPTIONS = 4096
-# Stands for the number of a subscription where a worker of another host fetches a version in pieces.
-_IN_PIECES = 0
+# Stands for the number of a subscription where a worker of another host fetches a version in pieces. Of those it says
+# by the same number that it does so no more (`VersionsReleased`), as it has stopped or gets the rest elsewhere.
+IN_PIECES = 0
 
 Key = tuple[int, int]  # the id of a worker, and the number of its subscription
 
@@ -109,8 +111,9 @@ class Shelf:
         self._newest: Stored | None = None
         self._stored: dict[int, Stored] = {}
         self._gone: dict[Key, Subscriber] = {}  # that hold versions still
-        self._fetching: dict[int, int] = {}  # by worker of another host: the version that it fetches in pieces
-        self._changed = asyncio.Event()
+        self._fetching: dict[WorkerRecord, int] = {}  # by worker of another host: the version that it fetches in pieces
+        self._changed = asyncio.Event()  # set when there is a newer version, or none comes any more
+        self._begun = asyncio.Event()  # set then, and when one is begun
         self._over: str | None = None
 
     @property
@@ -130,7 +133,7 @@ class Shelf:
         slot = self._slots.take(size) if size else None
         data: Bytes = numpy.empty(size, numpy.uint8) if slot is None else slot.bytes(size)
         self._stored[version] = stored = Stored(version, origin, bodies, spans, data, slot)
-        self._wake()
+        self._wake_fetching()
         return stored
 
     def filled_to(self, stored: Stored, end: int) -> None:
@@ -160,6 +163,11 @@ class Shelf:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._wake_fetching()
+
+    def _wake_fetching(self) -> None:  # alone, as each reader that waits is a task to run
+        self._begun.set()
+        self._begun = asyncio.Event()
 
     # --- what readers say ---------------------------------------------------------------------------------------------
 
@@ -240,14 +248,14 @@ class Shelf:
         while (stored := self._stored.get(said.version)) is None:
             if self.newest >= said.version or self._over is not None:
                 raise RpcUsageError(f"worker {self._engine.name!r} has version {said.version} of {self.name!r} no more")
-            await self._changed.wait()
+            await self._begun.wait()
         end = said.start + said.length
         if stored.abandoned:
             raise RpcUsageError(f"version {said.version} of {self.name!r} did not become whole")
         if not said.start < end <= len(stored.data):
             raise RpcUsageError(f"version {said.version} of {self.name!r} has no bytes from {said.start} to {end}")
-        key = (reader.id, _IN_PIECES)
-        self._fetches(reader.id, said.version)
+        key = (reader.id, IN_PIECES)
+        self._fetches(reader, said.version)
         stored.holders.add(key)
         while stored.filled < end:
             if stored.abandoned:
@@ -255,20 +263,22 @@ class Shelf:
             await stored.grown.wait()
         piece = torch.from_numpy(self._lend(stored)[said.start : end])
         if end == len(stored.data):
-            self._fetches(reader.id, None)
+            self._fetches(reader, None)
         return piece
 
-    def _fetches(self, worker: int, version: int | None) -> None:
+    def _fetches(self, reader: WorkerRecord, version: int | None) -> None:
         """A worker of another host fetches that version from now on, and not the one before."""
-        before = self._fetching.get(worker)
+        before = self._fetching.get(reader)
         if before is not None and before != version:
-            del self._fetching[worker]
-            self._release((worker, _IN_PIECES), None, before)
+            del self._fetching[reader]
+            self._release((reader.id, IN_PIECES), None, before)
         if version is not None:
-            self._fetching[worker] = version
+            self._fetching[reader] = version
 
     def released(self, reader: WorkerRecord, said: VersionsReleased) -> None:
-        """A subscription does not use these versions any more."""
+        """A subscription does not use these versions any more; or who fetched one in pieces gets the rest elsewhere."""
+        if said.subscription == IN_PIECES and self._fetching.get(reader) in said.versions:
+            self._fetches(reader, None)
         key = (reader.id, said.subscription)
         subscriber = self.subscribers.get(key) or self._gone.get(key)
         for version in said.versions if subscriber is not None else ():
@@ -296,9 +306,10 @@ class Shelf:
             if is_gone(subscriber.record):
                 del self.subscribers[key]
                 self.on_reader_gone(key, subscriber)
-                self._fetches(subscriber.record.id, None)
                 if subscriber.held:
                     self._gone[key] = subscriber
+        for reader in [each for each in self._fetching if is_gone(each)]:
+            self._fetches(reader, None)
         self.on_readers()
         return [subscriber.record for subscriber in self._gone.values()]
 
