@@ -1,7 +1,9 @@
 """Autograd contexts: opening and leaving them, and the verbs of one.
 
-Leaving a context tells every worker that took part, and waits for them, for a few seconds at most: a worker that does
-not answer forgets the context when it learns that we are gone.
+Leaving a context tells every worker that took part. Their answers are not waited for: what is asked of a worker later
+comes there behind what it was told. Contexts of which a worker has not dropped its share cannot pile up, as leaving one
+waits until those have answered for the one before, for a few seconds at most. A worker that does not answer forgets the
+context when it learns that we are gone.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import contextlib
 import contextvars
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +55,10 @@ class context:
     """``with context() as context_id``, or ``async with context() as ctx``: what is inside is recorded.
 
     Calls made inside, and what their handlers call, belong to the context; several may be open at once, and never mix.
-    Leaving it drops the graph and the gradients on all workers. On the worker's loop only ``async with`` is possible.
+    Leaving it drops the graph and the gradients on all workers: here at once, on those that were called from here
+    before anything that they are asked later, and on those that only these have called soon after. It waits, for a few
+    seconds at most, until the workers have dropped those of the context that was left before it. On the worker's loop
+    only ``async with`` is possible.
     """
 
     def __init__(self) -> None:
@@ -73,27 +79,24 @@ class context:
         return self._open(node)
 
     def __exit__(self, *exc_info: object) -> None:
-        for calls, seconds in self._leave():
-            limit = time.monotonic() + seconds
-            for call in calls:
-                with contextlib.suppress(RpcError):
-                    call.wait(max(0.0, limit - time.monotonic()))
+        limit = 0.0
+        for call in self._leave():
+            limit = limit or time.monotonic() + self._node.engine.bounds.leave_context
+            with contextlib.suppress(RpcError):
+                call.wait(max(0.0, limit - time.monotonic()))
 
     async def __aenter__(self) -> Context:
         return self._open(registry.get())
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for calls, seconds in self._leave():
-            await asyncio.wait([asyncio.ensure_future(_ended(call)) for call in calls], timeout=seconds)
+        if earlier := self._leave():
+            waits = [asyncio.ensure_future(_ended(call)) for call in earlier]
+            await asyncio.wait(waits, timeout=self._node.engine.bounds.leave_context)
 
-    def _leave(self) -> Iterator[tuple[list[Future[bytes]], float]]:
-        """It has ended: here, and on all workers that know of it. Yields calls to wait for, and for how long."""
+    def _leave(self) -> list[Future[bytes]]:
+        """It has ended: here, and on all workers that know of it. Returns what to wait for."""
         current_autograd.reset(self._token)
-        farewell = _Farewell(self._node, self._id)
-        limit = time.monotonic() + self._node.engine.bounds.leave_context
-        while (calls := farewell.tell()) and time.monotonic() < limit:
-            yield calls, limit - time.monotonic()
-        farewell.go_on()
+        return _Farewell(self._node, self._id).tell()
 
 
 async def _ended(call: Future[Any]) -> None:
@@ -102,40 +105,42 @@ async def _ended(call: Future[Any]) -> None:
 
 
 class _Farewell:
-    """Tells all workers that took part in a context that it has ended, also those that answer late."""
+    """Tells all workers that took part in a context that it has ended, also those that others name in their answers."""
 
     def __init__(self, node: Node, context_id: int) -> None:
         self._node = node
         self._id = context_id
-        known = {peer.record.id for peer in node.gradients.leave(context_id) if peer.record is not None}
         self._told = {node.engine.id}
-        self._todo = known
-        self._alone = False  # nobody waits for it any more
+        self._todo = {peer.record.id for peer in node.gradients.leave(context_id) if peer.record is not None}
 
     def tell(self) -> list[Future[bytes]]:
-        """Tell those that are known by now, and were not told: the calls. Any thread."""
+        """Tell those that are known by now, and were not told. Any thread.
+
+        Returns the calls by which the same workers were told of another context, and which they have not answered.
+        """
         new = self._todo - self._told
         if not new or self._node.engine.closed:
             return []
         self._told |= new
-        # Without a deadline: nobody is to forget because of it that he had to forget.
-        calls = [ask(self._node, worker_id, forget, self._id, until=None) for worker_id in new]
-        for call in calls:
-            call.when_settled(self._answered)
-        return calls
+        last, earlier = self._node.gradients.farewells, []
+        for worker_id in new:
+            # Without a deadline: nobody is to forget because of it that he had to forget.
+            call = ask(self._node, worker_id, forget, self._id, until=None)
+            before, last[worker_id] = last.get(worker_id), call
+            if before is not None:
+                earlier.append(before)
+            call.when_settled(partial(self._answered, worker_id))
+        return earlier
 
-    def go_on(self) -> None:
-        """Those that answer from now on may name others, too."""
-        self._alone = True
-        if self._todo - self._told:
-            self.tell()
-
-    def _answered(self, call: Future[bytes]) -> None:
+    def _answered(self, worker_id: int, call: Future[bytes]) -> None:
+        last = self._node.gradients.farewells
+        if last.get(worker_id) is call:
+            last.pop(worker_id, None)
         if call.exception() is None:
-            self._todo = self._todo.union(*struct.iter_unpack("<q", call.value()))
+            self._todo.update(*struct.iter_unpack("<q", call.value()))  # in place: several threads may
         else:  # it is gone, and with it what it knew of others
-            self._todo = self._todo | {record.id for record in self._node.group.live()}
-        if self._alone:
+            self._todo.update([record.id for record in self._node.group.live()])
+        with contextlib.suppress(RpcError):  # we leave
             self.tell()
 
 

@@ -1,6 +1,16 @@
 """One worker's part in a backward pass (see `passes`), and what workers ask of each other in one.
 
-States of a part: WAITING for its plan (gradients that come early are kept), RUNNING, DONE, FAILED.
+The worker that runs the pass asks each of the others how far its part is, and has one such question open there or on
+its way until the part is over. PLAN is the first; each later one brings the gradients that are there by then, if any.
+
+    from      event                                          to        the open question
+    WAITING   gradients come before the plan                 WAITING   stays open
+    WAITING   the plan                                       RUNNING
+    RUNNING   gradients for the worker that asks came out    RUNNING   is answered with them: there will be more
+    RUNNING   the next question                              RUNNING   is answered, and the next one is open
+    RUNNING   all is evaluated and handed on                 READY
+    READY     a question is open                             DONE      is answered with what came out last
+    any       an error, a lost worker, the end of a context  FAILED    is answered with the error
 """
 
 from __future__ import annotations
@@ -12,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -42,20 +52,31 @@ class Entry(NamedTuple):
     mask: int
 
 
+class RunsPass(Protocol):
+    """Runs the pass, on the worker that has the roots (`Pass`)."""
+
+    def hand_on(self, worker_id: int, gradients: Gradients) -> None:
+        """These gradients came out here for another worker. In a thread, never on a loop."""
+
+    def part_over(self, part: Part) -> None:
+        """The part of this worker is over. Any thread."""
+
+
 # --- a part -----------------------------------------------------------------------------------------------------------
 
 
 class Part:
     """What one worker does in one pass. Any thread; `advance` not on a loop.
 
-    done: a Future of the gradients for entries of the worker that runs the pass that were not sent before.
+    over: whether it is DONE or FAILED. error: why it has failed.
     """
 
-    def __init__(self, node: Node, context: AutogradContext, number: int) -> None:
-        self.done: Future[Wire] = Future()
-        self.done.subject = f"the part of worker {node.engine.name!r} in a backward pass"
-        self.done.loop, self.done.executor = node.engine.loop, node.engine.pool
+    def __init__(self, node: Node, context: AutogradContext, number: int, runs: RunsPass | None) -> None:
+        """runs: what runs the pass, if that is this worker."""
+        self.over = False
+        self.error: BaseException | None = None
         self.held: dict[int, Gradients] | None = None  # gradients for others, while they are not to be sent
+        self._runs = runs
         self._node = node
         self._context = context
         self._number = number
@@ -65,18 +86,20 @@ class Part:
         self._arrivals: list[Arrival] = []
         self._left = 0  # bits of targets that were not evaluated
         self._retain = False
-        self._root = -1
+        self._root = -1  # who runs the pass
         self._until: float | None = None
         self._running = False
-        self._ended = False
+        self._ended = False  # somebody has found that nothing is left to do
+        self._ready_to_end = False  # and has done what comes last
         self._sink: LeafSink | None = None  # that has taken gradients of leaves
         self._delivering = 0
-        self._home: Gradients = {}
+        self._home: Gradients = {}  # that came out for who runs the pass, and were not told yet
+        self._question: Future[Wire] | None = None  # of who runs the pass, which is open
 
-    def begin(self, entries: dict[SentName, Entry], *, root: int, retain: bool, until: float | None) -> None:
-        """The plan. root: who runs the pass. retain: keep the graph for another one. until: as of `ask`."""
+    def begin(self, entries: dict[SentName, Entry], *, retain: bool, until: float | None) -> None:
+        """The plan. retain: keep the graph for another one. until: as of `ask`."""
         with self._lock:
-            self._root, self._retain, self._until = root, retain, until
+            self._retain, self._until = retain, until
             for entry in entries.values():
                 self._left |= entry.mask
             self._entries = entries
@@ -88,15 +111,50 @@ class Part:
             if arrival is not None:
                 self._arrivals.append(arrival)
 
+    def question(self, worker_id: int) -> Future[Wire]:
+        """That worker runs the pass and asks: see the module. RpcError if it is another one that does."""
+        asked: Future[Wire] = Future()
+        asked.loop, asked.executor = self._node.engine.loop, self._node.engine.pool
+        with self._lock:
+            if self._root not in (-1, worker_id):
+                raise RpcError(f"worker {worker_id} does not run this backward pass of context {self._context.id}")
+            self._root = worker_id
+            before, self._question = self._question, asked
+        if before is not None:
+            before.settle(to_wire({}, more=True))
+        if self.over:
+            self._refuse()
+        return asked
+
+    def _refuse(self) -> None:
+        """It is over: an open question learns why it has failed, or nothing, if another one has had the last answer."""
+        with self._lock:
+            asked, self._question = self._question, None
+        if asked is not None:
+            asked.settle(to_wire({}, more=True), self.error)
+
     def fail(self, error: BaseException) -> None:
         """It cannot be done; the first reason counts."""
-        if self.done.settle(None, error):
-            self.done.mark_seen()  # whoever waits is told; if nobody does, that is no news
+        if self._end(error):
+            self._refuse()
         self._kept(failed=True)
+
+    def _end(self, error: BaseException | None) -> bool:
+        """It is over; False if it was before."""
+        with self._lock:
+            if self.over:
+                return False
+            self.error = error
+            self.over = True
+        self._context.passed[self._number] = error
+        self._context.parts.pop(self._number, None)
+        if self._runs is not None:
+            self._runs.part_over(self)
+        return True
 
     def advance(self) -> None:
         """Run what is ready, here and now; whatever then is ready, too."""
-        while not self.done.done():
+        while not self.over:
             with self._lock:
                 if self._running or self._entries is None:
                     return
@@ -193,18 +251,21 @@ class Part:
             self._gradients.update(deliveries.pop(self._node.engine.id, {}))
             self._left &= ~ready
             self._running = False
-            if not self._left and self._entries.keys() <= self._gradients.keys():  # the plan's answer takes them along
-                self._home = deliveries.pop(self._root, {})
+            self._home.update(deliveries.pop(self._root, {}))
             if self.held is not None:
                 for worker_id, gradients in deliveries.items():
                     self.held.setdefault(worker_id, {}).update(gradients)
                 return
-            self._delivering += len(deliveries)
+            if self._runs is None:
+                self._delivering += len(deliveries)
         for worker_id, gradients in deliveries.items():
             self._deliver(worker_id, gradients)
 
     def _deliver(self, worker_id: int, gradients: Gradients) -> None:
         try:
+            if self._runs is not None:
+                self._runs.hand_on(worker_id, gradients)
+                return
             said = (self._context.id, self._number, *to_wire(gradients))
             call = ask(self._node, worker_id, take, *said, until=self._until)
         except BaseException as error:
@@ -222,23 +283,47 @@ class Part:
         self._finish()
 
     def _finish(self) -> None:
-        if self.done.done():  # it failed meanwhile
+        """Nothing more can be run now: say what has come out, or that all is done."""
+        if self.over:  # it failed meanwhile
             self._kept(failed=True)
             return
         with self._lock:
-            if self._ended or self._entries is None or self._running or self._left or self._delivering:
+            if self._entries is None or self._running:
                 return
-            if not self._entries.keys() <= self._gradients.keys():
+            done = not (self._left or self._delivering) and self._entries.keys() <= self._gradients.keys()
+            first = done and not self._ended
+            if first:
+                self._ended = True
+        if first:
+            if kept := self._kept(failed=False):
+                self._context.accumulate(kept, arrival_of(self._node, [gradient for _, gradient in kept]))
+            self._ready_to_end = True
+        self._tell()
+
+    def _tell(self) -> None:
+        """Answer the open question, if there is anything to say; with the last answer the part is over."""
+        with self._lock:
+            asked, last = self._question, self._ready_to_end
+            if self._runs is None and (asked is None or not (last or self._home)):
                 return
-            self._ended = True
-        if kept := self._kept(failed=False):
-            self._context.accumulate(kept, arrival_of(self._node, [gradient for _, gradient in kept]))
-        self.done.settle(to_wire(self._home))
+            if self._ended and not last:  # whoever has found that comes here
+                return
+            self._question = None
+            home, self._home = self._home, {}
+        if last and not self._end(None) and asked is not None:
+            asked.settle(None, self.error)
+        elif asked is not None:
+            asked.settle(to_wire(home, more=not last))
 
 
-def to_wire(gradients: Gradients) -> Wire:
-    """Values side by side: in a list they would be pickled."""
-    return Results((pack_names(gradients), *gradients.values()))
+def to_wire(gradients: Gradients, more: bool = False) -> Wire:
+    """Values side by side: in a list they would be pickled. more: of an answer, whether others will follow it."""
+    return Results((pack_names(gradients) + b"+" if more else pack_names(gradients), *gradients.values()))
+
+
+def has_more(names: bytes) -> bool:
+    """Whether an answer with these packed names is not the last one."""
+    return len(names) % 8 != 0
 
 
 def from_wire(names: bytes, *gradients: Tensor | None) -> Gradients:
@@ -253,7 +338,7 @@ def pack_names(names: Collection[SentName]) -> bytes:
 
 def unpack_names(packed: bytes) -> list[SentName]:
     """What `pack_names` was given."""
-    numbers = iter(struct.unpack(f"<{len(packed) // 8}q", packed))
+    numbers = iter(struct.unpack_from(f"<{len(packed) // 8}q", packed))
     return list(map(_new, itertools.repeat(SentName), zip(numbers, numbers, strict=True)))
 
 
@@ -337,21 +422,15 @@ def _here(context_id: int) -> tuple[Node, AutogradContext]:
     return node, node.gradients.get(context_id)
 
 
-def part_of(node: Node, context: AutogradContext, number: int) -> Part:
-    """The part of a pass, made by whichever of its messages comes first."""
+def part_of(node: Node, context: AutogradContext, number: int, runs: RunsPass | None = None) -> Part:
+    """The part of a pass, made by whichever of its messages comes first. runs: as of `Part`."""
     with context.lock:
         if number in context.passed:
             raise RpcError(f"this backward pass of context {context.id} has ended on worker {node.engine.name!r}")
         part: Part | None = context.parts.get(number)
         if part is None:
-            part = context.parts[number] = Part(node, context, number)
-            part.done.when_settled(lambda _: _end_part(context, number))
+            part = context.parts[number] = Part(node, context, number, runs)
         return part
-
-
-def _end_part(context: AutogradContext, number: int) -> None:
-    context.passed.add(number)
-    context.parts.pop(number, None)
 
 
 @intrinsic
@@ -376,11 +455,12 @@ def plan(
     given: bytes,
     *gradients: Tensor | None,
 ) -> Future[Wire]:
-    """Handler: these entries get gradients in that pass, of which some are given. Completes with the part."""
+    """Handler: these entries get gradients in that pass, of which some are given. It is the first question."""
     node, context = _here(context_id)
     call = current_call.get()
     assert call is not None, "it is served"
     part = part_of(node, context, number)
+    asked = part.question(call.caller_id)
     try:
         entries = {}
         for name in unpack_names(names):
@@ -392,16 +472,36 @@ def plan(
             entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
         until = time.monotonic() + seconds if seconds else None
         part.take(from_wire(given, *gradients), arrival_of(node, gradients))
-        part.begin(entries, root=call.caller_id, retain=retain, until=until)
+        part.begin(entries, retain=retain, until=until)
         part.advance()
     except BaseException as error:
         part.fail(error)
-    return part.done
+    return asked
+
+
+@intrinsic
+@async_execution
+def go_on(context_id: int, number: int, names: bytes, *gradients: Tensor | None) -> Future[Wire]:
+    """Handler: gradients of entries of this worker, from the one that runs the pass, with its next question."""
+    node, context = _here(context_id)
+    call = current_call.get()
+    assert call is not None, "it is served"
+    given = from_wire(names, *gradients)
+    part = context.parts.get(number)
+    if part is None and number in context.passed:  # a later question has overtaken it, or none was open at a failure
+        over: Future[Wire] = Future()
+        over.settle(to_wire({}, more=True), context.passed[number])
+        return over
+    part = part or part_of(node, context, number)
+    asked = part.question(call.caller_id)
+    part.take(given, arrival_of(node, gradients))
+    part.advance()
+    return asked
 
 
 @intrinsic
 def take(context_id: int, number: int, names: bytes, *gradients: Tensor | None) -> None:
-    """Handler: gradients of entries of this worker."""
+    """Handler: gradients of entries of this worker, from another one that has a part in the pass."""
     node, context = _here(context_id)
     part = part_of(node, context, number)
     part.take(from_wire(names, *gradients), arrival_of(node, gradients))

@@ -6,9 +6,11 @@ leaves, and tensors that it has received. A pass, run by the worker that has the
     1.          from the roots, follow received tensors to their senders: which entries get a gradient in this pass.
                 What is behind a tensor came with it; where that was too much, GATHER asks for it
     2.          run what can be run here
-    3. PLAN     tell each of these workers its entries, with the gradients that there are by now; answered when its part
-                is done, with the gradients for entries of ours that came out last
-    4. TAKE     brings gradients to entries of other workers, as each part goes on
+    3. PLAN     tell each of these workers its entries, with the gradients that there are by now; answered as soon as
+                gradients for entries of ours came out there, with these, or when its part is done
+    4. GO_ON    as long as its part is not done: brings the gradients that there are for it by then, if any, and is
+                answered in the same manner. So what goes to and fro between two workers takes two messages
+    5. TAKE     brings gradients from one of these workers to another, as each part goes on
 
 Invariants
 1. A target is evaluated when all entries of the plan that lead to it have their gradients, and once in a pass. All
@@ -45,7 +47,23 @@ from ..futures import Future
 from ..runtime.gradients.contexts import AutogradContext
 from ..runtime.gradients.reach import SentName
 from ..runtime.node import Node
-from .parts import Entry, Wire, abort, arrival_of, ask, from_wire, gather, pack_names, part_of, plan, to_wire
+from .parts import (
+    Entry,
+    Gradients,
+    Part,
+    Wire,
+    abort,
+    arrival_of,
+    ask,
+    from_wire,
+    gather,
+    go_on,
+    has_more,
+    pack_names,
+    part_of,
+    plan,
+    to_wire,
+)
 
 Tensor = torch.Tensor
 _new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
@@ -87,14 +105,16 @@ class Pass:
         self._roots = check_roots(roots)
         self._gradients = list(map(torch.ones_like, roots))
         self._arrival = arrival_of(node, roots)
-        self._part = part_of(node, context, self._number)
         self._plans: dict[int, list[SentName]] = {}
-        self._answers = 0  # that are missing
-        self._calls: list[Future[Wire | bytes]] = []
+        self._open: dict[int, int] = {}  # how many questions each worker has not answered
+        self._answers = 0  # that are missing, of all of them
+        self._over: set[int] = set()  # workers whose parts are done
+        self._calls: dict[int, Future[Wire | bytes]] = {}  # the last question to each worker
         self._lock = threading.Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._gate: Future[None] | None = None  # of the thread that drives it
         self._driven = False
+        self._part = part_of(node, context, self._number, self)
 
     def start(self) -> None:
         """Do what can be done at once, and tell the others their plans; the rest follows from the answers."""
@@ -115,18 +135,21 @@ class Pass:
             entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
         part.take(dict(zip(names, self._gradients, strict=True)), self._arrival)
         part.held = {}
-        part.begin(entries, root=self._node.engine.id, retain=self._retain, until=self._until)
+        part.begin(entries, retain=self._retain, until=self._until)
+        self._answers = len(self._plans)
+        self._open = dict.fromkeys(self._plans, 1)
         part.advance()
         held, part.held = part.held, None
-        self._answers = len(self._plans)
         seconds = 0.0 if self._until is None else max(1e-3, self._until - time.monotonic())
-        part.done.when_settled(self._part_done)
         for worker_id, wanted in self._plans.items():
             given = to_wire(held.pop(worker_id, {}))
-            said = (context.id, self._number, pack_names(wanted), self._retain, seconds, *given)
-            call = ask(self._node, worker_id, plan, *said, until=self._until)
-            self._calls.append(call)
-            call.when_settled(self._answered)
+            self._ask(worker_id, plan, pack_names(wanted), self._retain, seconds, *given)
+
+    def _ask(self, worker_id: int, function: Any, *said: Any) -> None:
+        """A question that counts already."""
+        said = (self._context.id, self._number, *said)
+        call = self._calls[worker_id] = ask(self._node, worker_id, function, *said, until=self._until)
+        call.when_settled(partial(self._answered, worker_id))
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""
@@ -166,37 +189,59 @@ class Pass:
 
     # --- what follows from the answers --------------------------------------------------------------------------------
 
-    def _answered(self, call: Future[Wire | bytes]) -> None:
+    def _answered(self, worker_id: int, call: Future[Wire | bytes]) -> None:
         error = call.exception()
         if error is not None:
             self._fail(error)
         else:
-            self._do(partial(self._use, call.value()))
+            self._do(partial(self._use, worker_id, call.value()))
 
-    def _use(self, answer: Wire | bytes) -> None:
-        """Not on a loop: a part is done, and has sent what came out of it last; a lone result comes by itself."""
+    def _use(self, worker_id: int, answer: Wire | bytes) -> None:
+        """Not on a loop: a worker says what came out of its part; a lone result comes by itself."""
         names, *gradients = (answer,) if isinstance(answer, bytes) else answer
-        self._part.take(from_wire(names, *gradients), arrival_of(self._node, gradients))
-        self._part.advance()
+        if gradients:
+            self._part.take(from_wire(names, *gradients), arrival_of(self._node, gradients))
+            self._part.advance()
         with self._lock:
-            self._answers -= 1
-        self._finish()
+            self._open[worker_id] -= 1
+            if not has_more(names):
+                self._over.add(worker_id)
+            again = not self._open[worker_id] and worker_id not in self._over
+            if again:
+                self._open[worker_id] = 1
+            else:
+                self._answers -= 1
+        if again:
+            self._ask(worker_id, go_on, b"")
+        else:
+            self._finish()
 
-    def _part_done(self, part: Future[Wire]) -> None:
-        error = part.exception()
-        if error is not None:
-            self._fail(error)
+    def hand_on(self, worker_id: int, gradients: Gradients) -> None:
+        """See `RunsPass`: they go with the next question."""
+        with self._lock:
+            self._open[worker_id] += 1
+            self._answers += 1
+        self._ask(worker_id, go_on, *to_wire(gradients))
+
+    def part_over(self, part: Part) -> None:
+        """See `RunsPass`."""
+        if part.error is not None:
+            self._end(part.error)
         else:
             self._finish()
 
     def _finish(self) -> None:
-        if not self._answers and self._part.done.done() and self.done.settle(None):
+        if not self._answers and self._part.over and self._part.error is None and self.done.settle(None):
             self._open_gate()
 
     def _fail(self, error: BaseException) -> None:
+        if self._end(error):
+            self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
+
+    def _end(self, error: BaseException) -> bool:
+        """It has failed, and the others are told; False if it had ended before."""
         if not self.done.settle(None, error):
-            return
-        self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
+            return False
         self._open_gate()
         reason = foreign.said(error)
         for worker_id in self._plans:
@@ -206,6 +251,7 @@ class Pass:
             except RpcError:  # we leave
                 continue
             call.when_settled(lambda future: future.mark_seen())
+        return True
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
@@ -236,7 +282,7 @@ class Pass:
             while self._jobs or not self.done.done():
                 gate: Future[None] = Future()
                 gate.loop, gate.executor, gate.subject = self.done.loop, self.done.executor, self.done.subject
-                gate.sources = self._calls
+                gate.sources = [*self._calls.values()]
                 self._gate = gate
                 if self._jobs:
                     self._guarded(self._jobs.popleft())

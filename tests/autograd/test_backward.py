@@ -14,12 +14,60 @@ from torch.utils.checkpoint import checkpoint
 
 import aiorpc
 from aiorpc import RpcTimeout, RpcUsageError, Worker, autograd
+from aiorpc.autograd.parts import go_on, part_of
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
+from tests.runtime.waiting import until
 
 double = torch.float64
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_gradient_that_goes_to_and_fro_takes_two_messages(workers: list[Worker]) -> None:
+    """The question that brings it, and the answer that brings the next one back."""
+    length, x = 4, vector()
+    async with autograd.context() as ctx:
+        y = x
+        for _ in range(length):
+            y = await workers[0].call("worker1", torch.mul, y, 2)
+        before = [worker.statistics().messages_sent for worker in workers]
+        await ctx.backward([y.sum()])
+        sent = [worker.statistics().messages_sent - was for worker, was in zip(workers, before, strict=True)]
+        assert sent == [length, length, 0]
+        torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 2.0**length))
+
+
+async def test_questions_that_come_late(workers: list[Worker]) -> None:
+    """Of a part that is done there is nothing more to say; of one that failed, why."""
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, vector())
+        await ctx.backward([y.sum()])
+        context = workers[1].node.gradients.get(ctx)
+        (number,) = context.passed
+        assert await workers[0].call("worker1", go_on, ctx, number, b"") == b"+"
+        part_of(workers[1].node, context, number + 1).fail(ValueError("as it was"))
+        with pytest.raises(ValueError, match="as it was"):
+            await workers[0].call("worker1", go_on, ctx, number + 1, b"")
+
+
+async def test_who_does_not_run_a_pass_is_told_nothing_of_it(workers: list[Worker]) -> None:
+    """A question of another worker is refused, and that of the one who runs it stays open."""
+    async with autograd.context() as ctx:
+        await workers[0].call("worker1", parts.layer, vector())
+        await workers[2].call("worker1", parts.layer, vector())
+        question = workers[0].call("worker1", go_on, ctx, 1, b"")
+        await until(lambda: 1 in workers[1].node.gradients.get(ctx).parts)
+        with pytest.raises(aiorpc.RpcError, match="worker 2 does not run this backward pass"):
+            await workers[2].call("worker1", go_on, ctx, 1, b"")
+        assert not question.done()
+        second = workers[0].call("worker1", go_on, ctx, 1, b"")
+        assert await question == b"+" and not second.done()
+    with pytest.raises(aiorpc.RpcError, match="was left"):
+        await second
+
 
 # --- roots ------------------------------------------------------------------------------------------------------------
 

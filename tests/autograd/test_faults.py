@@ -16,7 +16,7 @@ from aiorpc import PeerLost, autograd
 from aiorpc.runtime.engine.bounds import Bounds
 from tests.autograd import parts
 from tests.autograd.parts import Tensor, apply, expected, step, vector
-from tests.processes.workers import Link, Place, group, own_fork_server, until
+from tests.processes.workers import Link, Place, group, own_fork_server, process_state, until
 
 BOUND = 40.0  # seconds; a pass has 60 by default, so an error that comes by then was told, not waited for
 
@@ -155,6 +155,38 @@ async def test_a_context_is_released_when_its_opener_was_killed() -> None:
         await until(lambda: len(worker.node.gradients) == 0)
         await until(lambda: released("w2"))
         children["w2"].tell("leave")
+
+
+async def test_contexts_do_not_pile_up_at_a_stopped_worker() -> None:
+    """Leaving one waits until those that took part have dropped the one before."""
+    async with group(2) as (worker, children), asyncio.timeout(BOUND):
+        worker.node.engine.bounds = Bounds(leave_context=BOUND)
+        under_way = []
+
+        async def use() -> None:
+            async with autograd.context():
+                under_way.append(rpc.call("w1", parts.layer, vector()))
+
+        await rpc.call("w1", parts.layer, vector())
+        children["w1"].kill(signal.SIGSTOP)
+        try:
+            await until(lambda: process_state(children["w1"].pid) == "T")
+            await use()
+            second = asyncio.create_task(use())
+            await until(lambda: len(under_way) == 2 and len(worker.node.gradients) == 0)
+            done, _ = await asyncio.wait([second], timeout=0.2)
+            assert not done
+        finally:
+            children["w1"].kill(signal.SIGCONT)
+        await second
+        await asyncio.gather(*map(outcome_of, under_way))
+        await until(lambda: released("w1"))
+        await until(lambda: not worker.node.gradients.farewells)
+
+
+async def outcome_of(call: Any) -> Any:
+    """A Future's value, in a coroutine."""
+    return await call
 
 
 async def test_leaving_does_not_wait_for_a_stopped_worker() -> None:

@@ -20,6 +20,7 @@ from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import check, expected, gradients_of, step, vector, weight_of
 from tests.autograd.programs import WORKERS, Node, Program, compare, programs
+from tests.runtime.waiting import until
 from tests.tiers import examples
 
 EXAMPLES = 60
@@ -53,7 +54,11 @@ def running(loop_factory: LoopFactory) -> Iterator[tuple[list[Worker], Run]]:
         workers = runner.run(start())
         try:
             yield workers, lambda coroutine: runner.run(bound(coroutine))
-            assert [len(worker.node.gradients) for worker in workers] == [0] * WORKERS
+
+            async def dropped() -> None:
+                await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+
+            runner.run(dropped())
         finally:
             runner.run(stack.aclose())
 

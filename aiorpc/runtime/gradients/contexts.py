@@ -97,7 +97,7 @@ class AutogradContext:
         self.lock = threading.Lock()
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
-        self.passed: set[int] = set()  # numbers of those that have ended
+        self.passed: dict[int, BaseException | None] = {}  # those that have ended, and why if they failed
         self._anchor = anchor
         self._untracked = untracked
         self._arrivals: list[Arrival] = []  # of gradients on devices
@@ -285,6 +285,7 @@ class Gradients:
         self.sink = sink
         self.as_torch = as_torch
         self.most_behind = MOST_BEHIND
+        self.farewells: dict[int, Any] = {}  # the last call by which a worker was told of a context's end, unanswered
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
