@@ -61,6 +61,7 @@ from .runtime.calls.pending import PendingCall
 from .runtime.fanout.group_call import GroupCall
 from .runtime.fanout.group_object import GroupObject
 from .runtime.fanout.group_stream import GroupStream
+from .runtime.fanout.mapping import GroupMap
 from .runtime.fanout.outcomes import Outcome, Outcomes
 from .runtime.fanout.peer_group import PeerGroup
 from .runtime.fanout.rref_group import RRefGroup
@@ -91,6 +92,7 @@ __all__ = [
     "Future",
     "GroupCall",
     "GroupError",
+    "GroupMap",
     "GroupObject",
     "GroupStream",
     "ItemLost",

@@ -368,12 +368,12 @@ async def test_torchs_helpers_see_the_outcomes(four: list[Worker]) -> None:
 
     def body() -> None:
         calls = [group.rpc_async(name_of), group.rpc_async(with_name, (1,)), group.rpc_async(fail_at, ("worker1",))]
-        first, second, third = torch.futures.wait_all(calls)  # type: ignore[arg-type]
+        first, second, third = torch.futures.wait_all(calls)  # type: ignore[arg-type]  # torch types it for Futures of its own
         assert [str(error) for error in third.errors.values()] == ["worker1"]
         assert first.values() == [worker.name for worker in four]
         assert len(second.values()) == 4
         assert len(calls[0].then(lambda done: done.value().values()).wait()) == 4
-        assert len(torch.futures.collect_all(calls).wait()) == 3  # type: ignore[arg-type]
+        assert len(torch.futures.collect_all(calls).wait()) == 3  # type: ignore[arg-type]  # as above
 
     await asyncio.to_thread(body)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import itertools
+import re
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -23,6 +27,7 @@ from aiorpc import (
     SerializationError,
     UnknownWorker,
     Worker,
+    WouldBlockLoop,
 )
 from aiorpc.runtime.fanout.barriers import come_to_barrier
 from aiorpc.testing import Faults, cluster
@@ -166,7 +171,7 @@ async def test_map_raises_an_error_in_the_place_of_its_item(four: list[Worker]) 
     with pytest.raises(KeyError, match="items"):
         [result async for result in four[0].group("worker[12]").map(fail_for, broken())]
     with pytest.raises(RpcUsageError, match="iterable"):
-        await anext(four[0].group("*").map(fail_for, 5))  # type: ignore[arg-type]
+        await anext(four[0].group("*").map(fail_for, 5))  # type: ignore[arg-type]  # that is the point
     with pytest.raises(UnknownWorker):
         await anext(four[0].group("x").map(fail_for, [1]))
 
@@ -193,6 +198,87 @@ async def test_a_map_hands_the_items_of_a_lost_member_to_others(four: list[Worke
     values = [await first, *[result async for result in results]]
     assert [value for _, value in values] == list(range(12))
     assert {name for name, _ in values} == {"worker1", "worker2"}
+
+
+async def test_a_thread_that_may_block_maps_by_for(four: list[Worker]) -> None:
+    """In the order of items, and no more ahead than for a task; items are got in that thread."""
+    group, threads, taken = four[0].group(["worker1", "worker2"]), set[int](), list[int]()
+
+    def items() -> Iterator[int]:
+        for number in range(30):
+            threads.add(threading.get_ident())
+            taken.append(number)
+            yield number
+
+    def use() -> tuple[int, list[Any], int]:
+        results = group.map(name_of, items())
+        first = next(results)
+        return threading.get_ident(), [first, *results], len(taken)
+
+    ident, results, _ = await asyncio.to_thread(use)
+    assert [value for _, value in results] == list(range(30))
+    assert threads == {ident}
+
+    def ahead() -> int:
+        taken.clear()
+        with group.map(held, items()) as results:
+            next(results)
+            return len(taken)
+
+    assert await asyncio.to_thread(ahead) <= 5  # two for each member, and the one that was given
+    await until(lambda: not four[0].pending_calls())
+
+
+async def test_a_blocking_map_raises_in_its_place_and_calls_off_the_rest(four: list[Worker]) -> None:
+    """An error of an item, and one of the items themselves, behind the results before it."""
+    group = four[0].group("worker[12]")
+
+    def broken() -> Iterator[int]:
+        yield from (1, 2)
+        raise LookupError("items")
+
+    def use(found: list[Any], items: Iterator[int]) -> None:
+        for result in group.map(fail_for, items):
+            found.append(result)
+
+    found: list[Any] = []
+    with pytest.raises(LookupError, match="items"):
+        await asyncio.to_thread(use, found, broken())
+    assert len(found) == 2
+    for name in ("worker1", "worker2"):
+        _gates[name] = asyncio.Event()
+
+    def leave() -> None:
+        results = group.map(held, itertools.count())
+        with contextlib.suppress(RpcTimeout):
+            for _ in four[0].group("worker[12]", timeout=0.2).map(held, itertools.count()):
+                pass
+        results.close()
+        assert list(results) == []
+
+    await asyncio.to_thread(leave)
+    await until(lambda: not four[0].pending_calls())
+
+
+async def test_a_map_is_taken_in_one_way_and_not_blocking_on_the_loop(four: list[Worker]) -> None:
+    """Each refusal says what to do instead."""
+    group = four[0].group("*")
+    with pytest.raises(WouldBlockLoop, match="async for"):
+        list(group.map(name_of, [1]))
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+
+    with pytest.raises(RpcUsageError, match="by `async for`, too"):
+        await asyncio.to_thread(next, group.map(name_of, items()))
+    async with group.map(name_of, [1, 2]) as results:
+        assert (await anext(results))[1] == 1
+        with pytest.raises(RpcUsageError, match="already"):
+            await asyncio.to_thread(next, results)
+    results = group.map(name_of, [1, 2])
+    assert (await asyncio.to_thread(next, results))[1] == 1
+    with pytest.raises(RpcUsageError, match="already"):
+        await anext(results)
 
 
 # --- stream -----------------------------------------------------------------------------------------------------------
@@ -225,6 +311,36 @@ async def test_a_stream_that_fails_does_not_end_the_others(four: list[Worker]) -
             seen[name] += 1
     assert seen == {"worker1": 10, "worker2": 2, "worker3": 10}
     assert caught.value.failed == ("worker2",)
+
+
+async def test_a_thread_that_may_block_takes_streams_by_for(four: list[Worker]) -> None:
+    """The errors, too; and leaving the loop, or the block, stops the producers."""
+
+    def use() -> tuple[Counter[str], GroupError]:
+        seen: Counter[str] = Counter()
+        with pytest.raises(GroupError, match="1 of 3 streams") as caught:
+            for name, _ in four[0].group("worker[123]").stream(count, 10, "worker2"):
+                seen[name] += 1
+        return seen, caught.value
+
+    seen, error = await asyncio.to_thread(use)
+    assert seen == {"worker1": 10, "worker2": 2, "worker3": 10}
+    assert error.failed == ("worker2",)
+    _closed.clear()
+
+    def leave() -> None:
+        with four[0].group("worker[12]").stream(count, 1_000_000) as items:
+            for _, number in items:
+                if number == 100:
+                    break
+        for _ in four[0].group("worker3").stream(count, 1_000_000):
+            break
+        gc.collect()
+
+    await asyncio.to_thread(leave)
+    await until(lambda: sorted(_closed) == ["worker1", "worker2", "worker3"])
+    with pytest.raises(WouldBlockLoop, match="async for"):
+        list(four[0].group("worker3").stream(count, 1))
 
 
 async def test_leaving_a_stream_stops_all_producers(four: list[Worker]) -> None:
@@ -339,6 +455,36 @@ async def test_objects_of_one_name_are_called_together(four: list[Worker]) -> No
         four[0].group("*").object("")
     with pytest.raises(aiorpc.WouldBlockLoop):
         shelves.rpc_sync().count()
+
+
+async def test_calls_of_groups_are_told_by_the_line_that_made_them(
+    four: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of whatever verb: what is under way, and a failure that nobody looked at."""
+    for worker in four[1:]:
+        worker.serve("shelf", Shelf(worker.id))
+    group = four[0].group("worker[123]")
+    shelves = group.object("shelf")
+    streams = [group.stream(forever), shelves.stream().up_to(1_000_000)]
+    await asyncio.gather(*(anext(stream) for stream in streams))
+    assert {call.made_at.partition(":")[0] for call in four[0].pending_calls()} == {__file__}
+    for stream in streams:
+        await stream.aclose()
+    refs = [group.remote(Shelf(1).add, "a"), shelves.remote().add("a")]
+    with pytest.raises(TypeError):
+        await refs[0][0]
+    del refs
+    await until(lambda: len(_made_at(caplog)) >= 5)
+    assert {*_made_at(caplog)} == {__file__}
+    await until_no_references(four)
+
+
+def forever() -> Iterator[int]:
+    yield from itertools.count()
+
+
+def _made_at(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return re.findall(r"made at (.*?):\d+ in test_.*nobody looked", caplog.text)
 
 
 # --- barrier ----------------------------------------------------------------------------------------------------------

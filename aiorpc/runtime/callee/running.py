@@ -94,7 +94,10 @@ class Runner:
         ) and not handler.system:
             backlog.park(call)
             return
-        self._ways[handler.mode._value_](call)
+        if handler.mode is Mode.THREAD and call.landing is None:  # as `_start_thread`, for most
+            self._engine.pool.submit(self._run_thread, call)
+        else:
+            self._ways[handler.mode._value_](call)
 
     def resume(self, call: ServedCall) -> None:
         """Run a call that was parked. On the loop."""

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 # How many seconds a loop that has ended by itself gets for what it still has to do.
 _LAST_GRACE = 10.0
+# Seconds between two looks whether the loop that a thread waits for has ended.
+_LOOK = 1.0
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -56,6 +58,32 @@ async def run_in_thread(function: Callable[[], T], name: str) -> T:
     result: T = await done
     thread.join()
     return result
+
+
+def block_for(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop, ended: str) -> T:
+    """Block for what a coroutine on that loop gives. Ctrl-C cancels it, waits for its end and is raised.
+
+    WorkerClosed, with the text `ended`, if the loop has ended first.
+    """
+    observer = block_observer.get()
+    if observer is not None:
+        observer.enter_blocked()
+    try:
+        while not future.done():
+            with contextlib.suppress(TimeoutError):  # of this wait: what the coroutine has raised is returned
+                future.exception(_LOOK)
+            if loop.is_closed() and not future.done():
+                raise WorkerClosed(ended)
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        concurrent.futures.wait([future], timeout=5.0)
+        raise
+    except concurrent.futures.CancelledError:
+        raise WorkerClosed(ended) from None
+    finally:
+        if observer is not None:
+            observer.exit_blocked()
 
 
 async def _bounded(coroutine: Coroutine[Any, Any, None]) -> None:
@@ -131,22 +159,8 @@ class LoopThread:
         return f"the loop of worker {self._name!r} has ended"
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and block for its result; Ctrl-C cancels it, waits for its end and is raised."""
-        future = self._hand_over(coroutine)
-        observer = block_observer.get()
-        if observer is not None:
-            observer.enter_blocked()
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            concurrent.futures.wait([future], timeout=5.0)
-            raise
-        except concurrent.futures.CancelledError:
-            raise WorkerClosed(self._why_over()) from None
-        finally:
-            if observer is not None:
-                observer.exit_blocked()
+        """Run a coroutine there and block for its result, as `block_for` does."""
+        return block_for(self._hand_over(coroutine), self.loop, self._why_over())
 
     async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and await its result on the running loop."""

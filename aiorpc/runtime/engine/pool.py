@@ -266,13 +266,25 @@ class ThreadPool:
         fresh = True
         self._waking = False
         while True:
-            if (
-                self._jobs
-                and self._threads - len(self._idle) - self._blocked <= self._limit  # as `_busy`
-                and self._run_next(fresh)
-            ):
-                fresh = False
-                continue
+            # In place, and not in a function of its own: this is what every call to a `def` handler pays.
+            if self._jobs and self._threads - len(self._idle) - self._blocked <= self._limit:  # as `_busy`
+                try:
+                    fn, args = self._jobs.popleft()
+                except IndexError:  # another thread has come first
+                    pass
+                else:
+                    if fresh and self._jobs and not self._waking:
+                        self._look_again()  # one that was just woken passes the wake-up on first
+                    fresh = False
+                    try:
+                        fn(*args)
+                    except BaseException as error:
+                        said = "a job of pool %s raised; the pool goes on"
+                        foreign.log_error(logger, logging.ERROR, error, said, self._name)
+                    del fn, args  # nothing is kept while the thread sleeps
+                    if self._in_child:
+                        end_child(f"a thread of {self._name}")
+                    continue
             if self._closed and not self._jobs:
                 self._leave()
                 return
@@ -280,22 +292,6 @@ class ThreadPool:
                 return
             fresh = True
             self._waking = False
-
-    def _run_next(self, fresh: bool) -> bool:
-        """Run the oldest job; False if there is none. A thread just woken passes the wake-up on first."""
-        try:
-            fn, args = self._jobs.popleft()
-        except IndexError:
-            return False
-        if fresh and self._jobs and not self._waking:
-            self._look_again()
-        try:
-            fn(*args)
-        except BaseException as error:
-            foreign.log_error(logger, logging.ERROR, error, "a job of pool %s raised; the pool goes on", self._name)
-        if self._in_child:
-            end_child(f"a thread of {self._name}")
-        return True
 
     def _park(self, wake: threading.Lock) -> bool:
         """Sleep until woken; False if this thread is surplus and has left instead."""

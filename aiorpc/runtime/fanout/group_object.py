@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...futures import CallSite, call_site
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
+from .proxies import GroupProxy
 
 
 class ObjectCall(NamedTuple):
@@ -44,19 +45,19 @@ class GroupObject:
 
         timeout: seconds for each call; negative for that of the group, 0 for no limit.
         """
-        return _ProxyOfObjects(self._name, "rpc_sync", timeout, self._call)
+        return self._proxy("rpc_sync", timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
         """A proxy whose methods return a `GroupCall` at once. timeout: as in `rpc_sync`."""
-        return _ProxyOfObjects(self._name, "rpc_async", timeout, self._call)
+        return self._proxy("rpc_async", timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
         """A proxy whose methods return an `RRefGroup` of their results at once. timeout: as in `rpc_sync`."""
-        return _ProxyOfObjects(self._name, "remote", timeout, self._call)
+        return self._proxy("remote", timeout)
 
     def stream(self, timeout: float = -1.0) -> Any:
         """A proxy whose methods are generators, and return a `GroupStream`. timeout: seconds for each item."""
-        return _ProxyOfObjects(self._name, "stream", timeout, self._call)
+        return self._proxy("stream", timeout)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self.rpc_async(), name)
@@ -69,30 +70,12 @@ class GroupObject:
     def __repr__(self) -> str:
         return f"<aiorpc.GroupObject {self._name!r}>"
 
+    def _proxy(self, verb: str, timeout: float) -> GroupProxy:
+        def make(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite) -> Any:
+            return self._call(ObjectCall(verb, timeout, ObjectMethod(self._name, name), args, kwargs, site))
 
-class _ProxyOfObjects:
-    """Methods of the objects, to be called in one manner."""
+        return GroupProxy(make, self._check)
 
-    __slots__ = ("_call", "_object", "_timeout", "_verb")
-
-    def __init__(self, name: str, verb: str, timeout: float, call: Caller) -> None:
-        self._object = name
-        self._verb = verb
-        self._timeout = timeout
-        self._call = call
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def _check(self, name: str) -> None:
         if not is_public(name):
-            raise AttributeError(
-                f"{name!r} of objects {self._object!r} is private: an object serves its public methods"
-            )
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            called = ObjectMethod(self._object, name)
-            return self._call(ObjectCall(self._verb, self._timeout, called, args, kwargs, call_site(sys._getframe(1))))
-
-        return method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        called = ObjectMethod(self._object, "__call__")
-        return self._call(ObjectCall(self._verb, self._timeout, called, args, kwargs, call_site(sys._getframe(1))))
+            raise AttributeError(f"{name!r} of objects {self._name!r} is private: an object serves its public methods")

@@ -4,22 +4,113 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any
 
 from ...errors import RpcUsageError
 from ...futures import Future
+from ..engine.engine import Engine
+
+_Call = Callable[[Any], Future[Any]]
+_Ahead = Callable[[], int]
 
 
-async def map_items(
-    call: Callable[[Any], Future[Any]], items: Iterable[Any] | AsyncIterable[Any], ahead: Callable[[], int]
-) -> AsyncGenerator[Any]:
-    """The results of ``call(item)``, in the order of items; what getting an item or its result raises, in its place.
+class GroupMap(AsyncIterator[Any], Iterator[Any]):
+    """The results of ``call(item)``, in the order of items: ``async for``, or ``for`` in a thread that may block.
 
-    ahead: how many may be under way, or wait to be taken, at a time. What is under way at the end is cancelled.
+    What getting an item or its result raises is raised in its place, and ends it. Leaving the loop early, `close`,
+    ``with`` and ``async with`` call off what is under way. One task or thread takes results, in one of the two ways.
     """
-    if not isinstance(items, (Iterable, AsyncIterable)):
-        raise RpcUsageError(f"map() takes an iterable of items, not {type(items).__qualname__}")
+
+    def __init__(self, engine: Engine, call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead: _Ahead) -> None:
+        """ahead: how many may be under way, or wait to be taken, at a time. RpcUsageError for what has no items."""
+        if not isinstance(items, (Iterable, AsyncIterable)):
+            raise RpcUsageError(f"map() takes an iterable of items, not {type(items).__qualname__}")
+        self._engine = engine
+        self._call, self._items, self._ahead = call, items, ahead
+        self._awaited: AsyncGenerator[Any] | None = None
+        self._blocking: Generator[Any] | None = None
+
+    def __aiter__(self) -> GroupMap:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next result."""
+        if self._awaited is None:
+            if self._blocking is not None:
+                raise RpcUsageError("results of this map() are taken by `for` already")
+            self._awaited = _awaited(self._call, self._items, self._ahead)
+        return await anext(self._awaited)
+
+    def __iter__(self) -> GroupMap:
+        self._engine.refuse_on_loop("iterating over map()", "async for")
+        return self
+
+    def __next__(self) -> Any:
+        """The next result. Not on the worker's loop: WouldBlockLoop, with nothing sent."""
+        self._engine.refuse_on_loop("iterating over map()", "async for")
+        if self._blocking is None:
+            if self._awaited is not None:
+                raise RpcUsageError("results of this map() are taken by `async for` already")
+            if not isinstance(self._items, Iterable):
+                raise RpcUsageError("map() with items that come by `async for` gives its results by `async for`, too")
+            self._blocking = _blocking(self._call, self._items, self._ahead)
+        return next(self._blocking)
+
+    async def aclose(self) -> None:
+        """Call off what is under way, and give no more results. Idempotent."""
+        if self._awaited is None:
+            self._awaited = _awaited(self._call, (), self._ahead)
+        await self._awaited.aclose()
+
+    def close(self) -> None:
+        """The same where results are taken by ``for``."""
+        if self._blocking is None:
+            self._blocking = _blocking(self._call, (), self._ahead)
+        self._blocking.close()
+
+    async def __aenter__(self) -> GroupMap:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> GroupMap:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _blocking(call: _Call, items: Iterable[Any], ahead: _Ahead) -> Generator[Any]:
+    """In the thread that takes the results: items are got there as well."""
+    begun: deque[Future[Any]] = deque()
+    source: Iterator[Any] | None = None
+    failure: BaseException | None = None
+    try:
+        source = iter(items)
+        while True:
+            while begun and (begun[0].done() or len(begun) >= ahead()):
+                yield begun.popleft().wait()
+            try:
+                begun.append(call(next(source)))
+            except StopIteration:
+                break
+            except Exception as error:  # in its place: those before it come first
+                failure = error
+                break
+        while begun:
+            yield begun.popleft().wait()
+        if failure is not None:
+            raise failure
+    finally:
+        failure = None  # its traceback refers to this frame
+        for each in begun:
+            each.cancel()
+            each.mark_seen()
+
+
+async def _awaited(call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead: _Ahead) -> AsyncGenerator[Any]:
     begun: deque[Future[Any] | BaseException | None] = deque()  # None behind the last one
     news, room = asyncio.Event(), asyncio.Event()
 

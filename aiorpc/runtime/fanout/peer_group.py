@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ...errors import RpcUsageError
@@ -22,7 +22,7 @@ from .barriers import GroupForBarriers, come
 from .group_call import GroupCall
 from .group_object import GroupObject, ObjectCall
 from .group_stream import GroupStream
-from .mapping import map_items
+from .mapping import GroupMap
 from .members import GroupForMembers, Members
 from .options import GroupOptions, Quorum, check_quorum, count_of
 from .outcomes import Outcomes
@@ -165,24 +165,30 @@ class PeerGroup:
         living = [peer for peer in (*peers[first:], *peers[:first]) if peer.gone is None]
         return min(living, key=_calls_of) if living else peers[first]
 
-    def map(self, function: Callable[..., Any], items: Iterable[Any] | AsyncIterable[Any], /) -> AsyncGenerator[Any]:
+    def map(self, function: Callable[..., Any], items: Iterable[Any] | AsyncIterable[Any], /) -> GroupMap:
         """``async for result in group.map(function, items)``: ``function(item)`` for each, on the least busy member.
 
-        Results come in the order of items. At most two items for each member are under way or wait to be taken, so
-        items are taken as results are. An item that fails raises its error in its place; with ``retries=`` one whose
-        member was lost goes to another member. Leaving the loop early calls off what is under way.
+        ``for`` does the same in a thread that may block. Results come in the order of items. At most two items for each
+        member are under way or wait to be taken, so items are taken as results are. An item that fails raises its error
+        in its place; with ``retries=`` one whose member was lost goes to another member. Leaving the loop early calls
+        off what is under way. RpcUsageError for what is no iterable, with nothing sent.
         """
         site = call_site(sys._getframe(1))
-        return map_items(lambda item: self.call_one(function, (item,), {}, site), items, lambda: 2 * len(self.members))
+        return GroupMap(
+            self._home.engine,
+            lambda item: self.call_one(function, (item,), {}, site),
+            items,
+            lambda: 2 * len(self._members.now()),
+        )
 
     # --- streams, references ------------------------------------------------------------------------------------------
 
     def stream(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> GroupStream:
         """``async for name, item in group.stream(generator_function, *args)``: the items of all members, as they come.
 
-        Those of one member are in their order. A member that fails or is lost does not end the others; GroupError
-        follows behind the last item. The timeout is for each item. Raises what `aiorpc.stream` raises, and refuses
-        groups with ``retries=``.
+        ``for`` does the same in a thread that may block. Those of one member are in their order. A member that fails or
+        is lost does not end the others; GroupError follows behind the last item. The timeout is for each item. Raises
+        what `aiorpc.stream` raises, and refuses groups with ``retries=``.
         """
         return self._stream(function, args, kwargs, self._options.timeout)
 
@@ -199,7 +205,7 @@ class PeerGroup:
         for peer in self._members.now():
             stream = open_stream(peer, function, args, kwargs, timeout, wait=wait, depth=depth)
             streams.append((peer.name, stream))
-        return GroupStream(describe(function), streams)
+        return GroupStream(self._home.engine, describe(function), streams)
 
     def remote(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRefGroup:
         """References to the results of ``function(*args, **kwargs)`` on each member, to be called together.
@@ -217,9 +223,9 @@ class PeerGroup:
         depth: int = 3,
     ) -> RRefGroup:
         self._refuse_retries("remote")
-        create = self._home.references.create
-        peers = self._members.now()
-        made = [(peer.name, create(peer, function, args, kwargs, timeout, depth=depth)) for peer in peers]
+        made, create = [], self._home.references.create
+        for peer in self._members.now():  # no comprehension: until Python 3.12 that is a frame more
+            made.append((peer.name, create(peer, function, args, kwargs, timeout, depth=depth)))
         return RRefGroup(self._home, made, self._options)
 
     def object(self, name: str) -> GroupObject:
@@ -234,9 +240,9 @@ class PeerGroup:
         verb, timeout, function, args, kwargs, site = call
         options = self._with(timeout, None)
         if verb == "stream":
-            return self._stream(function, args, kwargs, options.timeout, depth=4)
+            return self._stream(function, args, kwargs, options.timeout, depth=5)
         if verb == "remote":
-            return self._remote(function, args, kwargs, options.timeout, depth=4)
+            return self._remote(function, args, kwargs, options.timeout, depth=5)
         if verb == "rpc_sync":
             what = f"objects.rpc_sync().{function.name}()"
             self._home.engine.refuse_on_loop(what, f"await the objects' {function.name}()")

@@ -16,6 +16,7 @@ from ..references.rref import RRef
 from .group_call import GroupCall
 from .options import GroupOptions, count_of
 from .outcomes import Outcomes
+from .proxies import GroupProxy
 from .sending import Home as SendingHome
 from .sending import Sending, send_all
 
@@ -43,7 +44,7 @@ class RRefGroup(Sequence[RRef[Any]]):
 
         timeout: seconds; negative for that of the group, 0 for no limit.
         """
-        return _GroupProxy(lambda name, args, kwargs, site: self._call(name, args, kwargs, timeout, site))
+        return GroupProxy(lambda name, args, kwargs, site: self._call(name, args, kwargs, timeout, site))
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
         """A proxy whose methods block for the `Outcomes`; not on the worker's loop. timeout: as of `rpc_async`."""
@@ -52,7 +53,7 @@ class RRefGroup(Sequence[RRef[Any]]):
             self._home.engine.refuse_on_loop(f"refs.rpc_sync().{name}()", f"await refs.rpc_async().{name}()")
             return self._call(name, args, kwargs, timeout, site).wait()
 
-        return _GroupProxy(call)
+        return GroupProxy(call)
 
     def remote(self, timeout: float = -1.0) -> Any:
         """A proxy whose methods return an `RRefGroup` of their results at once. timeout: as of `rpc_async`."""
@@ -61,7 +62,7 @@ class RRefGroup(Sequence[RRef[Any]]):
             made = [getattr(ref.remote(self._seconds(timeout)), name)(*args, **kwargs) for ref in self._refs]
             return RRefGroup(self._home, [*zip(self._names, made, strict=True)], self._options)
 
-        return _GroupProxy(call)
+        return GroupProxy(call)
 
     def to_here(self, timeout: float = -1.0) -> Outcomes:
         """Copies of all values, as `Outcomes`; blocks. Not on the worker's loop: ``await refs`` there."""
@@ -136,22 +137,3 @@ class RRefGroup(Sequence[RRef[Any]]):
 
     def __repr__(self) -> str:
         return f"<aiorpc.RRefGroup of {len(self._refs)} references>"
-
-
-_Make = Callable[[str, tuple[Any, ...], dict[str, Any], CallSite], Any]
-
-
-class _GroupProxy:
-    """Methods of the values. make: makes a call of a method of that name."""
-
-    __slots__ = ("_make",)
-
-    def __init__(self, make: _Make) -> None:
-        self._make = make
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        make = self._make
-        return lambda *args, **kwargs: make(name, args, kwargs, call_site(sys._getframe(1)))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._make("__call__", args, kwargs, call_site(sys._getframe(1)))

@@ -1,0 +1,30 @@
+"""What stands for the methods of several values, which are called together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ...futures import CallSite, call_site
+
+Make = Callable[[str, tuple[Any, ...], dict[str, Any], CallSite], Any]
+
+
+class GroupProxy:
+    """Methods of the values. make: makes a call of a method of that name. check: raises for a name that is none."""
+
+    __slots__ = ("_check", "_make")
+
+    def __init__(self, make: Make, check: Callable[[str], object] | None = None) -> None:
+        self._make = make
+        self._check = check
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if self._check is not None:
+            self._check(name)
+        make = self._make
+        return lambda *args, **kwargs: make(name, args, kwargs, call_site(sys._getframe(1)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._make("__call__", args, kwargs, call_site(sys._getframe(1)))
