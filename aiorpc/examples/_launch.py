@@ -271,15 +271,10 @@ def _child(
     pipe: connection.Connection[Any, Any],
 ) -> None:
     """What a started process does: become one worker, run its role, report the outcome."""
-    # Ctrl-C reaches the whole process group; the launcher ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_launcher, args=(meeting.folder,), name="end-with-launcher", daemon=True).start()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(meeting.port), TMPDIR=meeting.folder)
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
     tempfile.tempdir = None  # found anew, from TMPDIR
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # torch's many objects live as long as the process: no collection need visit them
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
+    settle_in(meeting.folder)
     try:
         pipe.send((role(place, settings), ""))
     except BaseException:
@@ -290,6 +285,16 @@ def _child(
         # No orderly exit: what failed may be waited for by what an exit would wait for.
         os._exit(1)
     pipe.close()
+
+
+def settle_in(folder: str) -> None:
+    """Make a process that was just started one that ends with its launcher, and removes the folder of the run then."""
+    # Ctrl-C reaches the whole process group; the launcher ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_launcher, args=(folder,), name="end-with-launcher", daemon=True).start()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # torch's many objects live as long as the process: no collection need visit them
 
 
 def _end_with_launcher(folder: str) -> None:

@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import multiprocessing
 import random
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -38,7 +35,7 @@ import torch
 import aiorpc as rpc
 
 from ._actor_critic import ActorCritic, Fragment, Games, Learner
-from ._launch import EXIT_TIMEOUT, ONE_THREAD, WorkerFailed, environment, how_it_ended
+from ._launch import EXIT_TIMEOUT, ONE_THREAD, WorkerFailed, environment, how_it_ended, settle_in
 from ._plot import draw_actor_learner
 from ._program import CommandLine, exit_code, tell
 from ._progress import Steps, bar
@@ -46,8 +43,8 @@ from ._progress import Steps, bar
 PRELOAD = ("torch", "gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._actor_critic")
 #: Games whose mean says how good the policy is, and the least that counts as solved, as the game's authors have it.
 LATEST, SOLVED, BEST = 100, 475.0, 500.0
-#: Seconds between two lines about the progress, and between two kills.
-TELL, KILL = 1.0, 5.0
+#: Seconds between two lines about the progress, between two kills, and between two looks at the actors.
+TELL, KILL, LOOK = 1.0, 5.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -93,27 +90,23 @@ async def act(name: str, meet: str, settings: Settings, seed: int) -> None:
                         following.cancel()
 
 
-def _actor(name: str, meet: str, settings: Settings, seed: int) -> None:
+def _actor(name: str, folder: str, settings: Settings, seed: int) -> None:
     """What an actor's process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the learner ends its actors itself
-    threading.Thread(target=_end_with_learner, name="end-with-learner", daemon=True).start()
-    torch.set_num_threads(1)
-    gc.freeze()
-    asyncio.run(act(name, meet, settings, seed))
+    settle_in(folder)
+    asyncio.run(act(name, meeting_in(folder), settings, seed))
 
 
-def _end_with_learner() -> None:
-    learner = multiprocessing.parent_process()
-    if learner is not None:
-        learner.join()
-        signal.raise_signal(signal.SIGKILL)
+def meeting_in(folder: str) -> str:
+    """Where the workers of a run meet."""
+    return f"file://{folder}/meet"
 
 
 class Actors:
     """The processes of the actors: started, killed, started again. A context manager, which ends them all."""
 
-    def __init__(self, meet: str, settings: Settings) -> None:
-        self._meet = meet
+    def __init__(self, folder: str, settings: Settings) -> None:
+        """folder: for the files of the run, those of actors that are killed among them."""
+        self._folder = folder
         self._settings = settings
         self._seeds = itertools.count(settings.seed + 1)
         self._context = multiprocessing.get_context("forkserver")
@@ -130,7 +123,7 @@ class Actors:
 
     def _start(self, name: str) -> None:
         seed = 1000 * next(self._seeds)  # each process plays other games, also the one in place of another
-        process = self._context.Process(target=_actor, args=(name, self._meet, self._settings, seed), name=name)
+        process = self._context.Process(target=_actor, args=(name, self._folder, self._settings, seed), name=name)
         with environment(ONE_THREAD):
             process.start()
         self._processes[name] = process
@@ -145,7 +138,7 @@ class Actors:
 
     def check(self) -> None:
         """Raise WorkerFailed if an actor has ended that nobody has killed."""
-        for name, process in list(self._processes.items()):  # `replace` runs in a thread
+        for name, process in self._processes.items():
             if process.exitcode:
                 raise WorkerFailed(f"{name} (pid {process.pid}) {how_it_ended(process.exitcode)}", [name])
 
@@ -234,44 +227,47 @@ class Record:
 
 async def learn(settings: Settings, meet: str, actors: Actors, record: Record) -> None:
     """Learn from what the actors put into the queue until it is solved, or the updates are over."""
-    learner, last = Learner(settings.seed), 0.0
     async with rpc.init("learner", role="learner", init_method=meet):
         samples = rpc.Queue("samples", maxsize=2 * settings.actors, timeout=settings.timeout)
-        weights = await rpc.publish("policy", learner.policy.state_dict())
         with actors, Steps("updates", settings.updates, show=settings.show) as progress:
             await asyncio.to_thread(actors.start)
-            killing = asyncio.create_task(kill(settings, actors, record))
-            try:
-                while not record.rewards or not (record.solved or len(record.rewards) == settings.updates):
-                    fragments: list[Fragment] = []
-                    while len(fragments) < settings.batch:
-                        try:
-                            fragments += await samples.get_many(settings.batch - len(fragments))
-                        except rpc.ItemLost as error:  # an actor was killed before we had fetched what it has put
-                            record.lost_items += error.count
-                        actors.check()
-                    await asyncio.to_thread(learner.learn, fragments)
-                    record.add(fragments, weights.version)
-                    weights = await rpc.publish("policy", learner.policy.state_dict())
-                    if record.solved or record.now() - last > TELL:
-                        last = record.now()
-                        progress.done(record.line(), count=len(record.rewards))
-            finally:
-                killing.cancel()
-                await asyncio.wait((killing,))
-            if killing.done() and not killing.cancelled():
-                killing.result()  # what went wrong with it
+            async with asyncio.TaskGroup() as tasks:  # who dies of itself ends the updates as well
+                tending = tasks.create_task(tend(settings, actors, record))
+                await update(settings, samples, record, progress)
+                tending.cancel()
             await samples.shutdown(immediate=True)
             await asyncio.to_thread(actors.join)
 
 
-async def kill(settings: Settings, actors: Actors, record: Record) -> None:
-    """Kill an actor every few seconds, if that is wanted, and have another one take its name."""
-    names = random.Random(settings.seed)
-    while settings.chaos:
-        await asyncio.sleep(settings.chaos)
-        await asyncio.to_thread(actors.replace, f"actor{names.randrange(settings.actors)}")
-        record.kills.append(record.now())
+async def update(settings: Settings, samples: rpc.Queue, record: Record, progress: Steps) -> None:
+    """Take samples, learn from them, publish what came of it; again and again."""
+    learner, last = Learner(settings.seed), 0.0
+    weights = await rpc.publish("policy", learner.policy.state_dict())
+    while not record.rewards or not (record.solved or len(record.rewards) == settings.updates):
+        fragments: list[Fragment] = []
+        while len(fragments) < settings.batch:
+            try:
+                fragments += await samples.get_many(settings.batch - len(fragments))
+            except rpc.ItemLost as error:  # an actor was killed before we had fetched what it has put
+                record.lost_items += error.count
+        await asyncio.to_thread(learner.learn, fragments)
+        record.add(fragments, weights.version)
+        weights = await rpc.publish("policy", learner.policy.state_dict())
+        if record.solved or record.now() - last > TELL:
+            last = record.now()
+            progress.done(record.line(), count=len(record.rewards))
+
+
+async def tend(settings: Settings, actors: Actors, record: Record) -> None:
+    """Look after the actors. If that is wanted, kill one every few seconds, and have another one take its name."""
+    names, due = random.Random(settings.seed), record.now() + settings.chaos
+    while True:
+        await asyncio.sleep(LOOK)
+        actors.check()
+        if settings.chaos and record.now() > due:
+            await asyncio.to_thread(actors.replace, f"actor{names.randrange(settings.actors)}")
+            record.kills.append(record.now())
+            due = record.now() + settings.chaos
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -283,14 +279,15 @@ def run(settings: Settings) -> dict[str, Any]:
     torch.set_num_threads(1)
     record = Record(settings)
     with tempfile.TemporaryDirectory(prefix="rpc-") as folder:
-        meet = f"file://{folder}/meet"
 
         async def whole() -> None:
             async with asyncio.timeout(settings.timeout):
-                await learn(settings, meet, Actors(meet, settings), record)
+                await learn(settings, meeting_in(folder), Actors(folder, settings), record)
 
         try:
             asyncio.run(whole())
+        except ExceptionGroup as failed:  # of the updates, and of who looked after the actors
+            raise failed.exceptions[0] from None
         except TimeoutError:
             raise WorkerFailed(f"learner: not done after {settings.timeout:g} s", ["learner"]) from None
     return record.result()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..channels.accelerator import DeviceBuffer
+from ..channels.arena import Span, lay_out
 from ..errors import ProtocolError, RpcUsageError
 from ..protocol.frames import MAX_SEGMENTS
 from ..protocol.messages import Reply, read_values
@@ -28,8 +29,6 @@ from ..runtime.references.rref import RRef
 SMALL = 32 * 1024
 #: Bytes of packed items in one message, if there is more than one item. Together they stay below what a frame may have.
 TOGETHER = 8 * SMALL
-# Where buffers begin: at multiples of so many bytes.
-_ALIGNMENT = 64
 # Bytes of the body, and how many buffers there are; the bytes of each follow.
 _HEAD = struct.Struct("<QQ")
 
@@ -78,7 +77,7 @@ def join(body: bytes, buffers: Sequence[Any], into: memoryview) -> None:
     layout = _layout(len(body), lengths)
     struct.pack_into(f"<QQ{len(lengths)}Q", into, 0, len(body), len(lengths), *lengths)
     into[layout.body : layout.body + len(body)] = body
-    for start, length, each in zip(layout.starts, lengths, buffers, strict=True):
+    for (start, length), each in zip(layout.buffers, buffers, strict=True):
         into[start : start + length] = memoryview(each).cast("B")
 
 
@@ -110,27 +109,21 @@ def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
     layout = _layout(body, lengths)
     if layout.size != len(packed):
         raise ProtocolError(f"an item of a queue of {len(packed)} bytes that says it has {layout.size}")
-    buffers = [packed[start : start + length] for start, length in zip(layout.starts, lengths, strict=True)]
+    buffers = [packed[start : start + length] for start, length in layout.buffers]
     return bytes(packed[layout.body : layout.body + body]), buffers
 
 
 class _Layout(NamedTuple):
-    """Where the parts of an item start, the body and each buffer. size: of all of it, in bytes."""
+    """Where the body of an item starts, and the spans of its buffers. size: of all of it, in bytes."""
 
     body: int
-    starts: list[int]
+    buffers: list[Span]
     size: int
 
 
 def _layout(body: int, lengths: Sequence[int]) -> _Layout:
     start = _HEAD.size + 8 * len(lengths)
-    size = start + body
-    starts = []
-    for length in lengths:
-        size += -size % _ALIGNMENT
-        starts.append(size)
-        size += length
-    return _Layout(start, starts, size)
+    return _Layout(start, *lay_out(lengths, start + body))
 
 
 def _memory(packed: torch.Tensor) -> memoryview:

@@ -86,7 +86,7 @@ class ServedQueue:
         for none, -2 for one, and so on. RpcUsageError for what is no item.
         """
         _check(wait, number, len(items))
-        if any(not isinstance(each, RRef) and (type(each) is not bytes or len(each) > SMALL) for each in items):
+        if not _are_items(items):
             raise RpcUsageError(f"queue {self.name!r} takes items as `rpc.queue` puts them, and got something else")
         putter = _Waiter(0, items)
         self._putters.append(putter)
@@ -176,7 +176,7 @@ class ServedQueue:
 
     async def return_items(self, *items: Item) -> None:
         """Put back to the front what was taken and is not wanted: as if it had not been taken."""
-        if any(not isinstance(each, RRef) and (type(each) is not bytes or len(each) > SMALL) for each in items):
+        if not _are_items(items):
             raise RpcUsageError(f"what was not taken from queue {self.name!r} cannot be put back")
         if len(items) > self._unfinished:
             raise RpcUsageError(
@@ -281,6 +281,10 @@ class ServedQueue:
 def _check(wait: object, number: object, count: object) -> None:
     if type(wait) is not bool or type(number) is not int or type(count) is not int or not 0 < count <= MOST:
         raise RpcUsageError(f"from 1 to {MOST} items of a queue go at a time; here they are {count!r:.40}")
+
+
+def _are_items(items: Sequence[object]) -> bool:
+    return all(isinstance(each, RRef) or (type(each) is bytes and len(each) <= SMALL) for each in items)
 
 
 def gone_with(item: Item) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from aiorpc.examples import actor_learner
 from aiorpc.examples._actor_critic import GAMMA, LAMBDA, ActorCritic, Fragment, Games, Learner, advantages
+from aiorpc.examples._launch import WorkerFailed
 from tests.examples.programs import RUN_ALL, run_program, usage_error
 
 MODULE = "aiorpc.examples.actor_learner"
@@ -83,6 +85,17 @@ def test_it_solves_cartpole(tmp_path: Path, chaos: float) -> None:
     assert result["solved_at"] is not None, result["rewards"][-1]
     assert bool(result["kills"]) == bool(chaos)
     assert max(result["ages"]) < 30  # nobody goes on with weights that are long gone
+
+
+def test_actors_that_die_of_themselves_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are named, though no sample ever came."""
+    monkeypatch.setattr(actor_learner, "_actor", exit_at_once)
+    with pytest.raises(WorkerFailed, match=r"actor\d \(pid \d+\) exited with code 3"):
+        actor_learner.run(actor_learner.Settings(actors=1, show=False, timeout=60))
+
+
+def exit_at_once(*_: object) -> None:
+    sys.exit(3)
 
 
 @pytest.mark.parametrize("wrong", [["--actors", "0"], ["--chaos", "-1"], ["--batch", "0"]], ids="=".join)

@@ -268,7 +268,7 @@ class FixedWorld:
                 dead = [each.record.describe() for each in members if self._has_ended(self.generation, each.record)]
                 if dead:  # they may be started again: they are met in the next generation
                     return self._settle(_VOID, f"{', '.join(dead)} died or gave up while joining")
-                if self._are_wrong(members) or self._agreed() == [*range(self.world_size)]:
+                if self._all_agree() or self._are_wrong(members):
                     return self._settle(_COMPLETE)
         return self._settle(_TIMEOUT, self._missing(record, patience))
 
@@ -277,12 +277,10 @@ class FixedWorld:
         known = (member.is_known(self._proof.key, self.generation) for member in members)
         return not all(known) or [member.record.id for member in members] != [*range(self.world_size)]
 
-    def _agreed(self) -> list[int]:
-        """The ranks whose holders agree to the world size: one that does not is about to say so, and is no member."""
+    def _all_agree(self) -> bool:
+        """Whether all holders agree to the world size: one that does not is about to say so, and is no member."""
         lasts = [f"last/{rank}" for rank in range(self.world_size)]
-        there = [rank for rank, last in enumerate(lasts) if self.board.has(last)]
-        generations = self.board.get_all([lasts[rank] for rank in there]) if there else []
-        return [rank for rank, last in zip(there, generations, strict=True) if last == str(self.generation)]
+        return self.board.has(*lasts) and {*self.board.get_all(lasts)} == {str(self.generation)}
 
     def _read(self, slots: list[str]) -> list[Member]:
         entries = zip(slots, self.board.get_all(slots), strict=True)
@@ -290,8 +288,8 @@ class FixedWorld:
 
     def _missing(self, record: WorkerRecord, patience: Patience) -> str:
         held = [self._holder(self.generation, rank) for rank in range(self.world_size)]
-        agreed = self._agreed()
-        missing = [rank for rank in range(self.world_size) if rank not in agreed]
+        agreed = str(self.generation)
+        missing = [rank for rank in range(self.world_size) if self.board.get(f"last/{rank}") != agreed]
         here = ", ".join(holder.describe() for holder in held if holder is not None)
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return f"{record.describe()} waited {patience.seconds:g} s for {ranks} of {self.world_size}; here: {here}"
