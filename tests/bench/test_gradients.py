@@ -269,7 +269,7 @@ def test_small_run_of_both_sides_gives_figures(tmp_path: Path) -> None:
     out = tmp_path / "gradients.json"
     # A process of its own: the fork server it starts ends with it.
     command = [sys.executable, "-c", SMALL_RUN, str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = read_json(out)
     assert outcome.failures == ()

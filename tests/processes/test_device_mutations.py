@@ -35,12 +35,13 @@ PATIENT = 4.0
 PATIENCE = PATIENT  # seconds that a stream waits for an event
 Seen = list[str]  # what went wrong
 Ask = Callable[..., "rpc.Future[Any]"]
+ANSWER = 60.0  # seconds for an answer, on however busy a machine; what hangs because something is left out takes them
 
 
 async def _ask(seen: Seen, future: rpc.Future[Any]) -> Any:
     """The answer; an error is something seen."""
     try:
-        return await asyncio.wait_for(future, 20)
+        return await asyncio.wait_for(future, ANSWER)
     except Exception as error:
         seen.append(f"{type(error).__name__}: {error}")
         return None
@@ -194,7 +195,7 @@ async def taken_back(seen: Seen, ask: Ask, fake: FakeCuda) -> None:
         for _ in range(3):
             first.add_(1)
         with pytest.raises(rpc.RpcError, match=f"no {Picky.refused} bytes"):
-            await asyncio.wait_for(ask(bodies.give_back, [first, on_device(Picky.refused)]), 20)
+            await asyncio.wait_for(ask(bodies.give_back, [first, on_device(Picky.refused)]), ANSWER)
         other = on_device(MEDIUM, mark, 1)
         _look(seen, f"after message {mark}", other, pattern(MEDIUM, mark))
         if seen:
@@ -221,7 +222,7 @@ async def by_torch(seen: Seen, ask: Ask, fake: FakeCuda) -> None:
     """Answers that torch's own helpers take out of Futures."""
     for mark in range(60):
         call = ask(bodies.plus, on_device(MEDIUM, mark))
-        answers = await asyncio.wait_for(asyncio.to_thread(torch.futures.wait_all, [call]), 20)
+        answers = await asyncio.wait_for(asyncio.to_thread(torch.futures.wait_all, [call]), ANSWER)
         _look(seen, f"message {mark}", answers[0], pattern(MEDIUM, mark) + 1)
         if seen:
             return
@@ -321,7 +322,7 @@ async def _killed(site: str, ask: Callable[[Group], list[rpc.Future[Any]]], wait
         calls = ask(group)
         await until(lambda: group.fake.calls["interprocess.wait"] >= before + waits)
         group.children["w1"].kill(signal.SIGKILL)
-        await asyncio.wait(map(asyncio.ensure_future, map(_settled, calls)), timeout=20)
+        await asyncio.wait(map(asyncio.ensure_future, map(_settled, calls)), timeout=ANSWER)
         done = await asyncio.to_thread(group.fake.machine.drain, 2 * PATIENCE)
 
     with left_out(site):

@@ -16,7 +16,7 @@ import aiorpc as rpc
 from aiorpc.protocol.reference_messages import Counts
 from tests.limits import busy
 
-from .workers import LIMIT, Link, Place, meeting_file, processes, until
+from .workers import LIMIT, Link, Place, meeting_file, processes, rounds, until
 
 LARGE = 200_000  # bytes: such an item stays with its producer, and goes to its consumer by shared memory
 MANY = 4  # items that one consumer asks for, and that one producer has under way
@@ -73,6 +73,7 @@ def consume(place: Place, link: Link, path: str) -> None:
 async def _consume(place: Place, link: Link, path: str) -> None:
     lost: Counter[str] = Counter()
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    losses = os.open(f"{path}.lost", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     async with rpc.init(place.name, init_method=place.init_method):
         queue = rpc.queue("q", owner="owner", timeout=60 * busy())
         link.tell("there")
@@ -81,6 +82,7 @@ async def _consume(place: Place, link: Link, path: str) -> None:
                 items = await queue.get_many(MANY)
             except rpc.ItemLost as error:
                 lost[error.worker] += error.count
+                os.write(losses, f"{place.name}: {error}\n".encode())
                 continue
             except (rpc.PeerLost, rpc.UnknownObject, rpc.QueueShutDown) as error:
                 link.tell((type(error).__name__, dict(lost)))
@@ -92,9 +94,15 @@ async def _consume(place: Place, link: Link, path: str) -> None:
             del items
             tensor = None
         os.close(file)
+        os.close(losses)
         await asyncio.to_thread(link.hear, 120 * busy())
         await until(nothing_left_of(rpc.current()))
         link.tell("nothing left")
+
+
+def told_of(log: Path) -> str:
+    """What consumers have heard of items that were lost, those that are dead by now as well."""
+    return log.with_name(f"{log.name}.lost").read_text()
 
 
 def own(place: Place, link: Link) -> None:
@@ -107,7 +115,7 @@ def own(place: Place, link: Link) -> None:
 
 
 @pytest.mark.long  # tests/queues/test_queue.py has each of these deaths once, in one process
-@pytest.mark.parametrize("seed", range(int(os.environ.get("AIORPC_QUEUE_ROUNDS", "2"))))
+@pytest.mark.parametrize("seed", rounds(2))
 @pytest.mark.parametrize("victim", ["producer0", "consumer0", "owner"])
 async def test_a_death_at_a_random_moment_harms_nobody_else(victim: str, seed: int, tmp_path: Path) -> None:
     """Whoever it is: the others end in good order, and what they have got and put adds up."""
@@ -156,9 +164,9 @@ async def test_a_death_at_a_random_moment_harms_nobody_else(victim: str, seed: i
                         lost.update(gone)
                 missing = set(put) - set(got())
                 if victim == "consumer0":  # it has taken along what it was given, and not more
-                    assert len(missing) <= MANY and not lost
+                    assert len(missing) <= MANY and not lost, (missing, told_of(log))
                 else:
-                    assert not missing and set(lost) <= {victim}
+                    assert not missing and set(lost) <= {victim}, (missing, told_of(log))
             assert max(Counter(got()).values(), default=1) == 1
             for name in alive:
                 children[name].tell("end")
