@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .hosts import Hosts
 from .rank import Command, Failed, RankSpec, Ready, settle, start
 from .sides import SideName, Style
 from .stats import BenchError
@@ -32,6 +33,7 @@ _PRELOAD += [
     "bench.message_clients",
     "bench.group_clients",
     "bench.publishing_clients",
+    "bench.host_clients",
 ]
 _PRELOAD += ["gymnasium.envs.classic_control", "aiorpc.examples._rl"]  # what the batch_rl example needs
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -75,16 +77,18 @@ class Cohort:
         options: dict[str, Any] | None = None,
         *,
         counted: bool = False,
+        hosts: Hosts | None = None,
     ) -> None:
         self.label = f"{side} ({style})"
         self.names = list(names)
         self.side = side
         self.style = style
         self.start_up = 0.0
-        address = free_address()
+        address = free_address() if hosts is None else hosts.meeting
+        places = [""] * len(names) if hosts is None else [host.namespace for host in hosts.all]
         self._specs = [
-            RankSpec(side, style, name, rank, len(names), address, options or {}, counted)
-            for rank, name in enumerate(names)
+            RankSpec(side, style, name, rank, len(names), address, options or {}, counted, place)
+            for rank, (name, place) in enumerate(zip(names, places, strict=True))
         ]
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []

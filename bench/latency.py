@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from . import awaited, clients, functions
-from .stage import Figures, Key, Stage, column
+from .stage import Figures, Key, Stage, column, style_of
 from .stats import Row
 
 
 def _case(stage: Stage, key: Key, function: Callable[..., Any], elements: int | None = None) -> Callable[[], Figures]:
-    measure = awaited.latency if key in ("aiorpc awaited", "aiorpc dedicated") else clients.latency
+    measure = awaited.latency if style_of(key) == "awaited" else clients.latency
     return partial(
         stage.client,
         key,

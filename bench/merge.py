@@ -1,7 +1,8 @@
 """``python -m bench --merge a.json b.json c.json``: the README's table out of the results of several runs.
 
 A figure is the median of the runs' medians, and so is a ratio; beside it stands the least and the greatest ratio of all
-rounds of all runs. A row that no run has is left out, and what a run has beside these rows is in its own file.
+rounds of all runs. A row that no run has is left out, and what a run has beside these rows is in its own file. What a
+whole run leaves out (``--only groups,publish,queue``) comes from runs of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ class Line:
     quantity: str
     note: str = ""
     size: int | None = None
+    against: str = ""
 
 
+WEIGHTS = ("publish", "until the last of 8 readers has it", "256 MB")
+QUEUE = "Ray's Queue"
 LINES = (
     Line("blocking call of a Python no-op (`def`), p50 in µs", "noop_blocking", "p50"),
     Line(
@@ -106,7 +110,16 @@ LINES = (
     Line("start of 32 workers, s", "workers", "start-up, fork to all joined", size=32),
     Line("calls/s of 31 workers that all call one", "workers", "all call one, calls/s", size=32),
     Line("processor time of an idle worker, s/s", "idle", "processor time per idle worker"),
+    Line("256 MB of weights published, until the last of 8 readers has them, ms", *WEIGHTS),
+    Line("the same against Ray's `put` and 8 `get`s", *WEIGHTS, against="Ray"),
+    Line("the same against Ray's, told to make no copies", *WEIGHTS, against="Ray, zero copies"),
+    Line("a no-op to a group of 32 workers, µs", "groups", "group of 32, p50", "torch: loop and wait_all"),
+    Line("small items/s of a queue, one at a time", "queue", "small items, one at a time", against=QUEUE),
+    Line("small items/s of a queue, 256 under way", "queue", "small items, 256 under way", against=QUEUE),
 )
+
+
+_Key = tuple[str, str, str, int | None, str]
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
@@ -128,11 +141,11 @@ def _cells(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     return [_line(line.said, rows) for line in LINES if (rows := _rows_of(line, runs))]
 
 
-def _key(row: Row | Line) -> tuple[str, str, str, int | None]:
-    return row.measurement, row.quantity, row.note, row.size
+def _key(row: Row | Line) -> _Key:
+    return row.measurement, row.quantity, row.note, row.size, row.against
 
 
-def _rows_of(line: Line, runs: Sequence[Mapping[tuple[str, str, str, int | None], Row]]) -> list[Row]:
+def _rows_of(line: Line, runs: Sequence[Mapping[_Key, Row]]) -> list[Row]:
     """Of each run that has it."""
     return [run[_key(line)] for run in runs if _key(line) in run]
 
@@ -146,7 +159,8 @@ def _line(said: str, rows: Sequence[Row]) -> tuple[str, ...]:
     ratio = statistics.median(statistics.median(row.ratios) for row in compared)
     all_rounds = [each for row in compared for each in row.ratios]
     spread = f"{_number(min(all_rounds))} to {_number(max(all_rounds))}"
-    return said, _number(ours), _number(theirs), f"**{_number(ratio)}x**", spread
+    other = " of ".join(filter(None, (_number(theirs), rows[0].against)))
+    return said, _number(ours), other, f"**{_number(ratio)}x**", spread
 
 
 def _number(value: float) -> str:

@@ -18,12 +18,16 @@ from typing import Any
 import torch
 
 from .counter import counter
+from .hosts import enter
 from .sides import RpcModule, SideName, Style, module
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Who a worker process is. options: what differs from the side's defaults. counted: count Python functions."""
+    """Who a worker process is. options: what differs from the side's defaults. counted: count Python functions.
+
+    namespace: the network namespace that it lives in, "" for the one of its parent.
+    """
 
     side: SideName
     style: Style
@@ -33,6 +37,7 @@ class RankSpec:
     init_method: str
     options: dict[str, Any] = field(default_factory=dict)
     counted: bool = False
+    namespace: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ def start(spec: RankSpec, pipe: Connection) -> None:
     if spec.counted:
         counter().install()  # before there are other threads
     try:
+        if spec.namespace:
+            enter(spec.namespace)
         if spec.style == "blocking":
             _blocking(spec, pipe)
         else:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from .awake import Keepers
 from .cohort import Cohort
+from .hosts import Hosts
 from .sides import SideName, Style
 
 Key = Literal["aiorpc", "aiorpc awaited", "aiorpc dedicated", "aiorpc patient", "aiorpc sleepy", "torch"]
@@ -78,6 +79,11 @@ _SETUPS: dict[Key, Setup] = {
 }
 
 
+def style_of(key: Key) -> Style:
+    """Whether a pair of that kind blocks or awaits."""
+    return _SETUPS[key].style
+
+
 class Stage:
     """Starts a pair (server and client) of workers when it is first asked for and keeps it for later measurements.
 
@@ -125,10 +131,11 @@ class Stage:
         options: dict[str, Any] | None = None,
         *,
         counted: bool = False,
+        hosts: Hosts | None = None,
     ) -> Cohort:
         """Start a cohort, which the caller closes, while all others are paused. In an A/A run torch plays aiorpc."""
         self.pause()
-        cohort = Cohort(self.side(side), names, style, options, counted=counted)
+        cohort = Cohort(self.side(side), names, style, options, counted=counted, hosts=hosts)
         self._keep_awake(cohort)
         self._active = cohort.start()
         return cohort

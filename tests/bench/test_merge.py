@@ -48,6 +48,20 @@ def test_a_row_that_only_one_run_has_is_there(runs: list[Outcome]) -> None:
     assert "| the awaited call where idle cores may halt | 1,500 | 3,000 | **2x** | 2 to 2 |" in merge.markdown(runs)
 
 
+def test_another_side_than_torch_is_named(runs: list[Outcome]) -> None:
+    """Of rows that differ in nothing else, each is a line of its own."""
+    row = Row("publish", "until the last of 8 readers has it", "ms", "lower", (40.0,), (500.0,), note="256 MB")
+    theirs = [
+        replace(row, torch=(ms,), against=against) for ms, against in ((1500.0, "Ray"), (280.0, "Ray, zero copies"))
+    ]
+    lines = merge.markdown([replace(runs[0], rows=(row, *theirs))]).splitlines()
+    assert [line.partition(" | ")[2] for line in lines[2:5]] == [
+        "40 | 500 | **12.5x** | 12.5 to 12.5 |",
+        "40 | 1,500 of Ray | **37.5x** | 37.5 to 37.5 |",
+        "40 | 280 of Ray, zero copies | **7x** | 7 to 7 |",
+    ]
+
+
 def test_runs_of_different_machines_are_not_merged(runs: list[Outcome]) -> None:
     """The error names both."""
     runs[2] = replace(runs[2], facts=runs[2].facts | {"cpu": "another CPU"})
@@ -88,6 +102,7 @@ def test_what_cannot_be_merged_is_refused(
 
 def test_committed_results_have_the_rows_of_the_table() -> None:
     """No line waits for a row that runs call something else."""
-    table = merge.markdown([report.read_json(Path(__file__).parents[2] / "bench/results/2-cores.json")])
+    results = Path(__file__).parents[2] / "bench/results"
+    table = merge.markdown([report.read_json(results / f"{name}.json") for name in ("2-cores", "several-2-cores")])
     missing = [line.said for line in merge.LINES if f"| {line.said} |" not in table]
     assert not missing
