@@ -16,7 +16,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from .. import foreign
 from ..errors import (
@@ -39,6 +39,13 @@ from .served import MOST, SHUT, gone_with
 from .waiting import GetFuture, Item, PutFuture
 
 _ITEMS_AT_ONCE = 256
+
+
+class Kept(NamedTuple):
+    """An item that stays with its producer until it is fetched. producer: its name, as the owner has told."""
+
+    reference: RRef[Any]
+    producer: str
 
 
 class Client:
@@ -211,38 +218,40 @@ class Client:
         """The items of an answer, or why there are none."""
         if error is not None:
             return [], error
-        head, *items = got if type(got) is Results else (got,)
+        head, *rest = got if type(got) is Results else (got,)
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
-        if any(not isinstance(item, (bytes, str, RRef)) for item in items):
+        said, *items = rest or (None,)
+        names = said if type(said) is dict else {}
+        if any(not isinstance(item, (bytes, str)) and not _is_kept(item, names) for item in items):
             return [], ProtocolError(f"{self.describe()} gives items that are none")
-        return items, None
+        return [Kept(item, names[item._owner]) if isinstance(item, RRef) else item for item in items], None
 
     def _fetch(self, get: GetFuture, items: Sequence[Item]) -> None:
         """Have the items that their producers have kept; then give all to the one who waits."""
-        kept: dict[int, list[RRef[Any]]] = {}
+        kept: dict[int, list[Kept]] = {}
         for item in items:
-            if isinstance(item, RRef):
-                kept.setdefault(item._owner, []).append(item)
+            if isinstance(item, Kept):
+                kept.setdefault(item.reference._owner, []).append(item)
         if not kept:
             self._give(get, items, {})
             return
-        fetched: dict[RRef[Any], Any] = {}
+        fetched: dict[Kept, Any] = {}
         left = len(kept)
 
-        def arrived(references: list[RRef[Any]], answer: Any, error: BaseException | None) -> None:
+        def arrived(wanted: list[Kept], answer: Any, error: BaseException | None) -> None:
             nonlocal left
             left -= 1
             given = list(answer)[1:] if type(answer) is Results else []
-            if error is None and len(given) != 2 * len(references):
+            if error is None and len(given) != 2 * len(wanted):
                 error = ProtocolError("a producer gives something else than its items")
-            for number, reference in enumerate(references):
-                fetched[reference] = error if error is not None else (given[2 * number], given[2 * number + 1])
+            for number, each in enumerate(wanted):
+                fetched[each] = error if error is not None else (given[2 * number], given[2 * number + 1])
             if not left:
                 self._give(get, items, fetched)
 
-        for worker, references in kept.items():
-            self._call_peer(worker, references, partial(arrived, references))
+        for worker, wanted in kept.items():
+            self._call_peer(worker, [each.reference for each in wanted], partial(arrived, wanted))
 
     def _call_peer(self, worker: int, references: list[RRef[Any]], then: Callable[[Any, Any], None]) -> None:
         def call() -> Future[Any]:
@@ -251,7 +260,7 @@ class Client:
 
         self._begin_call(call, then)
 
-    def _give(self, get: GetFuture, items: Sequence[Item], fetched: dict[RRef[Any], Any]) -> None:
+    def _give(self, get: GetFuture, items: Sequence[Item], fetched: dict[Kept, Any]) -> None:
         if get.done():  # nobody waits any more
             self.put_back(items)
             return
@@ -260,10 +269,10 @@ class Client:
         gone: dict[str, list[BaseException | None]] = {}
         finished = 0
         for item in items:
-            found: Any = fetched[item] if isinstance(item, RRef) else item
+            found: Any = fetched[item] if isinstance(item, Kept) else item
             try:
                 if isinstance(found, BaseException):
-                    gone.setdefault(item.owner_name(), []).append(found)
+                    gone.setdefault(item.producer, []).append(found)
                 elif isinstance(found, str):
                     gone.setdefault(found, []).append(None)
                     finished -= 1  # the owner has seen to that
@@ -320,12 +329,15 @@ class Client:
         finished = 0
         there = []
         for item in items:
-            worker = item if isinstance(item, str) else gone_with(item)
-            if worker is None:
+            if isinstance(item, str):
+                gone.setdefault(item, []).append(None)  # the owner has seen to that
+            elif not isinstance(item, Kept):
                 there.append(item)
+            elif gone_with(item.reference) is None:
+                there.append(item.reference)
             else:
-                gone.setdefault(worker, []).append(None)
-                finished += not isinstance(item, str)
+                gone.setdefault(item.producer, []).append(None)
+                finished += 1
         if there:
             self._tell("return_items", *there)
         self._lose(gone, finished)
@@ -412,6 +424,10 @@ class Client:
             )
         if not self.node.engine.loop.is_closed():
             self.node.engine.run_on_loop(then, value, error)
+
+
+def _is_kept(item: object, names: dict[Any, Any]) -> bool:
+    return isinstance(item, RRef) and type(names.get(item._owner)) is str
 
 
 def _nothing(_: Any, error: BaseException | None) -> None:

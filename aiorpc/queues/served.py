@@ -100,8 +100,9 @@ class ServedQueue:
     async def take_items(self, wait: bool, number: int, count: int) -> Results:
         """Take up to so many items, but one at least; none if it is not to wait, or if that `number` is withdrawn.
 
-        The answer begins with `HERE` or `SHUT`. An item is its bytes, a reference, or the name of the worker that had
-        it and is gone.
+        The answer begins with `HERE` or `SHUT`. Behind `HERE` come the names of those who have kept some of its items,
+        by their ids, or None, as whoever gets the items may never have met them; then the items. One is its bytes, a
+        reference, or the name of the worker that had it and is gone.
         """
         _check(wait, number, count)
         getter = _Waiter(count, ())
@@ -120,7 +121,8 @@ class ServedQueue:
             if gone is not None:
                 items[place] = gone
                 self._finish(1, who)
-        return Results((HERE, *items))
+        names = {each._owner: each.owner_name() for each in items if isinstance(each, RRef)}
+        return Results((HERE, names or None, *items))
 
     async def _settled(self, waiter: _Waiter, number: int, among: deque[_Waiter]) -> Any:
         """What the waiter is given. If its caller gives up, nothing of it happens, as far as nothing has yet."""

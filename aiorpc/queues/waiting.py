@@ -9,7 +9,9 @@ from typing import Any, Protocol
 from ..futures import Future
 from ..runtime.node import Node
 
-Item = Any  # as it travels: bytes, a reference, or the name of the worker that is gone with it
+# As it travels: bytes, a reference, or the name of the worker that is gone with it. Where it is got, a reference stands
+# beside the name of its producer (`client.Kept`).
+Item = Any
 
 
 class ClientForWaiting(Protocol):

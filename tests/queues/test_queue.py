@@ -17,6 +17,7 @@ from aiorpc import ItemLost, QueueEmpty, QueueFull, QueueHandle, QueueShutDown, 
 from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
+from tests.runtime.joining import unheard_of
 from tests.runtime.waiting import until, until_no_references
 
 LONG = 30.0
@@ -359,6 +360,24 @@ async def test_a_producer_that_dies_takes_along_what_it_kept(free: list[Worker])
     assert await other.get() == "next"
     await other.task_done(3)
     await queue.join()
+
+
+async def test_items_of_a_producer_that_was_never_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there; and if it cannot be found any more, its name is told, which the owner of the queue knows."""
+    store = HashStore()
+    async with cluster(2, dynamic=True, store=store) as workers, unheard_of("late", store) as late:
+        make(workers[0])
+        mine = handle(workers[1])
+        await put_all(handle(late), [torch.ones(LARGE), torch.ones(LARGE)])
+        with monkeypatch.context() as patched:
+            patched.setattr(workers[1].node.rendezvous, "members", list)  # as once it is off the list
+            with pytest.raises(ItemLost, match=r"an item of queue 'q' .* went with worker 'late'") as raised:
+                await mine.get()
+        assert raised.value.worker == "late"
+        assert (await mine.get()).sum() == LARGE
+        await mine.task_done()
+        await mine.join()
+        await until_no_references([*workers, late])
 
 
 async def test_a_producer_that_leaves_takes_along_what_it_kept(free: list[Worker]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -27,6 +28,7 @@ from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
 from aiorpc.testing import cluster
 from tests.limits import busy
+from tests.runtime.joining import unheard_of
 from tests.runtime.stores import ROSTER, Stuck, WatchedStore
 from tests.runtime.waiting import LIMIT, until
 
@@ -321,6 +323,38 @@ async def test_references_to_workers_that_joined_later(store: Store) -> None:
         assert await workers[0].call("late", fetch, rref) == {"a": 1}
         del rref
         await until(lambda: workers[1].node.references.counts().owned == 0)
+
+
+async def test_a_worker_of_which_a_reference_alone_was_heard_is_called_and_passed_the_reference(store: Store) -> None:
+    """Its name is learnt on the way; the reference has its id, and the store knows the rest."""
+    async with cluster(2, dynamic=True, store=store) as workers, unheard_of("late", store):
+        rref = await workers[1].call("worker0", make_at, "late")
+        assert names(workers[1]) == ["worker0", "worker1"]
+        assert await workers[1].call(rref.owner(), fetch, rref) == {"a": 1}
+        assert rref.owner_name() == "late"
+        del rref
+
+
+async def test_a_worker_that_the_store_could_not_say_anything_of_is_looked_for_again() -> None:
+    """A call to it fails while the store does not answer, and the next one does not fail for that."""
+    store = WatchedStore()
+    async with cluster(2, dynamic=True, store=store) as workers, unheard_of("late", store):
+
+        def refuse(operation: str, keys: tuple[str, ...]) -> None:
+            if ROSTER in keys and threading.current_thread().name == "aiorpc-worker1-rendezvous":
+                raise RuntimeError("no answer")
+
+        store.look = refuse
+        rref = await workers[1].call("worker0", make_at, "late")
+        with pytest.raises(RendezvousError, match="no answer"):
+            await rref
+        store.look = lambda operation, keys: None
+        assert await rref == {"a": 1}
+        del rref
+
+
+def make_at(name: str) -> aiorpc.RRef[dict[str, int]]:
+    return aiorpc.current().remote(name, dict, a=1)
 
 
 async def fetch(rref: aiorpc.RRef[dict[str, int]]) -> dict[str, int]:

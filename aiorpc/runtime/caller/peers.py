@@ -90,6 +90,9 @@ class Peers:
         known = self._peers.get(to) if type(to) is str else None
         if known is not None and known.gone is None:
             return known
+        number = _number_in(to.name) if isinstance(to, WorkerInfo) else None
+        if number is not None:  # as `info` says where the name is not known
+            return self.by_id(number)
         key: str | int = to if type(to) is str else to.name if isinstance(to, WorkerInfo) else to
         at = (
             self._ranks.get(key, -1) if isinstance(key, int) and not self._dynamic else key
@@ -121,20 +124,22 @@ class Peers:
         """
         peer = self._peers.get(worker_id)
         if peer is None and not self._dynamic:
-            peer = self._make(f"#{worker_id}", None)  # and not kept: whoever invents ids must not fill our memory
+            peer = self._make(_name_of(worker_id), None)  # and not kept: whoever invents ids must not fill our memory
             peer.fail(_no_member(worker_id))
-        if peer is None:
+        if peer is None or (_was_not_found(peer) and not self._engine.closed):
             with self._lock:
-                peer = self._peers.setdefault(worker_id, self._make(f"#{worker_id}", None))
+                peer = self._peers.get(worker_id)
+                if peer is None or _was_not_found(peer):
+                    peer = self._peers[worker_id] = self._make(_name_of(worker_id), None)
         return peer
 
     def add(self, record: WorkerRecord) -> Peer:
         """The peer of a record, entered under its id and, unless another worker of that name lives, its name."""
         with self._lock:
             peer = self._peers.get(record.id)
-            if peer is None:
+            if peer is None or _was_not_found(peer):
                 waiting = self._peers.get(record.name)
-                unknown = waiting is not None and waiting.record is None
+                unknown = waiting is not None and waiting.record is None and waiting.gone is None
                 peer = waiting if waiting is not None and unknown else self._make(record.name, record)
             if peer.record is None:
                 peer.identify(record)
@@ -145,7 +150,7 @@ class Peers:
             named = self._peers.get(record.name)
             if self._gives_way(named, record):
                 if named is not None and named is not peer and named.gone is None:
-                    self._peers[f"#{record.id}"] = named  # its calls are looked after, too; no worker has such a name
+                    self._peers[_name_of(record.id)] = named  # its calls are looked after, too
                 self._peers[record.name] = peer
         search = self._searches.get(peer)
         if search is not None:
@@ -156,7 +161,7 @@ class Peers:
         """A worker of a free group has been gone for long: nothing leads to it any more, nor to how it went."""
         with self._lock:
             peer = self._peers.get(record.id)
-            for key in (record.id, record.name, f"#{record.id}"):
+            for key in (record.id, record.name, _name_of(record.id)):
                 if self._peers.get(key) is peer:
                     self._peers.pop(key, None)
 
@@ -168,6 +173,9 @@ class Peers:
 
     def id_of(self, peer: Peer) -> int:
         """The id of a peer. UnknownWorker if it has not joined yet; what a call by its name ends with if it is gone."""
+        number = _number_in(peer.name)
+        if number is not None:
+            return number
         silent: StoreGone | None = None
         if peer.record is None and self._dynamic:
             record = None
@@ -191,7 +199,7 @@ class Peers:
     def describe(self, worker_id: int) -> str:
         """The name of a worker, for errors and reports; its id as text if the name is not known."""
         peer = self._peers.get(worker_id)
-        return peer.name if peer is not None else f"#{worker_id}"
+        return peer.name if peer is not None else _name_of(worker_id)
 
     async def locate(self, peer: Peer) -> WorkerRecord | None:
         """The record of a peer, looking for it if it has not joined; None once nobody waits for that. On the loop."""
@@ -204,28 +212,28 @@ class Peers:
     async def _search(self, peer: Peer, met: asyncio.Event) -> WorkerRecord | None:
         pause = 0.01
         while peer.record is None:
+            number = _number_in(peer.name)
             asked, silent = time.monotonic(), None
             try:
                 records = await self._look()
             except StoreGone as error:
-                if peer.name.startswith("#"):
+                if number is not None:
                     raise
                 records, silent = [], error  # it may come back, and workers be met without it
             for record in records:
                 if self._home.group.is_gone(record):
                     continue
-                if record.name == peer.name or f"#{record.id}" == peer.name:
+                if record.name == peer.name or record.id == number:
                     self._adopt(peer, record)
                     self._home.group.on_joined(record)
                     break
             else:
-                if peer.name.startswith("#"):  # an id is in the store before anybody can hear of it
-                    worker_id = int(peer.name[1:])
+                if number is not None:  # an id is in the store before anybody can hear of it
                     with self._lock:
-                        if self._peers.get(worker_id) is peer:
-                            del self._peers[worker_id]
-                    self._home.on_unknown(worker_id)
-                    raise _no_member(worker_id)
+                        if self._peers.get(number) is peer:
+                            del self._peers[number]
+                    self._home.on_unknown(number)
+                    raise _no_member(number)
                 grace = peer.made + self._engine.options.newcomer_grace - time.monotonic()
                 if peer.former is not None or silent is not None or grace <= 0:
                     peer.turn_away(asked, lambda: self._absent(peer, silent))  # noqa: B023  # called at once
@@ -277,6 +285,24 @@ class Peers:
         with self._lock:
             peer.identify(record)
             self._peers.setdefault(record.id, peer)
+
+
+def _name_of(worker_id: int) -> str:
+    """What stands for the name of a worker of which the id alone is known; no worker bears such a name."""
+    return f"#{worker_id}"
+
+
+def _number_in(name: str) -> int | None:
+    """The id in what `_name_of` gives; None for the name of a worker."""
+    return int(name[1:]) if name.startswith("#") and name[1:].isdecimal() else None
+
+
+def _was_not_found(peer: Peer) -> bool:
+    """Whether that peer ended before it was known which worker it is, as where the store could not be asked.
+
+    It is of no use to whoever meets that worker, or looks for it once more.
+    """
+    return peer.gone is not None and peer.record is None
 
 
 def _last_holder(peer: Peer | None) -> Peer | None:
