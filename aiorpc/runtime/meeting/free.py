@@ -7,6 +7,7 @@ the members, and ``1/ids`` counts those to whom an id was given.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -71,7 +72,8 @@ class FreeWorld:
         self.rank = rank
         self.proof = proof
         self._here = host_identity()
-        self.last = ""  # the list as it was read last
+        self._lock = threading.Lock()  # several threads look at the list
+        self.newest = _Roster()  # that was seen of the list
         self.struck: set[str] = set()  # incarnations of those who are gone, whether the store heard of it or not
 
     def join(self, make_record: MakeRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
@@ -122,28 +124,26 @@ class FreeWorld:
         def strike(members: list[Member], _: IdSet) -> list[Member]:
             return [member for member in members if member.record.incarnation != record.incarnation]
 
-        _, members, _, _ = self._parse(self.board.get(self._ROSTER) or "")
-        if any(member.record.incarnation == record.incarnation for member in members):
+        if any(member.record.incarnation == record.incarnation for member in self._read().members):
             self._change(strike, Patience(10.0), leaver=leaver)
 
     def has_left(self, record: WorkerRecord) -> bool:
         """Whether it has taken itself off the list, as one of the last who did."""
-        return record.incarnation in self._parse(self.board.get(self._ROSTER) or "").left
+        return record.incarnation in self._read().left
 
     def resume(self, before: FreeWorld, record: WorkerRecord, patience: Patience) -> bool:
         """Enter the list of the store that was there before into this one, or this worker into the list that is here.
 
         before: this worker's view of that store. False if others have begun a group of their own here.
         """
-        _, old, used, _ = self._parse(before.last)
+        _, old, used, _ = before.newest
         self.struck |= before.struck
         known = {member.record.incarnation for member in old}
         stay = [member for member in old if member.record.incarnation not in self.struck]
         taken = used.union(_ids(old))
         # This worker may not have seen the last ones who came: the next id is one that none of them can have.
         self.board.swap("1/ids", "", str((max(taken, default=-1) // _LEAP + 2) * _LEAP))
-        text = self.board.get(self._ROSTER) or ""
-        here = self._parse(text).members
+        here = self._read().members
         if here and not any(member.record.incarnation in known for member in here):
             return False
 
@@ -168,17 +168,11 @@ class FreeWorld:
 
     def members(self) -> list[Member]:
         """Who is in the list now, oldest first. RendezvousError if one does not bear the seal of AIORPC_SECRET."""
-        self.last = self.board.get(self._ROSTER) or ""
-        members = self._parse(self.last).members
-        self._prune(members)
+        members = self._read().members
         for member in self.alive(members):
             member.check(self.proof.key, self.generation)
         # Of the dead some may be left of another group.
         return [member for member in members if member.is_known(self.proof.key, self.generation)]
-
-    def _prune(self, members: Sequence[Member]) -> None:
-        """Who is gone and not in the list any more needs not be kept out of it."""
-        self.struck.intersection_update({member.record.incarnation for member in members})
 
     def alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of the members that are not known to be dead."""
@@ -186,7 +180,7 @@ class FreeWorld:
 
     def _free_id(self) -> int:
         """A number no member has or had; the counter never goes back."""
-        _, members, used, _ = self._parse(self.board.get(self._ROSTER) or "")
+        _, members, used, _ = self._read()
         taken = used.union(_ids(members))
         while (candidate := self.board.count("1/ids") - 1) in taken:
             pass
@@ -218,11 +212,11 @@ class FreeWorld:
             used = (used.union(left) if self._any_stay(old, members) else IdSet()).union(remember)
             # The version makes each text unique, so a list that changed and changed back is still seen to differ.
             gone = [*gone, leaver][-REMEMBERED:] if leaver and leaver not in gone else gone
-            after = json.dumps(_Roster(version + 1, members, used, gone).to_json())
+            changed = _Roster(version + 1, members, used, gone)
+            after = json.dumps(changed.to_json())
             held = self.board.swap(self._ROSTER, before, after)
             if held == after:
-                self.last = after
-                self._prune(members)
+                self._keep(changed)
                 return members
             before = held
         raise RendezvousError(f"the list of workers could not be changed within {patience.seconds:g} s")
@@ -231,6 +225,19 @@ class FreeWorld:
     def _any_stay(old: Sequence[Member], new: Sequence[Member]) -> bool:
         before = {member.record.incarnation for member in old}
         return any(member.record.incarnation in before for member in new)
+
+    def _read(self) -> _Roster:
+        """The list as it stands in the store."""
+        roster = self._parse(self.board.get(self._ROSTER) or "")
+        self._keep(roster)
+        return roster
+
+    def _keep(self, roster: _Roster) -> None:
+        with self._lock:  # a thread that has read before may come later
+            if roster.version >= self.newest.version:
+                self.newest = roster
+                # Who is gone and not in the list any more needs not be kept out of it.
+                self.struck.intersection_update({member.record.incarnation for member in roster.members})
 
     def _parse(self, text: str) -> _Roster:
         return self.board.load(self._ROSTER, text, _Roster.from_json) if text else _Roster()
