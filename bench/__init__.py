@@ -17,7 +17,9 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
     counting.py     one more, of aiorpc alone: how many Python functions an operation runs;  count_clients.py: in the
                     client;  counter.py: counts them
     messages.py     and how many messages a training step sends;  message_clients.py: at both ends
-    publishing.py, queues.py   weights for many readers, and queues, also against Ray: ray_side.py runs ray_program.py
+    groups.py, publishing.py, queues.py   calls to many, weights for many readers, and queues, the latter two also
+                    against Ray: ray_side.py runs ray_program.py
+    publishing_hosts.py    weights for readers of several hosts;  hosts.py: these are network namespaces
     suite.py        their list;  report.py, picture.py, hardware.py: what comes out
     machine.py      how fast the machine is;  merge.py: the README's table out of several runs
 """

@@ -1,13 +1,14 @@
-"""Several hosts on one machine: network namespaces around a switch, each with a link that is as fast as is said.
+"""Several hosts on one machine: network namespaces, joined by links that are as fast as is said.
 
 To aiorpc they are hosts: a worker's host identity includes its network namespace. A link is a ``veth`` pair; ``tbf``
-limits what each of its two ends sends. Needs root, and a kernel that has these and bridges.
+limits what each of its two ends sends. Needs root, and a kernel that has these, and bridges to join more than two.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import secrets
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PREFIX = "aiorpc-hosts"
+PREFIX = "aiorpc"
 NAMESPACES = Path("/run/netns")
 DEVICE, SWITCH = "wire", "switch"
 PORT = 29500  # the meeting place's: nobody else is there
@@ -34,6 +35,20 @@ class Host:
 
     namespace: str
     address: str
+
+    def ip(self, *arguments: str) -> str:
+        """What the ``ip`` command prints there. NoHostsError when it fails."""
+        return run("ip", "-n", self.namespace, *arguments)
+
+    def set_up(self, *settings: str) -> None:
+        """Give its end of the link its address and those settings, and take it into use."""
+        self.ip("address", "add", f"{self.address}/24", "dev", DEVICE)
+        self.ip("link", "set", DEVICE, *settings, "up")
+
+    def received(self) -> int:
+        """Bytes that came over the link so far."""
+        [device] = json.loads(self.ip("-j", "-s", "link", "show", "dev", DEVICE))
+        return int(device["stats64"]["rx"]["bytes"])
 
 
 @dataclass(frozen=True)
@@ -54,36 +69,62 @@ def joined(count: int, rate: float) -> Iterator[Hosts]:
 
     NoHostsError where they cannot be had.
     """
-    _remove_leftovers()
+    with namespaces(SWITCH, *map(str, range(count))) as (switch, *names):
+        hosts = [Host(name, f"10.232.0.{number + 1}") for number, name in enumerate(names)]
+        run("ip", "-n", switch, "link", "add", SWITCH, "type", "bridge")
+        run("ip", "-n", switch, "link", "set", SWITCH, "up")
+        for number, host in enumerate(hosts):
+            port = f"port{number}"
+            make_pair(host.namespace, DEVICE, switch, port)
+            run("ip", "-n", switch, "link", "set", port, "master", SWITCH, "up")
+            host.set_up()
+            limit(host.namespace, DEVICE, rate)
+            limit(switch, port, rate)
+        yield Hosts(tuple(hosts))
+
+
+@contextlib.contextmanager
+def namespaces(*ends: str) -> Iterator[list[str]]:
+    """The names of new network namespaces, each with that end; they are removed at the end of the block."""
+    remove_leftovers()
     stem = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
-    switch = f"{stem}-{SWITCH}"
-    hosts = [Host(f"{stem}-{number}", f"10.232.0.{number + 1}") for number in range(count)]
     made: list[str] = []
     try:
-        for name in [switch, *(host.namespace for host in hosts)]:
-            _run("ip", "netns", "add", name)
-            made.append(name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "-n", switch, "link", "add", SWITCH, "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", SWITCH, "up")
-        for number, host in enumerate(hosts):
-            _link(host, switch, f"port{number}", rate)
-        yield Hosts(tuple(hosts))
+        for end in ends:
+            run("ip", "netns", "add", f"{stem}-{end}")
+            made.append(f"{stem}-{end}")
+            run("ip", "-n", made[-1], "link", "set", "lo", "up")
+        yield made
     finally:
         for name in made:
-            _run("ip", "netns", "delete", name)
+            run("ip", "netns", "delete", name)
 
 
-def _link(host: Host, switch: str, port: str, rate: float) -> None:
-    near = ("name", DEVICE, "netns", host.namespace)
-    _run("ip", "link", "add", *near, "type", "veth", "peer", "name", port, "netns", switch)
-    _run("ip", "-n", switch, "link", "set", port, "master", SWITCH, "up")
-    _run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", DEVICE)
-    _run("ip", "-n", host.namespace, "link", "set", DEVICE, "up")
-    for namespace, device in ((host.namespace, DEVICE), (switch, port)):
-        # A short queue: what waits here delays the small messages as well, whoever sends.
-        limits = ("rate", f"{rate}mbit", "burst", "256kb", "latency", "10ms")
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
+def existing() -> list[str]:
+    """Network namespaces with a name of ours, of any run."""
+    return [path.name for path in NAMESPACES.glob(f"{PREFIX}-*-*")]  # of a folder that is not there: nothing
+
+
+def remove_leftovers() -> None:
+    """Remove what runs left that were killed: the process in the name is gone."""
+    for name in existing():
+        found = re.fullmatch(rf"{PREFIX}-(\d+)-.*", name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            with contextlib.suppress(NoHostsError):  # another run may have been quicker
+                run("ip", "netns", "delete", name)
+
+
+def make_pair(namespace: str, device: str, other: str, other_device: str) -> None:
+    """Join two namespaces by a pair of devices: what one sends arrives at the other."""
+    near, far = ("name", device, "netns", namespace), ("name", other_device, "netns", other)
+    run("ip", "link", "add", *near, "type", "veth", "peer", *far)
+
+
+def limit(namespace: str, device: str, rate: float) -> None:
+    """Let a device send so many Mbit/s at most."""
+    # A short queue: what waits here delays the small messages as well, whoever sends.
+    limits = ("rate", f"{rate}mbit", "burst", "256kb", "latency", "10ms")
+    run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
 
 
 def enter(namespace: str) -> None:
@@ -95,20 +136,12 @@ def enter(namespace: str) -> None:
             raise OSError(code, f"cannot enter the namespace {namespace}: {os.strerror(code)}")
 
 
-def _remove_leftovers() -> None:
-    """Remove what runs left that were killed: the process in the name is gone."""
-    for path in NAMESPACES.glob(f"{PREFIX}-*"):  # of a folder that is not there: nothing
-        found = re.fullmatch(rf"{PREFIX}-(\d+)-.*", path.name)
-        if found and not Path(f"/proc/{found[1]}").exists():
-            with contextlib.suppress(NoHostsError):  # another run may have been quicker
-                _run("ip", "netns", "delete", path.name)
-
-
-def _run(*command: str) -> None:
-    """Run a command; NoHostsError when it fails."""
+def run(*command: str) -> str:
+    """What a command prints; NoHostsError when it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     except OSError as error:
         raise NoHostsError(f"there is no {command[0]} command: {error}") from None
     if done.returncode != 0:
         raise NoHostsError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -73,7 +73,7 @@ def test_what_a_killed_run_left_goes_with_the_next(monkeypatch: pytest.MonkeyPat
         (tmp_path / name).touch()
     ran: list[tuple[str, ...]] = []
     monkeypatch.setattr(hosts, "NAMESPACES", tmp_path)
-    monkeypatch.setattr(hosts, "_run", lambda *command: ran.append(command))
+    monkeypatch.setattr(hosts, "run", lambda *command: ran.append(command))
     with joined(0, 1.0):
         assert ran[0] == ("ip", "netns", "delete", gone)
     assert not [command for command in ran if alive in command]

@@ -23,9 +23,9 @@ import uvloop
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc as rpc
+from bench.hosts import enter
 from tests import leaks
 from tests.cuts import cut
-from tests.network.relay import enter
 from tests.processes.bodies import hold_the_interpreter
 from tests.processes.workers import Link, Place, until
 

@@ -1,8 +1,7 @@
-"""Two hosts on one machine: network namespaces, joined by a link that may be slow, lossy, or cut.
+"""Two hosts on one machine, as those of `bench.hosts`, joined by a link that may be slow, lossy, or cut.
 
-To aiorpc they are hosts: a worker's host identity includes its network namespace. Two kinds of link: a ``veth`` pair,
-with ``tbf`` for its rate and ``netem`` for delay and loss, where the kernel has them; or the router of `relay.py`.
-What cannot be had skips the test with the reason.
+Two kinds of link: a ``veth`` pair, with ``tbf`` for its rate and ``netem`` for delay and loss, where the kernel has
+them; or the router of `relay.py`. What cannot be had skips the test with the reason.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import select
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,11 +20,10 @@ from typing import Any
 
 import pytest
 
-PREFIX = "aiorpc"
-DEVICE = "wire"
+from bench.hosts import DEVICE, PORT, Host, NoHostsError, limit, make_pair, namespaces, run
+
 ADDRESSES = ("10.231.0.1", "10.231.0.2")
-PORT = 29500  # the meeting place's: nobody else is there
-RELAY = Path(__file__).with_name("relay.py")
+ROOT = Path(__file__).parents[2]
 COMMAND_LIMIT = 10.0  # seconds
 RELAY_MTU = 9000  # bytes: each packet costs the relay the same
 SEED = 7
@@ -40,23 +36,6 @@ class Quality:
     rate: float = 0.0
     delay: float = 0.0
     loss: float = 0.0
-
-
-@dataclass(frozen=True)
-class Host:
-    """One end: its network namespace, and its address on the link."""
-
-    namespace: str
-    address: str
-
-    def ip(self, *arguments: str) -> str:
-        """What the ``ip`` command prints there; AssertionError when it fails."""
-        return run("ip", "-n", self.namespace, *arguments)
-
-    def received(self) -> int:
-        """Bytes that came over the link so far."""
-        [device] = json.loads(self.ip("-j", "-s", "link", "show", "dev", DEVICE))
-        return int(device["stats64"]["rx"]["bytes"])
 
 
 class Network:
@@ -136,72 +115,44 @@ def answer_of(process: subprocess.Popen[str]) -> dict[str, list[int]]:
 def linked(kind: str, **quality: float) -> Iterator[Network]:
     """Two hosts with a link of that kind, "veth" or "relay", and of that `Quality`; skips where it cannot be had."""
     make = {"veth": _veth, "relay": _relay}[kind]
-    require_root()
-    with (
-        namespaces() as (left, right),
-        make((Host(left, ADDRESSES[0]), Host(right, ADDRESSES[1])), Quality(**quality)) as network,
-    ):
-        yield network
+    with contextlib.ExitStack() as stack:
+        with needed("network namespaces"):
+            left, right = stack.enter_context(namespaces("left", "right"))
+        hosts = Host(left, ADDRESSES[0]), Host(right, ADDRESSES[1])
+        yield stack.enter_context(make(hosts, Quality(**quality)))
 
 
 @contextlib.contextmanager
-def namespaces() -> Iterator[tuple[str, str]]:
-    """The names of two new network namespaces, which are removed at the end of the block."""
-    remove_leftovers()
-    stem = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
-    names = f"{stem}-left", f"{stem}-right"
+def needed(what: str) -> Iterator[None]:
+    """Skip the test, with the reason, where this system does not have what the block asks for."""
     try:
-        for name in names:
-            attempt("network namespaces", "ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            if name in existing():
-                run("ip", "netns", "delete", name)
-
-
-def existing() -> list[str]:
-    """Network namespaces with a name of ours, of any run."""
-    folder = Path("/run/netns")
-    return [path.name for path in folder.glob(f"{PREFIX}-*-*")] if folder.is_dir() else []
-
-
-def remove_leftovers() -> None:
-    """Remove what runs left that were killed: the process in the name is gone."""
-    for name in existing():
-        found = re.fullmatch(rf"{PREFIX}-(\d+)-[0-9a-f]+-(left|right)", name)
-        if found and not Path(f"/proc/{found[1]}").exists():
-            # Another run may have been quicker.
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=COMMAND_LIMIT, check=False)
+        yield
+    except NoHostsError as error:
+        pytest.skip(f"this system has no {what}: {error}")
 
 
 @contextlib.contextmanager
 def _veth(hosts: tuple[Host, Host], quality: Quality) -> Iterator[Network]:
     left, right = hosts
-    ends = [
-        *("name", DEVICE, "netns", left.namespace),
-        "type",
-        "veth",
-        *("peer", "name", DEVICE, "netns", right.namespace),
-    ]
-    attempt("veth pairs", "ip", "link", "add", *ends)
+    with needed("veth pairs"):
+        make_pair(left.namespace, DEVICE, right.namespace, DEVICE)
     for host in hosts:
-        _address(host)
+        host.set_up()
         _shape(host, quality)
     yield Veth(hosts)
 
 
 def _shape(host: Host, quality: Quality) -> None:
     """Rate, delay and loss of what this host sends. netem limits the rate too, so one of the two is enough."""
-    tc = ["tc", "-n", host.namespace, "qdisc", "add", "dev", DEVICE, "root"]
     if quality.delay or quality.loss:
         rate = ["rate", f"{quality.rate}mbit"] if quality.rate else []
         bad = ["delay", f"{quality.delay * 1000}ms", "loss", f"{quality.loss * 100}%"]
-        attempt("netem", *tc, "netem", "limit", "10000", *bad, *rate)
+        tc = ["tc", "-n", host.namespace, "qdisc", "add", "dev", DEVICE, "root"]
+        with needed("netem"):
+            run(*tc, "netem", "limit", "10000", *bad, *rate)
     elif quality.rate:
-        # A short queue: what waits here delays the small calls as well, whoever sends.
-        attempt("tbf", *tc, "tbf", "rate", f"{quality.rate}mbit", "burst", "256kb", "latency", "10ms")
+        with needed("tbf"):
+            limit(host.namespace, DEVICE, quality.rate)
 
 
 @contextlib.contextmanager
@@ -209,32 +160,16 @@ def _relay(hosts: tuple[Host, Host], quality: Quality) -> Iterator[Network]:
     require_tun()
     told: dict[str, Any] = {"namespaces": [host.namespace for host in hosts], "device": DEVICE, "seed": SEED}
     told |= {"rate": quality.rate * 1e6 / 8, "delay": quality.delay, "loss": quality.loss}
-    command = [sys.executable, "-I", str(RELAY), json.dumps(told)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.network.relay", json.dumps(told)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             answer_of(process)
             for host in hosts:
-                _address(host, "mtu", str(RELAY_MTU), "txqueuelen", "1000")
+                host.set_up("mtu", str(RELAY_MTU), "txqueuelen", "1000")
             yield Relayed(hosts, process)
             assert process.poll() is None, "the relay has ended"
         finally:
             process.kill()
-
-
-def _address(host: Host, *settings: str) -> None:
-    host.ip("address", "add", f"{host.address}/24", "dev", DEVICE)
-    host.ip("link", "set", DEVICE, *settings, "up")
-
-
-def require_root() -> None:
-    """Skip where namespaces cannot even be asked for."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("network namespaces are of Linux")
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    for command in ("ip", "tc"):
-        if shutil.which(command) is None:
-            pytest.skip(f"there is no {command} command")
 
 
 def require_tun() -> None:
@@ -243,17 +178,3 @@ def require_tun() -> None:
         os.close(os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
         pytest.skip(f"there are no TUN devices: {error}")
-
-
-def attempt(what: str, *command: str) -> None:
-    """Run a command that needs something that not all systems have; skip the test where it is refused."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"this system has no {what}: {done.stderr.strip()}")
-
-
-def run(*command: str) -> str:
-    """What a command prints; AssertionError when it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
-    return done.stdout

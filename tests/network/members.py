@@ -16,11 +16,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 
 import aiorpc as rpc
 from aiorpc.transport import sockets
+from bench.hosts import PORT, Host, enter
 
 from .. import leaks
 from ..processes.workers import Children, Link, Place, places, processes
-from .hosts import PORT, Host, Network
-from .relay import enter
+from .hosts import Network
 
 MIB = 1 << 20
 SECRET = {"AIORPC_SECRET": "one for all hosts of a test"}  # without one workers of several hosts do not meet

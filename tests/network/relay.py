@@ -1,7 +1,7 @@
 """A router that is slow, loses packets, or is dead: a process between two TUN devices, each in its own namespace.
 
 Real TCP of the kernel on both sides, and nothing needed of the kernel but ``/dev/net/tun``. Started by `hosts.py` as a
-program of its own; imports nothing outside of the standard library. Arguments: one JSON object, see `main`. Each line
+program of its own; imports nothing that takes time. Arguments: one JSON object, see `main`. Each line
 on its input is an order, answered by one line of JSON with the counts so far:
 
     cut      from now on everything is dropped, what is under way too; nobody is told
@@ -12,7 +12,6 @@ on its input is an order, answered by one line of JSON with the counts so far:
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import json
@@ -25,20 +24,12 @@ import sys
 import time
 from collections import Counter, deque
 
-CLONE_NEWNET = 0x40000000
+from bench.hosts import enter
+
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 QUEUE = 0.05  # seconds that a packet may wait for its turn on a link with a rate; one that would wait longer is dropped
 TURN = 64  # packets read from one side before the other gets its turn
-
-
-def enter(namespace: str) -> None:
-    """Take the calling thread, and those it starts later, to a named network namespace. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespace}") as file:
-        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot enter the namespace {namespace}: {os.strerror(code)}")
 
 
 def open_tun(namespace: str, device: str) -> int:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from .hosts import PREFIX, Host, existing, linked, namespaces, require_root, run
+from bench.hosts import PREFIX, Host, existing, namespaces, run
+
+from .hosts import linked, needed
 
 
 def test_namespaces_go_when_their_test_fails() -> None:
     """Whatever ends the block."""
-    require_root()
     with pytest.raises(LookupError), linked("veth") as network:
         made = {network.left.namespace, network.right.namespace}
         assert made <= set(existing())
@@ -23,15 +25,16 @@ def test_namespaces_go_when_their_test_fails() -> None:
 
 def test_leftovers_of_a_killed_run_go_with_the_next() -> None:
     """Those whose process is gone, and no others."""
-    require_root()
-    with namespaces() as mine:
+    with contextlib.ExitStack() as stack:
+        with needed("network namespaces"):
+            mine = stack.enter_context(namespaces("left", "right"))
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
             theirs = f"{PREFIX}-{process.pid}-00000000-left"
             run("ip", "netns", "add", theirs)
-            with namespaces():
+            with namespaces("left"):
                 assert {theirs, *mine} <= set(existing())  # its process lives
             process.send_signal(signal.SIGKILL)
-        with namespaces():
+        with namespaces("left"):
             assert theirs not in existing()
             assert set(mine) <= set(existing())
 

@@ -13,13 +13,12 @@ import pytest
 
 import aiorpc as rpc
 from aiorpc.runtime.publication.relay import PIECE_SIZE
-from bench.hosts import Hosts, NoHostsError, joined
+from bench.hosts import Hosts, enter, joined
 from tests.runtime.test_publishing import weights
 
 from ..processes.workers import Child, Children, Link, Place, processes, rounds, until, wait_for
-from .hosts import Host, require_root
+from .hosts import needed
 from .members import SECRET
-from .relay import enter
 
 RATE = 100.0  # Mbit/s
 PIECES = 8
@@ -75,12 +74,9 @@ def live(place: Place, link: Link, namespace: str) -> None:
 @contextlib.contextmanager
 def chain() -> Iterator[tuple[Children, Hosts]]:
     """A publisher on the first host, and the readers, each of which has got the first version in its turn."""
-    require_root()
     with contextlib.ExitStack() as stack:
-        try:
+        with needed("hosts"):
             hosts = stack.enter_context(joined(4, RATE))
-        except NoHostsError as error:
-            pytest.skip(f"no hosts: {error}")
         children = stack.enter_context(processes())
         for name, number in {"publisher": 0, **READERS}.items():
             child = children.start(Place(name, -1, None, hosts.meeting), live, hosts.all[number].namespace, env=SECRET)
@@ -97,15 +93,6 @@ def gets(child: Child, version: int) -> None:
     """The version comes, or has come; older ones may be skipped."""
     while (told := child.hear()) != version:
         assert type(told) is int and told < version, told
-
-
-def publish_until(children: Children, hosts: Hosts, version: int, victim: str, rng: random.Random) -> None:
-    """Publish, and return when the victim's host has got a part of it, of any size."""
-    host = Host(hosts.all[READERS[victim]].namespace, "")
-    enough = host.received() + rng.randrange(SIZE)
-    children["publisher"].tell(version)
-    assert children["publisher"].hear() == version
-    wait_for(lambda: host.received() > enough)
 
 
 def publish(children: Children, version: int) -> None:
@@ -127,22 +114,35 @@ def end(children: Children, but: tuple[str, ...] = ()) -> None:
     children.check_ended(but=but)
 
 
+@contextlib.contextmanager
+def struck(seed: int, how: signal.Signals) -> Iterator[tuple[Children, str]]:
+    """A chain of which one member got that signal when it had a part of the second version, and which one that is.
+
+    All others have that version and the next one: those of its host, and those of the hosts behind it.
+    """
+    rng = random.Random(seed)
+    victim = rng.choice(CHAIN)
+    with chain() as (children, hosts):
+        host = hosts.all[READERS[victim]]
+        enough = host.received() + rng.randrange(SIZE)
+        publish(children, 2)
+        wait_for(lambda: host.received() > enough)
+        children[victim].kill(how)
+        others = [children[name] for name in READERS if name != victim]
+        for child in others:
+            gets(child, 2)
+        publish(children, 3)
+        for child in others:
+            gets(child, 3)
+        yield children, victim
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", rounds(2))
 def test_a_host_that_dies_is_cut_out(seed: int) -> None:
-    """All others get that version whole, and the next one: those of its host, and those of the hosts behind it."""
-    rng = random.Random(seed)
-    victim = rng.choice(CHAIN)
-    with chain() as (children, hosts):
-        publish_until(children, hosts, 2, victim, rng)
-        children[victim].kill()
-        alive = [children[name] for name in READERS if name != victim]
-        for version in (2, 3):
-            for child in alive:
-                gets(child, version)
-            if version == 2:
-                publish(children, 3)
+    """Nobody waits for it, and nobody keeps anything for it."""
+    with struck(seed, signal.SIGKILL) as (children, victim):
         end(children, but=(victim,))
 
 
@@ -150,18 +150,8 @@ def test_a_host_that_dies_is_cut_out(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", rounds(2))
 def test_a_host_that_stalls_is_passed_by_and_comes_back(seed: int) -> None:
-    """The others get that version and the next; the one that was stopped gets the newest when it goes on."""
-    rng = random.Random(seed)
-    victim = rng.choice(CHAIN)
-    with chain() as (children, hosts):
-        publish_until(children, hosts, 2, victim, rng)
-        children[victim].kill(signal.SIGSTOP)
-        others = [children[name] for name in READERS if name != victim]
-        for child in others:
-            gets(child, 2)
-        publish(children, 3)
-        for child in others:
-            gets(child, 3)
+    """It gets the newest version when it goes on."""
+    with struck(seed, signal.SIGSTOP) as (children, victim):
         children[victim].kill(signal.SIGCONT)
         gets(children[victim], 3)
         end(children)
