@@ -22,7 +22,7 @@ from ..protocol.frames import Buffer
 from . import Arrived, Traffic, Wire
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
 from .segments import Bytes
-from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, Release, SegmentOffer, SegmentRefused, Warm
+from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, SegmentOffer, SegmentRefused, Warm
 from .shm import Borrower, Copies, Lender
 
 # Short buffers are worth a block when together they have as many bytes; what one of them keeps lent is bounded, too.
@@ -40,8 +40,11 @@ IN_PLACE, COPY_OUT, PRIVATE = range(3)
 class Surroundings(Protocol):
     """What the channel needs around it."""
 
-    def post(self, fields: list[Any], *, more: bool = False) -> None:
-        """Send a message to the other end. more: another one follows at once. Any thread."""
+    def post(self, fields: list[Any]) -> None:
+        """Send a message to the other end. Any thread."""
+
+    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
+        """Tell the other end that these blocks are its own again. more: a message follows at once. Any thread."""
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:
         """Run something in a thread. Any thread."""
@@ -290,6 +293,10 @@ class SharedMemory:
         self.traffic.count_received(block.nbytes)
         return block.data
 
+    def is_here(self, wire: Wire) -> bool:
+        """Whether `receive_one` has that block in any thread at once."""
+        return len(wire) == len(Lent._fields) and wire[-1] != COPY_OUT and self.borrower.has(wire[0])
+
     def _part(self, part: LentPart, packs: dict[int, memoryview]) -> Buffer:
         """One of several in a block. Slices of a memoryview keep its array, and with it the block."""
         *numbers, copy_out, start, length = part
@@ -319,12 +326,16 @@ class SharedMemory:
         """Send what was released, if anything was. more: a message follows at once. Any thread."""
         released = self.borrower.drain()
         if released:
-            self._say(Release(released), more=more)
+            self._around.give_back(released, more=more)
+
+    def on_release(self, blocks: Sequence[Sequence[int]]) -> None:
+        """The other end has given these blocks back. Any thread. Raises ProtocolError for one that it does not hold."""
+        self.lender.released([Block(*block) for block in blocks])
 
     # --- messages, on the loop ----------------------------------------------------------------------------------------
 
-    def _say(self, message: Message, *, more: bool = False) -> None:
-        self._around.post(MESSAGES.write(message), more=more)
+    def _say(self, message: Message) -> None:
+        self._around.post(MESSAGES.write(message))
 
     def on_message(self, fields: list[Any]) -> None:
         """From the other end. Raises ProtocolError."""
@@ -347,8 +358,6 @@ class SharedMemory:
                     self._mapping.notify_all()
                 self.traffic.refused["refused"] += 1
                 self._around.on_refused(f"it cannot map our memory: {reason}")
-            case Release(blocks):
-                self.lender.released(blocks)
 
     def _map(self, index: int, fd: int, size: int, nonce: bytes) -> None:
         """In a thread: mapping makes the pages of the segment known to this process."""

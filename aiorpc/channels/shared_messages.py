@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..protocol.families import Family
-from .arena import Block
 
 
 class SegmentOffer(NamedTuple):
@@ -45,17 +44,9 @@ class Warm(NamedTuple):
     size: int
 
 
-class Release(NamedTuple):
-    """These blocks are yours again."""
-
-    #: As they were lent; the lender compares them with what it has lent.
-    blocks: list[Block]
-
-
-Message = SegmentOffer | Mapped | SegmentRefused | Warm | Release
+Message = SegmentOffer | Mapped | SegmentRefused | Warm
 MESSAGES: Family[Message] = Family(
-    "shared memory",
-    {"offer": SegmentOffer, "mapped": Mapped, "refused": SegmentRefused, "warm": Warm, "release": Release},
+    "shared memory", {"offer": SegmentOffer, "mapped": Mapped, "refused": SegmentRefused, "warm": Warm}
 )
 
 

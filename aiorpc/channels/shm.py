@@ -264,6 +264,10 @@ class Borrower:
         """Indices of the segments that are mapped."""
         return frozenset(self._mappings.copy())
 
+    def has(self, index: object) -> bool:
+        """Whether the segment of that index is mapped."""
+        return type(index) is int and index in self._mappings
+
     @property
     def held(self) -> int:
         """Bytes of the peer's memory that adopted blocks take."""

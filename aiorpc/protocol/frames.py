@@ -66,11 +66,13 @@ class Kind(IntEnum):
     PARCEL = 14  # = a message some of whose buffers go by channels (runtime/link.py)
     CHUNK = 15  # = a piece of a large buffer; the call id is the number of its transfer (channels/bulk.py)
     ACK = 16  # = so many frames have come since the handshake; that number stands in place of the call id (session.py)
+    RELEASE = 17  # = blocks of shared memory are the receiver's again (channels/shared.py)
 
 
 # Members of an IntEnum cost a look-up and a conversion each time; the hot paths use these.
 CALL, REPLY, ERROR, ITEM = int(Kind.CALL), int(Kind.REPLY), int(Kind.ERROR), int(Kind.ITEM)
 CHANNEL, PARCEL, CHUNK, ACK = int(Kind.CHANNEL), int(Kind.PARCEL), int(Kind.CHUNK), int(Kind.ACK)
+RELEASE = int(Kind.RELEASE)
 
 
 class Frame(NamedTuple):

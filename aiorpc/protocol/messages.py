@@ -212,7 +212,15 @@ class Chunk(NamedTuple):
     size: int
 
 
-Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Ack | ChannelMessage | Parcel
+class Release(NamedTuple):
+    """Blocks of shared memory are the receiver's again. It comes just before an answer, as a rule, and is taken where
+    that is: by the loop, or by a thread that waits for the answer."""
+
+    #: Segment, offset, size and generation of each, as it was lent; the lender compares them with what it has lent.
+    blocks: Sequence[Sequence[int]]
+
+
+Message = Call | Reply | Error | Cancel | Item | Credit | Goodbye | Ack | ChannelMessage | Parcel | Release
 
 #: The class of each kind of message whose body is written and read here. Those of the handshake are in `handshake`, and
 #: those of reference counting in `reference_messages`.
@@ -228,6 +236,7 @@ CLASSES: dict[Kind, type[Any]] = {
     Kind.PARCEL: Parcel,
     Kind.CHUNK: Chunk,
     Kind.ACK: Ack,
+    Kind.RELEASE: Release,
 }
 
 # What Call(...) and Values(...) do, without their call into Python: two are made for each call.
@@ -413,6 +422,17 @@ def read_parcel(body: Buffer) -> Parcel:
     return parcel
 
 
+def read_release(body: Buffer) -> Release:
+    """The Release of a body. Raises ProtocolError."""
+    release = _read(Release, body)
+    if type(release.blocks) is not list:
+        raise ProtocolError("a release with a field of a wrong type")
+    for block in release.blocks:
+        if type(block) is not list or len(block) != 4 or not _are_ints(block):
+            raise ProtocolError(f"a release of what is no block: {block!r:.100}")
+    return release
+
+
 def write_chunk(chunk: Chunk) -> bytes:
     """The body of a Chunk."""
     return _CHUNK.pack(*chunk)
@@ -448,6 +468,7 @@ READERS: dict[Kind, Callable[[Buffer], Any]] = {
     Kind.CHANNEL: read_channel,
     Kind.PARCEL: read_parcel,
     Kind.CHUNK: read_chunk,
+    Kind.RELEASE: read_release,
 }
 
 

@@ -11,8 +11,8 @@ Reading. The loop does, but for a thread that waits for the answer of a call and
 
     who         when                             what it does with it
     the loop    the socket has something         all of it: `on_frames`
-    a waiter    the loop's turn is over, and     answers of calls, if there is nothing else; else it stores the bytes as
-                nothing is half read             they are for the loop, and has read
+    a waiter    the loop's turn is over, and     answers of calls, and what may come with them, if there is nothing
+                nothing is half read             else; else it stores the bytes as they are for the loop, and has read
 
 Invariants
 1. One FIFO: frames leave in the order in which they were appended, whoever writes (a cancel never overtakes its call).
@@ -43,7 +43,7 @@ from typing import Any
 
 from ..errors import ProtocolError
 from ..foreign import log_error
-from ..protocol.frames import ERROR, REPLY, Buffer, Frame, FrameDecoder, least_length, whole_frames
+from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Buffer, Frame, FrameDecoder, least_length, whole_frames
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from ..protocol.session import Session
@@ -72,7 +72,7 @@ READ_HERE = 128 * 1024
 # Seconds for the last words of a connection, and for the other side to close it, too.
 CLOSING = 1.0
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
-_ANSWERS = (REPLY, ERROR)
+_ANSWERS = (REPLY, ERROR, RELEASE)  # what comes with an answer among them
 _ENDED = "the other side closed the connection"
 
 
@@ -80,6 +80,7 @@ class Connection:
     """See the module.
 
     on_frames: called on the loop with the frames that arrived; an error it raises closes the connection.
+    takes: whether a waiter may have a PARCEL, as an answer. Any thread.
     on_closed: called once on the loop with the cause, None when `close` was called here.
     on_drained: called on the loop when all that was queued has been written, by whomever.
     queue: what waits to be written; to be looked at by whoever is about to send more.
@@ -110,6 +111,7 @@ class Connection:
         self._turn = TURN_BYTES if tls is None else GUARDED_TURN_BYTES
         self._unsealer: Unsealer | None = None
         self.on_frames: Callable[[list[Frame]], None] | None = None
+        self.takes: Callable[[Frame], bool] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.on_drained: Callable[[], None] | None = None
         self.session = b""  # what its handshake has left for second connections, and for other sockets
@@ -475,7 +477,7 @@ class Connection:
                     continue
             frames, length = whole_frames(clear)
             for frame in frames:
-                if frame.kind not in _ANSWERS:
+                if frame.kind not in _ANSWERS and not (frame.kind == PARCEL and self.takes and self.takes(frame)):
                     return ()
             if frames and length == len(clear):
                 self.answers = frames
@@ -520,7 +522,7 @@ class Connection:
             self.bytes_received += arrived
             frames, length = whole_frames(clear)
             for frame in frames:
-                if frame.kind not in _ANSWERS:
+                if frame.kind not in _ANSWERS and not (frame.kind == PARCEL and self.takes and self.takes(frame)):
                     return ()
             if frames and length == len(clear):
                 self.answers = frames
@@ -635,7 +637,7 @@ class Connection:
                 self._epoll.close()
         on_closed, self.on_closed = self.on_closed, None
         # It refers to nobody any more: whoever let go of it is free at once, and no collector has to find the circle.
-        self.on_frames = self.on_drained = self.on_open = None
+        self.on_frames = self.on_drained = self.on_open = self.takes = None
         if on_closed is not None:
             on_closed(cause)
 

@@ -18,12 +18,13 @@ import numpy
 
 from aiorpc.channels import AnyBuffer, Wire
 from aiorpc.channels.accelerator import DeviceBuffer
-from aiorpc.channels.arena import Arena
+from aiorpc.channels.arena import Arena, Block
 from aiorpc.channels.bulk import Bulk
 from aiorpc.channels.inline import Inline, allocate
 from aiorpc.channels.shared import SharedMemory
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, Buffer, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.messages import Release, read_release, write
 from aiorpc.protocol.packing import pack, unpack
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -321,8 +322,11 @@ class Around:
         self.released = 0
         self.seconds = 0.0  # that a sender may wait: none where one thread is both ends
 
-    def post(self, fields: list[Any], *, more: bool = False) -> None:
+    def post(self, fields: list[Any]) -> None:
         self._ends.say(self._end, fields)
+
+    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
+        self._ends.give_back(self._end, blocks)
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:
         job: Job = [(fn, args)]  # popped, so that what it holds goes when it is done
@@ -377,6 +381,15 @@ class SharedEnds(Ends):
         self.channels = self.ends
         if warm:
             self.warm(warm)
+
+    def give_back(self, way: int, blocks: Sequence[Block]) -> None:
+        """From one end to the other, in its turn among the messages."""
+        body = write(Release(blocks))
+        self.put(f"messages {way}", lambda: self._given_back(1 - way, body))
+
+    def _given_back(self, end: int, body: bytes) -> None:
+        if not self.closed[end]:
+            self.channels[end].on_release(read_release(body).blocks)
 
     def warm(self, size: int) -> None:
         """Make so many bytes ready in both arenas, and known to the other end."""

@@ -29,10 +29,10 @@ from hypothesis import strategies as st
 from aiorpc.channels import layout
 from aiorpc.channels.arena import ALIGN, POISON, TOGETHER_SIZE, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Bytes, Mapping, Segment
-from aiorpc.channels.shared_messages import MESSAGES, Release
 from aiorpc.channels.shm import Borrower, Lender
 from aiorpc.channels.space import KIB, MIB, PAGE
 from aiorpc.errors import ProtocolError
+from aiorpc.protocol.messages import Release, read_release, write
 from tests.shared_files import named_shared_files
 from tests.tensors import describe_on_host
 from tests.tiers import examples
@@ -547,9 +547,8 @@ def test_a_release_of_what_is_not_lent_breaks_the_protocol(wire: Any) -> None:
         malformed: list[Any] = [[wire], wire or "none"]
         for blocks in malformed:
             with pytest.raises(ProtocolError):
-                released = MESSAGES.read(["release", blocks])
-                assert isinstance(released, Release)
-                pair.lender.released(released.blocks)
+                read = read_release(write(Release(blocks))).blocks
+                pair.lender.released([Block(*block) for block in read])
         assert pair.lender.leases == 1 and pair.arena.blocks == 1
 
 

@@ -20,7 +20,7 @@ import msgpack
 import torch
 
 from aiorpc.channels import bulk, layout, shared_messages
-from aiorpc.channels.arena import Arena
+from aiorpc.channels.arena import Arena, Block
 from aiorpc.channels.device import messages as device_messages
 from aiorpc.channels.inline import allocate
 from aiorpc.channels.shared import SharedMemory
@@ -266,6 +266,7 @@ def bodies() -> list[tuple[int, bytes]]:
         (Kind.CREDIT, Credit(3)),
         (Kind.CANCEL, messages.Cancel()),
         (Kind.GOODBYE, messages.Goodbye()),
+        (Kind.RELEASE, messages.Release([[0, 4096, 64, 1]])),
         (Kind.PARCEL, Parcel(int(Kind.CALL), [(3, []), (1, [0, 4096, 64, 1, 0])], write(calls[0]))),
     ]
     made += [(Kind.CHANNEL, ChannelMessage(channel, fields)) for channel, fields in channel_messages()]
@@ -297,7 +298,6 @@ def channel_messages() -> list[tuple[int, list[Any]]]:
         (link_messages.SHARED, FAMILIES[1], shared.Mapped(0)),
         (link_messages.SHARED, FAMILIES[1], shared.SegmentRefused(0, "why")),
         (link_messages.SHARED, FAMILIES[1], shared.Warm(0, 4096, 4096)),
-        (link_messages.SHARED, FAMILIES[1], shared.Release([[0, 4096, 64, 1]])),  # type: ignore[list-item]  # as it travels
         (link_messages.DEVICE, FAMILIES[2], device.Got(1)),
         (link_messages.DEVICE, FAMILIES[2], device.Stop(1, "why")),
         (link_messages.DEVICE, FAMILIES[2], device.BoxOffer(1, "uuid", 0, b"h", [b"e"], [], bytes(16))),
@@ -496,9 +496,12 @@ class Here:
     def __init__(self) -> None:
         self.posted: list[list[Any]] = []
 
-    def post(self, fields: list[Any], *, more: bool = False) -> None:
+    def post(self, fields: list[Any]) -> None:
         """Keep what would be sent."""
         self.posted.append(fields)
+
+    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
+        """Nobody needs them."""
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:
         """At once."""
@@ -529,7 +532,8 @@ class Here:
 def blocks() -> Iterator[Taste]:
     """One end of shared memory whose segment the other one has mapped: lists of what it is sent, blocks and messages.
 
-    What is sent: ``[0, fields]``, a message of the channel; ``[1, wires]``, the blocks of a message.
+    What is sent: ``[0, fields]``, a message of the channel; ``[1, wires]``, the blocks of a message; ``[2, blocks]``,
+    what is given back.
     """
     arena, theirs = Arena(1 << 20, segment_size=1 << 20), Arena(1 << 20, segment_size=1 << 20)
 
@@ -547,6 +551,8 @@ def blocks() -> Iterator[Taste]:
                     raise ProtocolError("not an input")
                 if part[0] == 0:
                     end.on_message(part[1])
+                elif part[0] == 2:
+                    end.on_release(messages.read_release(pack([part[1]])).blocks)
                 elif type(part[1]) is list:
                     try:
                         taken += end.receive(part[1], [], partial(keep, taken))
@@ -579,7 +585,7 @@ def seeds_of_blocks() -> list[bytes]:
     return [
         pack([[1, [lent]], [1, [lent]]]),
         pack([[1, [[0, 4096, 64, 1, 1], part, part]]]),
-        pack([[0, ["release", [[0, 4096, 64, 1]]]]]),
+        pack([[2, [[0, 4096, 64, 1]]]]),
         *(pack([each]) for each in said),
         pack(said),
     ]

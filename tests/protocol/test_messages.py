@@ -52,6 +52,7 @@ from aiorpc.protocol.messages import (
     ObjectMethod,
     Parcel,
     Recorded,
+    Release,
     Reply,
     Values,
     read,
@@ -169,6 +170,7 @@ GOLDEN: list[tuple[Any, str]] = [
     (Cancel(), ""),
     (Goodbye(), ""),
     (Ack(), ""),
+    (Release([[1, 4096, 64, 7], [0, 128, 1 << 20, 8]]), "91929401cd100040079400cc80ce0010000008"),
     (Credit(0), "9100"),
     (Credit(1000), "91cd03e8"),
     (ChannelMessage(channel=1, fields=["tag", 7]), "920192a374616707"),
@@ -282,13 +284,13 @@ def test_a_handshake_has_these_bytes() -> None:
     nonce = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
     hello, introduction = (
         "92c403920102c40570726f6f66",
-        f"970392a46e616d6503c420{nonce}c420{'77' * 32}c420{'6b' * 32}0701",
+        f"970492a46e616d6503c420{nonce}c420{'77' * 32}c420{'6b' * 32}0701",
     )
     assert write_hello(HELLO).hex() == hello
     assert read_hello(bytes.fromhex(hello)) == HELLO
     assert write_introduction(INTRODUCTION).hex() == introduction
     assert as_lists(read_introduction(bytes.fromhex(introduction))) == as_lists(INTRODUCTION)
-    assert write_introduction(CHALLENGE).hex() == f"9303c420{nonce}02"
+    assert write_introduction(CHALLENGE).hex() == f"9304c420{nonce}02"
     assert read_challenge(write_introduction(CHALLENGE)) == CHALLENGE
     assert b"".join(map(bytes, refusal("no"))).hex() == "0000000000000000020000000000000003a16e6f"
 
@@ -302,6 +304,7 @@ def test_a_worker_of_another_version_is_told_so() -> None:
 
 FRAMES: list[tuple[Kind, int, bytes, tuple[bytes, ...], str]] = [
     (Kind.CREDIT, 5, write(Credit(3)), (), "0500000000000000020000000000000009a19103"),
+    (Kind.RELEASE, 0, write(Release([[1, 4096, 64, 7]])), (), "0000000000000000090000000000000011a191919401cd10004007"),
     (Kind.CANCEL, (1 << 64) - 1, b"", (), "ffffffffffffffff000000000000000007a1"),
     (
         Kind.REPLY,
@@ -502,6 +505,13 @@ def test_wires_that_name_no_channel(wires: list[Any]) -> None:
         read(Kind.PARCEL, pack([1, wires, b""]))
 
 
+@pytest.mark.parametrize("blocks", [5, [None], [[]], [{}], [[0, 0, 0]], [[0, 0, 0, []]], [[0, 0, 0, 1.0]]])
+def test_what_is_no_block_is_not_given_back(blocks: Any) -> None:
+    """Each has four numbers."""
+    with pytest.raises(ProtocolError):
+        read(Kind.RELEASE, pack([blocks]))
+
+
 def test_less_than_nothing_is_no_credit() -> None:
     """A stream cannot take back what it may send."""
     with pytest.raises(ProtocolError, match="a credit of -1"):
@@ -516,7 +526,7 @@ def test_a_message_without_fields_has_no_body(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [0, 17, 255, -1, 1 << 40, Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.WELCOME, Kind.REFERENCE]
+    "kind", [0, 18, 255, -1, 1 << 40, Kind.HELLO, Kind.PROOF, Kind.REFUSED, Kind.WELCOME, Kind.REFERENCE]
 )
 def test_kinds_that_are_read_elsewhere_or_nowhere(kind: int) -> None:
     """Those of the handshake and of reference counting have readers of their own."""

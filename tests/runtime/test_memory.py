@@ -7,7 +7,8 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,25 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from aiorpc import Overloaded, RpcBackendOptions, RpcCancelled, RpcError, RpcTimeout, SerializationError, Worker
+import aiorpc
+from aiorpc import (
+    Overloaded,
+    PeerLost,
+    RpcBackendOptions,
+    RpcCancelled,
+    RpcError,
+    RpcTimeout,
+    SerializationError,
+    Worker,
+)
+from aiorpc.channels.arena import Block
 from aiorpc.channels.shared import COLD_SIZE
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
 from aiorpc.options import SHARE_SIZE
+from aiorpc.protocol.frames import PARCEL, RELEASE, Frame
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.links import link
+from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
@@ -336,6 +350,47 @@ async def test_workers_on_loops_of_their_own_share_memory() -> None:
         await asyncio.gather(*(asyncio.to_thread(calls, thread) for thread in range(6)))
         assert all(worker.statistics().channels["shared memory"].sent > 0 for worker in workers)
         await until_all_back(*workers)
+
+
+async def test_a_thread_that_waits_for_a_large_answer_takes_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the memory of the arguments, which is given back just before it; without a turn of the loop."""
+    options = RpcBackendOptions(dedicated_loop=True)
+    async with cluster(2, options=options) as (worker, other):
+        await warm(worker, other)
+        taken: set[int] = set()
+
+        def on_frames(link: Link, frames: Sequence[Frame], **kwargs: Any) -> None:
+            if threading.get_ident() != worker.node.engine.thread and threading.get_ident() != other.node.engine.thread:
+                taken.update(frame.kind for frame in frames)
+            real(link, frames, **kwargs)
+
+        real = Link.on_frames
+        monkeypatch.setattr(Link, "on_frames", on_frames)
+
+        def calls() -> None:
+            end = time.monotonic() + LIMIT  # the loop may come first, if this thread is late
+            while not {PARCEL, RELEASE} <= taken and time.monotonic() < end:
+                assert torch.equal(worker.call(other.name, echo, large()).wait(), large())
+
+        await asyncio.to_thread(calls)
+        assert {PARCEL, RELEASE} <= taken
+        await until_all_back(worker, other)
+
+
+def give_back_what_was_not_lent(to: str) -> int:
+    (service,) = [each for each in aiorpc.current().node.services if each.record.name == to]
+    service.link.give_back([Block(0, 4096, 5, 77)], more=True)
+    return 1
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_memory_that_was_not_lent_and_is_given_back_ends_the_connection(blocking: bool) -> None:
+    """Whoever reads it, a thread that waits for an answer, or the loop."""
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True), dynamic=True) as (worker, other):
+        await warm(worker, other)
+        call = worker.call(other.name, give_back_what_was_not_lent, worker.name)
+        with pytest.raises(PeerLost, match="a release of a block that is not lent"):
+            await (asyncio.to_thread(call.wait) if blocking else call)
 
 
 # --- begins, and falls back -------------------------------------------------------------------------------------------

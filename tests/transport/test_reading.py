@@ -158,6 +158,27 @@ async def test_waiter_takes_all_answers(shared: tuple[End, socket.socket], data:
     assert end.frames == []
 
 
+@pytest.mark.parametrize("takes", [True, False])
+async def test_waiter_takes_what_comes_with_answers(shared: tuple[End, socket.socket], takes: bool) -> None:
+    """Memory that is given back always; a PARCEL, if whoever opens it says so, and else the loop gets all of it."""
+    end, far = shared
+    asked: list[Frame] = []
+
+    def take(frame: Frame) -> bool:
+        asked.append(frame)
+        return takes
+
+    end.connection.takes = take
+    data = encoded(0, b"blocks", Kind.RELEASE) + encoded(7, b"one", Kind.PARCEL) + encoded(8)
+    waiter = await Waiter(end).looks()
+    far.send(data)
+    await waiter.ended()
+    if not takes:
+        await end.received(3)
+    assert [frame.kind for frame in waiter.taken or end.frames] == [Kind.RELEASE, Kind.PARCEL, Kind.REPLY]
+    assert bool(waiter.taken) == takes and [(frame.call_id, frame.body) for frame in asked] == [(7, b"one")]
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [

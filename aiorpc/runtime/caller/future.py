@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 
 from ... import foreign
-from ...errors import RpcCancelled, RpcError
+from ...errors import ProtocolError, RpcCancelled, RpcError
 from ...futures import PENDING, UNCLAIMED, Executor, Future, Marks
 from ...protocol.frames import Frame
 from ...transport.connection import Connection
@@ -154,7 +154,11 @@ class CallFuture(Future[Any]):
                     if link.held or (current is not None and current.streamed):
                         loop(link.on_frames, [frame])
                         continue
-                    link.on_frames([frame])
+                    try:
+                        link.on_frames([frame])
+                    except ProtocolError as error:  # nonsense ends the connection, and with it this call
+                        loop(connection.abort, error)
+                        return
                     if current is not None and current._error is not None:
                         cause = foreign.field(current._error, "__cause__")
                         if foreign.is_a(cause, KeyboardInterrupt):

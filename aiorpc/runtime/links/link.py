@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ...channels import shared
+from ...channels.arena import Block
 from ...channels.bulk import Bulk
 from ...channels.device import Devices
 from ...channels.routes import Route
@@ -31,9 +32,9 @@ from ...channels.shared import SharedMemory
 from ...errors import ProtocolError
 from ...protocol import messages
 from ...protocol.codec import Outgoing
-from ...protocol.frames import CHANNEL, CHUNK, PARCEL, Buffer, Frame, encode_frame
+from ...protocol.frames import CHANNEL, CHUNK, ERROR, PARCEL, RELEASE, REPLY, Buffer, Frame, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import read_channel, read_parcel, write
+from ...protocol.messages import read_channel, read_parcel, read_release, write
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..engine.observing import Passage
@@ -47,7 +48,7 @@ from .reassembly import Assembly, Message, Reassembly
 from .second import SecondConnection
 
 # The kinds of frames that are for the link itself: `Link.admit` has to see them.
-OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK))
+OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK, RELEASE))
 KindMethod = Callable[[Frame], None]  # the method for one kind of messages
 # With at most so many calls under way, each message is written at once by the thread that made it. With more, the loop
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
@@ -144,7 +145,7 @@ class Link:
         self.closed = False
         connection.decoder.place = self.bulk.place
         connection.on_cut = self.bulk.displace
-        connection.on_frames = self.on_frames
+        connection.on_frames, connection.takes = self.on_frames, self.opens_anywhere
         self._introduce()  # before anybody else can send: what this end can use has to come first
 
     # --- the exit -----------------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ class Link:
         if pipe is not None:
             pipe.send(frame)
             return
-        if (self.released or self.slots) and kind != CHANNEL:
+        if (self.released or self.slots) and kind not in (CHANNEL, RELEASE):
             self.flush(more=True)
         if prepared is None or not prepared.wires:
             self.connection.send(frame, urgent=urgent, more=more)
@@ -289,6 +290,9 @@ class Link:
         if frame.kind == CHUNK:  # its call id is the number of a transfer
             self.on_chunk(frame)
             return None
+        if frame.kind == RELEASE:
+            self._on_release(frame)
+            return None
         held = self.held.get(frame.call_id)
         if held is not None:  # an earlier message of that call
             held.behind.append(frame)
@@ -334,6 +338,27 @@ class Link:
         """A CHUNK frame, on either connection. Raises ProtocolError."""
         if not self.closed:
             self.bulk.on_frame(frame)
+
+    def _on_release(self, frame: Frame) -> None:
+        """A RELEASE frame. Any thread. Raises ProtocolError."""
+        sharing = self.distribution.shared
+        if sharing is None:
+            raise ProtocolError("a release of shared memory, of which there is none")
+        sharing.on_release(read_release(frame.body).blocks)
+
+    def opens_anywhere(self, frame: Frame) -> bool:
+        """Whether a PARCEL is an answer that a thread which waits for it can take: it is all there. Any thread."""
+        sharing = self.distribution.shared
+        if sharing is None:
+            return False
+        try:
+            parcel = read_parcel(frame.body)
+        except ProtocolError:  # the loop will see for itself
+            return False
+        if parcel.kind not in (REPLY, ERROR) or len(parcel.wires) != 1:
+            return False
+        ((channel, wire),) = parcel.wires
+        return channel == SHARED and sharing.is_here(wire)
 
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
         """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
@@ -401,6 +426,10 @@ class Link:
         """Send what a channel says. more: another frame follows at once."""
         self.send(CHANNEL, 0, encode_frame(CHANNEL, 0, write(messages.ChannelMessage(channel, fields))), more=more)
 
+    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
+        """Tell the other end that these blocks are its own again. more: another frame follows at once. Any thread."""
+        self.send(RELEASE, 0, encode_frame(RELEASE, 0, write(messages.Release(blocks))), more=more)
+
     def flush_later(self) -> None:
         """Something was released here: `flush` follows soon. From any thread, and from inside the garbage collector.
 
@@ -464,6 +493,7 @@ class _Surroundings:
         self.on_loop = link.engine.call_on_loop
         self.in_background = link.engine.in_background
         self.on_cold = link._memory.want
+        self.give_back = link.give_back
 
     def may_wait(self) -> bool:
         # Nor does a loop of the program's own, where the worker has another one (`dedicated_loop`).
@@ -483,5 +513,5 @@ class _Surroundings:
     def on_refused(self, reason: str) -> None:
         self._link._memory.cannot_share(self._link.record, reason)
 
-    def post(self, fields: list[Any], *, more: bool = False) -> None:
-        self._link.say(SHARED, fields, more=more)
+    def post(self, fields: list[Any]) -> None:
+        self._link.say(SHARED, fields)
