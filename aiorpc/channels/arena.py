@@ -6,7 +6,8 @@ peers (shm.py). What a block holds is not known here.
 Invariants
 1. A range of bytes belongs to one live block, to one slab, or is free; never to two of them.
 2. A generation names one allocation for ever: a stale block is refused, also when its place is in use again.
-3. The lock is held for arithmetic only. Copying, filling, punching and system calls happen outside of it.
+3. The lock is held for arithmetic only. Copying, filling, punching and system calls happen outside of it. What is done
+   under it by the main thread, where a signal handler may raise between any two instructions, is done or undone whole.
 4. No mapping is taken away under somebody who uses it: mappings are dropped, and go with their last user.
 5. Free room is warm: its pages are there. What the system gives or gets back is cold, and no room until `grow`,
    `allocate` with grow or `allocate_cold` takes it: a page that is touched for the first time costs more than to send
@@ -67,6 +68,7 @@ class Block(NamedTuple):
     generation: int
 
 
+_MAIN = threading.main_thread().ident  # the only thread that runs signal handlers
 _new_tuple = tuple.__new__  # what Block(...) does, without its call into Python
 
 
@@ -145,7 +147,7 @@ class Arena:
             self.last_refusal = "empty"
             return None
         with self._lock:
-            block = self._carve(size)
+            block = self._carve(size) if threading.get_ident() != _MAIN else self._carve_whole(size)
             if block is None and not grow:
                 self.last_refusal = self._why_none(size)
         if block is not None or not grow:
@@ -153,7 +155,7 @@ class Arena:
         with self._growth:
             while True:  # each turn the arena grows, and it is bounded
                 with self._lock:
-                    block = self._carve(size)
+                    block = self._carve_whole(size)
                 if block is not None:
                     return block
                 extent = self._take_cold(size)
@@ -167,14 +169,20 @@ class Arena:
         Not for a loop: it may ask the system for a segment.
         """
         with self._growth:
-            extent = self._take_cold(size, 0)
-            if extent is None:
-                return None
-            with self._lock:
-                block = self._carve(size, Place(*extent))
-                if block is not None:
-                    self._fresh.add(block.generation)
-                return block
+            before, generation = self._cold.state(), self._generation
+            try:
+                extent = self._take_cold(size, 0)
+                if extent is None:
+                    return None
+                with self._lock:
+                    block = self._carve_whole(size, Place(*extent))
+                    if block is not None:
+                        self._fresh.add(block.generation)
+                    return block
+            except BaseException:
+                if self._generation == generation:  # else there may be a block in it, and it is lost
+                    self._cold.restore(before)
+                raise
 
     def grow(self, size: int) -> list[tuple[int, int, int]]:
         """Have room for `size` bytes more, warm. Slow; for a thread.
@@ -264,16 +272,16 @@ class Arena:
                 self._shares[block.generation] = others - 1
             if others:
                 return
-            del self._live[block.generation]
-            self._fresh.discard(block.generation)
             place = entry[1]
             mapping = self._segments[place.segment].mapping
-            if not self.poison:
-                self._give(block.size, place)
+            if self.poison:
+                del self._live[block.generation]
+            else:
+                self._give_whole(block, place)
         if self.poison:
             ctypes.memset(mapping.address + place.start, POISON, place.room)
             with self._lock:
-                self._give(block.size, place)
+                self._give_whole(block, place)
 
     def trim(self, floor: int = SEGMENT_SIZE) -> int:
         """Give back memory that was not in use since the last call; returns how many bytes. For a thread, now and then.
@@ -337,13 +345,50 @@ class Arena:
         self._live[generation] = (block, place)
         return block
 
-    def _give(self, size: int, place: Place) -> None:
+    def _carve_whole(self, size: int, cold: Place | None = None) -> Block | None:
+        """The same in the main thread: as if it had not begun, if it is interrupted."""
+        before = self.used, self._spare, self._generation
+        quick = cold is not None or (self._spare is not None and self._spare[0] == size)
+        space = None if quick else self._space.state(self._spare_place())
+        try:
+            return self._carve(size, cold)
+        except BaseException:
+            self._live.pop(before[2] + 1, None)
+            if space is not None:
+                self._space.restore(space)
+            self.used, self._spare, self._generation = before
+            raise
+
+    def _give_whole(self, block: Block, place: Place) -> None:
+        """The block is in use no more; also if the main thread is interrupted in this, as nobody comes again."""
+        if threading.get_ident() != _MAIN:
+            self._live.pop(block.generation, None)
+            self._give(block, place)
+            return
+        before = self.used, self._spare
+        space = None if self._spare is None else self._space.state(self._spare_place())
+        try:
+            self._live.pop(block.generation, None)
+            self._give(block, place)
+        except BaseException:
+            if space is not None:
+                self._space.restore(space)
+            self.used, self._spare = before
+            self._live.pop(block.generation, None)
+            self._give(block, place)
+            raise
+
+    def _spare_place(self) -> Place | None:
+        return None if self._spare is None else self._spare[1]
+
+    def _give(self, block: Block, place: Place) -> None:
+        self._fresh.discard(block.generation)
         if self._closed:
             return
         self._mark(place)
         self.used -= place.room
         self._give_spare()
-        self._spare = (size, place)
+        self._spare = (block.size, place)
 
     def _give_spare(self) -> None:
         if self._spare is not None:

@@ -328,9 +328,9 @@ class SharedMemory:
         if released:
             self._around.give_back(released, more=more)
 
-    def on_release(self, blocks: Sequence[Sequence[int]]) -> None:
-        """The other end has given these blocks back. Any thread. Raises ProtocolError for one that it does not hold."""
-        self.lender.released([Block(*block) for block in blocks])
+    def on_release(self, blocks: Sequence[Sequence[int]], *, again: bool = False) -> None:
+        """The other end has given these blocks back. Any thread. again, and errors: as of `Lender.released`."""
+        self.lender.released([Block(*block) for block in blocks], again=again)
 
     # --- messages, on the loop ----------------------------------------------------------------------------------------
 

@@ -201,13 +201,19 @@ class Lender:
             self._forget(block)
         self.arena.free(block)
 
-    def released(self, blocks: Sequence[Block]) -> None:
-        """The peer is done with these blocks. Raises ProtocolError for one that it does not hold."""
+    def released(self, blocks: Sequence[Block], *, again: bool = False) -> None:
+        """The peer is done with these blocks.
+
+        again: some may have been taken back already, by whoever was interrupted in that. Raises ProtocolError for one
+        that the peer does not hold.
+        """
         for block in blocks:
             with self._lock:
                 if self._reclaimed:
                     return
                 if self._leases.get(block.generation) != block:
+                    if again:
+                        continue
                     raise ProtocolError(f"a release of a block that is not lent: {block}")
                 self._forget(block)
             self.arena.free(block)

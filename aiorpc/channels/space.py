@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGE = 4 * KIB
@@ -54,6 +54,14 @@ class Extents:
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """(segment, start, size) of each, as of now."""
         return iter([(segment, start, size) for (segment, start), size in self._sizes.items()])
+
+    def state(self) -> Any:
+        """What `restore` needs to bring back what is free now."""
+        return self._by_size.copy(), self._sizes.copy(), self._starts.copy()
+
+    def restore(self, state: Any) -> None:
+        """What `state` gave is free, and nothing else."""
+        self._by_size, self._sizes, self._starts = state
 
     def take(self, size: int) -> tuple[int, int] | None:
         """Segment and start of `size` bytes, which are no longer free; None when no range is long enough."""
@@ -111,6 +119,21 @@ class Space:
     def __init__(self) -> None:
         self.extents = Extents()
         self._slabs: dict[int, list[Slab]] = {room: [] for room in SLOTS}  # those with a free slot
+
+    def state(self, place: Place | None = None) -> Any:
+        """What `restore` needs to bring back what is free now. place: what is about to be given."""
+        slabs = {room: slabs.copy() for room, slabs in self._slabs.items()}
+        known = {id(slab): slab for each in slabs.values() for slab in each}
+        if place is not None and place.slab is not None:
+            known[id(place.slab)] = place.slab
+        return self.extents.state(), slabs, [(slab, slab.free.copy()) for slab in known.values()]
+
+    def restore(self, state: Any) -> None:
+        """What `state` gave is free, and nothing else."""
+        extents, self._slabs, slots = state
+        self.extents.restore(extents)
+        for slab, free in slots:
+            slab.free = free
 
     def take(self, size: int) -> Place | None:
         """Room for `size` bytes, or None."""

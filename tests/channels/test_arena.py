@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -20,10 +21,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aiorpc.channels import arena as arena_module
+from aiorpc.channels import space as space_module
 from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 from tests.tiers import examples
+from tests.transport.ends import interrupted
 
 SIZES = st.one_of(st.integers(1, 100), st.integers(1, 2 * MIB), st.sampled_from(SLOTS), st.integers(1, 12 * MIB))
 # Each step: allocate so many bytes, or (negative) free the block at that place of those alive.
@@ -315,6 +319,59 @@ def test_threads_share_an_arena() -> None:
             thread.join(25)
         assert not problems and arena.used == arena.blocks == 0
         assert arena.size <= arena.limit
+
+
+@pytest.mark.parametrize("sizes", [(300 * KIB,), (3 * MIB,), (300 * KIB, 3 * MIB, 40 * KIB, 700 * KIB)], ids=str)
+def test_an_interrupted_step_is_done_or_undone(sizes: tuple[int, ...]) -> None:
+    """A signal handler raises before any instruction of it: no room is lost, none given out twice."""
+    files = arena_module.__file__, space_module.__file__
+    with opened() as arena:
+        arena.grow(6 * MIB)
+        whole = sorted(arena._space.extents)
+        chance = random.Random(7)
+        alive: dict[int, Block] = {}
+
+        def settle() -> None:
+            """A block that was made, and whose maker was interrupted before it knew, is nobody's."""
+            if arena._lock.locked():  # by an interruption where Python looks for no signals: at either end of a `with`
+                arena._lock.release()
+            for block, _ in list(arena._live.values()):
+                if block.generation not in alive:
+                    arena.free(block)
+            assert {*arena._live} == {*alive}
+            places = [place for _, place in arena._live.values()]
+            assert arena.used == sum(place.room for place in places)
+            for place in places:
+                for other in places:
+                    apart = place.start + place.room <= other.start or other.start + other.room <= place.start
+                    assert place is other or place.segment != other.segment or apart
+
+        places: set[str] = set()
+        at, quiet = 0, 0
+        while quiet < 2 * len(sizes):  # until nothing is interrupted any more
+            size = sizes[at % len(sizes)]
+            for _ in range(chance.randrange(3)):
+                other = arena.allocate(chance.choice(sizes), grow=False)
+                if other is not None:
+                    alive[other.generation] = other
+            where = interrupted(partial(arena.allocate, size, grow=False), at, *files)
+            settle()
+            block = arena.allocate(size, grow=False)
+            interrupted_too = None
+            if block is not None:
+                interrupted_too = interrupted(partial(arena.free, block), at, *files)
+            settle()
+            for generation in chance.sample(sorted(alive), chance.randrange(len(alive) + 1)):
+                arena.free(alive.pop(generation))
+            places |= {each for each in (where, interrupted_too) if each is not None}
+            quiet = quiet + 1 if where is None and interrupted_too is None else 0
+            at += 1
+        assert len(places) > 50
+        for block in alive.values():
+            arena.free(block)
+        arena._give_spare()
+        arena._space.drop_empty_slabs()
+        assert sorted(arena._space.extents) == whole
 
 
 def test_growing_makes_room_that_is_warm() -> None:

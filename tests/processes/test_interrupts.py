@@ -42,7 +42,7 @@ def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
     """Calls without pause, interrupted at any moment; after each interruption another call has to be answered."""
     chance = random.Random(seed)
     place.init_rpc(busy_wait=busy_wait)
-    values: list[Any] = [7, torch.arange(8192.0)]
+    values: list[Any] = [7, torch.arange(8192.0), torch.arange(100_000.0)]  # the last one goes by shared memory
     rung: list[bool] = []
 
     def ring(_: int, frame: FrameType | None) -> None:
@@ -63,7 +63,7 @@ def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
         except _Alarm:
             pass
         except rpc.RpcError as error:  # it rang while the answer was unpickled
-            assert "_Alarm" in str(error)
+            assert "_Alarm" in str(error), error
         hits += 1
         assert rpc.rpc_sync("w1", bodies.echo, args=(hits,), timeout=20.0) == hits
     wait_until(lambda: rpc.current().statistics().calls_pending == 0)  # those that nobody waited for any more

@@ -220,7 +220,7 @@ async def test_what_cannot_be_sent_on_becoming_ready_fails_behind_it(
     reference = caller.remote("worker2", count, torch.ones(APART))
     behind = caller.call("worker2", abs, -3)
     await become_ready_beside_references(trio)
-    with pytest.raises(RpcError, match="could not be sent: for the test"):
+    with pytest.raises(RpcError, match=r"could not be sent: .*for the test"):
         await answer(reference)
     assert await answer(behind) == 3
 

@@ -134,14 +134,16 @@ async def test_a_waiting_thread_reads_its_answer(awake: list[Worker], readers: l
     assert await scripts.run(awake[0], read_by_itself, readers, call)
 
 
-async def test_a_long_answer_is_read_by_the_loop(awake: list[Worker], readers: list[int]) -> None:
-    """In pieces or by way of shared memory; what comes after it is as before."""
-    long = torch.arange(200_000.0)
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_long_answer(awake: list[Worker], readers: list[int], shared: bool) -> None:
+    """In shared memory it is as any other; in pieces the loop reads it. What comes after it is as before."""
+    long: Any = torch.arange(200_000.0) if shared else bytes(800_000)
 
     def call() -> None:
-        assert torch.equal(rpc_sync("worker1", echo, (long,)), long)
+        answer = rpc_sync("worker1", echo, (long,))
+        assert torch.equal(answer, long) if shared else answer == long
 
-    assert not await scripts.run(awake[0], read_by_itself, readers, call)
+    assert await scripts.run(awake[0], read_by_itself, readers, call) == shared
     assert await scripts.run(awake[0], read_by_itself, readers, partial(rpc_sync, "worker1", echo, (1,)))
 
 

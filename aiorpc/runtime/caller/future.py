@@ -11,7 +11,7 @@ import torch
 from ... import foreign
 from ...errors import ProtocolError, RpcCancelled, RpcError
 from ...futures import PENDING, UNCLAIMED, Executor, Future, Marks
-from ...protocol.frames import Frame
+from ...protocol.frames import PARCEL, RELEASE, Frame
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..links.link import Link
@@ -144,6 +144,7 @@ class CallFuture(Future[Any]):
             return
         loop, pending = peer.engine.call_on_loop, peer.owed.pending
         current: CallForFuture | None = None
+        begun: Frame | None = None
         try:
             while self._state == PENDING:
                 frames: list[Frame] = list(connection.read_here(enough))
@@ -152,13 +153,14 @@ class CallFuture(Future[Any]):
                 for frame in frames:
                     current = pending.get(frame.call_id)
                     if link.held or (current is not None and current.streamed):
-                        loop(link.on_frames, [frame])
+                        loop(link.take_over, frame)
                         continue
+                    begun = frame
                     try:
                         link.on_frames([frame])
-                    except ProtocolError as error:  # nonsense ends the connection, and with it this call
-                        loop(connection.abort, error)
-                        return
+                    except ProtocolError:  # it is nonsense, or a signal handler raised while it was read
+                        loop(link.take_over, frame)
+                        continue
                     if current is not None and current._error is not None:
                         cause = foreign.field(current._error, "__cause__")
                         if foreign.is_a(cause, KeyboardInterrupt):
@@ -166,8 +168,12 @@ class CallFuture(Future[Any]):
                             raise cause
         except BaseException:  # a signal handler has raised it: the loop handles what was read and not yet handed on
             for frame in connection.answers:
-                if frame.call_id in pending:
-                    loop(link.on_frames, [frame])
+                if frame.kind == RELEASE:
+                    loop(link.take_over, frame, True)
+                elif frame.kind == PARCEL and frame is begun:  # nobody knows whether it has taken its memory
+                    peer.owed.settle(frame.call_id, RpcCancelled("a thread was interrupted as it read the answer"))
+                elif frame.call_id in pending:
+                    loop(link.take_over, frame)
             connection.read_on_loop()
             # This thread had taken that call out of `pending` and was about to settle it: nobody else will.
             if current is not None and current.call_id not in pending:

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ... import foreign
 from ...channels.shm import Copies
 from ...errors import Overloaded, PeerClosed, RpcError, RpcUsageError, SerializationError, WorkerClosed
 from ...futures import CallSite, current_autograd
@@ -468,7 +469,7 @@ class Peer:
             if call_id in owed.pending:
                 parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers, copies=copies)
         except Exception as error:
-            failure = RpcError(f"a call to {self.describe()} could not be sent: {error}")
+            failure = RpcError(f"a call to {self.describe()} could not be sent: {foreign.said(error)}")
             self.engine.call_on_loop(owed.settle, call_id, failure)  # not here: as below
         if parcel is None or call_id not in owed.pending:  # given up meanwhile
             if parcel is not None:

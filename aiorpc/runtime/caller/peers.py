@@ -123,15 +123,17 @@ class Peers:
         If nobody has told us about a worker of a free group yet, it is looked for when it is first used.
         """
         peer = self._peers.get(worker_id)
-        if peer is None and not self._dynamic:
+        if peer is not None and (peer.gone is None or peer.record is not None or self._engine.closed):
+            return peer
+        if not self._dynamic:
             peer = self._make(_name_of(worker_id), None)  # and not kept: whoever invents ids must not fill our memory
             peer.fail(_no_member(worker_id))
-        if peer is None or (_was_not_found(peer) and not self._engine.closed):
-            with self._lock:
-                peer = self._peers.get(worker_id)
-                if peer is None or _was_not_found(peer):
-                    peer = self._peers[worker_id] = self._make(_name_of(worker_id), None)
-        return peer
+            return peer
+        with self._lock:
+            peer = self._peers.get(worker_id)
+            if peer is None or _was_not_found(peer):
+                peer = self._peers[worker_id] = self._make(_name_of(worker_id), None)
+            return peer
 
     def add(self, record: WorkerRecord) -> Peer:
         """The peer of a record, entered under its id and, unless another worker of that name lives, its name."""

@@ -244,6 +244,16 @@ class Link:
                 raise ProtocolError(f"{frame} does not belong on this side of a connection")
             method(frame)
 
+    def take_over(self, frame: Frame, again: bool = False) -> None:
+        """A frame that a thread has read, and left. again: it may have been handled, or in part. On the loop."""
+        try:
+            if again and frame.kind == RELEASE:
+                self.on_release(frame, again=True)
+            else:
+                self.on_frames([frame])
+        except ProtocolError as error:
+            self.connection.abort(error)
+
     def _passage_of(self, frame: Frame) -> Passage:
         """A frame that has arrived, as observers are shown it. Raises ProtocolError."""
         kind, call_id, body = frame.kind, frame.call_id, bytes(frame.body)
@@ -291,7 +301,7 @@ class Link:
             self.on_chunk(frame)
             return None
         if frame.kind == RELEASE:
-            self._on_release(frame)
+            self.on_release(frame)
             return None
         held = self.held.get(frame.call_id)
         if held is not None:  # an earlier message of that call
@@ -339,12 +349,12 @@ class Link:
         if not self.closed:
             self.bulk.on_frame(frame)
 
-    def _on_release(self, frame: Frame) -> None:
-        """A RELEASE frame. Any thread. Raises ProtocolError."""
+    def on_release(self, frame: Frame, again: bool = False) -> None:
+        """A RELEASE frame. again: a thread may have begun with it. Any thread. Raises ProtocolError."""
         sharing = self.distribution.shared
         if sharing is None:
             raise ProtocolError("a release of shared memory, of which there is none")
-        sharing.on_release(read_release(frame.body).blocks)
+        sharing.on_release(read_release(frame.body).blocks, again=again)
 
     def opens_anywhere(self, frame: Frame) -> bool:
         """Whether a PARCEL is an answer that a thread which waits for it can take: it is all there. Any thread."""
