@@ -331,6 +331,9 @@ def test_an_interrupted_step_is_done_or_undone(sizes: tuple[int, ...]) -> None:
         chance = random.Random(7)
         alive: dict[int, Block] = {}
 
+        def make(size: int) -> None:
+            arena.allocate(size, grow=False)
+
         def settle() -> None:
             """A block that was made, and whose maker was interrupted before it knew, is nobody's."""
             if arena._lock.locked():  # by an interruption where Python looks for no signals: at either end of a `with`
@@ -354,7 +357,7 @@ def test_an_interrupted_step_is_done_or_undone(sizes: tuple[int, ...]) -> None:
                 other = arena.allocate(chance.choice(sizes), grow=False)
                 if other is not None:
                     alive[other.generation] = other
-            where = interrupted(partial(arena.allocate, size, grow=False), at, *files)
+            where = interrupted(partial(make, size), at, *files)
             settle()
             block = arena.allocate(size, grow=False)
             interrupted_too = None
