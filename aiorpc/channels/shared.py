@@ -52,8 +52,8 @@ class Surroundings(Protocol):
     def on_loop(self, function: Callable[..., object], *args: Any) -> None:
         """Run something on the loop. Any thread."""
 
-    def on_release(self) -> None:
-        """`flush` has something to send. Any thread, and inside the garbage collector."""
+    def on_loan(self) -> None:
+        """Something was adopted: `flush` will have something to send, nobody knows when. Any thread."""
 
     def on_refused(self, reason: str) -> None:
         """The other end cannot use our memory. On the loop."""
@@ -105,7 +105,7 @@ class SharedMemory:
         self.arena = arena
         self.lender = Lender(arena)
         self.lender.refused = self.traffic.refused
-        self.borrower = Borrower(surroundings.on_release)
+        self.borrower = Borrower(surroundings.on_loan)
         self.released = self.borrower.released  # what `flush` would send
         self._pid = pid
         self._least = least

@@ -252,16 +252,16 @@ class _Loan(weakref.ref[Bytes]):
 class Borrower:
     """The receiving half, for one peer process. Any thread.
 
-    on_release: called when `drain` has something new, from any thread and from inside the garbage collector. It must
-    take no lock and not raise. It is not called in forked children.
+    Nobody is told when the last view of a block has died: `drain` finds it. on_loan: called whenever it is to be looked
+    for from now on; from any thread.
     """
 
-    def __init__(self, on_release: Callable[[], None]) -> None:
-        self._on_release = on_release
+    def __init__(self, on_loan: Callable[[], None]) -> None:
+        self._on_loan = on_loan
         self._mappings: dict[int, tuple[Mapping | _Unsealed, bytes]] = {}
         self._loans: dict[tuple[int, int], _Loan] = {}  # by segment and offset
         #: For `drain`; public so that one can look cheaply whether there is anything.
-        self.released: deque[Block] = deque()
+        self.released: deque[_Loan | Block] = deque()
         self._pid = os.getpid()
         self._closed = False
 
@@ -277,12 +277,17 @@ class Borrower:
     @property
     def held(self) -> int:
         """Bytes of the peer's memory that adopted blocks take."""
-        return sum(loan.block.size for loan in self._loans.copy().values())
+        return sum(loan.block.size for loan in self._loans.copy().values() if loan() is not None)
 
     @property
     def blocks(self) -> int:
         """How many adopted blocks are alive."""
-        return len(self._loans)
+        return sum(loan() is not None for loan in self._loans.copy().values())
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether `drain` may have something, now or later."""
+        return bool(self._loans or self.released)
 
     def map(self, index: int, path: str, size: int, nonce: bytes) -> None:
         """Map the peer's segment, a file of `size` bytes that begins with `nonce`. Slow; for a thread.
@@ -343,17 +348,28 @@ class Borrower:
             taken = array.copy()
             self._give_back(block)
             return taken
-        loan = _Loan(array, self._last_view_died)
+        # The last view may die in any thread, and in the midst of anything. So what is called then is no Python: it
+        # needs no lock, and no signal handler raises in it, whose exception would be lost.
+        loan = _Loan(array, self.released.append)
         loan.block = block
         self._loans[block.segment, block.offset] = loan
+        self._on_loan()
         return array
 
     def drain(self) -> list[Block]:
-        """The blocks released since the last call, for the lender."""
+        """The blocks released since the last call, for the lender. None in forked children: they are the parent's."""
         released: list[Block] = []
+        if os.getpid() != self._pid:
+            return released
         try:
             while True:
-                released.append(self.released.popleft())
+                last = self.released.popleft()
+                if isinstance(last, _Loan):
+                    block = last.block
+                    self._loans.pop((block.segment, block.offset), None)
+                    released.append(block)
+                else:
+                    released.append(last)
         except IndexError:
             return released
 
@@ -387,18 +403,9 @@ class Borrower:
             raise ProtocolError(f"a block that is in use here: {numbers}")
         return known[0]
 
-    def _last_view_died(self, loan: weakref.ref[Bytes]) -> None:
-        # Any thread, and in the middle of anything: no lock.
-        if os.getpid() != self._pid or self._closed:
-            return
-        assert isinstance(loan, _Loan)
-        block = loan.block
-        self._loans.pop((block.segment, block.offset), None)
-        self._give_back(block)
-
     def _give_back(self, block: Block) -> None:
         self.released.append(block)
-        self._on_release()
+        self._on_loan()
 
 
 class _Unsealed:

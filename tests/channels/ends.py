@@ -319,7 +319,7 @@ class Around:
         self._end = end
         self.refusals: list[str] = []
         self.cold: list[int] = []
-        self.released = 0
+        self.loans = 0
         self.seconds = 0.0  # that a sender may wait: none where one thread is both ends
 
     def post(self, fields: list[Any]) -> None:
@@ -336,8 +336,8 @@ class Around:
         job: Job = [(function, args)]
         self._ends.put(f"loop {self._end}", lambda: run_job(job))
 
-    def on_release(self) -> None:
-        self.released += 1
+    def on_loan(self) -> None:
+        self.loans += 1
 
     def on_refused(self, reason: str) -> None:
         self.refusals.append(reason)

@@ -50,13 +50,14 @@ class Wire:
         self.arena = Arena(limit, segment_size=8 * MIB, poison=True)
         # All of the limit may be lent, and nothing is copied out: that is not what is tested here.
         self.lender = Lender(self.arena, share=1.0, soft=1.0, most=1.0)
-        self.signals = 0
-        self.borrower = Borrower(self._on_release)
+        self.loans = 0
+        self.borrower = Borrower(self._on_loan)
         self.sent = self.back = 0
         self._counting = threading.Lock()
 
-    def _on_release(self) -> None:
-        self.signals += 1
+    def _on_loan(self) -> None:
+        with self._counting:
+            self.loans += 1
 
     def send(self, tensors: list[torch.Tensor], packed: bool = False) -> tuple[list[torch.Tensor], list[list[int]]]:
         """The same tensors at the receiver, over adopted blocks; and the numbers of these blocks.
@@ -99,7 +100,8 @@ class Wire:
         """Everything came back, and once."""
         gc.collect()
         self.settle()
-        assert (self.back, self.signals, self.borrower.blocks, self.borrower.held) == (self.sent, self.sent, 0, 0)
+        assert (self.back, self.loans, self.borrower.blocks, self.borrower.held) == (self.sent, self.sent, 0, 0)
+        assert not self.borrower.borrowed
         assert (self.lender.leases, self.lender.lent, self.arena.blocks, self.arena.used) == (0, 0, 0, 0)
 
     def close(self) -> None:
@@ -441,7 +443,7 @@ class Program:
         kept = seen | self.garbage
         assert all(values & kept for values in self.lent.values()), "a block without views was not released"
         assert self.wire.borrower.blocks == self.wire.lender.leases == len(self.lent) == self.wire.arena.blocks
-        assert self.wire.signals == self.wire.back == self.wire.sent - len(self.lent)
+        assert self.wire.back == self.wire.sent - len(self.lent)
 
     def finish(self) -> None:
         """Everything dies."""
@@ -673,7 +675,7 @@ def test_a_forked_child_releases_nothing(closed: bool) -> None:
                 holder.let_go()
             del holders, holder
             gc.collect()
-            assert tensors == [] and wire.signals == 0 and wire.borrower.drain() == []
+            assert tensors == [] and wire.borrower.drain() == []
 
         assert ends_well(in_child)
         assert wire.settle() == [] and wire.lender.leases == 2

@@ -511,7 +511,7 @@ class Here:
         """At once."""
         function(*args)
 
-    def on_release(self) -> None:
+    def on_loan(self) -> None:
         """It is flushed at the end of each input."""
 
     def on_refused(self, reason: str) -> None:

@@ -32,6 +32,7 @@ from tests.conditions import unmet
 # Seconds; of use only to a test that fails, on however slow a machine.
 END = 30.0  # that a process has to end by itself before the test fails
 LIMIT = 30.0  # for a condition to come true
+PARENTLESS = 77  # exit code of a child whose parent is gone
 Body = Callable[..., Any]
 
 
@@ -102,7 +103,8 @@ class Child:
         try:
             failure, value = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise AssertionError(f"{self.place.name} (pid {self.pid}) ended without a word") from None
+            code = self.join()
+            raise AssertionError(f"{self.place.name} (pid {self.pid}) ended without a word, with {code}") from None
         if failure is not None:
             raise AssertionError(f"{self.place.name}: {failure}")
         return value
@@ -267,7 +269,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        os._exit(1)
+        os._exit(PARENTLESS)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = LIMIT) -> Any:

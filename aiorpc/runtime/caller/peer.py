@@ -490,8 +490,12 @@ class Peer:
         if self.gone is None:
             self._waiting.add(message)
             if self.state is PeerState.IDLE:
-                self.state = PEER.next(self.state, PeerEvent.FIRST_MESSAGE)
-                self.engine.call_on_loop(self._home.connect, self)
+                try:
+                    self.state = PEER.next(self.state, PeerEvent.FIRST_MESSAGE)
+                    self.engine.call_on_loop(self._home.connect, self)
+                except BaseException:  # a signal handler has raised it, maybe before the loop was asked
+                    self.engine.call_on_loop(self._home.connect, self)
+                    raise
 
     # --- giving up ----------------------------------------------------------------------------------------------------
 

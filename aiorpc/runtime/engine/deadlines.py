@@ -49,8 +49,12 @@ class Deadlines:
         The call must stand where `scan` looks before this is called.
         """
         if deadline < self.next and not self._closed:
-            self.next = deadline
-            self._loop.call_soon_threadsafe(self._plan, deadline)
+            try:
+                self.next = deadline
+                self._loop.call_soon_threadsafe(self._plan, deadline)
+            except BaseException:  # a signal handler has raised it, maybe before the loop was asked
+                self._loop.call_soon_threadsafe(self._plan, deadline)
+                raise
 
     def close(self) -> None:
         """Look no more; on the loop."""

@@ -21,7 +21,7 @@ from ...protocol import handshake
 from ...protocol.frames import FIRST_READ_SIZE, MAX_SEGMENTS, READ_SIZE, Frame, FrameDecoder
 from ...protocol.handshake import Handshake
 from ...protocol.identity import WorkerRecord
-from ...protocol.states import HandshakeState
+from ...protocol.states import HandshakeState, PeerState
 from ...transport import sockets
 from ...transport.connection import Connection
 from ...transport.lasting import LastingConnection
@@ -100,11 +100,17 @@ class Connector:
         self._engine = home.engine
         self._secret = secret
         self._numbers = itertools.count(1)  # of links
+        self._finding: set[Peer] = set()
         self._opening: set[asyncio.Future[None]] = set()  # handshakes that are under way
 
     def connect(self, peer: Peer) -> None:
-        """Begin to find the worker of a peer and to connect to it; if that cannot be done, the peer is lost."""
-        self._engine.tasks.spawn(self._connect(peer))
+        """Begin to find the worker of a peer and to connect to it; if that cannot be done, the peer is lost.
+
+        Nothing if that has begun already.
+        """
+        if peer.state is PeerState.CONNECTING and peer not in self._finding:
+            self._finding.add(peer)
+            self._engine.tasks.spawn(self._connect(peer))
 
     def open_pipe(self, link: Link) -> None:
         """Begin to open the second connection of a link, the same way as its first one."""
@@ -122,10 +128,13 @@ class Connector:
     async def _connect(self, peer: Peer) -> None:
         home, engine = self._home, self._engine
         try:
-            record = await home.peers.locate(peer)
-            if record is None:
-                return
-            connection = await self._open(record, peer)
+            try:
+                record = await home.peers.locate(peer)
+                if record is None:
+                    return
+                connection = await self._open(record, peer)
+            finally:
+                self._finding.discard(peer)
         except Exception as error:
             if peer.record is not None and not engine.closed:
                 await self._lose(peer, peer.record, f"it cannot be reached: {error}", error, error)

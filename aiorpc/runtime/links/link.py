@@ -45,6 +45,7 @@ from .memory import Memory
 from .messages import DEVICE, LINK, MESSAGES, SHARED, Attach, Introduce, Pipe
 from .on_devices import LinkDevices
 from .reassembly import Assembly, Message, Reassembly
+from .returns import Returns
 from .second import SecondConnection
 
 # The kinds of frames that are for the link itself: `Link.admit` has to see them.
@@ -123,6 +124,7 @@ class Link:
         self.opener = opener
         options = home.engine.options
         self.second = SecondConnection(self)
+        self.returns = Returns(home.engine, self._give_back_all, self._borrows)
         self.bulk = Bulk(
             limit=options.max_tensor_bytes,
             total=options.max_incoming_bytes,
@@ -137,7 +139,6 @@ class Link:
         self._reassembly = Reassembly(self)
         self.held = self._reassembly.held  # the messages that wait for buffers, by call
         self._receiver = receiver
-        self._timed = False
         self._methods = receiver.methods
         # Counted without a lock, like `Counters`.
         self.messages_sent = 0
@@ -440,18 +441,15 @@ class Link:
         """Tell the other end that these blocks are its own again. more: another frame follows at once. Any thread."""
         self.send(RELEASE, 0, encode_frame(RELEASE, 0, write(messages.Release(blocks))), more=more)
 
-    def flush_later(self) -> None:
-        """Something was released here: `flush` follows soon. From any thread, and from inside the garbage collector.
-
-        No lock may be taken: the collector may run in a thread that holds it.
-        """
-        if not self._timed:
-            self._timed = True
-            self.engine.call_on_loop(self.engine.loop.call_later, self.engine.bounds.release_pause, self._time_is_up)
-
-    def _time_is_up(self) -> None:
-        self._timed = False
+    def _give_back_all(self) -> bool:
+        """`flush`; whether there was anything."""
+        any_released = bool(self.released or self.slots)
         self.flush()
+        return any_released
+
+    def _borrows(self) -> bool:
+        """Whether memory of the other end may be in use here."""
+        return self.distribution.shared is not None and self.distribution.shared.borrower.borrowed
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -484,6 +482,7 @@ class Link:
         if self.closed:
             return
         self.closed = True
+        self.returns.close()
         self._reassembly.close()
         self.distribution.close()
         self.on_devices.close()
@@ -499,7 +498,7 @@ class _Surroundings:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.on_release = link.flush_later
+        self.on_loan = link.returns.watch
         self.on_loop = link.engine.call_on_loop
         self.in_background = link.engine.in_background
         self.on_cold = link._memory.want

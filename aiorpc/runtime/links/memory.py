@@ -21,6 +21,7 @@ from ...channels.slots import SharedSlots
 from ...protocol.identity import WorkerRecord
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
+from ..engine.soon import Soon
 from ..engine.watch import ProcessWatch
 
 logger = logging.getLogger("aiorpc")
@@ -53,6 +54,7 @@ class Memory:
         self._reasons: set[str] = set()
         self._missing: list[int] = []
         self._growing = False
+        self._grow_soon = Soon(engine.call_on_loop, self._grow_later)
         self._trimming: asyncio.TimerHandle | None = None
         # Not the group's watch: that ends with the connection, which may come before the end of the process.
         self._watch = ProcessWatch(engine.loop, lambda record: self.collect())
@@ -95,10 +97,12 @@ class Memory:
         """A message found no room for so many bytes. Any thread."""
         self._missing.append(size)
         if not self._growing:
-            self._growing = True
-            self._engine.call_on_loop(self._grow_later)
+            self._grow_soon()
 
     def _grow_later(self) -> None:
+        if self._growing or not self._missing:
+            return
+        self._growing = True
         self.collect()
         self._engine.loop.call_later(GROW_PAUSE, self._grow_when_quiet, time.monotonic() + GROW_PATIENCE)
 

@@ -22,6 +22,7 @@ from ...protocol.messages import ChannelMessage, write
 from ..engine.engine import Engine
 from .accelerators import Accelerators, Handover
 from .messages import DEVICE
+from .returns import Returns
 
 # Messages that bring pieces of tensors on devices have numbers from here on, so that they are never those of calls.
 PIECES = 1 << 63
@@ -50,8 +51,8 @@ class LinkForDevices(Protocol):
     @property
     def on_devices(self) -> LinkDevices: ...
 
-    def flush_later(self) -> None:
-        """Something was released here: the other end has to be told soon."""
+    @property
+    def returns(self) -> Returns: ...
 
     def say(self, channel: int, fields: list[Any], *, more: bool = False) -> None:
         """Send what a channel says."""
@@ -71,7 +72,7 @@ class LinkDevices:
         self._handover = Handover()
         self.in_background = accelerators.in_background
         self.on_loop = link.engine.call_on_loop
-        self.on_release = link.flush_later
+        self.on_release = link.returns.watch
         self.channel = Devices(
             accelerators.accelerator,
             self,

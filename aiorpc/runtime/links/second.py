@@ -20,6 +20,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.messages import read_channel, write
 from ...transport.connection import Connection
 from ..engine.engine import Engine
+from ..engine.soon import Soon
 from .distribution import Distribution
 from .messages import LINK, MESSAGES, Attach, Pipe
 
@@ -79,17 +80,11 @@ class SecondConnection:
         self.attached: Connection | None = None  # the same, before it may be written to
         self._link = link
         self._asked = False
-        self._pumping = False
-
-    def wake(self) -> None:
-        """There are chunks to send. From any thread."""
-        if not self._pumping:
-            self._pumping = True
-            self._link.engine.call_on_loop(self._pump)
+        #: There are chunks to send. From any thread.
+        self.wake = Soon(link.engine.call_on_loop, self._pump)
 
     def _pump(self) -> None:
         """Hand chunks to the second connection, as many as it can take now and no more."""
-        self._pumping = False
         link, pipe = self._link, self.connection
         if pipe is None:
             if link.bulk.sending:

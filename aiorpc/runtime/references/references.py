@@ -47,6 +47,7 @@ from ...protocol.references import ReferenceTable
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
+from ..engine.soon import Soon
 from ..links.accelerators import Accelerators
 from .rref import PeerForRRef, PeersForReferences, RRef
 
@@ -119,7 +120,8 @@ class References:
         self._unknown: set[int] = set()
         self._handles: WeakValueDictionary[ReferenceId, RRef[Any]] = WeakValueDictionary()
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
-        self._flushing = False  # whether `flush` will be called
+        self._pausing = False  # whether `flush` will be called, after a pause
+        self._flush_soon = Soon(self.engine.call_on_loop, self.flush)
         self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
         self._closed = False
 
@@ -326,20 +328,19 @@ class References:
         if self._closed:
             return
         self._dropped.append((rref, fork))
-        if not self._flushing:
-            self._flushing = True
-            self.engine.call_on_loop(self.flush)
+        if not self._pausing:
+            self._flush_soon()
 
     def coming(self) -> None:
         """A call with references has arrived: messages about references leave together a little later. On the loop."""
-        if not self._flushing:
-            self._flushing = True
+        if not self._pausing and not self._flush_soon.asked:
+            self._pausing = True
             self.engine.loop.call_later(_FLUSH_PAUSE, self.flush)
 
     def flush(self) -> None:
         """Tell the table which handles have died, and send the messages that were kept. On the loop."""
         with self._lock:
-            self._flushing = False
+            self._pausing = False
             unsaid, self._unsaid = self._unsaid, set()
         for peer in unsaid:
             peer.flush()
@@ -361,8 +362,9 @@ class References:
         for output in outputs:
             if isinstance(output, Send):
                 peer = self.home.peers.by_id(output.to)
-                peer.send(Kind.REFERENCE, 0, pack(MESSAGES.write(output.message)), later=self._flushing)
-                if self._flushing:
+                later = self._pausing or self._flush_soon.asked
+                peer.send(Kind.REFERENCE, 0, pack(MESSAGES.write(output.message)), later=later)
+                if later:
                     self._unsaid.add(peer)
             elif isinstance(output, Free):
                 value = self._values.pop(output.rref, None)

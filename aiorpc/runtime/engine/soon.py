@@ -1,0 +1,36 @@
+"""Something that the loop has to do soon, whoever asks for it and however often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Soon:
+    """Has a function run in one of the loop's next turns: once for all who ask until then. Any thread.
+
+    post: has a function run on the loop, like `Engine.call_on_loop`. asked: whether it is going to run.
+    Not lost even if a signal handler raises between any two instructions of who asks.
+    """
+
+    __slots__ = ("_function", "_post", "asked")
+
+    def __init__(self, post: Callable[[Callable[[], Any]], Any], function: Callable[[], Any]) -> None:
+        self._post = post
+        self._function = function
+        self.asked = False
+
+    def __call__(self) -> None:
+        if self.asked:
+            return
+        try:
+            self.asked = True
+            self._post(self._run)
+        except BaseException:  # maybe before the loop was asked; if not, it finds nothing to do the second time
+            self._post(self._run)
+            raise
+
+    def _run(self) -> None:
+        if self.asked:
+            self.asked = False
+            self._function()
