@@ -15,6 +15,8 @@ also those of different optimizers, as when every trainer has made its own.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -422,7 +424,7 @@ class LocalOptimizer:
         """The same, on that worker. seconds: as of `_Turns.take`."""
         context = node.gradients.find(context_id)
         own = [] if context is None else context.gradients_of(self._parameters)
-        count = len(own) - own.count(None)
+        count = len(own) - sum(map(operator.is_, own, itertools.repeat(None)))  # `own.count` would compare in torch
         if count:
             with _turns.take(self._parameters, seconds), _Gradients(self._parameters, own):
                 self.optimizer.step()

@@ -483,6 +483,29 @@ async def test_off_the_loop_a_completed_future_comes_back(apart: list[Worker]) -
     await done
 
 
+async def test_parameters_are_told_apart_without_torch(
+    current_pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a pass nor a step compares tensors: each comparison with something else takes torch ten microseconds."""
+    weights = [aiorpc.remote("worker1", make, seed) for seed in range(3)]
+    optimizer = await DistributedOptimizer.create(torch.optim.SGD, weights, lr=1.0)
+    compared: list[object] = []
+
+    def compare(one: Tensor, other: object) -> Any:
+        compared.append(other)
+        return NotImplemented
+
+    async with autograd.context() as ctx:
+        loss = sum([await aiorpc.call("worker1", scaled, weight, 2.0) for weight in weights[:2]])
+        with monkeypatch.context() as patched:
+            patched.setattr(Tensor, "__eq__", compare)
+            await ctx.backward([loss])
+            await optimizer.step(ctx)
+    assert not compared
+    for seed, (weight, change) in enumerate(zip(weights, (2.0, 2.0, 0.0), strict=True)):
+        torch.testing.assert_close((await weight).detach(), values(seed) - change)
+
+
 async def test_on_the_loop_everything_can_be_awaited(current_pair: list[Worker]) -> None:
     """And what would block is refused, with the words of what to use; the context's verbs on the loop."""
     weight = aiorpc.remote("worker1", make, 0)

@@ -1,9 +1,9 @@
 """Autograd contexts: opening and leaving them, and the verbs of one.
 
-Leaving a context tells every worker that took part. Their answers are not waited for: what is asked of a worker later
-comes there behind what it was told. Contexts of which a worker has not dropped its share cannot pile up, as leaving one
-waits until those have answered for the one before, for a few seconds at most. A worker that does not answer forgets the
-context when it learns that we are gone.
+Leaving a context tells every worker that took part, with the next message to it or a little later (`Trailing`). Their
+answers are not waited for: what is asked of a worker later comes there behind what it was told. Contexts of which a
+worker has not dropped its share cannot pile up, as leaving one waits until those have answered for the one before, for
+a few seconds at most. A worker that does not answer forgets the context when it learns that we are gone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class context:
     def _leave(self) -> list[Future[bytes]]:
         """It has ended: here, and on all workers that know of it. Returns what to wait for."""
         current_autograd.reset(self._token)
-        return _Farewell(self._node, self._id).tell()
+        return _Farewell(self._node, self._id).tell(later=True)
 
 
 async def _ended(call: Future[Any]) -> None:
@@ -113,10 +113,11 @@ class _Farewell:
         self._told = {node.engine.id}
         self._todo = {peer.record.id for peer in node.gradients.leave(context_id) if peer.record is not None}
 
-    def tell(self) -> list[Future[bytes]]:
+    def tell(self, later: bool = False) -> list[Future[bytes]]:
         """Tell those that are known by now, and were not told. Any thread.
 
-        Returns the calls by which the same workers were told of another context, and which they have not answered.
+        later: with the next message to them, those that have answered for the context before. Returns the calls by
+        which the others were told of that one.
         """
         new = self._todo - self._told
         if not new or self._node.engine.closed:
@@ -124,9 +125,14 @@ class _Farewell:
         self._told |= new
         last, earlier = self._node.gradients.farewells, []
         for worker_id in new:
-            # Without a deadline: nobody is to forget because of it that he had to forget.
-            call = ask(self._node, worker_id, forget, self._id, until=None)
-            before, last[worker_id] = last.get(worker_id), call
+            before = last.get(worker_id)
+            trailing = later and before is None  # else the one before may be waiting for a message to leave with
+            try:
+                # Without a deadline: nobody is to forget because of it that he had to forget.
+                call = last[worker_id] = ask(self._node, worker_id, forget, self._id, until=None, later=trailing)
+            finally:  # also if a signal handler raises in it: it may be queued by then
+                if trailing:
+                    self._node.gradients.trailing.add(self._node.peers.by_id(worker_id))
             if before is not None:
                 earlier.append(before)
             call.when_settled(partial(self._answered, worker_id))

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -194,7 +195,7 @@ class Part:
         for arrival in arrivals:
             arrival.join()
         targets = self._context.reach.targets_of(ready)
-        if FOREIGN in targets:
+        if any(map(_IS_FOREIGN, targets)):  # `in` would compare each leaf with it, in torch
             raise RpcUsageError(
                 "the graph goes on in a tensor that was received in another autograd context. Contexts do not mix: "
                 "call again in this one; a @batched function must not gather calls of several contexts that go backward"
@@ -387,6 +388,7 @@ def _references(tensors: Sequence[Tensor | None]) -> list[int]:
     return list(map(sys.getrefcount, tensors))
 
 
+_IS_FOREIGN = partial(operator.is_, FOREIGN)
 # What it counts for a tensor that nobody else has: a custom Function may have kept what it returned.
 _ALONE = _references((torch.empty(0),))[0]
 
@@ -407,12 +409,17 @@ def _say_where(error: BaseException, worker: str) -> None:
 # --- calls between workers --------------------------------------------------------------------------------------------
 
 
-def ask(node: Node, worker_id: int, function: Any, /, *args: Any, until: float | None) -> Future[Any]:
-    """Call a function of the runtime's on a worker, in no context. until: on ``time.monotonic``'s clock, or None."""
+def ask(
+    node: Node, worker_id: int, function: Any, /, *args: Any, until: float | None, later: bool = False
+) -> Future[Any]:
+    """Call a function of the runtime's on a worker, in no context.
+
+    until: on ``time.monotonic``'s clock, or None. later: as of `Peer.call`.
+    """
     timeout = 0.0 if until is None else max(1e-3, until - time.monotonic())
     token = current_autograd.set(0)
     try:
-        return node.peers.by_id(worker_id).call(function, args, None, timeout)
+        return node.peers.by_id(worker_id).call(function, args, None, timeout, later=later)
     finally:
         current_autograd.reset(token)
 

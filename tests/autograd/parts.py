@@ -114,6 +114,11 @@ def context_here() -> int | None:
     return call.autograd
 
 
+def contexts_here() -> int:
+    """How many contexts are open at this worker."""
+    return len(aiorpc.current().node.gradients)
+
+
 def gradient_here(context_id: int, k: int) -> Tensor | None:
     """The gradient of parameter k of this worker."""
     return autograd.get_gradients(context_id).get(weight(k))

@@ -18,12 +18,13 @@ import aiorpc
 from aiorpc import RpcBackendOptions, RpcUsageError, SerializationError, Worker, WouldBlockLoop, autograd
 from aiorpc.errors import ProtocolError
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.gradients.contexts import current_autograd
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import Tensor, check, expected, gradients_of, step, vector, weight_of
 from tests.runtime.observers import standing_still
-from tests.runtime.waiting import until
+from tests.runtime.waiting import LIMIT, until
 
 # --- ids --------------------------------------------------------------------------------------------------------------
 
@@ -436,6 +437,33 @@ async def test_leaving_releases_it_everywhere(workers: list[Worker]) -> None:
     del x, y
     # A thread that had a part in it may be on its way out still.
     await until(lambda: gc.collect() >= 0 and held() is None and not any(context() for context in contexts))
+
+
+async def test_a_farewell_leaves_with_the_next_call(workers: list[Worker]) -> None:
+    """It is queued, and comes there before what is asked later. That alone it leaves after a pause, others show."""
+    first, second = workers[0], workers[1]
+    first.node.engine.bounds = Bounds(trailing_pause=60.0)
+    for _ in range(3):
+        async with autograd.context():
+            await first.call("worker1", parts.layer, vector())
+        connection = first.node.peers.find("worker1").connection
+        assert connection is not None
+        assert len(second.node.gradients) == 1 == connection.unsent
+        assert await first.call("worker1", parts.contexts_here) == 0
+        assert not connection.unsent
+
+
+async def test_a_second_farewell_takes_the_first_along(workers: list[Worker]) -> None:
+    """If nothing was sent in between: it waits for an answer to that one, and not in vain."""
+    first, second = workers[0], workers[1]
+    first.node.engine.bounds = Bounds(trailing_pause=60.0, leave_context=LIMIT)
+    async with asyncio.timeout(LIMIT):
+        async with autograd.context():
+            await first.call("worker1", parts.layer, vector())
+            async with autograd.context():
+                await first.call("worker1", parts.layer, vector())
+            assert len(second.node.gradients) == 2
+    await until(lambda: not len(second.node.gradients))
 
 
 async def test_an_exception_inside_releases_it_too(workers: list[Worker]) -> None:

@@ -174,6 +174,7 @@ class Peer:
         system: bool = False,
         stream: ItemSink | None = None,
         wait: bool = False,
+        later: bool = False,
         depth: int = 2,
         one_try: Try | None = None,
     ) -> CallFuture:
@@ -182,8 +183,8 @@ class Peer:
         function: a callable, or what names a method of an object, or the value of a reference. timeout: seconds, 0 for
         no limit. creates: ids of the reference whose value the result becomes. credit, stream: for a stream, how many
         items the producer may send at first, and who takes them. system: whether the call is the runtime's own. wait:
-        whether it waits for the worker to join, however long that takes. depth: how many stack frames up the user's
-        code is.
+        whether it waits for the worker to join, however long that takes. later: whether a call without large arguments
+        leaves with the next message, or with `flush`. depth: how many stack frames up the user's code is.
         one_try: for a call that may be tried more than once, in place of depth. Raises SerializationError, Overloaded,
         and RpcUsageError for what is no function; nothing was sent then. If the peer is gone, nothing is raised here:
         the Future has the error.
@@ -297,7 +298,7 @@ class Peer:
             elif link is None or self.connection is None:
                 self.send_later(WaitingFrame(CALL, call_id, frame, future))
             else:
-                link.send(CALL, call_id, frame, urgent=len(pending) <= FEW + owed.system, call=future)
+                link.send(CALL, call_id, frame, urgent=len(pending) <= FEW + owed.system, more=later, call=future)
         except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
             future.cancel()
             raise

@@ -49,3 +49,4 @@ class Bounds:
 
     # Contexts of autograd.
     leave_context: float = 5.0  # for telling all workers that a context was left
+    trailing_pause: float = 0.01  # for another message to come, with which it is told

@@ -32,6 +32,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Recorded
 from ..engine.engine import Engine
 from .reach import Reach, ReceivedTensor, SentName
+from .trailing import Trailing
 
 Tensor = torch.Tensor
 _new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without their calls into Python
@@ -286,6 +287,7 @@ class Gradients:
         self.as_torch = as_torch
         self.most_behind = MOST_BEHIND
         self.farewells: dict[int, Any] = {}  # the last call by which a worker was told of a context's end, unanswered
+        self.trailing = Trailing(engine)
         self._engine = engine
         self._contexts: dict[int, AutogradContext] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
@@ -401,5 +403,6 @@ class Gradients:
             self.leave(id)
 
     def close(self) -> None:
-        """The worker closes: drop all contexts."""
+        """The worker closes: drop all contexts. On the loop."""
+        self.trailing.close()
         self._contexts.clear()
