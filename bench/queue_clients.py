@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ async def small(rpc: Any, *, seconds: float, under_way: int) -> dict[str, float]
     """Small items for so many seconds. under_way: how many `put`s at a time, and how many items a `get` may bring."""
     queue = rpc.queue("small", owner="owner", timeout=0)
     if rpc.current().name == "producer":
-        await _produce(queue, ITEM, seconds, under_way)
+        await _produce(queue, [ITEM], seconds, under_way)
         return {}
     return await _consume(queue, under_way)
 
@@ -33,16 +34,22 @@ async def large(rpc: Any, *, seconds: float, under_way: int, copy: bool) -> dict
     """Tensors of 1 MB through the queue, as many at a time. copy: as of `put`."""
     queue = rpc.queue("large", owner="owner", timeout=0)
     if rpc.current().name == "producer":
-        await _produce(queue, torch.ones(MB, dtype=torch.uint8), seconds, under_way, copy)
+        await _produce(queue, _tensors(under_way), seconds, under_way, copy)
         return {}
     return await _consume(queue, under_way)
 
 
-async def _produce(queue: Any, item: Any, seconds: float, under_way: int, copy: bool = True) -> None:
+def _tensors(under_way: int) -> list[torch.Tensor]:
+    """So many that none is in a message twice: it would be sent once."""
+    return [torch.ones(MB, dtype=torch.uint8) for _ in range(4 * under_way)]
+
+
+async def _produce(queue: Any, items: list[Any], seconds: float, under_way: int, copy: bool = True) -> None:
     until = time.monotonic() + seconds
     puts: deque[Any] = deque()
+    item = cycle(items)
     while time.monotonic() < until:
-        puts.append(queue.put(item, copy=copy))
+        puts.append(queue.put(next(item), copy=copy))
         if len(puts) >= under_way:
             await puts.popleft()
     await asyncio.gather(*puts)
@@ -66,12 +73,12 @@ async def take(item: torch.Tensor) -> None:
 
 async def send(rpc: Any, *, seconds: float, under_way: int) -> dict[str, float]:
     """In the producer: the same tensors to the consumer by calls, as many at a time."""
-    item = torch.ones(MB, dtype=torch.uint8)
+    item = cycle(_tensors(under_way))
     calls: deque[Any] = deque()
     count = 0
     begin = time.monotonic()
     while time.monotonic() < begin + seconds:
-        calls.append(rpc.call("consumer", take, item))
+        calls.append(rpc.call("consumer", take, next(item)))
         if len(calls) >= under_way:
             await calls.popleft()
             count += 1

@@ -27,7 +27,7 @@ import numpy
 
 from ..protocol.frames import Buffer
 from .copying import Assist, together, write_cold
-from .segments import HEADER, Segment, create_segment, punch
+from .segments import HEADER, Bytes, Segment, create_segment, punch
 from .space import GIB, MIB, PAGE, SLAB, Extents, Place, Space
 
 ALIGN = 64  # bytes; every block begins at a multiple of it
@@ -243,6 +243,14 @@ class Arena:
             place[at : at + PIECE] = data[at : at + PIECE]
 
         self.together(copy, range(0, data.size, PIECE))
+
+    def view(self, block: Block) -> Bytes:
+        """The bytes of a block, as an array that keeps their memory mapped, but not the block. Raises as `write`."""
+        segments, entry = self._segments, self._live.get(block.generation)
+        if entry is None or entry[0] != block or not segments:
+            raise ValueError(f"{block} is not in use")
+        # Over the mmap, not over an array: a view of a view would refer to that one.
+        return numpy.frombuffer(segments[block.segment].mapping.memory, numpy.uint8, block.size, block.offset)
 
     def together(self, work: Callable[[Any], None], pieces: Iterable[Any]) -> None:
         """Have each piece worked on, here and in a second thread; return when all is done."""

@@ -21,6 +21,7 @@ from ..options import SHARE_SIZE
 from ..protocol.frames import Buffer
 from . import Arrived, Traffic, Wire
 from .arena import TOGETHER_SIZE, Arena, Block, lay_out
+from .keeping import Keeper
 from .segments import Bytes
 from .shared_messages import MESSAGES, Lent, LentPart, Mapped, Message, SegmentOffer, SegmentRefused, Warm
 from .shm import Borrower, Copies, Lender
@@ -95,14 +96,23 @@ class SharedMemory:
     """One end. See the module.
 
     pid: of the process at the other end, as this process sees it. least: bytes of the shortest buffer that goes this
-    way by itself.
+    way by itself. keeper: of what lies in the arena already.
     """
 
     name = "shared memory"
 
-    def __init__(self, arena: Arena, pid: int, surroundings: Surroundings, *, least: int = SHARE_SIZE) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        pid: int,
+        surroundings: Surroundings,
+        *,
+        least: int = SHARE_SIZE,
+        keeper: Keeper | None = None,
+    ) -> None:
         self.traffic = Traffic()
         self.arena = arena
+        self._keeper = keeper
         self.lender = Lender(arena)
         self.lender.refused = self.traffic.refused
         self.borrower = Borrower(surroundings.on_loan)
@@ -170,13 +180,16 @@ class SharedMemory:
         """The block, and whether it is to be copied out."""
         if self._closed:
             return None
+        keeper, kept = self._keeper, None
+        if keeper is not None and keeper.keeps and copies is None and len(buffers) == 1:
+            kept = keeper.find(buffers[0])
         if copies is None and len(buffers) == 1 and len(buffers[0]) >= COLD_SIZE and self._may_wait():
-            lent = self.lender.lend(*buffers, usable=self._usable_soon, grow=False, confirm=self._confirm)
+            lent = self.lender.lend(*buffers, usable=self._usable_soon, grow=False, kept=kept, confirm=self._confirm)
         elif not self._mapped and not self._offer_all():
             self.traffic.refused["not mapped"] += 1
             return None
         else:
-            lent = self.lender.lend(*buffers, usable=self._usable, grow=False, copies=copies)
+            lent = self.lender.lend(*buffers, usable=self._usable, grow=False, copies=copies, kept=kept)
         if lent is not None:
             block, crowded = lent
             if copies is None or crowded or block.size < COPY_SIZE:

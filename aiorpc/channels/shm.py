@@ -116,11 +116,13 @@ class Lender:
         usable: Callable[[int], bool] | None = None,
         grow: bool = True,
         copies: Copies | None = None,
+        kept: Block | None = None,
         confirm: Callable[[int], bool] | None = None,
     ) -> tuple[Block, bool] | None:
         """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that is the peer's from now on.
 
         copies: of buffers that others get, too: a block that is there is lent to this peer as well.
+        kept: a block that has the bytes already; it is lent as it is, but not twice at a time.
         usable: asked, before anything is copied, whether the peer can use the segment of that index.
         grow: as in `Arena.allocate`.
         confirm: where it is given, cold memory is taken if there is no other. It is asked after the copy whether the
@@ -139,7 +141,9 @@ class Lender:
         lent = False
         block = None
         try:
-            made = None if copies is None else copies.find(buffers)
+            if kept is not None and kept.generation in self._leases:
+                kept = None
+            made = copies.find(buffers) if copies is not None else kept
             if made is None:
                 block = self.arena.allocate(size, grow=grow)
                 if block is None and confirm is not None:
@@ -165,11 +169,11 @@ class Lender:
                     copies.add(buffers, block)
                 # Not before the copy is done: until then `reclaim` must not free the block under it.
                 with self._lock:
-                    lent = not self._retired
+                    lent = not self._retired and block.generation not in self._leases
                     if lent:
                         self._leases[block.generation] = block
                         return block, self._lent > self._share or self.arena.used > self._soft
-                self._refuse("retired")
+                self._refuse("retired" if self._retired else "lent twice")
         except OSError as error:  # what the system had promised it has not
             self._refuse(f"memory: {error.strerror}")
         except Exception:

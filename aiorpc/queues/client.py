@@ -16,7 +16,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from .. import foreign
 from ..errors import (
@@ -33,19 +33,12 @@ from ..protocol.messages import ObjectMethod
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
-from ..runtime.references.rref import RRef
-from .packing import TOGETHER, KeptItem, hand_over, pack, unpack
-from .served import MOST, SHUT, gone_with
-from .waiting import GetFuture, Item, PutFuture
+from .items import KEPT_BYTES, KEPT_ITEMS, Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_wire
+from .packing import TOGETHER, hand_over, pack, unpack
+from .served import MOST, SHUT
+from .waiting import GetFuture, PutFuture
 
 _ITEMS_AT_ONCE = 256
-
-
-class Kept(NamedTuple):
-    """An item that stays with its producer until it is fetched. producer: its name, as the owner has told."""
-
-    reference: RRef[Any]
-    producer: str
 
 
 class Client:
@@ -87,7 +80,7 @@ class Client:
     def put_nowait(self, item: Any, copy: bool) -> PutFuture:
         """See `QueueHandle.put_nowait`."""
         put = PutFuture(self, self._packed(item, copy))
-        self.node.engine.run_on_loop(self._call, "put_items", (False, 0, put.item), partial(self._on_put_now, put))
+        self.node.engine.run_on_loop(self._put_now, put)
         return put
 
     def get_nowait(self) -> GetFuture:
@@ -103,8 +96,7 @@ class Client:
 
     def _packed(self, item: Any, copy: bool) -> Item:
         self.node.engine.lifetime.check_open()
-        packed = pack(item, self.node.peers.find(self._owner), copy)
-        return self.node.references.refer_to(packed) if isinstance(packed, KeptItem) else packed
+        return pack(item, self.node.peers.find(self._owner), copy, self.node.memory.keep)
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
@@ -140,8 +132,27 @@ class Client:
         if batch:
             self._putting = batch
             self._put_number = self._next_number()
-            items = [put.item for put in batch]
+            self._refer_to(batch)
+            items = to_wire([put.item for put in batch])
             self._call("put_items", (True, self._put_number, *items), self._on_put)
+
+    def _refer_to(self, batch: Sequence[PutFuture]) -> None:
+        """Items that are to be kept here: make references to them, each for as many as it may have."""
+        together: list[PutFuture] = []
+        size = 0
+        for put in [put for put in batch if type(put.item) is KeptItem]:
+            if len(together) == KEPT_ITEMS or (together and size + put.item.size > KEPT_BYTES):
+                self._refer(together)
+                together, size = [], 0
+            together.append(put)
+            size += put.item.size
+        if together:
+            self._refer(together)
+
+    def _refer(self, puts: Sequence[PutFuture]) -> None:
+        reference = self.node.references.refer_to(KeptItems([put.item for put in puts]))
+        for place, put in enumerate(puts):
+            put.item = Kept(reference, place)
 
     def _on_put(self, put: Any, error: BaseException | None) -> None:
         batch, self._putting = self._putting, ()
@@ -165,6 +176,10 @@ class Client:
             # Those that there was no room for come again: with a full queue as few at a time as it takes.
             self._most = min(_ITEMS_AT_ONCE, 2 * self._most) if count == len(batch) else max(1, count)
         self._send_puts()
+
+    def _put_now(self, put: PutFuture) -> None:
+        self._refer_to([put])
+        self._call("put_items", (False, 0, *to_wire([put.item])), partial(self._on_put_now, put))
 
     def _on_put_now(self, future: PutFuture, put: Any, error: BaseException | None) -> None:
         if error is None and put == 0:
@@ -221,11 +236,21 @@ class Client:
         head, *rest = got if type(got) is Results else (got,)
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
-        said, *items = rest or (None,)
+        said, *values = rest or (None,)
         names = said if type(said) is dict else {}
-        if any(not isinstance(item, (bytes, str)) and not _is_kept(item, names) for item in items):
+        try:
+            items = [self._named(item, names) for item in from_wire(values)]
+        except (ValueError, KeyError):
             return [], ProtocolError(f"{self.describe()} gives items that are none")
-        return [Kept(item, names[item._owner]) if isinstance(item, RRef) else item for item in items], None
+        return items, None
+
+    def _named(self, item: Any, names: dict[Any, Any]) -> Item:
+        """An item that has come. ValueError, KeyError for what is none."""
+        if type(item) is Kept and type(producer := names[item.reference._owner]) is str:
+            return Kept(item.reference, item.place, producer)
+        if not isinstance(item, (bytes, str)):
+            raise ValueError("no item")
+        return item
 
     def _fetch(self, get: GetFuture, items: Sequence[Item]) -> None:
         """Have the items that their producers have kept; then give all to the one who waits."""
@@ -251,12 +276,12 @@ class Client:
                 self._give(get, items, fetched)
 
         for worker, wanted in kept.items():
-            self._call_peer(worker, [each.reference for each in wanted], partial(arrived, wanted))
+            self._call_peer(worker, to_wire(wanted), partial(arrived, wanted))
 
-    def _call_peer(self, worker: int, references: list[RRef[Any]], then: Callable[[Any, Any], None]) -> None:
+    def _call_peer(self, worker: int, said: list[Any], then: Callable[[Any, Any], None]) -> None:
         def call() -> Future[Any]:
             peer = self.node.peers.by_id(worker)
-            return peer.call(hand_over, references, None, self.node.engine.default_timeout)
+            return peer.call(hand_over, said, None, self.node.engine.default_timeout)
 
         self._begin_call(call, then)
 
@@ -331,15 +356,13 @@ class Client:
         for item in items:
             if isinstance(item, str):
                 gone.setdefault(item, []).append(None)  # the owner has seen to that
-            elif not isinstance(item, Kept):
+            elif not isinstance(item, Kept) or gone_with(item) is None:
                 there.append(item)
-            elif gone_with(item.reference) is None:
-                there.append(item.reference)
             else:
                 gone.setdefault(item.producer, []).append(None)
                 finished += 1
         if there:
-            self._tell("return_items", *there)
+            self._tell("return_items", *to_wire(there))
         self._lose(gone, finished)
 
     # --- giving up ----------------------------------------------------------------------------------------------------
@@ -424,10 +447,6 @@ class Client:
             )
         if not self.node.engine.loop.is_closed():
             self.node.engine.run_on_loop(then, value, error)
-
-
-def _is_kept(item: object, names: dict[Any, Any]) -> bool:
-    return isinstance(item, RRef) and type(names.get(item._owner)) is str
 
 
 def _nothing(_: Any, error: BaseException | None) -> None:

@@ -2,16 +2,18 @@
 
 An item is packed as it is put: its errors are raised there, and what happens to the object afterwards does not matter.
 What is packed is the body of a message and its buffers, one behind the other. If that is small it travels with the put.
-Else it stays with the worker that has put it, as the value of a reference (`KeptItem`), and so does an item that has
-references or tensors on devices inside of it, as itself. Whoever gets the item fetches it from there (`hand_over`).
+Else it stays with the worker that has put it (`items`), where it can be lent from if there is room (`Memory.keep`); and
+so does an item that has references or tensors on devices inside of it, as itself. Whoever gets the item fetches it from
+there (`hand_over`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from ..channels.accelerator import DeviceBuffer
@@ -23,7 +25,7 @@ from ..protocol.reference_messages import PassedReference
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.functions import inline
 from ..runtime.calls.values import Results, decode, encode
-from ..runtime.references.rref import RRef
+from .items import KeptItem, from_wire, kept_of
 
 #: Bytes of a packed item that travels with the put; longer ones stay with their producer.
 SMALL = 32 * 1024
@@ -33,21 +35,11 @@ TOGETHER = 8 * SMALL
 _HEAD = struct.Struct("<QQ")
 
 
-class KeptItem:
-    """An item that stays with the worker that has put it. packed: its bytes; None: it is kept as it is, in `value`."""
-
-    __slots__ = ("packed", "value")
-
-    def __init__(self, packed: torch.Tensor | None, value: Any = None) -> None:
-        self.packed = packed
-        self.value = value
-
-
-def pack(item: Any, owner: Peer, copy: bool) -> bytes | KeptItem:
+def pack(item: Any, owner: Peer, copy: bool, keep: Callable[[int], torch.Tensor]) -> bytes | KeptItem:
     """An item for a queue of `owner`. Any thread. Raises SerializationError; nothing was sent then.
 
     Who gets the item is not known yet; it is written as for the owner. copy: whether one that is kept is kept as it is
-    now; else it is written, as it is then, when it is fetched.
+    now; else it is written, as it is then, when it is fetched. keep: memory of so many bytes for one that is kept.
     """
     body, buffers, out = encode(Reply, (), [item], owner, owner.route)
     if out is not None or any(isinstance(each, DeviceBuffer) for each in buffers):
@@ -60,10 +52,10 @@ def pack(item: Any, owner: Peer, copy: bool) -> bytes | KeptItem:
         join(body, buffers, memoryview(small))
         return bytes(small)
     if not copy:
-        return KeptItem(None, item)
-    packed = torch.empty(size, dtype=torch.uint8)
+        return KeptItem(None, item, size)
+    packed = keep(size)
     join(body, buffers, _memory(packed))
-    return KeptItem(packed)
+    return KeptItem(packed, size=size)
 
 
 def size_of(body: bytes, buffers: Sequence[Any]) -> int:
@@ -77,8 +69,10 @@ def join(body: bytes, buffers: Sequence[Any], into: memoryview) -> None:
     layout = _layout(len(body), lengths)
     struct.pack_into(f"<QQ{len(lengths)}Q", into, 0, len(body), len(lengths), *lengths)
     into[layout.body : layout.body + len(body)] = body
+    whole = numpy.frombuffer(into, numpy.uint8)
     for (start, length), each in zip(layout.buffers, buffers, strict=True):
-        into[start : start + length] = memoryview(each).cast("B")
+        # numpy's, as other threads run while it copies.
+        whole[start : start + length] = numpy.frombuffer(each, numpy.uint8)
 
 
 def unpack(packed: bytes | torch.Tensor, safe: bool) -> Any:
@@ -139,12 +133,13 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:
 
 
 @inline
-def hand_over(*kept: RRef[Any]) -> Results:
+def hand_over(*wanted: Any) -> Results:
     """Items of queues that this worker has kept, for whoever was given references to them."""
     given: list[Any] = [0]
-    for each in kept:
-        item = each._value_future().value() if isinstance(each, RRef) and each.is_owner() else None
-        if not isinstance(item, KeptItem):
-            raise RpcUsageError("hand_over is for items of queues that this worker has put, and this is none")
-        given += (True, item.packed) if item.packed is not None else (False, item.value)
+    try:
+        for each in from_wire(wanted):
+            item = kept_of(each)
+            given += (True, item.packed) if item.packed is not None else (False, item.value)
+    except (ValueError, AttributeError):
+        raise RpcUsageError("hand_over is for items of queues that this worker has put, and this is none") from None
     return Results(given)

@@ -26,13 +26,11 @@ from ..runtime.calls.current import caller
 from ..runtime.calls.functions import system
 from ..runtime.calls.values import Results
 from ..runtime.group.events import Listener, WorkerLeft, WorkerLost
-from ..runtime.references.rref import RRef
+from .items import Item, Kept, from_wire, gone_with, to_wire
 from .packing import SMALL, TOGETHER
 
 #: How an answer to `take_items` begins: with the items, or with nothing, as the queue is shut down and has none.
 HERE, SHUT = 0, 1
-# What is in the queue: a packed item, or a reference to one that its producer has kept.
-Item = Any
 MOST = 1024  # items that one call puts or takes
 
 
@@ -79,15 +77,16 @@ class ServedQueue:
     # --- putting and getting ------------------------------------------------------------------------------------------
 
     @system
-    async def put_items(self, wait: bool, number: int, *items: Item) -> int:
-        """Put those items in their order, as far as there is room; returns how many.
+    async def put_items(self, wait: bool, number: int, *said: Any) -> int:
+        """Put those items (`items.to_wire`) in their order, as far as there is room; returns how many.
 
         wait: until there is room for one, or until that `number` is withdrawn. Negative once the queue is shut down: -1
         for none, -2 for one, and so on. RpcUsageError for what is no item.
         """
-        _check(wait, number, len(items))
-        if not _are_items(items):
+        items = _items(said)
+        if items is None:
             raise RpcUsageError(f"queue {self.name!r} takes items as `rpc.queue` puts them, and got something else")
+        _check(wait, number, len(items))
         putter = _Waiter(0, items)
         self._putters.append(putter)
         self._match()
@@ -101,8 +100,8 @@ class ServedQueue:
         """Take up to so many items, but one at least; none if it is not to wait, or if that `number` is withdrawn.
 
         The answer begins with `HERE` or `SHUT`. Behind `HERE` come the names of those who have kept some of its items,
-        by their ids, or None, as whoever gets the items may never have met them; then the items. One is its bytes, a
-        reference, or the name of the worker that had it and is gone.
+        by their ids, or None, as whoever gets the items may never have met them; then the items (`items.to_wire`),
+        and for one that is gone the name of the worker that had it.
         """
         _check(wait, number, count)
         getter = _Waiter(count, ())
@@ -121,8 +120,8 @@ class ServedQueue:
             if gone is not None:
                 items[place] = gone
                 self._finish(1, who)
-        names = {each._owner: each.owner_name() for each in items if isinstance(each, RRef)}
-        return Results((HERE, names or None, *items))
+        names = {each.reference._owner: each.reference.owner_name() for each in items if type(each) is Kept}
+        return Results((HERE, names or None, *to_wire(items)))
 
     async def _settled(self, waiter: _Waiter, number: int, among: deque[_Waiter]) -> Any:
         """What the waiter is given. If its caller gives up, nothing of it happens, as far as nothing has yet."""
@@ -176,9 +175,10 @@ class ServedQueue:
     def _room(self) -> int:
         return max(0, self.maxsize - len(self._items)) if self.maxsize else MOST
 
-    async def return_items(self, *items: Item) -> None:
+    async def return_items(self, *said: Any) -> None:
         """Put back to the front what was taken and is not wanted: as if it had not been taken."""
-        if not _are_items(items):
+        items = _items(said)
+        if items is None:
             raise RpcUsageError(f"what was not taken from queue {self.name!r} cannot be put back")
         if len(items) > self._unfinished:
             raise RpcUsageError(
@@ -285,13 +285,13 @@ def _check(wait: object, number: object, count: object) -> None:
         raise RpcUsageError(f"from 1 to {MOST} items of a queue go at a time; here they are {count!r:.40}")
 
 
-def _are_items(items: Sequence[object]) -> bool:
-    return all(isinstance(each, RRef) or (type(each) is bytes and len(each) <= SMALL) for each in items)
-
-
-def gone_with(item: Item) -> str | None:
-    """The name of the worker that has kept an item and is gone; None if it can be had, as far as is known here."""
-    return item.owner_name() if isinstance(item, RRef) and item._broken is not None else None
+def _items(said: Sequence[Any]) -> list[Item] | None:
+    """The items of a call; None for what cannot be one."""
+    try:
+        items = from_wire(said)
+    except ValueError:
+        return None
+    return items if all(type(each) is Kept or (type(each) is bytes and len(each) <= SMALL) for each in items) else None
 
 
 async def watch(queue: ServedQueue, news: Listener) -> None:

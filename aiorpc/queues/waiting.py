@@ -8,10 +8,7 @@ from typing import Any, Protocol
 
 from ..futures import Future
 from ..runtime.node import Node
-
-# As it travels: bytes, a reference, or the name of the worker that is gone with it. Where it is got, a reference stands
-# beside the name of its producer (`client.Kept`).
-Item = Any
+from .items import Item
 
 
 class ClientForWaiting(Protocol):

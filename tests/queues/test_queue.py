@@ -13,8 +13,20 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc as rpc
-from aiorpc import ItemLost, QueueEmpty, QueueFull, QueueHandle, QueueShutDown, RpcBackendOptions, RpcTimeout, Worker
+from aiorpc import (
+    ItemLost,
+    QueueEmpty,
+    QueueFull,
+    QueueHandle,
+    QueueShutDown,
+    RpcBackendOptions,
+    RpcTimeout,
+    RRef,
+    Worker,
+)
+from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
+from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.runtime.joining import unheard_of
@@ -93,6 +105,52 @@ async def test_an_item_is_what_it_was_when_it_was_put(pair: list[Worker]) -> Non
     for each in (small, large, kept):
         each.zero_()
     assert [int(each[0]) for each in await other.get_many(3)] == [1, 1, 0]
+
+
+async def test_large_items_wait_in_shared_memory(pair: list[Worker]) -> None:
+    """They are copied once, as they are put, and used where they lie; that memory is free when nobody has it."""
+    queue, other = make(pair[0]), handle(pair[1])
+    memory = pair[1].node.memory
+    item = torch.arange(2 * SHARE_SIZE, dtype=torch.uint8)
+    expected = item.clone()
+    async with asyncio.timeout(LONG):
+        while not memory.keeper.keeps:  # until there is some
+            await other.put(item)
+            await queue.get()
+            await asyncio.sleep(0.005)
+    await until(lambda: not memory.arena.used)
+    sent = pair[1].statistics().channels["shared memory"].sent
+    await asyncio.gather(*(other.put(item) for _ in range(3)))
+    item.zero_()
+    assert memory.arena.blocks == 3
+    got = await queue.get_many(3)
+    assert memory.arena.blocks == 3 == memory.leases
+    assert pair[1].statistics().channels["shared memory"].sent == sent + 3
+    assert all(torch.equal(each, expected) for each in got)
+    await until_no_references(pair)
+    got[0].zero_()
+    assert torch.equal(got[1], expected)
+    del got
+    await until(lambda: not memory.arena.used and not memory.keeper.keeps)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+async def test_items_that_are_put_together_have_a_reference_together(pair: list[Worker], copy: bool) -> None:
+    """As far as their number and their bytes allow; each is got once, and all are there as long as any is wanted."""
+    queue, other = make(pair[0]), handle(pair[1])
+    values = pair[1].node.references._values
+    small = [torch.full((LARGE,), number, dtype=torch.uint8) for number in range(KEPT_ITEMS + 2)]
+    large = [torch.full((KEPT_BYTES // 2,), number, dtype=torch.uint8) for number in range(4)]
+    await asyncio.gather(*(other.put(item, copy=copy) for item in [*small, "between", *large]))
+    kept = [len(future.value()) for future in values.values()]
+    assert kept == [KEPT_ITEMS, 3, 1, 1, 1]
+    first, *others = [await queue.get() for _ in small]
+    assert torch.equal(first, small[0]) and all(map(torch.equal, others, small[1:]))
+    assert await queue.get() == "between"
+    got = await queue.get_many(9)
+    assert len(got) == 4 and all(map(torch.equal, got, large))
+    del first, others, got
+    await until_no_references(pair)
 
 
 async def test_references_travel_in_items(trio: list[Worker]) -> None:
@@ -465,6 +523,7 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
     """Whatever a worker sends in place of what handles send; the queue is as it was."""
     queue = make(pair[0])
     peer = pair[1].node.peers.find("worker0")
+    current_node.set(pair[1].node)
     nonsense: list[tuple[str, tuple[Any, ...]]] = [
         ("put_items", (True, 1, "text")),
         ("put_items", (True, 1, b"x" * 100_000)),
@@ -473,6 +532,10 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         ("take_items", (True, 1, 0)),
         ("take_items", (True, 1, 1 << 40)),
         ("take_items", (True, "1", 1)),
+        ("put_items", (True, 1, 0)),
+        ("put_items", (True, 1, RRef(1), 16)),
+        ("put_items", (True, 1, RRef(1), -1)),
+        ("put_items", (True, 1, b"", RRef(1))),
         ("return_items", (b"never taken",)),
         ("return_items", (5,)),
         ("finish_items", (-1,)),
@@ -487,4 +550,8 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
         await queue.get()
     assert await queue.get() == "an item"
     await queue.task_done()
+    for reference, place in ((RRef(1), 0), (pair[1].node.references.refer_to(KeptItems([KeptItem(None)])), 1)):
+        await peer.call(ObjectMethod("q", "put_items"), (True, 1, reference, place), None, LONG)
+        with pytest.raises(ItemLost, match=r"went with worker 'worker1'.*this is none"):
+            await queue.get()
     await queue.join()

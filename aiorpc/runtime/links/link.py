@@ -415,7 +415,11 @@ class Link:
             self._memory.cannot_share(self.record, reason)
             return
         channel = SharedMemory(
-            self._memory.arena, self.record.pid, _Surroundings(self), least=self.engine.options.min_shared_bytes
+            self._memory.arena,
+            self.record.pid,
+            _Surroundings(self),
+            least=self.engine.options.min_shared_bytes,
+            keeper=self._memory.keeper,
         )
         self.distribution.share(channel)
         self.released = channel.released

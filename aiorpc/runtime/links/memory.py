@@ -14,7 +14,10 @@ import sys
 import time
 from collections.abc import Callable
 
+import torch
+
 from ...channels.arena import Arena
+from ...channels.keeping import Keeper
 from ...channels.shared import SharedMemory
 from ...channels.shm import Lender
 from ...channels.slots import SharedSlots
@@ -23,6 +26,7 @@ from ..engine.engine import Engine
 from ..engine.host import provably_dead
 from ..engine.soon import Soon
 from ..engine.watch import ProcessWatch
+from .returns import Returns
 
 logger = logging.getLogger("aiorpc")
 
@@ -49,6 +53,8 @@ class Memory:
             assist=engine.in_background if several else None,
         )
         self.slots = SharedSlots(self.arena)
+        self.keeper = Keeper(self.arena, lambda: self._unused.watch(), self.want)
+        self._unused = Returns(engine, self.keeper.collect, lambda: bool(self.keeper.keeps))
         self._shared: dict[SharedMemory, WorkerRecord] = {}
         self._retired: list[tuple[WorkerRecord, Lender]] = []
         self._reasons: set[str] = set()
@@ -90,6 +96,18 @@ class Memory:
                 lender.reclaim()
             if lender.leases:
                 self._retired.append((record, lender))
+
+    def keep(self, size: int) -> torch.Tensor:
+        """Memory for so many bytes that are not changed any more once they are written, as another worker may have
+        them where they lie then. Any thread.
+
+        Memory of this process alone where there is no room in the arena, or nobody to share it with.
+        """
+        if self._shared and size >= self._engine.options.min_shared_bytes:
+            array = self.keeper.keep(size)
+            if array is not None:
+                return torch.from_numpy(array)
+        return torch.empty(size, dtype=torch.uint8)
 
     # --- growing and shrinking ----------------------------------------------------------------------------------------
 
@@ -160,6 +178,8 @@ class Memory:
         if self._trimming is not None:
             self._trimming.cancel()
         self.slots.close()
+        self._unused.close()
+        self.keeper.close()
         self.arena.close()
         for channel in list(self._shared):
             channel.close()
@@ -171,4 +191,5 @@ class Memory:
             channel.borrower.close_in_child()
         self._watch.close_in_child()
         self.slots.close_in_child()
+        self.keeper.close()
         self.arena.close_in_child()

@@ -1,0 +1,101 @@
+"""Items of queues as they travel and as they wait: small ones as bytes, others at the worker that has put them.
+
+Several items that are put together are the value of one reference (`KeptItems`), as each reference costs some messages.
+In a message the references come first and each item behind them is its bytes, or a number: which of the references,
+and which of its items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.references.rref import RRef
+
+#: Items, and bytes of them, that one reference may have: all stay in memory until the last of them was got.
+KEPT_ITEMS, KEPT_BYTES = 16, 8 << 20
+
+
+class KeptItem:
+    """An item that stays with the worker that has put it. packed: its bytes; None: it is kept as it is, in `value`.
+
+    size: about how many bytes it has; `KEPT_BYTES` where nobody knows.
+    """
+
+    __slots__ = ("packed", "size", "value")
+
+    def __init__(self, packed: torch.Tensor | None, value: Any = None, size: int = KEPT_BYTES) -> None:
+        self.packed = packed
+        self.value = value
+        self.size = size
+
+
+class KeptItems(tuple[KeptItem, ...]):
+    """The value of a reference: items that were put together."""
+
+    __slots__ = ()
+
+
+class Kept(NamedTuple):
+    """An item of another worker, or of this one: which of those that the reference stands for.
+
+    producer: the name of the worker that has it, as the owner of the queue has told; at the owner itself nothing.
+    """
+
+    reference: RRef[Any]
+    place: int
+    producer: str = ""
+
+
+# In a queue and where it is got: bytes, a `Kept`, or the name of the worker that is gone with it; where it is put, and
+# was not sent yet, also a `KeptItem`.
+Item = Any
+
+
+def to_wire(items: Iterable[Item]) -> list[Any]:
+    """References and items as values of a message. None of them is a `KeptItem`."""
+    references: dict[int, int] = {}  # by identity: what a message names twice it would count twice
+    first: list[Any] = []
+    then: list[Any] = []
+    for item in items:
+        if type(item) is Kept:
+            index = references.setdefault(id(item.reference), len(first))
+            if index == len(first):
+                first.append(item.reference)
+            item = index * KEPT_ITEMS + item.place
+        then.append(item)
+    return first + then
+
+
+def from_wire(values: Sequence[Any]) -> list[Item]:
+    """What `to_wire` was given, and whatever else another worker makes of it. ValueError for what cannot be."""
+    count = 0
+    while count < len(values) and isinstance(values[count], RRef):
+        count += 1
+    items: list[Item] = []
+    for value in values[count:]:
+        if type(value) is int:
+            index, place = divmod(value, KEPT_ITEMS)
+            if not 0 <= index < count:
+                raise ValueError(f"item {value} of {count} references")
+            value = Kept(values[index], place)
+        items.append(value)
+    return items
+
+
+def kept_of(item: Kept) -> KeptItem:
+    """The item itself, at the worker that has it. ValueError if the reference is to something else."""
+    reference = item.reference
+    kept = reference._value_future().value() if reference.is_owner() else None
+    if type(kept) is not KeptItems or item.place >= len(kept):
+        raise ValueError("no item of a queue")
+    return kept[item.place]
+
+
+def gone_with(item: Item) -> str | None:
+    """The name of the worker that has kept an item and is gone; None if it can be had, as far as is known here."""
+    if type(item) is not Kept or item.reference._broken is None:
+        return None
+    return item.reference.owner_name()

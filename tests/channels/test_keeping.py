@@ -1,0 +1,242 @@
+"""Memory that is kept in the arena until somebody asks for it: lent where it lies, and free when nobody has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import numpy
+import pytest
+
+from aiorpc.channels.arena import POISON, Arena, Block
+from aiorpc.channels.keeping import Keeper
+from aiorpc.channels.segments import Bytes
+from aiorpc.channels.shm import Borrower, Lender
+from aiorpc.channels.space import MIB
+
+LIMIT = 64 * MIB
+SIZE = 300_000
+
+
+class Kept:
+    """A keeper with warm memory, a lender of the same arena, and what the keeper has said."""
+
+    def __init__(self, warm: int = 32 * MIB, **options: Any) -> None:
+        self.arena = Arena(LIMIT, segment_size=LIMIT, poison=True)
+        if warm:
+            self.arena.grow(warm)
+        self.cold: list[int] = []
+        self.told: list[int] = []
+        self.keeper = Keeper(self.arena, lambda: self.told.append(1), self.cold.append, **options)
+        self.lender = Lender(self.arena)
+        self.borrower = Borrower(lambda: None)
+        for segment in self.arena.segments:
+            self.borrower.map(segment.index, f"/proc/{os.getpid()}/fd/{segment.fd}", segment.size, segment.nonce)
+
+    def keep(self, size: int = SIZE) -> Bytes:
+        """Memory with some bytes in it."""
+        array = self.keeper.keep(size)
+        assert array is not None
+        array[:] = numpy.arange(size, dtype=numpy.uint8)
+        return array
+
+    def lend(self, array: Bytes) -> Block:
+        """As a message would."""
+        lent = self.lender.lend(array.data, grow=False, kept=self.keeper.find(array.data))
+        assert lent is not None, self.lender.refused
+        return lent[0]
+
+    def give_back(self) -> None:
+        """What the borrower has no more."""
+        self.lender.released(self.borrower.drain())
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    made = Kept()
+    yield made
+    made.keeper.close()
+    made.borrower.close()
+    made.arena.close()
+
+
+def test_kept_memory_is_lent_where_it_lies(kept: Kept) -> None:
+    """No second block is taken, and what arrives is the same memory."""
+    array = kept.keep()
+    used = kept.arena.used
+    block = kept.lend(array)
+    assert (kept.arena.used, kept.arena.blocks) == (used, 1)
+    assert bytes(kept.borrower.adopt(list(block))) == bytes(array)
+
+
+@pytest.mark.parametrize("first", ["here", "there"])
+def test_it_is_free_when_neither_end_has_it(kept: Kept, first: str) -> None:
+    """Whoever lets go of it first: the bytes stay as long as the other one has them."""
+    array = kept.keep()
+    expected = bytes(array)
+    there = kept.borrower.adopt(list(kept.lend(array)))
+    if first == "here":
+        del array
+        assert kept.keeper.collect()
+        assert bytes(there) == expected
+        del there
+        kept.give_back()
+    else:
+        del there
+        kept.give_back()
+        assert bytes(array) == expected
+        del array
+        assert kept.keeper.collect()
+    assert (kept.arena.used, kept.arena.blocks, kept.keeper.keeps, kept.lender.leases) == (0, 0, {}, 0)
+
+
+def test_any_view_keeps_it(kept: Kept) -> None:
+    """Also one that numpy makes of another."""
+    array = kept.keep()
+    view = array[10:20].reshape(2, 5)
+    expected = bytes(view)
+    del array
+    assert not kept.keeper.collect()
+    assert bytes(view) == expected != bytes([POISON] * 10)
+    del view
+    assert kept.keeper.collect()
+    assert not kept.keeper.collect()
+    assert kept.arena.used == 0
+
+
+def test_only_the_whole_of_it_is_found(kept: Kept) -> None:
+    """A part of it is copied like any other memory."""
+    array = kept.keep()
+    assert kept.keeper.find(array.data) is not None
+    assert kept.keeper.find(array.data[:-1]) is None
+    assert kept.keeper.find(array.data[1:]) is None
+    assert kept.keeper.find(bytes(array)) is None
+
+
+def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:
+    """A block is lent to one peer once at a time, as each is given back once; another peer gets it meanwhile."""
+    array = kept.keep()
+    first, second = kept.lend(array), kept.lend(array)
+    assert first.offset != second.offset
+    other = Lender(kept.arena).lend(array.data, grow=False, kept=kept.keeper.find(array.data))
+    assert other is not None and other[0] == first
+    for block in (first, second):
+        assert bytes(kept.borrower.adopt(list(block))) == bytes(array)
+    kept.give_back()
+    assert kept.lender.leases == 0
+    assert kept.lend(array) == first
+
+
+def test_a_block_that_two_lend_at_once_is_lent_once(kept: Kept) -> None:
+    """The one that comes second is refused, and its bytes go another way."""
+    array = kept.keep()
+    block = kept.keeper.find(array.data)
+
+    def meanwhile(_: int) -> bool:
+        assert kept.lender.lend(array.data, grow=False, kept=block) is not None
+        return True
+
+    assert kept.lender.lend(array.data, grow=False, kept=block, usable=meanwhile) is None
+    assert kept.lender.last_refusal == "lent twice"
+    assert (kept.lender.leases, kept.lender.lent, kept.arena.blocks) == (1, SIZE, 1)
+
+
+def test_nothing_is_kept_beyond_its_share() -> None:
+    """Of the limit, and of what is in use by anybody; what has died makes room at once."""
+    kept = Kept(share=0.1, soft=0.2)
+    try:
+        arrays = [kept.keep(MIB) for _ in range(6)]
+        assert kept.keeper.keep(MIB) is None
+        arrays.pop()
+        assert kept.keep(MIB) is not None
+        arrays.clear()
+        blocks = [kept.arena.allocate(MIB) for _ in range(12)]
+        assert None not in blocks
+        assert kept.keeper.keep(MIB) is None
+        assert kept.cold == []
+    finally:
+        kept.arena.close()
+
+
+def test_where_memory_is_cold_it_is_asked_for() -> None:
+    """And this time it is to be taken elsewhere; not of an arena that is closed."""
+    kept = Kept(warm=0)
+    assert kept.keeper.keep(SIZE) is None
+    assert (kept.cold, kept.told) == ([SIZE], [])
+    kept.arena.grow(SIZE)
+    assert kept.keeper.keep(SIZE) is not None
+    assert kept.told == [1]
+    kept.arena.close()
+    assert kept.keeper.keep(SIZE) is None
+    assert kept.cold == [SIZE]
+
+
+def test_an_arena_that_is_closed_meanwhile_is_no_error(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker leaves while a thread packs something: there is other memory for that."""
+    allocate = kept.arena.allocate
+
+    def closing(size: int, *, grow: bool) -> Block | None:
+        block = allocate(size, grow=grow)
+        kept.arena.close()
+        return block
+
+    monkeypatch.setattr(kept.arena, "allocate", closing)
+    assert kept.keeper.keep(SIZE) is None
+
+
+def test_what_is_kept_outlives_the_arena(kept: Kept) -> None:
+    """Its memory is mapped as long as somebody has it, and nothing is given back to an arena that is closed."""
+    array = kept.keep()
+    expected = bytes(array)
+    kept.arena.close()
+    assert bytes(array) == expected
+    del array
+    assert kept.keeper.collect()
+    kept.keeper.close()
+    assert not kept.keeper.collect()
+
+
+def test_an_interrupted_keeper_keeps_nothing(kept: Kept) -> None:
+    """A signal handler that raises, at each line of `keep`: nothing is in use afterwards but what was given out."""
+    code = Keeper.keep.__code__
+    turns = left = 0
+
+    class Interrupted(Exception):
+        pass
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code is code and event == "line":
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return trace
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        while True:
+            turns += 1
+            left, array = turns, None
+            sys.settrace(trace)
+            try:
+                array = kept.keeper.keep(SIZE)
+            except Interrupted:
+                assert array is None
+            else:
+                sys.settrace(None)
+                assert array is not None
+                break
+            finally:
+                sys.settrace(None)
+            kept.keeper.collect()
+            assert (kept.arena.used, kept.keeper.keeps) == (0, {}), turns
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert turns > 5
