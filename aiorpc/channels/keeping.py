@@ -112,7 +112,7 @@ class Keeper:
             except IndexError:  # another thread has found it
                 break
             if keep.block is not None:
-                del self.keeps[keep.address]  # before the block is free: the next one may have its address
+                self.keeps.pop(keep.address, None)  # before the block is free: the next one may have its address
                 self._arena.free(keep.block)
                 found = True
         return found

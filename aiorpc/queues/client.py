@@ -96,7 +96,11 @@ class Client:
 
     def _packed(self, item: Any, copy: bool) -> Item:
         self.node.engine.lifetime.check_open()
-        return pack(item, self.node.peers.find(self._owner), copy, self.node.memory.keep)
+        packed = pack(item, self.node.peers.find(self._owner), copy, self.node.memory.keep)
+        if type(packed) is not KeptItem or packed.size < KEPT_BYTES:
+            return packed
+        (item,) = self._kept([packed])  # alone; and here, as tensors in it are on this thread's streams
+        return item
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
@@ -138,21 +142,22 @@ class Client:
 
     def _refer_to(self, batch: Sequence[PutFuture]) -> None:
         """Items that are to be kept here: make references to them, each for as many as it may have."""
-        together: list[PutFuture] = []
-        size = 0
+        groups: list[list[PutFuture]] = []
+        size = KEPT_BYTES
         for put in [put for put in batch if type(put.item) is KeptItem]:
-            if len(together) == KEPT_ITEMS or (together and size + put.item.size > KEPT_BYTES):
-                self._refer(together)
-                together, size = [], 0
-            together.append(put)
             size += put.item.size
-        if together:
-            self._refer(together)
+            if size > KEPT_BYTES or len(groups[-1]) == KEPT_ITEMS:
+                groups.append([])
+                size = put.item.size
+            groups[-1].append(put)
+        for puts in groups:
+            for put, item in zip(puts, self._kept([put.item for put in puts]), strict=True):
+                put.item = item
 
-    def _refer(self, puts: Sequence[PutFuture]) -> None:
-        reference = self.node.references.refer_to(KeptItems([put.item for put in puts]))
-        for place, put in enumerate(puts):
-            put.item = Kept(reference, place)
+    def _kept(self, items: Sequence[KeptItem]) -> list[Kept]:
+        """These items, with a reference to all of them. Any thread."""
+        reference = self.node.references.refer_to(KeptItems(items))
+        return [Kept(reference, place) for place in range(len(items))]
 
     def _on_put(self, put: Any, error: BaseException | None) -> None:
         batch, self._putting = self._putting, ()

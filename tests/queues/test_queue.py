@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -151,6 +152,31 @@ async def test_items_that_are_put_together_have_a_reference_together(pair: list[
     assert len(got) == 4 and all(map(torch.equal, got, large))
     del first, others, got
     await until_no_references(pair)
+
+
+async def test_what_may_be_on_a_device_is_kept_by_the_thread_that_puts_it(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its streams are those that the tensors are ready on. So it is with whatever is put by itself."""
+    queue, other = make(pair[0]), handle(pair[1])
+    references = pair[1].node.references
+    refer_to, threads = references.refer_to, []
+
+    def note(value: Any) -> Any:
+        threads.append(threading.get_ident())
+        return refer_to(value)
+
+    monkeypatch.setattr(references, "refer_to", note)
+
+    def put(item: Any) -> None:
+        other.put(item).wait()
+
+    with acting(pair[1]):
+        items = [[RRef(1)], torch.ones(KEPT_BYTES, dtype=torch.uint8)]
+    for item in items:
+        await asyncio.to_thread(put, item)
+        await queue.get()
+    assert len(threads) == 2 and threading.get_ident() not in threads
 
 
 async def test_references_travel_in_items(trio: list[Worker]) -> None:
