@@ -62,7 +62,8 @@ def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
         axes.text(ratio.maximum * 1.04, place, f"{ratio.median:.1f}x", va="center", fontsize=8)
         if row.target is not None:
             axes.plot([row.target] * 2, [place - 0.45, place + 0.45], color="black", linewidth=2)
-    labels = [f"{row.measurement}: {row.quantity} {row.note}" for row in rows]
+    sides = [f", against {row.against}" if row.against else "" for row in rows]
+    labels = [f"{row.measurement}: {row.quantity} {row.note}{side}" for row, side in zip(rows, sides, strict=True)]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
