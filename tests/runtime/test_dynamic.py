@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # not in torch's stubs
@@ -314,6 +317,27 @@ async def test_leaving_alone_does_not_wait_for_others(store: Store) -> None:
         guest = await aiorpc.init("guest", store=store)
         await asyncio.wait_for(guest.shutdown(), LIMIT)
         busy.cancel()
+
+
+async def test_a_call_that_ends_for_want_of_its_worker_keeps_no_reference(store: Store) -> None:
+    """Its error has no frames, whose values would stay until the garbage collector comes."""
+    async with aiorpc.init("one", store=store) as one:
+        async with aiorpc.init("other", store=store):
+            await one.call("other", abs, -3)
+        await until(lambda: "other" not in names(one))
+        reference: Any = one.remote("one", where)
+        await reference
+        held = weakref.ref(reference)
+        gc.collect()
+        gc.disable()
+        try:
+            call = one.call("other", len, reference)
+            await until(call.done)
+            error = call.exception()
+            del reference
+            assert isinstance(error, PeerClosed) and held() is None
+        finally:
+            gc.enable()
 
 
 async def test_references_to_workers_that_joined_later(store: Store) -> None:

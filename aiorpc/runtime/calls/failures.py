@@ -116,11 +116,17 @@ def _set_fields(error: BaseException, packed: bytes | None) -> None:
 
 
 def absence_behind(error: SerializationError) -> RpcError | None:
-    """What a reference could not be written for, if that is that the worker it is meant for is not there."""
+    """What a reference could not be written for, if that is that the worker it is meant for is not there.
+
+    Without its traceback, whose frames hold the values, and with them the error: a call is to end with it.
+    """
     cause: BaseException | None = error
     while isinstance(cause, SerializationError):
         cause = cause.__cause__
-    return cause if isinstance(cause, (PeerLost, PeerClosed, PeerRefused, RendezvousError)) else None
+    if not isinstance(cause, (PeerLost, PeerClosed, PeerRefused, RendezvousError)):
+        return None
+    _drop_frames(cause)
+    return cause
 
 
 def came_from_afar(error: BaseException) -> bool:
@@ -134,13 +140,17 @@ def without_frames(error: BaseException) -> BaseException:
     A Future that held them could never be freed: the garbage collector does not see through torch's part of it.
     """
     foreign.add_note(error, _valid(foreign.traceback_of(error)))
+    _drop_frames(error)
+    return error
+
+
+def _drop_frames(error: BaseException) -> None:
     left: list[BaseException | None] = [error]
     while left:
         each = left.pop()
         if each is not None and foreign.field(each, "__traceback__") is not None:
             foreign.with_traceback(each, None)
             left += [foreign.field(each, "__cause__"), foreign.field(each, "__context__")]
-    return error
 
 
 def _type_name(kind: type[BaseException]) -> str:
