@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
@@ -357,9 +357,11 @@ def _evaluate(
     if not entries:
         return [None] * len(targets)
     outputs, gradients = zip(*entries, strict=True)
-    inputs: Any = [target.edge if isinstance(target, ReceivedTensor) else target for target in targets]
-    results: Sequence[Tensor | None] = torch.autograd.grad(
-        outputs, inputs, gradients, retain_graph=retain, allow_unused=True
+    inputs = tuple([target.edge if isinstance(target, ReceivedTensor) else target for target in targets])
+    # What `torch.autograd.grad` comes to for edges, with a quarter of its functions: the engine compares shapes and
+    # types of the gradients by itself.
+    results: Sequence[Tensor | None] = _engine_run_backward(
+        outputs, gradients, retain, False, inputs, allow_unreachable=True, accumulate_grad=False
     )
     return results
 
