@@ -8,6 +8,9 @@
 Each owner of parameters has one ordinary optimizer for its own, whose state never leaves it unless asked for. A step is
 one call to each owner, all at once; gradients do not travel, as they lie in the context beside their parameters.
 
+`backward_and_step` does both in one: an owner steps as soon as its part of the pass is done, and says so with the
+answer that tells of its part, so that a step takes one round trip less.
+
 A step on an owner: it waits for its turn, gives the parameters the gradients of the context, steps, and puts ``.grad``
 back. Turns are by parameter: steps with one in common come one after the other, in the order in which they arrived,
 also those of different optimizers, as when every trainer has made its own.
@@ -25,6 +28,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from .autograd.contexts import make_pass
+from .autograd.parts import Closing, pack_reference
+from .autograd.passes import Last
 from .errors import RpcError, RpcTimeout, RpcUsageError
 from .futures import Future, block_observer, call_site
 from .protocol.registered import register_safe
@@ -99,11 +105,7 @@ class DistributedOptimizer:
 
         def finish(stepped: Mapping[str, int]) -> None:
             if not any(stepped.values()):
-                raise NoGradients(
-                    f"no parameter of this optimizer has a gradient in autograd context {int(context_id)}, on any of "
-                    f"its owners ({', '.join(stepped)}): was backward() run in this context, and does its loss depend "
-                    "on these parameters?"
-                )
+                raise self._no_gradients(context_id)
 
         blocking = not node.engine.on_loop
         what = "DistributedOptimizer.step()"
@@ -113,6 +115,42 @@ class DistributedOptimizer:
         if blocking:
             done.wait()
         return done
+
+    def backward_and_step(self, context_id: int, roots: Sequence[Tensor]) -> Future[None]:
+        """A backward pass from `roots`, and a step on each owner as soon as its part of the pass is done.
+
+        What ``autograd.backward(context_id, roots)`` and then ``step(context_id)`` do, with a round trip less: the
+        wish to step travels with the plan of the pass. Blocks until all have stepped, and returns a completed Future;
+        on the worker's loop it does not block: ``await optimizer.backward_and_step(ctx, [loss])``. Any thread.
+
+        Between the two nobody can look at the gradients, clip them, or end the step where the pass has failed: when
+        this raises, owners whose part was done by then have stepped, and others have not. An owner that has no part in
+        this pass does not step, also if it has gradients of an earlier one. Otherwise both are as they are alone: see
+        `aiorpc.autograd.backward` and `step` for what they raise; errors name the owner in a note.
+        """
+        node = _node_of(self.remote_optimizers)
+        there: dict[int, bytes] = {}
+        here: LocalOptimizer | None = None
+        for rref in self.remote_optimizers:
+            rref._check()  # a lost owner: before anything is computed
+            if rref.is_owner():
+                here = rref.local_value()
+            else:
+                there[rref._owner] = pack_reference(rref._rref)
+        one = make_pass(context_id, roots, False, node, Last(here, there, partial(self._no_gradients, context_id)))
+        if node.engine.on_loop:
+            node.engine.pool.submit(one.start)
+        else:
+            one.drive()
+        return one.done
+
+    def _no_gradients(self, context_id: int) -> NoGradients:
+        owners = ", ".join(rref.owner_name() for rref in self.remote_optimizers)
+        return NoGradients(
+            f"no parameter of this optimizer has a gradient in autograd context {int(context_id)}, on any of "
+            f"its owners ({owners}): was backward() run in this context, and does its loss depend "
+            "on these parameters?"
+        )
 
     def state_dict(self) -> dict[str, State]:
         """Each owner's ``state_dict()``, by the owner's name; tensors are copies, in the host's memory. Blocks.
@@ -403,7 +441,7 @@ class _Claim:
 _turns = _Turns()
 
 
-class LocalOptimizer:
+class LocalOptimizer(Closing):
     """An owner's part: an optimizer of those parameters that live here. Its methods are handlers, and may block."""
 
     def __init__(
@@ -430,6 +468,14 @@ class LocalOptimizer:
                 self.optimizer.step()
                 self._finish(node)
         return count
+
+    def close_part(self, node: Node, context_id: int, seconds: float | None) -> bool:
+        """Step at the end of a part of a backward pass. See `Closing`."""
+        try:
+            return self.step_on(node, context_id, seconds) > 0
+        except BaseException as error:
+            error.add_note(f"DistributedOptimizer.backward_and_step(), on worker {node.engine.name!r}")
+            raise
 
     def _finish(self, node: Node) -> None:
         """Whoever uses the parameters next does so on other streams, which know nothing of this one."""

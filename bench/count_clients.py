@@ -122,6 +122,17 @@ def two_layers() -> Run:
     return run
 
 
+def two_layers_at_once() -> Run:
+    """The same with backward and step in one verb."""
+    model = gradient_clients.training(aiorpc, WIDTH, BATCH, TO, WARM_UP)
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            model.step_at_once()
+
+    return run
+
+
 def chain() -> Run:
     """Chains of round trips in one graph, forward and backward, as in `gradients`."""
     x = torch.zeros(2, 2, requires_grad=True)

@@ -97,6 +97,14 @@ OPERATIONS = (
         "two layers of 16, one of them remote, DistributedOptimizer",
         share=0.1,
     ),
+    Operation(
+        "at_once",
+        "training step",
+        "blocking",
+        count_clients.two_layers_at_once,
+        "the same two layers, backward and step in one verb",
+        share=0.1,
+    ),
 )
 
 

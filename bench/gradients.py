@@ -36,6 +36,7 @@ def step(stage: Stage) -> list[Row]:
     note = f"2 layers of {WIDTH}, batch {BATCH}, blocking"
     return [
         _row("autograd_step", "steps/s", "1/s", results, "step", note, target=STEP_TARGET),
+        _row("autograd_step", "steps/s, backward and step in one verb of aiorpc's", "1/s", results, "at once", note),
         _row("autograd_step", "forward and backward alone", "1/s", results, "pass", note),
     ]
 

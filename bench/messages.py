@@ -16,7 +16,7 @@ from .stage import Plan, Stage
 from .stats import Row
 
 #: The operations whose messages are counted: those that need gradients, where a step is more than one call.
-STEPS = ("chain", "training", "two_layers")
+STEPS = ("chain", "training", "two_layers", "at_once")
 Batches = dict[str, list[dict[str, float]]]
 
 

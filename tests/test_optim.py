@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import aiorpc
-from aiorpc import PeerLost, RpcTimeout, RpcUsageError, RRef, Worker, WouldBlockLoop, autograd
-from aiorpc.optim import DistributedOptimizer
+from aiorpc import PeerLost, RpcError, RpcTimeout, RpcUsageError, RRef, Worker, WouldBlockLoop, autograd
+from aiorpc.optim import DistributedOptimizer, NoGradients
 from tests.processes import workers as processes
 from tests.runtime.waiting import LIMIT, until, wait_until
 from tests.scripts import as_script, run
@@ -42,6 +42,12 @@ def make(seed: int) -> torch.nn.Parameter:
 def times(weight: RRef[Tensor], x: Tensor) -> Tensor:
     """Uses a parameter of this worker."""
     return (x @ weight.local_value()).tanh()
+
+
+def times_both(weight: RRef[Tensor], other: RRef[Tensor], x: Tensor) -> Tensor:
+    """Uses a parameter of this worker, and has another worker use one of its own."""
+    x = times(weight, x)
+    return x + aiorpc.rpc_sync(other.owner_name(), times, (other, x))  # type: ignore[no-any-return]  # what it returns
 
 
 def grad_of(weight: RRef[Tensor]) -> Tensor | None:
@@ -74,6 +80,22 @@ def shares_state(optimizer: RRef[Any]) -> bool:
     local = optimizer.local_value()
     own, copy = local.optimizer.state_dict(), local.state_dict()
     return bool(own["state"][0]["exp_avg"].data_ptr() == copy["state"][0]["exp_avg"].data_ptr())
+
+
+class _NoWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ArithmeticError("no way back")
+
+
+def breaks_backward(weight: RRef[Tensor]) -> Tensor:
+    """A loss whose backward pass fails on this worker."""
+    loss: Tensor = _NoWayBack.apply(weight.local_value()).sum()  # type: ignore[no-untyped-call]  # torch's
+    return loss
 
 
 class Plain(torch.optim.Optimizer):
@@ -111,6 +133,16 @@ class Meeting(torch.optim.SGD):
         Meeting.barrier.wait()
 
 
+class OffLoops(torch.optim.SGD):
+    """Steps in threads that run no loop."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Look first."""
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        super().step()
+
+
 class Failing(torch.optim.SGD):
     """Does not like its gradients."""
 
@@ -140,8 +172,8 @@ def held_begun() -> int:
 # --- equal to a local optimizer ---------------------------------------------------------------------------------------
 
 
-def remote_training(optimizer_class: Any, steps: int, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Three parameters on three workers, the caller's own first."""
+def remote_training(optimizer_class: Any, steps: int, kwargs: dict[str, Any], at_once: bool = False) -> list[Tensor]:
+    """Three parameters on three workers, the caller's own first. at_once: backward and step by one verb."""
     names = ["worker0", "worker1", "worker2", "worker1"]
     weights = [aiorpc.remote(name, make, seed) for seed, name in enumerate(names)]
     optimizer = DistributedOptimizer(optimizer_class, weights, **kwargs)
@@ -150,6 +182,9 @@ def remote_training(optimizer_class: Any, steps: int, kwargs: dict[str, Any]) ->
             x = values(100 + number)
             for name, weight in zip(names, weights, strict=True):
                 x = aiorpc.rpc_sync(name, times, (weight, x))
+            if at_once:
+                optimizer.backward_and_step(context_id, [x.pow(2).sum()])
+                continue
             autograd.backward(context_id, [x.pow(2).sum()])
             optimizer.step(context_id)
     return [here(weight) for weight in weights]
@@ -363,6 +398,134 @@ async def test_errors_of_a_step_name_the_owner(apart: list[Worker]) -> None:
                 optimizer.step(context_id)
         assert "worker 'worker2'" in caught.value.__notes__[-1]
         assert aiorpc.rpc_sync("worker2", grad_of, (weight,)) is None
+
+    await run(apart[0], script)
+
+
+# --- backward and step at once ----------------------------------------------------------------------------------------
+
+
+async def test_backward_and_step_are_what_both_are_one_after_the_other(apart: list[Worker]) -> None:
+    """Over several steps, in a graph that comes to one worker twice; also the worker that runs the pass steps."""
+    got = await run(apart[0], remote_training, torch.optim.Adam, 3, {"lr": 0.01}, True)
+    for one, other in zip(got, local_training(torch.optim.Adam, 3, {"lr": 0.01}), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+async def test_an_owner_steps_in_a_thread_whoever_ends_its_part(apart: list[Worker]) -> None:
+    """The part of one that hands gradients on to another one ends on its loop, with that one's answer."""
+
+    def script() -> list[Tensor]:
+        weights = [aiorpc.remote(f"worker{owner}", make, owner) for owner in (1, 2)]
+        optimizer = DistributedOptimizer(OffLoops, weights, lr=0.1)
+        with autograd.context() as context_id:
+            loss = aiorpc.rpc_sync("worker1", times_both, (*weights, values(5))).sum()
+            optimizer.backward_and_step(context_id, [loss])
+        return [here(weight) for weight in weights]
+
+    got = await run(apart[0], script)
+    first, second = make(1), make(2)
+    x = (values(5) @ first).tanh()
+    (x + (x @ second).tanh()).sum().backward()
+    for one, other in zip(got, (first, second), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(one, (other - 0.1 * other.grad).detach(), rtol=0, atol=1e-12)
+
+
+async def test_backward_and_step_take_one_call_for_each_owner(apart: list[Worker]) -> None:
+    """The wish to step travels with the plan of the pass, and its answer tells of both."""
+
+    def script() -> list[int]:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+        node, calls = aiorpc.current().node, []
+        for at_once in (False, True):
+            with autograd.context() as context_id:
+                losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))]
+                before = next(node.peers.find("worker1").owed.ids)
+                if at_once:
+                    optimizer.backward_and_step(context_id, losses)
+                else:
+                    autograd.backward(context_id, losses)
+                    optimizer.step(context_id)
+                calls.append(next(node.peers.find("worker1").owed.ids) - before - 1)
+        torch.testing.assert_close(here(weight), values(0) - 4)
+        return calls
+
+    assert await run(apart[0], script) == [2, 1]
+
+
+async def test_backward_and_step_on_the_loop_can_be_awaited(current_pair: list[Worker]) -> None:
+    """It does not block there."""
+    weight = aiorpc.remote("worker1", make, 0)
+    optimizer = await DistributedOptimizer.create(torch.optim.SGD, [weight], lr=1.0)
+    async with autograd.context() as ctx:
+        loss = await aiorpc.call("worker1", scaled, weight, 2.0)
+        await optimizer.backward_and_step(ctx, [loss])
+    torch.testing.assert_close((await weight).detach(), values(0) - 2)
+
+
+async def test_backward_and_step_where_nobody_has_a_gradient(apart: list[Worker]) -> None:
+    """It says so as a step does, whether an owner had no part in the pass or had one for others' parameters."""
+
+    def script() -> None:
+        weights = [aiorpc.remote("worker1", make, seed) for seed in range(2)] + [aiorpc.remote("worker2", make, 2)]
+        for others in (weights[1:2], weights[2:]):
+            optimizer = DistributedOptimizer(torch.optim.SGD, others, lr=1.0)
+            with autograd.context() as context_id, pytest.raises(NoGradients, match="no parameter of this optimizer"):
+                optimizer.backward_and_step(context_id, [aiorpc.rpc_sync("worker1", scaled, (weights[0], 2.0))])
+        with autograd.context() as context_id:  # of two owners one has a gradient: the other is left alone
+            optimizer = DistributedOptimizer(torch.optim.SGD, [weights[0], weights[2]], lr=1.0)
+            optimizer.backward_and_step(context_id, [aiorpc.rpc_sync("worker1", scaled, (weights[0], 2.0))])
+        torch.testing.assert_close(here(weights[0]), values(0) - 2)
+        assert torch.equal(here(weights[1]), values(1)) and torch.equal(here(weights[2]), values(2))
+
+    await run(apart[0], script)
+
+
+@pytest.mark.parametrize("owner", ["worker0", "worker2"])
+async def test_errors_of_backward_and_step_name_the_owner(apart: list[Worker], owner: str) -> None:
+    """What the optimizer raises ends the pass, at the worker that runs it as elsewhere."""
+
+    def script() -> None:
+        weight = aiorpc.remote(owner, make, 0)
+        optimizer = DistributedOptimizer(Failing, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            losses = [aiorpc.rpc_sync(owner, scaled, (weight, 2.0))]
+            with pytest.raises(ArithmeticError, match="no good") as caught:
+                optimizer.backward_and_step(context_id, losses)
+        assert f"backward_and_step(), on worker {owner!r}" in "".join(caught.value.__notes__)
+        assert aiorpc.rpc_sync(owner, grad_of, (weight,)) is None
+
+    await run(apart[0], script)
+
+
+async def test_a_pass_that_fails_does_not_step_where_it_failed(apart: list[Worker]) -> None:
+    """The error of the backward pass is that of both, and the parameters behind it are as they were."""
+
+    def script() -> Tensor:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            loss = aiorpc.rpc_sync("worker1", breaks_backward, (weight,))
+            with pytest.raises(ArithmeticError, match="no way back"):
+                optimizer.backward_and_step(context_id, [loss])
+        return here(weight)
+
+    assert torch.equal(await run(apart[0], script), values(0))
+
+
+async def test_what_is_no_optimizer_is_not_stepped(apart: list[Worker]) -> None:
+    """A reference to something else in its place is refused by its owner."""
+
+    def script() -> None:
+        weight = aiorpc.remote("worker1", make, 0)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+        optimizer.remote_optimizers = [weight]
+        with autograd.context() as context_id:
+            losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0))]
+            with pytest.raises(RpcError, match="cannot end with a step of a Parameter"):
+                optimizer.backward_and_step(context_id, losses)
 
     await run(apart[0], script)
 

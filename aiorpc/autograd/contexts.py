@@ -26,7 +26,7 @@ from ..runtime.calls.functions import inline
 from ..runtime.gradients.contexts import current_autograd
 from ..runtime.node import Node, registry, serving
 from .parts import ask
-from .passes import Pass
+from .passes import Last, Pass
 
 Tensor = torch.Tensor
 
@@ -158,9 +158,14 @@ def forget(context_id: int) -> bytes:
     return struct.pack(f"<{len(known)}q", *known)
 
 
-def make_pass(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> Pass:
-    """A pass that has not started; any thread. Raises RpcUsageError for roots, or a context, that cannot be."""
-    node = registry.only or registry.get()
+def make_pass(
+    context_id: int, roots: Sequence[Tensor], retain_graph: bool, node: Node | None = None, last: Last | None = None
+) -> Pass:
+    """A pass that has not started; any thread. Raises RpcUsageError for roots, or a context, that cannot be.
+
+    node: of the worker that has the roots; None: the current one. last: as of `Pass`.
+    """
+    node = node or registry.only or registry.get()
     node.engine.lifetime.check_open()
     if isinstance(context_id, bool) or not isinstance(context_id, int):
         raise RpcUsageError(f"a context is named by its id, an int, not {context_id!r:.80}")
@@ -169,4 +174,4 @@ def make_pass(context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> P
         left = deadline()
         limit = left if limit is None or (left is not None and left < limit) else limit
     until = None if limit is None else time.monotonic() + limit
-    return Pass(node, node.gradients.get(context_id), roots, retain_graph, until)
+    return Pass(node, node.gradients.get(context_id), roots, retain_graph, until, last)

@@ -10,6 +10,7 @@ its way until the part is over. PLAN is the first; each later one brings the gra
     RUNNING   the next question                              RUNNING   is answered, and the next one is open
     RUNNING   all is evaluated and handed on                 READY
     READY     a question is open                             DONE      is answered with what came out last
+              (what the plan wants done at the end is done before that: see `Closing`)
     any       an error, a lost worker, the end of a context  FAILED    is answered with the error
 """
 
@@ -21,6 +22,7 @@ import struct
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +33,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from ..channels.landing import Arrival
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
-from ..runtime.calls.current import current_call
+from ..protocol.reference_messages import ReferenceId
+from ..runtime.calls.current import current_call, permits
 from ..runtime.calls.functions import async_execution, inline, intrinsic
 from ..runtime.calls.values import Results
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd
@@ -53,6 +56,18 @@ class Entry(NamedTuple):
     mask: int
 
 
+class Closing(ABC):
+    """What a worker may be asked to do last in its part of a pass: the step of an optimizer of its own.
+
+    Others name it by a reference to it.
+    """
+
+    @abstractmethod
+    def close_part(self, node: Node, context_id: int, seconds: float | None) -> bool:
+        """All gradients of that worker are in the context; whether there was anything to do. In a thread, never on a
+        loop. seconds: for which it may wait. What it raises is the error of the pass."""
+
+
 class RunsPass(Protocol):
     """Runs the pass, on the worker that has the roots (`Pass`)."""
 
@@ -69,13 +84,14 @@ class RunsPass(Protocol):
 class Part:
     """What one worker does in one pass. Any thread; `advance` not on a loop.
 
-    over: whether it is DONE or FAILED. error: why it has failed.
+    over: whether it is DONE or FAILED. error: why it has failed. closed: what `Closing.close_part` has said.
     """
 
     def __init__(self, node: Node, context: AutogradContext, number: int, runs: RunsPass | None) -> None:
         """runs: what runs the pass, if that is this worker."""
         self.over = False
         self.error: BaseException | None = None
+        self.closed = False
         self.held: dict[int, Gradients] | None = None  # gradients for others, while they are not to be sent
         self._runs = runs
         self._node = node
@@ -89,6 +105,7 @@ class Part:
         self._retain = False
         self._root = -1  # who runs the pass
         self._until: float | None = None
+        self._closing: Closing | None = None
         self._running = False
         self._ended = False  # somebody has found that nothing is left to do
         self._ready_to_end = False  # and has done what comes last
@@ -97,10 +114,12 @@ class Part:
         self._home: Gradients = {}  # that came out for who runs the pass, and were not told yet
         self._question: Future[Wire] | None = None  # of who runs the pass, which is open
 
-    def begin(self, entries: dict[SentName, Entry], *, retain: bool, until: float | None) -> None:
-        """The plan. retain: keep the graph for another one. until: as of `ask`."""
+    def begin(
+        self, entries: dict[SentName, Entry], *, retain: bool, until: float | None, closing: Closing | None = None
+    ) -> None:
+        """The plan. retain: keep the graph for another one. until: as of `ask`. closing: what is to be done last."""
         with self._lock:
-            self._retain, self._until = retain, until
+            self._retain, self._until, self._closing = retain, until, closing
             for entry in entries.values():
                 self._left |= entry.mask
             self._entries = entries
@@ -122,7 +141,7 @@ class Part:
             self._root = worker_id
             before, self._question = self._question, asked
         if before is not None:
-            before.settle(to_wire({}, more=True))
+            before.settle(to_wire({}, MORE))
         if self.over:
             self._refuse()
         return asked
@@ -132,7 +151,7 @@ class Part:
         with self._lock:
             asked, self._question = self._question, None
         if asked is not None:
-            asked.settle(to_wire({}, more=True), self.error)
+            asked.settle(to_wire({}, MORE), self.error)
 
     def fail(self, error: BaseException) -> None:
         """It cannot be done; the first reason counts."""
@@ -298,7 +317,24 @@ class Part:
         if first:
             if kept := self._kept(failed=False):
                 self._context.accumulate(kept, arrival_of(self._node, [gradient for _, gradient in kept]))
+            if self._closing is not None and self._node.engine.on_loop:  # an answer has come there
+                self._node.engine.pool.submit(self._close, self._closing)
+                return
+            if self._closing is not None:
+                self._close(self._closing)
+                return
             self._ready_to_end = True
+        self._tell()
+
+    def _close(self, closing: Closing) -> None:
+        """Do what comes last, in a thread."""
+        try:
+            seconds = None if self._until is None else max(0.0, self._until - time.monotonic())
+            self.closed = closing.close_part(self._node, self._context.id, seconds)
+        except BaseException as error:
+            self.fail(error)
+            return
+        self._ready_to_end = True
         self._tell()
 
     def _tell(self) -> None:
@@ -314,17 +350,23 @@ class Part:
         if last and not self._end(None) and asked is not None:
             asked.settle(None, self.error)
         elif asked is not None:
-            asked.settle(to_wire(home, more=not last))
+            nothing_done = self._closing is not None and not self.closed
+            asked.settle(to_wire(home, MORE if not last else NOT_CLOSED if nothing_done else b""))
 
 
-def to_wire(gradients: Gradients, more: bool = False) -> Wire:
-    """Values side by side: in a list they would be pickled. more: of an answer, whether others will follow it."""
-    return Results((pack_names(gradients) + b"+" if more else pack_names(gradients), *gradients.values()))
+# What an answer says of the part, behind the names of its gradients. Nothing: that was the last one.
+MORE = b"+"  # others will follow it
+NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last had nothing to do
 
 
-def has_more(names: bytes) -> bool:
-    """Whether an answer with these packed names is not the last one."""
-    return len(names) % 8 != 0
+def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
+    """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`."""
+    return Results((pack_names(gradients) + said, *gradients.values()))
+
+
+def said_of_part(names: bytes) -> bytes:
+    """What an answer with these packed names says of the part: MORE, NOT_CLOSED or nothing."""
+    return names[len(names) // 8 * 8 :]
 
 
 def from_wire(names: bytes, *gradients: Tensor | None) -> Gradients:
@@ -461,10 +503,14 @@ def plan(
     names: bytes,
     retain: bool,
     seconds: float,
+    last: bytes,
     given: bytes,
     *gradients: Tensor | None,
 ) -> Future[Wire]:
-    """Handler: these entries get gradients in that pass, of which some are given. It is the first question."""
+    """Handler: these entries get gradients in that pass, of which some are given. It is the first question.
+
+    last: the reference to a `Closing` of this worker, packed; empty: nothing is to be done at the end.
+    """
     node, context = _here(context_id)
     call = current_call.get()
     assert call is not None, "it is served"
@@ -481,11 +527,31 @@ def plan(
             entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
         until = time.monotonic() + seconds if seconds else None
         part.take(from_wire(given, *gradients), arrival_of(node, gradients))
-        part.begin(entries, retain=retain, until=until)
+        part.begin(entries, retain=retain, until=until, closing=_closing(node, last, until) if last else None)
         part.advance()
     except BaseException as error:
         part.fail(error)
     return asked
+
+
+_REFERENCE = struct.Struct("<qqQ")
+
+
+def pack_reference(rref: ReferenceId) -> bytes:
+    """The reference to a `Closing`, for a plan."""
+    return _REFERENCE.pack(*rref)
+
+
+def _closing(node: Node, packed: bytes, until: float | None) -> Closing:
+    """What is to be done at the end. NotAllowed if the worker that asks may not have it done."""
+    seconds = None if until is None else max(0.0, until - time.monotonic())
+    found = node.references.value(*_REFERENCE.unpack(packed)).wait(seconds)
+    if not isinstance(found, Closing):
+        raise RpcError(f"a backward pass cannot end with a step of a {type(found).__qualname__}")
+    rights = permits()
+    if rights is not None:
+        rights.check_method(found, "step")
+    return found
 
 
 @intrinsic
@@ -499,7 +565,7 @@ def go_on(context_id: int, number: int, names: bytes, *gradients: Tensor | None)
     part = context.parts.get(number)
     if part is None and number in context.passed:  # a later question has overtaken it, or none was open at a failure
         over: Future[Wire] = Future()
-        over.settle(to_wire({}, more=True), context.passed[number])
+        over.settle(to_wire({}, MORE), context.passed[number])
         return over
     part = part or part_of(node, context, number)
     asked = part.question(call.caller_id)

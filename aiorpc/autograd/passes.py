@@ -34,9 +34,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -48,6 +48,9 @@ from ..runtime.gradients.contexts import AutogradContext
 from ..runtime.gradients.reach import SentName
 from ..runtime.node import Node
 from .parts import (
+    MORE,
+    NOT_CLOSED,
+    Closing,
     Entry,
     Gradients,
     Part,
@@ -58,10 +61,10 @@ from .parts import (
     from_wire,
     gather,
     go_on,
-    has_more,
     pack_names,
     part_of,
     plan,
+    said_of_part,
     to_wire,
 )
 
@@ -87,13 +90,31 @@ def check_roots(roots: Sequence[Tensor]) -> list[GradientEdge]:
     return list(map(get_gradient_edge, roots))
 
 
+class Last(NamedTuple):
+    """What workers do at the end of their parts: the steps of optimizers.
+
+    here: that of the worker that runs the pass. there: references to those of others, packed, by their ids. idle:
+    makes the error that the pass ends with if none of those that took part had anything to do.
+    """
+
+    here: Closing | None
+    there: Mapping[int, bytes]
+    idle: Callable[[], RpcError]
+
+
 class Pass:
     """A pass, at the worker that has the roots. Any thread; `start` and `drive` not on a loop."""
 
     def __init__(
-        self, node: Node, context: AutogradContext, roots: Sequence[Tensor], retain: bool, until: float | None
+        self,
+        node: Node,
+        context: AutogradContext,
+        roots: Sequence[Tensor],
+        retain: bool,
+        until: float | None,
+        last: Last | None = None,
     ) -> None:
-        """Raises RpcUsageError for roots that cannot be."""
+        """last: what is done at the end, if anything. Raises RpcUsageError for roots that cannot be."""
         self.done: Future[None] = Future()
         self.done.subject = f"the backward pass of autograd context {context.id}"
         self.done.loop, self.done.executor = node.engine.loop, node.engine.pool
@@ -101,6 +122,8 @@ class Pass:
         self._context = context
         self._until = until
         self._retain = retain
+        self._last = last
+        self._closed = False  # whether a worker had anything to do at the end
         self._number = node.gradients.next_number()
         self._roots = check_roots(roots)
         self._gradients = list(map(torch.ones_like, roots))
@@ -135,7 +158,8 @@ class Pass:
             entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
         part.take(dict(zip(names, self._gradients, strict=True)), self._arrival)
         part.held = {}
-        part.begin(entries, retain=self._retain, until=self._until)
+        last = self._last
+        part.begin(entries, retain=self._retain, until=self._until, closing=None if last is None else last.here)
         self._answers = len(self._plans)
         self._open = dict.fromkeys(self._plans, 1)
         part.advance()
@@ -143,7 +167,8 @@ class Pass:
         seconds = 0.0 if self._until is None else max(1e-3, self._until - time.monotonic())
         for worker_id, wanted in self._plans.items():
             given = to_wire(held.pop(worker_id, {}))
-            self._ask(worker_id, plan, pack_names(wanted), self._retain, seconds, *given)
+            at_end = b"" if last is None else last.there.get(worker_id, b"")
+            self._ask(worker_id, plan, pack_names(wanted), self._retain, seconds, at_end, *given)
 
     def _ask(self, worker_id: int, function: Any, *said: Any) -> None:
         """A question that counts already."""
@@ -202,10 +227,12 @@ class Pass:
         if gradients:
             self._part.take(from_wire(names, *gradients), arrival_of(self._node, gradients))
             self._part.advance()
+        said = said_of_part(names)
         with self._lock:
             self._open[worker_id] -= 1
-            if not has_more(names):
+            if said != MORE:
                 self._over.add(worker_id)
+                self._closed |= self._last is not None and worker_id in self._last.there and said != NOT_CLOSED
             again = not self._open[worker_id] and worker_id not in self._over
             if again:
                 self._open[worker_id] = 1
@@ -231,7 +258,10 @@ class Pass:
             self._finish()
 
     def _finish(self) -> None:
-        if not self._answers and self._part.over and self._part.error is None and self.done.settle(None):
+        if self._answers or not self._part.over or self._part.error is not None:
+            return
+        idle = self._last is not None and not (self._closed or self._part.closed)
+        if self.done.settle(None, self._last.idle() if self._last is not None and idle else None):
             self._open_gate()
 
     def _fail(self, error: BaseException) -> None:

@@ -130,9 +130,9 @@ def test_copies_of_a_pass_are_as_large_as_what_it_sends(other_side: Any) -> None
 
 
 def test_steps_give_rates(alone: Any) -> None:
-    """With and without the optimizer."""
+    """With and without the optimizer, and with both verbs in one."""
     found = gradient_clients.steps(alone, **MODEL, **SMALL)
-    assert set(found) == {"step", "pass"} and all(rate > 0 for rate in found.values())
+    assert set(found) == {"step", "at once", "pass"} and all(rate > 0 for rate in found.values())
 
 
 def test_shards_give_a_share(alone: Any) -> None:

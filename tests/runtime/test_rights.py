@@ -225,14 +225,18 @@ async def test_a_call_that_is_repeated_is_not_asked_for_again(monkeypatch: pytes
 # --- what stands on the verbs -----------------------------------------------------------------------------------------
 
 
-def train(to: str) -> float:
+def train(to: str, at_once: bool = False) -> float:
     """One step of a module and an optimizer there; how much its output has changed. In a handler."""
     module = rpc.nn.RemoteModule(to, served.Net)
     x = torch.ones(1, 2)
     before = module.forward(x)
+    optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
     with autograd.context() as context:
-        autograd.backward(context, [module.forward(x).sum()])
-        DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1).step(context)
+        if at_once:
+            optimizer.backward_and_step(context, [module.forward(x).sum()])
+        else:
+            autograd.backward(context, [module.forward(x).sum()])
+            optimizer.step(context)
     module.eval().load_state_dict(module.state_dict())
     return float((module.forward(x) - before).detach().abs())
 
@@ -241,6 +245,16 @@ async def test_training_needs_rules_for_its_parts() -> None:
     """With them it trains; the gradients themselves need none."""
     async with served_by(TRAINING) as (worker, _):
         assert await worker.call("worker0", train, "worker1") > 0
+
+
+async def test_a_pass_that_steps_needs_the_rule_for_the_step() -> None:
+    """Though the pass itself needs none, and the optimizer could be made."""
+    rules = [rule for rule in TRAINING if rule != "aiorpc.optim:*"] + ["aiorpc.optim:new_optimizer"]
+    async with served_by([*rules, "aiorpc.optim:LocalOptimizer.step"]) as (worker, _):
+        assert await worker.call("worker0", train, "worker1", True) > 0
+    async with served_by(rules) as (worker, _):
+        with pytest.raises(rpc.NotAllowed, match=r"LocalOptimizer\.step"):
+            await worker.call("worker0", train, "worker1", True)
 
 
 @pytest.mark.long
