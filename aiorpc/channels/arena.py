@@ -16,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -35,6 +36,7 @@ SEGMENT_SIZE, MAX_SEGMENT_SIZE = 64 * MIB, GIB
 POISON = 0xDD
 GROW_SIZE = 8 * MIB  # least that is made warm at a time
 TOGETHER_SIZE, PIECE = 8 * MIB, 2 * MIB  # from how many bytes on two threads copy, and how many each takes at a time
+PREPARED = 8  # times the first segment, that the limit has to be for it to be made beforehand
 RETRY = 1.0  # seconds between attempts to get memory once the system refused some
 
 _CLEAN, _IDLE, _USED = range(3)  # state of a stretch of a segment, as `trim` sees it
@@ -200,6 +202,16 @@ class Arena:
             segments[index].mapping.touch(start, start + room, stop=lambda: self._closed)
             self._give_room((index, start, room))
         return ranges
+
+    def prepare(self) -> None:
+        """Have a first segment, all of it cold: it takes no memory yet, but it counts. Whoever needs it first has it.
+
+        Not where the system would hold memory for it, or where it is a large part of the limit. Slow; for a thread.
+        """
+        with self._growth:
+            if not self._segments and not self._closed and PREPARED * self._segment_size + self._aside <= self.limit:
+                with contextlib.suppress(OSError):  # whoever needs memory asks again, and says why there is none
+                    self._join(create_segment(0, self._segment_size, may_reserve=False))
 
     def set_aside(self, size: int) -> bool:
         """Leave so many bytes of the limit to memory that is shared beside the arena; False if they are not left.
@@ -390,12 +402,14 @@ class Arena:
         return None if self._spare is None else self._spare[1]
 
     def _give(self, block: Block, place: Place) -> None:
-        self._fresh.discard(block.generation)
+        if self._fresh:
+            self._fresh.discard(block.generation)
         if self._closed:
             return
         self._mark(place)
         self.used -= place.room
-        self._give_spare()
+        if self._spare is not None:
+            self._give_spare()
         self._spare = (block.size, place)
 
     def _give_spare(self) -> None:
@@ -454,10 +468,13 @@ class Arena:
             self.last_refusal = self._failure
             return False
         self._failure = ""
+        self._join(segment)
+        return True
+
+    def _join(self, segment: Segment) -> None:
         with self._lock:
             self._segments += (segment,)
         self._cold.give(segment.index, HEADER, segment.size - HEADER)
-        return True
 
     def _new_segment(self, size: int, need: int) -> Segment | None:
         """As large as the system lets it be, from `size` down to `need` bytes."""

@@ -74,6 +74,10 @@ def write_cold(mapping: Mapping, start: int, data: Bytes, piece: int, assist: As
     a fault: that takes half the time of touching and filling. But one thread at a time may write to a file; so the
     other one touches and fills. Raises OSError when there is no memory.
     """
+    if data.size <= piece:  # one piece: the time of whoever waits for it is worth more than the faults of the next copy
+        mapping.write(data.data, start)
+        return
+
     writing = threading.Lock()
 
     def copy(at: int) -> None:

@@ -221,14 +221,19 @@ class Segment:
         return os.fstat(self.fd).st_blocks * 512
 
 
-def create_segment(index: int, size: int) -> Segment:
+def create_segment(index: int, size: int, *, may_reserve: bool = True) -> Segment:
     """A segment of `size` bytes, in a sealed memory file, or where that is refused in a file without a name.
 
-    That file stands in `AIORPC_SHM_DIR`, else in /dev/shm. Raises OSError when neither can be had.
+    That file stands in `AIORPC_SHM_DIR`, else in /dev/shm. Raises OSError when neither can be had, or when its memory
+    has to be held from the start and must not be (may_reserve).
     """
+    if not may_reserve and _strict_overcommit():
+        raise OSError(errno.ENOMEM, "memory would be held before it is needed")
     try:
         fd, reserved = _memory_file(size), _strict_overcommit()
     except (OSError, AttributeError):  # no such call in this system, or refused by a filter of system calls
+        if not may_reserve:
+            raise
         fd, reserved = _unnamed_file(size), True
     try:
         if reserved:

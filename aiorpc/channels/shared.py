@@ -32,7 +32,7 @@ PACK_LEAST, PACK_MOST = 64 * 1024, 1024 * 1024
 COPY_SIZE = 1024 * 1024
 # A buffer of so many bytes, sent by a thread that may wait, goes also into cold memory, and into memory that the other
 # end maps meanwhile: that takes less time than to send it another way.
-COLD_SIZE = 4 * 1024 * 1024
+COLD_SIZE = 512 * 1024
 # What a Lent says of copying out: not at all; at once; or that others have the block, too, and it is mapped privately.
 # To map a short one costs more than to copy it.
 IN_PLACE, COPY_OUT, PRIVATE = range(3)
@@ -122,6 +122,7 @@ class SharedMemory:
         self._around = surroundings
         self._offered: set[int] = set()
         self._mapped: set[int] = set()
+        self._is_mapped = self._mapped.__contains__  # no function of Python's
         self._unmappable: set[int] = set()  # that the other end refused, or has not mapped in time
         self._mapping = threading.Condition()  # over these two sets, for who waits for a change of them
         self._wanted = False
@@ -183,19 +184,29 @@ class SharedMemory:
         keeper, kept = self._keeper, None
         if keeper is not None and keeper.keeps and copies is None and len(buffers) == 1:
             kept = keeper.find(buffers[0])
-        if copies is None and len(buffers) == 1 and len(buffers[0]) >= COLD_SIZE and self._may_wait():
-            lent = self.lender.lend(*buffers, usable=self._usable_soon, grow=False, kept=kept, confirm=self._confirm)
-        elif not self._mapped and not self._offer_all():
-            self.traffic.refused["not mapped"] += 1
-            return None
+        large = copies is None and len(buffers) == 1 and len(buffers[0]) >= COLD_SIZE
+        if not self._mapped:
+            self.offer_all()
+        if large:
+            lent = self.lender.lend(
+                *buffers,
+                usable=self._is_mapped,
+                soon=self._usable_soon,
+                grow=False,
+                kept=kept,
+                cold=self._may_wait,
+                confirm=self._confirm,
+            )
         else:
-            lent = self.lender.lend(*buffers, usable=self._usable, grow=False, copies=copies, kept=kept)
+            lent = self.lender.lend(*buffers, usable=self._is_mapped, grow=False, copies=copies, kept=kept)
         if lent is not None:
             block, crowded = lent
             if copies is None or crowded or block.size < COPY_SIZE:
                 return block, int(crowded or copies is not None)
             return block, PRIVATE
-        if self.lender.last_refusal not in ("share", "not mapped", "retired", "closed"):
+        if self.lender.last_refusal == "not mapped":
+            self.offer_all()
+        elif self.lender.last_refusal not in ("share", "retired", "closed"):
             self._wanted = True
             if copies is None or not copies.wanted:  # it is room for one copy that is lacking
                 self._around.on_cold(sum(map(len, buffers)))
@@ -203,34 +214,24 @@ class SharedMemory:
                 copies.wanted = True
         return None
 
-    def _offer_all(self) -> bool:
-        """The first time: begin with the segments there are. False if there are none that could be used."""
-        if not self.arena.segments:
-            return True  # the lender will find out, and say why
+    def offer_all(self) -> None:
+        """Have the other end map the segments there are. Again: those that it was not asked to map yet."""
         for segment in self.arena.segments:
             self._offer(segment.index)
-        return False
-
-    def _usable(self, index: int) -> bool:
-        """Whether the other side has mapped that segment; if it was never asked, it is now."""
-        if index in self._mapped:
-            return True
-        self._offer(index)
-        return False
 
     def _may_wait(self) -> bool:
         """Whether this thread can wait until the other end has mapped a segment, and it is not known to map none."""
         return self._around.may_wait() and (bool(self._mapped) or not self._unmappable)
 
     def _usable_soon(self, index: int) -> bool:
-        """Whether the other side has mapped that segment, or may be about to."""
-        return self._usable(index) or index not in self._unmappable
+        """Whether the other side may be about to map that segment; if it was never asked, it is now."""
+        self._offer(index)
+        return self._may_wait() and index not in self._unmappable
 
     def _confirm(self, index: int) -> bool:
         """Wait until the other side has mapped a segment that it was asked to map, and say whether it has."""
-        if index in self._mapped:
-            return True
-        self._around.wait(partial(self._wait_for, index))
+        if index not in self._mapped:
+            self._around.wait(partial(self._wait_for, index))
         return index in self._mapped
 
     def _wait_for(self, index: int, seconds: float) -> None:
@@ -303,7 +304,9 @@ class SharedMemory:
         if copy_out == COPY_OUT:
             return None
         block = self.borrower.adopt(numbers, private=copy_out == PRIVATE)
-        self.traffic.count_received(block.nbytes)
+        traffic = self.traffic
+        traffic.received += 1
+        traffic.bytes_received += block.nbytes
         return block.data
 
     def is_here(self, wire: Wire) -> bool:
@@ -343,7 +346,7 @@ class SharedMemory:
 
     def on_release(self, blocks: Sequence[Sequence[int]], *, again: bool = False) -> None:
         """The other end has given these blocks back. Any thread. again, and errors: as of `Lender.released`."""
-        self.lender.released([Block(*block) for block in blocks], again=again)
+        self.lender.released(blocks, again=again)
 
     # --- messages, on the loop ----------------------------------------------------------------------------------------
 
@@ -373,13 +376,14 @@ class SharedMemory:
                 self._around.on_refused(f"it cannot map our memory: {reason}")
 
     def _map(self, index: int, fd: int, size: int, nonce: bytes) -> None:
-        """In a thread: mapping makes the pages of the segment known to this process."""
+        """In a thread. The other end may wait for the answer, so the pages come after that."""
         try:
             self.borrower.map(index, f"/proc/{self._pid}/fd/{fd}", size, nonce)
         except Exception as error:
             self._say(SegmentRefused(index, f"{type(error).__name__}: {error}"))
         else:
             self._say(Mapped(index))
+            self.borrower.touch_present(index)
 
     def close(self) -> None:
         """What was lent stays so until it is proved that nobody can use it; what was adopted stays valid."""

@@ -114,19 +114,22 @@ class Lender:
         self,
         *buffers: Buffer,
         usable: Callable[[int], bool] | None = None,
+        soon: Callable[[int], bool] | None = None,
         grow: bool = True,
         copies: Copies | None = None,
         kept: Block | None = None,
+        cold: Callable[[], bool] | None = None,
         confirm: Callable[[int], bool] | None = None,
     ) -> tuple[Block, bool] | None:
         """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that is the peer's from now on.
 
         copies: of buffers that others get, too: a block that is there is lent to this peer as well.
         kept: a block that has the bytes already; it is lent as it is, but not twice at a time.
-        usable: asked, before anything is copied, whether the peer can use the segment of that index.
+        usable: asked, before anything is copied, whether the peer can use the segment of that index. soon: asked where
+        it cannot, whether the peer may be about to.
         grow: as in `Arena.allocate`.
-        confirm: where it is given, cold memory is taken if there is no other. It is asked after the copy whether the
-        peer can use the segment by now, and may wait for that.
+        cold: asked whether cold memory is to be taken, where there is no other. confirm: asked after the copy, for a
+        segment that the peer could not use before it, whether it can by now; it may wait for that.
         The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
         """
         size = len(buffers[0]) if len(buffers) == 1 else packed_size(buffers)
@@ -146,14 +149,16 @@ class Lender:
             made = copies.find(buffers) if copies is not None else kept
             if made is None:
                 block = self.arena.allocate(size, grow=grow)
-                if block is None and confirm is not None:
+                if block is None and cold is not None and cold():
                     block = self.arena.allocate_cold(size)
             else:
                 self.arena.share(made)
                 block = made
             if block is None:
                 self._refuse(self.arena.last_refusal)
-            elif usable is not None and not usable(block.segment):
+            elif (unusable := usable is not None and not usable(block.segment)) and (
+                soon is None or not soon(block.segment)
+            ):
                 self._refuse("not mapped")
             else:
                 if made is not None:
@@ -162,7 +167,7 @@ class Lender:
                     self.arena.write(block, buffers[0])
                 else:
                     self._copy(buffers, block)
-                if confirm is not None and not confirm(block.segment):
+                if unusable and confirm is not None and not confirm(block.segment):
                     self._refuse("not mapped")
                     return None
                 if copies is not None and made is None:
@@ -205,21 +210,23 @@ class Lender:
             self._forget(block)
         self.arena.free(block)
 
-    def released(self, blocks: Sequence[Block], *, again: bool = False) -> None:
-        """The peer is done with these blocks.
+    def released(self, blocks: Sequence[Sequence[int]], *, again: bool = False) -> None:
+        """The peer is done with these blocks, each of which is the fields of a `Block`.
 
         again: some may have been taken back already, by whoever was interrupted in that. Raises ProtocolError for one
         that the peer does not hold.
         """
-        for block in blocks:
+        for numbers in blocks:
             with self._lock:
                 if self._reclaimed:
                     return
-                if self._leases.get(block.generation) != block:
+                block = self._leases.get(numbers[3])
+                if block is None or block != tuple(numbers):
                     if again:
                         continue
-                    raise ProtocolError(f"a release of a block that is not lent: {block}")
-                self._forget(block)
+                    raise ProtocolError(f"a release of a block that is not lent: {numbers}")
+                del self._leases[block.generation]  # as `_forget`, without a function for each
+                self._lent -= block.size
             self.arena.free(block)
 
     def retire(self) -> None:
@@ -308,18 +315,20 @@ class Borrower:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             mapping: Mapping | _Unsealed
-            if check_file(fd, size, nonce):
-                mapping = Mapping(fd, size)
-                for start, end in _present(fd, size):
-                    mapping.touch(start, end, MADV_POPULATE_READ)
-            else:
-                mapping = _Unsealed(fd, size)
+            mapping = Mapping(fd, size) if check_file(fd, size, nonce) else _Unsealed(fd, size)
         finally:
             os.close(fd)
         if self._closed:
             mapping.close()
             raise ProtocolError("closed")
         self._mappings[index] = (mapping, nonce)
+
+    def touch_present(self, index: int) -> None:
+        """As `touch`, of what there is of a mapped segment."""
+        known = self._mappings.get(index)
+        if known is not None and type(known[0]) is Mapping:
+            for start, end in _present(known[0].memory.fd, known[0].size):
+                self.touch(index, start, end - start)
 
     def touch(self, index: int, start: int, size: int) -> None:
         """Have these bytes of a mapped segment in this process's tables. Only a hint. Slow; for a thread."""

@@ -428,8 +428,12 @@ def read_release(body: Buffer) -> Release:
     if type(release.blocks) is not list:
         raise ProtocolError("a release with a field of a wrong type")
     for block in release.blocks:
-        if type(block) is not list or len(block) != 4 or not _are_ints(block):
-            raise ProtocolError(f"a release of what is no block: {block!r:.100}")
+        try:
+            segment, offset, size, generation = block
+            if type(block) is not list or not type(segment) is type(offset) is type(size) is type(generation) is int:
+                raise TypeError("one that is none")
+        except (TypeError, ValueError):
+            raise ProtocolError(f"a release of what is no block: {block!r:.100}") from None
     return release
 
 

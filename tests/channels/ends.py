@@ -398,8 +398,9 @@ class SharedEnds(Ends):
             assert ranges and end.send([bytes(self.LIMIT // 4)], []) == [None]
             end.grown(ranges)
         self.settle()
-        for end in self.ends:
+        for end, around in zip(self.ends, self.around, strict=True):
             end.traffic.refused.clear()
+            around.cold.clear()
 
     def lanes(self) -> list[str]:
         for end in self.ends:

@@ -22,8 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.channels import arena as arena_module
+from aiorpc.channels import segments as segments_module
 from aiorpc.channels import space as space_module
-from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, Arena, Block
+from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 from tests.tiers import examples
@@ -232,6 +233,37 @@ def test_nothing_is_set_up_before_the_first_block() -> None:
     """An arena that nobody uses costs neither memory nor a descriptor."""
     with opened() as arena:
         assert arena.segments == () and arena.size == arena.resident == 0
+
+
+def test_a_segment_that_is_prepared_takes_no_memory() -> None:
+    """It is there once, is cold, counts, and is what the first block comes out of."""
+    with opened(PREPARED * 4 * MIB, segment_size=4 * MIB) as arena:
+        arena.prepare()
+        arena.prepare()
+        assert arena.size == 4 * MIB and arena.resident <= HEADER and arena.allocate(MIB, grow=False) is None
+        block = arena.allocate_cold(MIB)
+        assert block is not None and len(arena.segments) == 1
+
+
+def test_no_segment_is_prepared_where_it_would_be_missing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the limit is small, the system holds the memory at once, or gives none; who needs some is told why then."""
+    with opened(PREPARED * 4 * MIB - PAGE, segment_size=4 * MIB) as arena:
+        arena.prepare()
+        assert arena.size == 0
+    with opened(PREPARED * 4 * MIB, segment_size=4 * MIB) as arena:
+        with monkeypatch.context() as strict:
+            strict.setattr(segments_module, "_strict_overcommit", lambda: True)
+            arena.prepare()
+        with monkeypatch.context() as refusing:
+            refusing.setattr(os, "memfd_create", refused)
+            arena.prepare()
+        assert arena.size == 0 and arena.allocate_cold(MIB) is not None
+    arena.prepare()  # closed
+    assert arena.size == 0
+
+
+def refused(*args: object) -> int:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, lambda data: memoryview(data).cast("f")])

@@ -76,3 +76,15 @@ def test_cold_memory_holds_what_was_written(assist: Assist, length: int, assiste
         assert not segment.mapping.array[PAGE + length :].any()
     finally:
         os.close(segment.fd)
+
+
+def test_one_piece_is_written_by_its_sender_alone() -> None:
+    """A thread could only be late for it."""
+    asked: list[Callable[[], None]] = []
+    segment = create_segment(0, MIB)
+    try:
+        for length, others in ((64 * KIB, 0), (64 * KIB + 1, 2)):
+            write_cold(segment.mapping, PAGE, numpy.zeros(length, numpy.uint8), 64 * KIB, asked.append)
+            assert len(asked) == others
+    finally:
+        os.close(segment.fd)

@@ -17,7 +17,7 @@ import pytest
 
 from aiorpc.channels import Wire, shared
 from aiorpc.channels.arena import ALIGN, Block
-from aiorpc.channels.segments import HEADER
+from aiorpc.channels.segments import HEADER, Mapping
 from aiorpc.channels.shared import COLD_SIZE, COPY_SIZE, PACK_LEAST, PACK_MOST, SharedMemory
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer, Warm
 from aiorpc.errors import ProtocolError
@@ -265,6 +265,23 @@ def test_a_long_buffer_goes_into_cold_memory_that_is_mapped_meanwhile(waiting: S
     assert buffer is not None and bytes(buffer) == data
     del buffer
     assert not any(waiting.under_way().values())
+
+
+def test_a_mapping_is_told_of_before_its_pages_are_touched(cold: SharedEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end may wait for the word, and not for the pages."""
+    told: list[str] = []
+    cold.arenas[0].grow(MIB)
+    post = cold.around[1].post
+
+    def tell(fields: list[Any]) -> None:
+        told.append(fields[0])
+        post(fields)
+
+    monkeypatch.setattr(cold.around[1], "post", tell)
+    monkeypatch.setattr(Mapping, "touch", lambda *args, **options: told.append("touched"))
+    cold.ends[0].offer_all()
+    cold.settle()
+    assert told[0] == "mapped" and "touched" in told
 
 
 def test_a_shorter_one_waits_for_nothing(waiting: SharedEnds) -> None:

@@ -495,9 +495,18 @@ def test_cold_memory_is_taken_for_a_peer_that_will_have_mapped_it() -> None:
     with paired() as pair:
         lend = partial(pair.lender.lend, grow=False, usable=lambda index: True)
         assert lend(bytes(3 * MIB)) is None
-        assert lend(bytes(3 * MIB), confirm=lambda index: False) is None
+        assert (
+            lend(
+                bytes(3 * MIB),
+                usable=lambda index: False,
+                soon=lambda index: True,
+                cold=lambda: True,
+                confirm=lambda index: False,
+            )
+            is None
+        )
         assert pair.lender.refused == {"cold": 1, "not mapped": 1} and pair.lender.lent == pair.arena.used == 0
-        lent = lend(bytes(4 * MIB), confirm=lambda index: True)
+        lent = lend(bytes(4 * MIB), cold=lambda: True, confirm=lambda index: True)
         assert lent is not None and pair.lender.lent == 4 * MIB
 
 
@@ -509,7 +518,7 @@ def test_cold_memory_that_the_system_has_not_is_a_refusal(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Mapping, "write", refuse)
     with paired() as pair:
-        assert pair.lender.lend(bytes(3 * MIB), grow=False, confirm=lambda index: True) is None
+        assert pair.lender.lend(bytes(3 * MIB), grow=False, cold=lambda: True, confirm=lambda index: True) is None
         assert pair.lender.refused == {"memory: no memory": 1} and pair.lender.lent == pair.arena.used == 0
 
 

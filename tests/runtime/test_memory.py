@@ -33,10 +33,11 @@ from aiorpc import (
 from aiorpc.channels.arena import Block
 from aiorpc.channels.shared import COLD_SIZE
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
+from aiorpc.channels.space import PAGE
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, RELEASE, Frame
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.links import link
+from aiorpc.runtime.links import link, memory
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
 from tests.leaks import open_descriptors
@@ -415,6 +416,27 @@ async def test_the_very_first_long_tensor_goes_through_shared_memory(
     await until_all_back(*pair)
 
 
+async def test_who_was_called_has_mapped_memory_before_anything_large_is_sent(pair: list[Worker]) -> None:
+    """The caller's, and not its own; nothing of it takes up memory."""
+    await pair[0].call("worker1", drop)
+    link_to = pair[0].node.peers.find("worker1").link
+    assert link_to is not None and link_to.distribution.shared is not None
+    sharing = link_to.distribution.shared
+    await until(lambda: sharing._mapped == {0})
+    assert pair[0].statistics().shared_resident <= PAGE and not sharing.borrower.segments
+
+
+async def test_only_so_many_links_are_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the other end a descriptor."""
+    monkeypatch.setattr(memory, "MOST_PREPARED", 0)
+    async with cluster(2) as workers:
+        await workers[0].call("worker1", drop)
+        assert workers[0].statistics().shared_size == 0
+        tensor = large(count=COLD_SIZE)
+        assert torch.equal(await asyncio.to_thread(lambda: workers[0].call("worker1", echo, tensor).wait()), tensor)
+        assert workers[0].statistics().channels["shared memory"].sent == 1
+
+
 async def test_workers_that_send_to_each_other_do_not_wait_in_vain(
     monkeypatch: pytest.MonkeyPatch, pair: list[Worker]
 ) -> None:
@@ -442,7 +464,8 @@ async def test_a_loop_of_the_program_does_not_wait_for_memory(monkeypatch: pytes
 async def test_the_first_large_message_goes_inline(pair: list[Worker]) -> None:
     """Nothing waits for the memory: it is made ready meanwhile, and what comes after that goes through it."""
     small = await pair[0].call("worker1", echo, torch.ones(8))
-    assert torch.equal(small, torch.ones(8)) and pair[0].statistics().shared_size == 0  # no arena for small ones
+    found = pair[0].statistics()
+    assert torch.equal(small, torch.ones(8)) and found.shared_resident <= PAGE  # no memory for small ones
     assert torch.equal(await pair[0].call("worker1", echo, large()), large())
     first = pair[0].statistics().channels["shared memory"]
     assert first.sent == 0 and first.refused == {"cold": 1}

@@ -24,6 +24,7 @@ from ...channels.shm import Copies
 from ...protocol import messages
 from ...protocol.frames import PARCEL, Buffer, encode_frame
 from ...protocol.messages import write
+from ...protocol.packing import pack
 from ..engine.engine import Engine
 from .messages import BULK, DEVICE, INLINE, SHARED
 from .on_devices import PIECES
@@ -31,6 +32,7 @@ from .on_devices import PIECES
 # A loop copies at most so many bytes for one message; more is copied by a thread.
 LOOP_COPY = 1024 * 1024
 
+_new: Any = tuple.__new__  # what Prepared(...) does, without its call into Python
 _Given = tuple[int, Wire]  # the number of a channel, and what that needs at the other end
 
 
@@ -38,7 +40,7 @@ class Prepared(NamedTuple):
     """A message whose buffers were given to their channels: it has to be posted or withdrawn, exactly once.
 
     kind, body: of the message itself, even if its frame is a PARCEL. wires: (channel, wire) of the buffers that do not
-    go with the frame. size: bytes of all buffers.
+    go with the frame. size: bytes of all buffers. remembered: whether `remember` has something to do.
     """
 
     kind: int
@@ -47,6 +49,7 @@ class Prepared(NamedTuple):
     frame: list[Buffer]
     wires: Sequence[tuple[int, Wire]] = ()
     size: int = 0
+    remembered: bool = True
 
 
 class Distribution:
@@ -109,24 +112,25 @@ class Distribution:
         copy: whether the buffers may change as soon as this returns. Otherwise they are borrowed until they are
         written. Buffers on devices are never borrowed. copies: of buffers that other workers get, too.
         """
-        if any(type(buffer) is DeviceBuffer for buffer in buffers):
-            return self._prepare_with_devices(kind, call_id, body, buffers, copy)
         host: Sequence[Any] = buffers
         sharing = self.shared
-        if sharing is not None and len(host) == 1:
+        if sharing is not None and len(host) == 1 and type(host[0]) is not DeviceBuffer:
             wire = sharing.send_one(host[0], copies)
             if wire is not None:  # a short cut through what follows: most large messages have one buffer
-                whole = write(messages.Parcel(kind, ((SHARED, wire),), body))
-                frame = encode_frame(PARCEL, call_id, whole)
-                return Prepared(kind, call_id, body, frame, ((SHARED, wire),), len(host[0]))
+                wires = ((SHARED, wire),)
+                frame = encode_frame(PARCEL, call_id, pack((kind, wires, body)))  # a Parcel
+                prepared: Prepared = _new(Prepared, (kind, call_id, body, frame, wires, len(host[0]), False))
+                return prepared
             sharing = None  # it has refused the buffer, and need not be asked again
+        if any(type(buffer) is DeviceBuffer for buffer in buffers):
+            return self._prepare_with_devices(kind, call_id, body, buffers, copy)
         if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):
             if copy:
                 host = [bytes(buffer) for buffer in host]
             self._inline.count(host)
             return Prepared(kind, call_id, body, encode_frame(kind, call_id, body, host), (), sum(map(len, host)))
-        wires, riders = self._distribute(host, copy, sharing is not None, copies)
-        return self._prepared(kind, call_id, body, wires, riders, buffers)
+        given, riders = self._distribute(host, copy, sharing is not None, copies)
+        return self._prepared(kind, call_id, body, given, riders, buffers)
 
     def _prepare_with_devices(
         self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], copy: bool

@@ -35,6 +35,7 @@ from ...protocol.codec import Outgoing
 from ...protocol.frames import CHANNEL, CHUNK, ERROR, PARCEL, RELEASE, REPLY, Buffer, Frame, encode_frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import read_channel, read_parcel, read_release, write
+from ...protocol.packing import pack
 from ...transport.connection import Connection
 from ..engine.engine import Engine
 from ..engine.observing import Passage
@@ -50,6 +51,7 @@ from .second import SecondConnection
 
 # The kinds of frames that are for the link itself: `Link.admit` has to see them.
 OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK, RELEASE))
+_new: Any = tuple.__new__  # what Frame(...) does, without its call into Python
 KindMethod = Callable[[Frame], None]  # the method for one kind of messages
 # With at most so many calls under way, each message is written at once by the thread that made it. With more, the loop
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
@@ -186,7 +188,7 @@ class Link:
         if prepared is None or not prepared.wires:
             self.connection.send(frame, urgent=urgent, more=more)
         else:
-            away = self.distribution.remember(prepared)
+            away = self.distribution.remember(prepared) if prepared.remembered else ()
             self.connection.send(frame, urgent=urgent)
             if away:
                 self.devices.posted(away, call_id)
@@ -329,7 +331,8 @@ class Link:
             except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
                 raise ProtocolError(f"{frame} that is none: {type(error).__name__}: {error}") from None
             if buffer is not None:
-                return Frame(parcel.kind, frame.call_id, parcel.body, [buffer])
+                message: Frame = _new(Frame, (parcel.kind, frame.call_id, parcel.body, [buffer]))
+                return message
         return self._reassembly.open(frame, parcel)
 
     def deliver(self, message: Message, assembly: Assembly) -> None:
@@ -423,7 +426,7 @@ class Link:
         )
         self.distribution.share(channel)
         self.released = channel.released
-        self._memory.add(channel, self.record)
+        self._memory.add(channel, self.record, prepare=self.opener)  # who calls sends more, and first
 
     def open_pipe(self) -> None:
         """Begin to open the second connection."""
@@ -443,7 +446,7 @@ class Link:
 
     def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
         """Tell the other end that these blocks are its own again. more: another frame follows at once. Any thread."""
-        self.send(RELEASE, 0, encode_frame(RELEASE, 0, write(messages.Release(blocks))), more=more)
+        self.send(RELEASE, 0, encode_frame(RELEASE, 0, pack((blocks,))), more=more)  # a Release
 
     def _give_back_all(self) -> bool:
         """`flush`; whether there was anything."""

@@ -37,6 +37,8 @@ TRIM_PAUSE = 60.0
 GROW_PAUSE, GROW_PATIENCE = 0.02, 0.5
 # The arena grows by what was missing, and at most to twice its size or by so many bytes, unless one buffer needs more.
 GROW_MOST = 64 * 1024 * 1024
+# So many links at most are made ready before anything large is sent there: it costs the other end a descriptor.
+MOST_PREPARED = 16
 
 
 class Memory:
@@ -59,6 +61,7 @@ class Memory:
         self._retired: list[tuple[WorkerRecord, Lender]] = []
         self._reasons: set[str] = set()
         self._missing: list[int] = []
+        self._unprepared: list[SharedMemory] = []  # until there is a segment
         self._growing = False
         self._grow_soon = Soon(engine.call_on_loop, self._grow_later)
         self._trimming: asyncio.TimerHandle | None = None
@@ -67,11 +70,30 @@ class Memory:
 
     # --- who shares ---------------------------------------------------------------------------------------------------
 
-    def add(self, channel: SharedMemory, record: WorkerRecord) -> None:
-        """A link to that worker shares memory from now on."""
+    def add(self, channel: SharedMemory, record: WorkerRecord, *, prepare: bool = False) -> None:
+        """A link to that worker shares memory from now on. prepare: also before anything needs it."""
         self._shared[channel] = record
         if self._trimming is None:
             self._trim_later()
+        if not prepare or len(self._shared) > MOST_PREPARED:
+            return
+        if self.arena.segments:
+            channel.offer_all()
+            return
+        if not self._unprepared:
+            self._engine.in_background(self._prepare)
+        self._unprepared.append(channel)
+
+    def _prepare(self) -> None:
+        """In a background thread: make the first segment."""
+        self.arena.prepare()
+        self._engine.call_on_loop(self._prepared)
+
+    def _prepared(self) -> None:
+        unprepared, self._unprepared = self._unprepared, []
+        for channel in unprepared:
+            if channel in self._shared:
+                channel.offer_all()
 
     def cannot_share(self, record: WorkerRecord, reason: str) -> None:
         """Memory cannot be shared with that worker. It is logged once for each reason."""
