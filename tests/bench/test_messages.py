@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import aiorpc.testing
+from aiorpc import RpcBackendOptions
 from bench import counting, messages
 from bench.message_clients import Watch
 from tests.runtime.waiting import until
@@ -24,7 +25,8 @@ def doubled(value: int) -> int:
 
 async def test_a_watch_names_what_leaves() -> None:
     """Calls and answers by their function, at the worker that sends them, as many as the worker counts itself."""
-    async with aiorpc.testing.cluster(2) as workers:
+    alone = RpcBackendOptions(shared_memory=0)  # of which links speak once they are there
+    async with aiorpc.testing.cluster(2, options=alone) as workers:
         await workers[0].call("worker1", doubled, 1)
         watches = [Watch(), Watch()]
         for worker, watch in zip(workers, watches, strict=True):
