@@ -179,7 +179,10 @@ async def call_through_loss(
     answers = await asyncio.gather(*[rpc.call("w1", bodies.aadd, n, 1) for n in range(200)])
     items = [int(item) async for item in rpc.stream("w1", numbers, 40)]
     intact = torch.equal(await echo, tensor)
-    single = [(await timed(rpc.call("w1", bodies.aadd, 1, 2), time.monotonic()))[1] for _ in range(5)]
+    single = []
+    for _ in range(5):
+        began = time.monotonic()  # before the call is made: this thread may have to wait right after it has sent
+        single.append((await timed(rpc.call("w1", bodies.aadd, 1, 2), began))[1])
     return intact, answers, items, single
 
 
