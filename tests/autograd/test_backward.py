@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import aiorpc
-from aiorpc import RpcTimeout, RpcUsageError, Worker, autograd
+from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, autograd
 from aiorpc.autograd.parts import go_on, part_of
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
@@ -26,18 +26,21 @@ double = torch.float64
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_gradient_that_goes_to_and_fro_takes_two_messages(workers: list[Worker]) -> None:
+async def test_a_gradient_that_goes_to_and_fro_takes_two_messages() -> None:
     """The question that brings it, and the answer that brings the next one back."""
     length, x = 4, vector()
-    async with autograd.context() as ctx:
-        y = x
-        for _ in range(length):
-            y = await workers[0].call("worker1", torch.mul, y, 2)
-        before = [worker.statistics().messages_sent for worker in workers]
-        await ctx.backward([y.sum()])
-        sent = [worker.statistics().messages_sent - was for worker, was in zip(workers, before, strict=True)]
-        assert sent == [length, length, 0]
-        torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 2.0**length))
+    alone = RpcBackendOptions(shared_memory=0)  # of which links speak soon after they have met
+    async with cluster(3, options=alone) as workers:
+        current_node.set(workers[0].node)
+        async with autograd.context() as ctx:
+            y = x
+            for _ in range(length):
+                y = await workers[0].call("worker1", torch.mul, y, 2)
+            before = [worker.statistics().messages_sent for worker in workers]
+            await ctx.backward([y.sum()])
+            sent = [worker.statistics().messages_sent - was for worker, was in zip(workers, before, strict=True)]
+            assert sent == [length, length, 0]
+            torch.testing.assert_close(ctx.gradients()[x], torch.full_like(x, 2.0**length))
 
 
 async def test_questions_that_come_late(workers: list[Worker]) -> None:
