@@ -822,6 +822,33 @@ async def test_a_lost_owner() -> None:
         await until(worker.is_idle)
 
 
+async def test_an_owner_that_is_lost_as_it_steps_at_the_end_of_a_pass() -> None:
+    """PeerLost, though its part of the pass was done; the other owner has stepped by itself."""
+    Held.begun = 0
+    Held.let.set()
+    async with processes.group(2, ended=("w1",)) as (worker, children):
+        weights = [aiorpc.remote(name, make, 0) for name in ("w1", "w0")]
+        optimizer = await DistributedOptimizer.create(Held, weights, lr=1.0)
+        async with autograd.context() as ctx:
+            losses = [
+                await worker.call(name, scaled, weight, 1.0) for name, weight in zip(("w1", "w0"), weights, strict=True)
+            ]
+            step = optimizer.backward_and_step(ctx, losses)
+
+            async def there() -> bool:
+                return bool(await worker.call("w1", held_begun) == 1)
+
+            await processes.until(there)
+            children["w1"].kill()
+            with pytest.raises(PeerLost, match="w1"):
+                await asyncio.wait_for(_of(step), LIMIT)
+        assert Held.begun == 1
+        torch.testing.assert_close((await weights[1]).detach(), values(0) - 1, rtol=0, atol=1e-12)
+        with contextlib.suppress(PeerLost):
+            await weights[0]
+        await until(worker.is_idle)
+
+
 async def _of(future: aiorpc.Future[None]) -> None:
     await future
 
