@@ -51,11 +51,10 @@ from ..engine.soon import Soon
 from ..links.accelerators import Accelerators
 from .rref import PeerForRRef, PeersForReferences, RRef
 
-# When a call with references arrives, the messages of the table wait for so many seconds and then leave together, or
-# with the next message to the same worker. Each by itself would wake up the loops of both workers in the midst of that
-# call; and where such calls follow each other, as in training, a pause that is over before the next one does so, too.
-# A value whose last handle has died elsewhere is kept so much longer at most.
-_FLUSH_PAUSE = 0.01
+# When a call with references arrives, the messages of the table wait for so many seconds and then leave together. Each
+# by itself would wake up the loops of both workers in the midst of that call. No longer: a group that leaves would take
+# for held what is about to be told.
+_FLUSH_PAUSE = 0.001
 
 
 class Home(Protocol):
