@@ -365,7 +365,10 @@ def test_forged_secret_is_refused(number: int, tmp_path: Path) -> None:
 @pytest.mark.time_limit(120)
 def test_secret_is_not_published_for_a_rank_that_seems_to_be_elsewhere(tmp_path: Path) -> None:
     """A group that meets at a loopback address has no member on another host, whatever the store says."""
-    said = attack(pretend_another_host, tmp_path / "ran", 2)
+    for _ in range(5):  # a forgery that comes after rank 0 has looked changes nothing: the attacker tries again
+        said = attack(pretend_another_host, tmp_path / "ran", 2)
+        if "joined" not in said:
+            break
     assert any("store" in text and "AIORPC_SECRET" in text for text in said), said
 
 
