@@ -160,10 +160,13 @@ class Training:
         rrefs += rpc.rpc_sync(to, parameter_rrefs, args=(self.second, rpc.__name__))
         self._optimizer = self._side.optim.DistributedOptimizer(torch.optim.SGD, rrefs, lr=LEARNING_RATE)
 
-    def _backward(self, context_id: int) -> None:
+    def _loss(self) -> Tensor:
         hidden = torch.relu(self.first(self._inputs))
         result = self._side.rpc.rpc_sync(self._to, apply_layer, args=(self.second, hidden))
-        self._side.autograd.backward(context_id, [torch.nn.functional.mse_loss(result, self._goal)])
+        return torch.nn.functional.mse_loss(result, self._goal)
+
+    def _backward(self, context_id: int) -> None:
+        self._side.autograd.backward(context_id, [self._loss()])
 
     def pass_(self) -> None:
         """Forward and backward."""
@@ -183,9 +186,7 @@ class Training:
             self.step()
             return
         with self._side.autograd.context() as context_id:
-            hidden = torch.relu(self.first(self._inputs))
-            result = self._side.rpc.rpc_sync(self._to, apply_layer, args=(self.second, hidden))
-            at_once(context_id, [torch.nn.functional.mse_loss(result, self._goal)])
+            at_once(context_id, [self._loss()])
 
     def parameters(self) -> list[Tensor]:
         """All parameters as they are now."""
