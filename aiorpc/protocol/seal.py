@@ -4,28 +4,26 @@ The stream of frames is cut into pieces, without regard to where a frame ends:
 
     head      u32 length of the payload, little-endian
     payload   at most MAX_PAYLOAD bytes of the stream; many small frames, or a part of a large one
-    tag       16 bytes: keyed BLAKE2b over the number of the piece (u64), the head and the payload;
-              of a payload longer than LONG Poly1305, by a key that keyed BLAKE2b makes of number and head
+    tag       16 bytes: AES-GMAC over the payload, with the number of the piece (u64) and the head as its nonce
 
 Each direction has a key of its own (handshake.py), for one connection, and numbers its pieces from 0. So a piece that
-is repeated, left out, moved, sent back or taken from another connection has a wrong tag. Nothing is encrypted. The
-decoder of frames sees only what has been checked.
+is repeated, left out, moved, sent back or taken from another connection has a wrong tag. Nothing is encrypted. What the
+decoder of frames hands on has been checked. A large buffer is read straight into its place, as without seals, and the
+decoder hears of it piece by piece, once their tags were right.
 
-Poly1305 (RFC 8439, section 2.5) is several times as fast as a hash, and may use each of its keys once. A number never
-comes twice in one direction of one connection, so that the key made of it does not either. It is derived as
-ChaCha20-Poly1305 derives one from its nonce (section 2.6), by BLAKE2b in place of ChaCha20; that it has another
-`digest_size` than tags makes it another function than theirs (RFC 7693, section 2.5). Whoever makes a payload up has
-its tag right with a chance of less than 2^-88, and the first wrong one ends the connection. For short payloads the one
-call of BLAKE2b costs less. The head, which is under tag or key, says which it is.
+AES-GMAC is AES-GCM of an empty text whose associated data is the payload (NIST SP 800-38D, section 3). A nonce must
+never serve for two payloads, as their tags together would give the key of the hash away: a number never comes twice in
+one direction of one connection. Whoever makes a payload up has its tag right with a chance of less than 2^-113 (a block
+of 16 bytes more or less doubles nothing: 2^14 blocks of 2^-127 each), and the first wrong one ends the connection. With
+the instructions that processors have for it, it costs a third of Poly1305 and of a keyed hash, also for short payloads.
 
 A piece is a copy of what it was made of: programs may change a tensor while it is being sent (parameters that others
 train on), and a tag over what was sent a moment later would be wrong. What is written under a number is written once
-(`SendQueue._begin_piece` takes the number in the same step), so that no key serves for two payloads.
+(`SendQueue._begin_pieces` takes the number in the same step), so that no nonce serves for two payloads.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import struct
 from collections import deque
@@ -33,7 +31,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import call
 
-from cryptography.hazmat.primitives.poly1305 import Poly1305
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from ..errors import ProtocolError
 from .frames import READ_SIZE, Buffer, Frame, FrameDecoder, room
@@ -42,9 +40,12 @@ HEAD = struct.Struct("<I")
 TAG_SIZE = 16
 KEY_SIZE = 32
 OVERHEAD = HEAD.size + TAG_SIZE
-MAX_PAYLOAD = READ_SIZE - OVERHEAD
-LONG = 4096
-_NUMBER = struct.Struct("<Q")
+# Four pieces for a chunk of a large buffer (channels/bulk.py): one is checked while the next one is made.
+MAX_PAYLOAD = READ_SIZE
+# Below this, to join head, payload and tag costs less than to write them from where they are.
+SHORT = 4096
+_NONCE = struct.Struct("<QI")  # the number, and what is in the head
+_BROKEN = "what arrived does not bear the other side's seal: somebody in between has changed it"
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 
 
@@ -52,32 +53,27 @@ class Seal:
     """Makes the tags of one direction. Any thread."""
 
     def __init__(self, key: bytes) -> None:
-        self._short = hashlib.blake2b(key=key, digest_size=TAG_SIZE)
-        self._keys = hashlib.blake2b(key=key, digest_size=KEY_SIZE)
+        self._encrypt = AESGCM(key).encrypt
 
-    def tag(self, number: int, piece: Buffer) -> bytes:
-        """Of a piece with that number: its head and payload."""
-        if len(piece) - HEAD.size > LONG:
-            whole = memoryview(piece)
-            made = self._keys.copy()
-            made.update(_NUMBER.pack(number) + whole[: HEAD.size])
-            return Poly1305.generate_tag(made.digest(), whole[HEAD.size :])
-        made = self._short.copy()
-        made.update(_NUMBER.pack(number))
-        made.update(piece)
-        return made.digest()
+    def tag(self, number: int, payload: Buffer) -> bytes:
+        """Of the piece with that number and that payload."""
+        return self._encrypt(_NONCE.pack(number, len(payload)), b"", payload)
 
     def piece(self, number: int, parts: Sequence[Buffer], size: int) -> list[Buffer]:
         """What goes over the wire for parts of the stream of so many bytes, copied."""
-        piece = b"".join((HEAD.pack(size), *parts))
-        tag = self.tag(number, piece)
-        return [piece + tag] if size <= LONG else [piece, tag]
+        payload = b"".join(parts)
+        head, tag = HEAD.pack(size), self.tag(number, payload)
+        return [head + payload + tag] if size <= SHORT else [head, payload, tag]
 
 
 class Unsealer:
-    """Checks what arrives and hands it to the decoder of frames; used as that is."""
+    """Checks what arrives and hands it to the decoder of frames; used as that is.
 
-    filling = False  # whatever is under way: it is read in pieces
+    in a piece that    its bytes are read into       and then
+    is under way in    a large buffer's own place,   are checked there; what is not right is never handed on, as the
+    a large buffer     then its tag into `_tail`     connection ends before that buffer is whole
+    is any other       `_buffer`, whatever comes     are checked there, and copied by the decoder
+    """
 
     def __init__(self, seal: Seal, decoder: FrameDecoder) -> None:
         self._seal = seal
@@ -85,18 +81,31 @@ class Unsealer:
         self._numbers = deque((0,), maxlen=1)  # of the next piece
         self._buffer = room(2 * READ_SIZE)
         self._end = 0  # of what is there of pieces that are not whole
+        self._place: memoryview | None = None  # where the payload of the piece belongs that is under way, all of it
+        self._placed = 0  # how much of it is there, and of what is behind it
+        self._tail = bytearray(OVERHEAD)  # the tag, and the head of the next piece
+
+    @property
+    def filling(self) -> bool:
+        """Whether a large buffer is under way."""
+        return self._place is not None
 
     @property
     def empty(self) -> bool:
         """Whether all that came were whole frames in whole pieces."""
-        return not self._end and self._decoder.empty
+        return not self._end and self._place is None and self._decoder.empty
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes belong; never empty, as a whole piece never stays."""
-        return memoryview(self._buffer)[self._end :]
+        if self._place is None:
+            return memoryview(self._buffer)[self._end :]
+        behind = self._placed - len(self._place)
+        return self._place[self._placed :] if behind < 0 else memoryview(self._tail)[behind:]
 
     def received(self, count: int) -> list[Frame]:
         """`count` bytes were put into the last buffer; the frames that this completed. ProtocolError: a wrong seal."""
+        if self._place is not None:
+            return self._received_in_place(self._place, count)
         end = self._end + count
         start = 0
         frames: list[Frame] = []
@@ -105,10 +114,43 @@ class Unsealer:
                 frames += self._decoder.feed(self._checked(data, start, stop, self._numbers[0]))
                 self._numbers.append(self._numbers[0] + 1)
                 start = stop
+            if self._decoder.filling and end - start >= HEAD.size:
+                start += self._begin_place(data[start:])
         if start:
             self._buffer[: end - start] = self._buffer[start:end]
         self._end = end - start
         return frames
+
+    def _begin_place(self, data: memoryview) -> int:
+        """The piece that begins there goes to its place, if all of it belongs to the large buffer that is under way.
+
+        Returns how many bytes are taken: all of them or, if it does not, none.
+        """
+        (length,) = HEAD.unpack_from(data)
+        place = self._decoder.get_buffer()
+        if length > len(place):
+            return 0
+        self._place = place[:length]
+        come = data[HEAD.size :]
+        payload, behind = come[:length], come[length:]
+        self._place[: len(payload)] = payload
+        self._tail[: len(behind)] = behind
+        self._placed = len(come)
+        return len(data)
+
+    def _received_in_place(self, place: memoryview, count: int) -> list[Frame]:
+        self._placed += count
+        behind = self._placed - len(place)
+        if behind < TAG_SIZE:
+            return []
+        if not hmac.compare_digest(self._seal.tag(self._numbers[0], place), self._tail[:TAG_SIZE]):
+            raise ProtocolError(_BROKEN)
+        self._numbers.append(self._numbers[0] + 1)
+        self._place = None
+        frames = self._decoder.received(len(place))
+        rest = self._tail[TAG_SIZE:behind]
+        self._buffer[: len(rest)] = rest
+        return frames + self.received(len(rest))
 
     def feed(self, data: bytes) -> list[Frame]:
         """Take bytes that were read elsewhere; as `received`."""
@@ -144,9 +186,10 @@ class Unsealer:
     def _checked(self, data: memoryview, start: int, stop: int, number: int) -> memoryview:
         """The payload of the piece that lies there."""
         end = stop - TAG_SIZE
-        if not hmac.compare_digest(self._seal.tag(number, data[start:end]), data[end:stop]):
-            raise ProtocolError("what arrived does not bear the other side's seal: somebody in between has changed it")
-        return data[start + HEAD.size : end]
+        payload = data[start + HEAD.size : end]
+        if not hmac.compare_digest(self._seal.tag(number, payload), data[end:stop]):
+            raise ProtocolError(_BROKEN)
+        return payload
 
 
 def _end_of_piece(data: memoryview, start: int) -> int:

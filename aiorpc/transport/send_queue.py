@@ -8,11 +8,11 @@ Invariants
 1. What is still to be written is `begun` without its first `sum(sent)` bytes, and then `frames`.
 2. Frames go from `frames` to `begun` by one call of C, and so does what a system call took into `sent`: if a signal
    handler raises, between any two instructions of a writer on the main thread, no frame is broken or lost.
-3. Once it seals (protocol/seal.py), `begun` holds the piece that is being written; frames leave `frames` with the piece
-   that has their last byte. One call of C does that, and notes the number and where the next piece begins. With TLS
-   (tls.py) several pieces are encrypted before they are written: `_announced` says beforehand what will be in each, and
-   goes when the frames were taken. Whoever writes next after an interruption sees by what is in `begun`, and by what
-   waits in TLS, how many of them were made; the others are made again.
+3. Once it seals (protocol/seal.py), `begun` holds the pieces that are being written; frames leave `frames` with
+   the piece that has their last byte. One call of C does that, and notes the number and where the next piece begins.
+   With TLS (tls.py) several pieces are encrypted before they are written: `_announced` says beforehand what will be in
+   each, and goes when the frames were taken. Whoever writes next after an interruption sees by what is in `begun`, and
+   by what waits in TLS, how many of them were made; the others are made again.
 4. With a session (protocol/session.py) a frame is in one of `frames`, `begun` and `Session.kept`, whatever is raised.
    It goes to `kept` when it was written as a whole; with pieces, when its last byte is in one.
 """
@@ -35,9 +35,11 @@ from .tls import PIECE, RECORD, TlsLayer
 JOIN_SIZE = 16 * 1024
 BATCH_SIZE = 256 * 1024
 MAX_BUFFERS = 256
-# With TLS so much is encrypted before it is written, at most: the other end is woken once for all of it, and finds work
-# while the next is encrypted. It begins with one piece, so that the other end of a single message need not wait long.
-RUN_SIZE = 4 * PIECE
+# With TLS so much is encrypted, and with seals copied and sealed, before it is written, at most: the other end is woken
+# once for all of it, and finds work while the next is made. It begins with one piece, so that the other end of a single
+# message need not wait long.
+ENCRYPTED_RUN = 4 * PIECE
+SEALED_RUN = 4 * MAX_PAYLOAD
 # So many frames are looked at to join them for one system call.
 MAX_FRAMES = 2048
 # What a frame takes in memory beside its bytes, about.
@@ -70,7 +72,7 @@ class SendQueue:
         # Number of the next piece, and how much of the first frame is in those before.
         self._next_piece = deque(((0, 0),), maxlen=1)
         self._tls: TlsLayer | None = None
-        self._run = PIECE  # how much is encrypted next
+        self._run = PIECE  # how much is encrypted or sealed next, about
         self._announced: deque[Sequence[_Piece]] = deque(maxlen=1)  # to be encrypted, one after the other
 
     def __len__(self) -> int:
@@ -95,6 +97,7 @@ class SendQueue:
         piece_size: bytes of the stream that one seal covers, at most; the other side takes no more than MAX_PAYLOAD.
         """
         self._seal, self._piece_size, self._in_pieces = seal, piece_size, True
+        self._run = piece_size
 
     def use_tls(self, tls: TlsLayer) -> None:
         """From now on what is written is encrypted, and TLS itself may say something. Nothing may be under way."""
@@ -170,7 +173,7 @@ class SendQueue:
         else:
             sent.clear()
             if self._seal is not None:
-                buffers, size = self._begin_piece(self._seal)
+                buffers, size = self._begin_pieces(self._seal)
             elif self._tls is not None:
                 buffers, size = self._begin_records(self._tls)
             elif len(frames) == 1 and len(frames[0]) <= 2:  # a small message, or a head and one segment
@@ -200,16 +203,29 @@ class SendQueue:
                 list(map(_RUN, steps))
         return count, count == size
 
-    def _begin_piece(self, seal: Seal) -> tuple[Sequence[Buffer], int]:
+    def _begin_pieces(self, seal: Seal) -> tuple[Sequence[Buffer], int]:
+        """The next piece, or as many as may leave at once. The head of a large buffer leaves with the first of it."""
         frames, begun = self.frames, self.begun
         number, start = self._next_piece[0]
-        parts, size, taken, rest = _cut(_first_of(frames, MAX_BUFFERS), start, self._piece_size)
-        piece = seal.piece(number, parts, size)
+        first = frames[0]
+        if len(frames) == 1 == len(first) and not start and len(first[0]) <= self._piece_size:  # a message alone
+            size, taken, rest = len(first[0]), 1, 0
+            pieces = [seal.piece(number, first, size)]
+        else:
+            queued = _first_of(frames, MAX_BUFFERS)
+            pieces = []
+            size, taken, rest = 0, 0, start
+            while taken < len(queued) and size < self._run:
+                parts, length, ended, rest = _cut_apart(queued[taken:] if taken else queued, rest, self._piece_size)
+                pieces.append(seal.piece(number + len(pieces), parts, length))
+                size, taken = size + length, taken + ended
         steps = self._taking(taken, size)
-        steps += (partial(begun.append, piece), partial(self._next_piece.append, (number + 1, rest)))
+        steps += (partial(begun.extend, pieces), partial(self._next_piece.append, (number + len(pieces), rest)))
         list(map(_RUN, steps))
+        self._run = min(2 * self._run, SEALED_RUN) if frames else self._piece_size
         self.size -= size + FRAME_COST * taken
-        return piece, sum(map(len, piece))
+        buffers = pieces[0] if len(pieces) == 1 else [*chain.from_iterable(pieces)]
+        return buffers, sum(map(len, buffers))
 
     def _begin_records(self, tls: TlsLayer) -> tuple[Sequence[Buffer], int]:
         frames, begun, announced = self.frames, self.begun, self._announced
@@ -233,7 +249,7 @@ class SendQueue:
             steps = self._taking(taken, size)
             steps += (partial(self._next_piece.append, (0, rest)), announced.clear)
             list(map(_RUN, steps))
-        self._run = min(2 * self._run, RUN_SIZE) if frames else PIECE
+        self._run = min(2 * self._run, ENCRYPTED_RUN) if frames else PIECE
         self.size -= size + FRAME_COST * taken
         if len(begun) == 1:
             return begun[0], len(begun[0][0])
@@ -328,6 +344,17 @@ def _cut_run(queued: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple
         at += taken
         size += length
     return pieces, data
+
+
+def _cut_apart(frames: Sequence[Sequence[Buffer]], start: int, most: int) -> tuple[Sequence[Buffer], int, int, int]:
+    """`_cut`, but of a large buffer with a head, which is what a chunk is, the head is a piece of its own.
+
+    So the reader knows where the data belong before they come, and finds their pieces as long as they may be.
+    """
+    first = frames[0]
+    if len(first) == 2 and len(first[1]) >= most and not start and 0 < len(first[0]) <= most:
+        return (first[0],), len(first[0]), 0, len(first[0])
+    return _cut(frames, start, most)
 
 
 def _cut_records(frames: Sequence[Sequence[Buffer]], start: int) -> tuple[Sequence[Buffer], int, int, int]:

@@ -190,8 +190,9 @@ def taste_seals(data: bytes) -> None:
 def seeds_of_seals() -> list[bytes]:
     """Sealed streams, whole and with a byte changed, and what is no seal."""
     stream = b"".join(written(kind, 1, body) for kind, body in bodies()[:4])
+    large = bytes((200, 0, 0, 150)) + written(Kind.CALL, 7, b"body", [b"s" * 5000]) + stream
     raw = b"\0\0\0\x40" + HEAD.pack(5) + b"12345" + bytes(TAG_SIZE)
-    return [bytes((40, 0, 0, 30)) + stream, bytes((200, 1, 4, 3)) + stream, bytes((7, 2, 1, 99)) + stream, raw]
+    return [bytes((40, 0, 0, 30)) + stream, bytes((200, 1, 4, 3)) + stream, bytes((7, 2, 1, 99)) + stream, large, raw]
 
 
 def seeds_of_encrypted() -> list[bytes]:

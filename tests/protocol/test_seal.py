@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import CHUNK, Frame, FrameDecoder, Kind, encode_frame
-from aiorpc.protocol.seal import HEAD, LONG, MAX_PAYLOAD, OVERHEAD, TAG_SIZE, Seal, Unsealer
+from aiorpc.protocol.seal import HEAD, MAX_PAYLOAD, OVERHEAD, SHORT, TAG_SIZE, Seal, Unsealer
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -41,7 +41,7 @@ reads = st.lists(st.sampled_from([5_000, 65_536, MAX_PAYLOAD, 4 * MAX_PAYLOAD]),
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.sampled_from([0, 1, 100, LONG, 150_000]), max_size=4), cuts, reads)
+@given(st.lists(st.sampled_from([0, 1, 100, SHORT, 150_000, 700_000]), max_size=4), cuts, reads)
 def test_frames_arrive_however_they_are_cut_and_read(sizes: list[int], cuts: list[int], reads: list[int]) -> None:
     """Pieces end anywhere in frames, reads anywhere in pieces; bodies, segments and their order are the same."""
     stream = b"".join(frame(number, size, b"s" * size, b"t") for number, size in enumerate(sizes))
@@ -57,7 +57,7 @@ def test_frames_arrive_however_they_are_cut_and_read(sizes: list[int], cuts: lis
         frames += unsealer.feed(data[:count])
         data = data[count:]
     assert found(frames) == [(number, size, [b"s" * size, b"t"]) for number, size in enumerate(sizes)]
-    assert unsealer.empty
+    assert unsealer.empty and not unsealer.filling
 
 
 def test_frames_arrive_byte_by_byte() -> None:
@@ -67,19 +67,77 @@ def test_frames_arrive_byte_by_byte() -> None:
     assert [each.call_id for each in frames] == [1, 2, 3]
 
 
-def test_chunk_goes_to_its_place() -> None:
-    """A part of a large tensor lands where it belongs, by way of pieces too."""
-    target = bytearray(400_000)
+HEAD_OF_CHUNK, DATA = map(bytes, encode_frame(CHUNK, 1, b"at", [bytes(range(250)) * 2000]))
+HALF = len(DATA) // 2
+CHUNK_PIECES = sealed(HEAD_OF_CHUNK, DATA[:HALF], DATA[HALF:])
+
+
+def placing(target: bytearray) -> Unsealer:
+    """One that reads the data of a chunk into `target`."""
     decoder = FrameDecoder(max_body=1 << 20, max_segment=1 << 24)
-    decoder.place = lambda number, body, length: memoryview(target)
-    unsealer = Unsealer(Seal(KEY), decoder)
-    stream = b"".join(bytes(part) for part in encode_frame(CHUNK, 1, b"at", [b"c" * 400_000]))
-    for piece in sealed(stream[:MAX_PAYLOAD], stream[MAX_PAYLOAD:]):
-        frames = unsealer.feed(piece)
-    assert [each.kind for each in frames] == [CHUNK] and target == b"c" * 400_000
+    decoder.place = lambda number, body, length: memoryview(target)[:length]
+    return Unsealer(Seal(KEY), decoder)
 
 
-@pytest.mark.parametrize("size", [0, LONG + 50])
+@pytest.mark.parametrize("most", [1_000, 100_001, 200_000])
+def test_chunk_is_read_straight_into_its_place(most: int) -> None:
+    """Nothing that lies in between takes part in it, and it is handed out once the last tag was right."""
+    target = bytearray(len(DATA))
+    unsealer = placing(target)
+    assert unsealer.feed(CHUNK_PIECES[0]) == []
+    rest = b"".join(CHUNK_PIECES[1:]) + sealed(frame(7), first=3)[0]
+    places, frames = set(), []
+    while rest:
+        with unsealer.get_buffer() as buffer:
+            count = min(len(buffer), len(rest), most)
+            buffer[:count] = rest[:count]
+            places.add(buffer.obj is target)
+        frames += unsealer.received(count)
+        rest = rest[count:]
+    assert places == {True, False} and target == DATA  # heads and tags lie elsewhere
+    assert [(each.kind, each.call_id) for each in frames] == [(CHUNK, 1), (Kind.REPLY, 7)]
+    assert unsealer.empty and not unsealer.filling
+
+
+def test_rest_of_a_read_is_taken_along_to_the_place() -> None:
+    """Whatever a read ends with: within head, data, tag, or a piece further on."""
+    stream = b"".join(CHUNK_PIECES)
+    first, second = len(CHUNK_PIECES[0]), len(CHUNK_PIECES[0] + CHUNK_PIECES[1])
+    for begin in (first, second):
+        for at in (0, 1, 3, 4, 5, 2000, len(CHUNK_PIECES[1]) - 17, len(CHUNK_PIECES[1]) - 15, len(CHUNK_PIECES[1]) - 1):
+            target = bytearray(len(DATA))
+            unsealer = placing(target)
+            frames = unsealer.feed(stream[: begin + at]) + unsealer.feed(stream[begin + at :])
+            assert [each.kind for each in frames] == [CHUNK] and target == DATA
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [CHUNK_PIECES[0], CHUNK_PIECES[2], CHUNK_PIECES[1]],
+        [CHUNK_PIECES[0], CHUNK_PIECES[1], CHUNK_PIECES[1]],
+        [CHUNK_PIECES[0], sealed(DATA[:HALF], key=OTHER, first=1)[0], CHUNK_PIECES[2]],
+        [*CHUNK_PIECES[:2], sealed(DATA[HALF:], first=3)[0]],
+        [*CHUNK_PIECES[:2], CHUNK_PIECES[2][:-1] + b"!"],
+        [*CHUNK_PIECES[:2], CHUNK_PIECES[2][:9] + b"!" + CHUNK_PIECES[2][10:]],
+        [*CHUNK_PIECES[:2], HEAD.pack(0)],
+        [*CHUNK_PIECES[:2], HEAD.pack(MAX_PAYLOAD + 1)],
+        [*CHUNK_PIECES[:2], HEAD.pack(HALF - 1) + CHUNK_PIECES[2][4:]],
+    ],
+    ids=["moved", "repeated", "by another key", "left out", "tag", "data", "empty", "too long", "shorter"],
+)
+@pytest.mark.parametrize("most", [5_000, 1 << 20])
+def test_chunk_that_was_changed_is_not_handed_out(pieces: list[bytes], most: int) -> None:
+    """Its bytes lie in their place before they are checked; nobody hears of them."""
+    unsealer = placing(bytearray(len(DATA)))
+    data = b"".join(pieces)
+    with pytest.raises(ProtocolError, match="seal"):
+        while data:
+            assert unsealer.feed(data[:most]) == []
+            data = data[most:]
+
+
+@pytest.mark.parametrize("size", [0, SHORT + 50])
 def test_one_flipped_bit_anywhere_is_refused(size: int) -> None:
     """In head, payload or tag, of short and of long pieces: no frame comes out, at once or once the rest is there."""
     piece = sealed(frame(1, size))[0]
@@ -94,7 +152,7 @@ def test_one_flipped_bit_anywhere_is_refused(size: int) -> None:
 
 
 ONE, TWO, THREE = sealed(frame(1), frame(2), frame(3))
-LONG_ONE, LONG_TWO = sealed(frame(1, LONG), frame(2, LONG))
+LONG_ONE, LONG_TWO = sealed(frame(1, SHORT), frame(2, SHORT))
 ATTACKS: dict[str, list[bytes]] = {
     "replayed": [ONE, ONE],
     "replayed later": [ONE, TWO, ONE],
@@ -105,10 +163,7 @@ ATTACKS: dict[str, list[bytes]] = {
     "long, replayed": [LONG_ONE, LONG_ONE],
     "long, in another order": [LONG_TWO, LONG_ONE],
     "long, with the tag of another": [LONG_ONE[:-TAG_SIZE] + LONG_TWO[-TAG_SIZE:]],
-    "long, reflected": sealed(frame(1, LONG), key=OTHER),
-    "long, by the key of short ones": [
-        LONG_ONE[:-TAG_SIZE] + hashlib.blake2b(bytes(8) + LONG_ONE[:-TAG_SIZE], key=KEY, digest_size=TAG_SIZE).digest()
-    ],
+    "long, reflected": sealed(frame(1, SHORT), key=OTHER),
     "without a seal": [frame(1, 50)],
     "put in": [ONE, frame(9), TWO],
     "with a tag of zeros": [ONE[:-TAG_SIZE] + bytes(TAG_SIZE)],
@@ -129,24 +184,30 @@ def test_what_the_other_side_did_not_send_like_that_is_refused(pieces: list[byte
             unsealer.feed(b"")
 
 
-def test_tag_of_a_long_piece_is_poly1305_by_a_key_of_its_own() -> None:
-    """As RFC 8439 has it, computed here with whole numbers; by a key that another number or length does not have."""
-    tags, keys = set(), set()
-    for number, size in ((0, LONG + 1), (1, LONG + 1), (1, LONG + 17)):
-        payload = bytes(range(251)) * (size // 251 + 1)
-        payload = payload[:size]
-        head = HEAD.pack(size)
-        key = hashlib.blake2b(number.to_bytes(8, "little") + head, key=KEY, digest_size=32).digest()
-        r = int.from_bytes(key[:16], "little") & 0x0FFFFFFC0FFFFFFC0FFFFFFC0FFFFFFF
-        sum_ = 0
+def test_tag_is_gmac() -> None:
+    """As NIST SP 800-38D has it, computed here with whole numbers; another one for another number or length."""
+    aes = Cipher(algorithms.AES(KEY), modes.ECB()).encryptor()
+    key = int.from_bytes(aes.update(bytes(16)), "big")
+
+    def times_key(x: int) -> int:
+        product, v = 0, key
+        for bit in range(127, -1, -1):
+            product ^= v if x >> bit & 1 else 0
+            v = v >> 1 ^ (0xE1 << 120 if v & 1 else 0)
+        return product
+
+    tags = set()
+    for number, size in ((0, 30), (1, 30), (1, 32), (1 << 40, SHORT + 1)):
+        payload, head = bytes(size), HEAD.pack(size)
+        hashed = 0
         for at in range(0, size, 16):
-            block = int.from_bytes(payload[at : at + 16] + b"\1", "little")
-            sum_ = (sum_ + block) * r % (2**130 - 5)
-        tag = ((sum_ + int.from_bytes(key[16:], "little")) % 2**128).to_bytes(16, "little")
-        assert sealed(payload, first=number)[0] == head + payload + tag
+            hashed = times_key(hashed ^ int.from_bytes(payload[at : at + 16].ljust(16, b"\0"), "big"))
+        hashed = times_key(hashed ^ size * 8 << 64)
+        first_block = number.to_bytes(8, "little") + head + (1).to_bytes(4, "big")
+        tag = hashed ^ int.from_bytes(aes.update(first_block), "big")
+        assert sealed(payload, first=number)[0] == head + payload + tag.to_bytes(16, "big")
         tags.add(tag)
-        keys.add(key)
-    assert len(tags) == len(keys) == 3
+    assert len(tags) == 4
 
 
 @pytest.mark.parametrize("take", [True, False])

@@ -269,6 +269,23 @@ def test_what_changes_while_it_is_sent_keeps_its_seal() -> None:
     assert opened(sock.data) == b"head" + bytes(100_000)
 
 
+def test_head_of_a_chunk_is_a_piece_of_its_own_and_pieces_leave_together() -> None:
+    """Its reader knows then where the data belong. One leaves at once, then two, then four: it is woken seldom."""
+    head, data = b"head", bytes(range(256)) * (13 * MAX_PAYLOAD // 256)
+    queue, sock = filled([[head, data], [b"next"]]), Taker()
+    queue.seal(Seal(KEY))
+    pieces = [data[at : at + MAX_PAYLOAD] for at in range(0, len(data), MAX_PAYLOAD)]
+    number = 0
+    for payloads in ([head, pieces[0]], pieces[1:3], pieces[3:7], pieces[7:11], [*pieces[11:], b"next"]):
+        sock.data.clear()
+        assert write(queue, sock) == (sum(len(each) + OVERHEAD for each in payloads), True)
+        seal = Seal(KEY)
+        expected = [part for at, each in enumerate(payloads, number) for part in seal.piece(at, [each], len(each))]
+        assert sock.data == b"".join(expected)
+        number += len(payloads)
+    assert len(queue) == 0
+
+
 def test_many_small_frames_share_a_seal() -> None:
     """One piece for all that leave together."""
     queue, sock = filled([[b"x" * 20] for _ in range(MAX_BUFFERS)]), Taker()
