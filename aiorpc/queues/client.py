@@ -33,7 +33,7 @@ from ..protocol.messages import ObjectMethod
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
-from .items import KEPT_BYTES, KEPT_ITEMS, Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_wire
+from .items import KEPT_BYTES, KEPT_ITEMS, Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
 from .packing import TOGETHER, hand_over, pack, unpack
 from .served import MOST, SHUT
 from .waiting import GetFuture, PutFuture
@@ -281,7 +281,7 @@ class Client:
                 self._give(get, items, fetched)
 
         for worker, wanted in kept.items():
-            self._call_peer(worker, to_wire(wanted), partial(arrived, wanted))
+            self._call_peer(worker, to_named(wanted), partial(arrived, wanted))
 
     def _call_peer(self, worker: int, said: list[Any], then: Callable[[Any, Any], None]) -> None:
         def call() -> Future[Any]:

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime.references.references import References
 from ..runtime.references.rref import RRef
 
-#: Items, and bytes of them, that one reference may have: all stay in memory until the last of them was got.
-KEPT_ITEMS, KEPT_BYTES = 16, 8 << 20
+#: Items, and bytes of them, that one reference may have: all stay in memory until the last of them was got. The bytes
+#: that are no power of two are for what is packed with the tensors, so that eight of 1 MB have a place.
+KEPT_ITEMS, KEPT_BYTES = 16, (8 << 20) + 16 * 1024
 
 
 class KeptItem:
@@ -85,13 +87,34 @@ def from_wire(values: Sequence[Any]) -> list[Item]:
     return items
 
 
-def kept_of(item: Kept) -> KeptItem:
-    """The item itself, at the worker that has it. ValueError if the reference is to something else."""
-    reference = item.reference
-    kept = reference._value_future().value() if reference.is_owner() else None
-    if type(kept) is not KeptItems or item.place >= len(kept):
-        raise ValueError("no item of a queue")
-    return kept[item.place]
+def to_named(items: Iterable[Kept]) -> list[int]:
+    """What `kept_of` needs to find these items at the one worker that has them.
+
+    That is no references: whoever asks holds them until the answer is there, and one that were passed would only have
+    to be counted and given back.
+    """
+    named: list[int] = []
+    for item in items:
+        _, number, key = item.reference._rref
+        named += (number, key, item.place)
+    return named
+
+
+def kept_of(references: References, named: Sequence[Any]) -> list[KeptItem]:
+    """The items that `to_named` was given, here at the worker that has them. references: of this worker.
+
+    ValueError for what cannot name an item; RpcError if the value is not here any more.
+    """
+    items: list[KeptItem] = []
+    numbers = iter(named)
+    for number, key, place in zip(numbers, numbers, numbers, strict=True):
+        if not type(number) is type(key) is type(place) is int:
+            raise ValueError("no numbers")
+        kept = references.value(references.engine.id, number, key).value()
+        if type(kept) is not KeptItems or not 0 <= place < len(kept):
+            raise ValueError("no item of a queue")
+        items.append(kept[place])
+    return items
 
 
 def gone_with(item: Item) -> str | None:

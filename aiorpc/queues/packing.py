@@ -25,7 +25,8 @@ from ..protocol.reference_messages import PassedReference
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.functions import inline
 from ..runtime.calls.values import Results, decode, encode
-from .items import KeptItem, from_wire, kept_of
+from ..runtime.node import Node, registry
+from .items import KeptItem, kept_of
 
 #: Bytes of a packed item that travels with the put; longer ones stay with their producer.
 SMALL = 32 * 1024
@@ -134,12 +135,12 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:
 
 @inline
 def hand_over(*wanted: Any) -> Results:
-    """Items of queues that this worker has kept, for whoever was given references to them."""
+    """Items of queues that this worker has kept, for whoever holds references to them (`items.to_named`)."""
+    node: Node = registry.get()
     given: list[Any] = [0]
     try:
-        for each in from_wire(wanted):
-            item = kept_of(each)
+        for item in kept_of(node.references, wanted):
             given += (True, item.packed) if item.packed is not None else (False, item.value)
-    except (ValueError, AttributeError):
+    except ValueError:
         raise RpcUsageError("hand_over is for items of queues that this worker has put, and this is none") from None
     return Results(given)
