@@ -36,6 +36,7 @@ SEGMENT_SIZE, MAX_SEGMENT_SIZE = 64 * MIB, GIB
 POISON = 0xDD
 GROW_SIZE = 8 * MIB  # least that is made warm at a time
 TOGETHER_SIZE, PIECE = 8 * MIB, 2 * MIB  # from how many bytes on two threads copy, and how many each takes at a time
+SPARES = 32  # blocks of one size that are laid aside at most
 PREPARED = 8  # times the first segment, that the limit has to be for it to be made beforehand
 RETRY = 1.0  # seconds between attempts to get memory once the system refused some
 
@@ -56,6 +57,11 @@ def lay_out(lengths: Iterable[int], start: int = 0) -> tuple[list[Span], int]:
         spans.append((begin, length))
         start = begin + length
     return spans, start
+
+
+# What was freed last, as long as its blocks are of one size: that size, the place of the last one, what lies below it,
+# and how many there are in all. It is never changed, so whoever is interrupted has it again as it was.
+_Spare = tuple[int, Place, "_Spare | None", int]
 
 
 class Block(NamedTuple):
@@ -100,7 +106,7 @@ class Arena:
         self._segments: tuple[Segment, ...] = ()
         self._space = Space()
         self._cold = Extents()
-        self._spare: tuple[int, Place] | None = None  # what was freed last, and how long its block was
+        self._spare: _Spare | None = None
         self._live: dict[int, tuple[Block, Place]] = {}
         self._fresh: set[int] = set()  # by generation, of a block whose memory was cold
         self._shares: dict[int, int] = {}  # by generation, of a block that has several holders: how many but one
@@ -349,12 +355,11 @@ class Arena:
             place = cold
             self._mark(place)
         elif self._spare is not None and self._spare[0] == size:  # blocks of one size come and go: no arithmetic
-            place = self._spare[1]
-            self._spare = None
+            _, place, self._spare, _ = self._spare
         else:
             place = self._space.take(size)
             if place is None and self._spare is not None:
-                self._give_spare()
+                self._give_spares()
                 place = self._space.take(size)
             if place is None:
                 return None
@@ -369,7 +374,7 @@ class Arena:
         """The same in the main thread: as if it had not begun, if it is interrupted."""
         before = self.used, self._spare, self._generation
         quick = cold is not None or (self._spare is not None and self._spare[0] == size)
-        space = None if quick else self._space.state(self._spare_place())
+        space = None if quick else self._space.state(self._spare_places())
         try:
             return self._carve(size, cold)
         except BaseException:
@@ -386,7 +391,7 @@ class Arena:
             self._give(block, place)
             return
         before = self.used, self._spare
-        space = None if self._spare is None else self._space.state(self._spare_place())
+        space = None if self._spares(block.size) else self._space.state(self._spare_places())
         try:
             self._live.pop(block.generation, None)
             self._give(block, place)
@@ -398,8 +403,17 @@ class Arena:
             self._give(block, place)
             raise
 
-    def _spare_place(self) -> Place | None:
-        return None if self._spare is None else self._spare[1]
+    def _spares(self, size: int) -> bool:
+        """Whether a block of that size is laid with what is spare, if it is given now, and the space stays as it is."""
+        spare = self._spare
+        return spare is None or (spare[0] == size and spare[3] < SPARES)
+
+    def _spare_places(self) -> list[Place]:
+        places, spare = [], self._spare
+        while spare is not None:
+            places.append(spare[1])
+            spare = spare[2]
+        return places
 
     def _give(self, block: Block, place: Place) -> None:
         if self._fresh:
@@ -408,14 +422,15 @@ class Arena:
             return
         self._mark(place)
         self.used -= place.room
-        if self._spare is not None:
-            self._give_spare()
-        self._spare = (block.size, place)
+        if not self._spares(block.size):
+            self._give_spares()
+        spare = self._spare
+        self._spare = (block.size, place, spare, 1 if spare is None else spare[3] + 1)
 
-    def _give_spare(self) -> None:
-        if self._spare is not None:
+    def _give_spares(self) -> None:
+        while self._spare is not None:
             self._space.give(self._spare[1])
-            self._spare = None
+            self._spare = self._spare[2]
 
     def _mark(self, place: Place) -> None:
         first, last = place.start // SLAB, (place.start + place.room - 1) // SLAB + 1
@@ -491,7 +506,7 @@ class Arena:
     def _take_idle(self) -> list[tuple[int, int, int]]:
         """Ranges (segment, start, size) unused since the last call, no longer free, in order of address."""
         idle: list[tuple[int, int, int]] = []
-        self._give_spare()
+        self._give_spares()
         self._space.drop_empty_slabs()
         for index, start, size in sorted(self._space.extents):
             segment = self._segments[index]

@@ -7,7 +7,7 @@ of the extents, which join again when they are free.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -120,12 +120,11 @@ class Space:
         self.extents = Extents()
         self._slabs: dict[int, list[Slab]] = {room: [] for room in SLOTS}  # those with a free slot
 
-    def state(self, place: Place | None = None) -> Any:
-        """What `restore` needs to bring back what is free now. place: what is about to be given."""
+    def state(self, places: Iterable[Place] = ()) -> Any:
+        """What `restore` needs to bring back what is free now. places: what may be given meanwhile."""
         slabs = {room: slabs.copy() for room, slabs in self._slabs.items()}
         known = {id(slab): slab for each in slabs.values() for slab in each}
-        if place is not None and place.slab is not None:
-            known[id(place.slab)] = place.slab
+        known.update((id(place.slab), place.slab) for place in places if place.slab is not None)
         return self.extents.state(), slabs, [(slab, slab.free.copy()) for slab in known.values()]
 
     def restore(self, state: Any) -> None:

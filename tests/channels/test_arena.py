@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from aiorpc.channels import arena as arena_module
 from aiorpc.channels import segments as segments_module
 from aiorpc.channels import space as space_module
-from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, Arena, Block
+from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, SPARES, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 from tests.tiers import examples
@@ -404,9 +404,37 @@ def test_an_interrupted_step_is_done_or_undone(sizes: tuple[int, ...]) -> None:
         assert len(places) > 50
         for block in alive.values():
             arena.free(block)
-        arena._give_spare()
+        arena._give_spares()
         arena._space.drop_empty_slabs()
         assert sorted(arena._space.extents) == whole
+
+
+def test_blocks_of_one_size_are_taken_again_the_last_first() -> None:
+    """As their bytes are likely in the cache; and more of them than are laid aside join again."""
+    with opened(64 * MIB, segment_size=64 * MIB) as arena:
+        for count in (3, 2 * SPARES):
+            blocks = [allocated(arena, MIB // 2) for _ in range(count)]
+            for block in blocks:
+                arena.free(block)
+            again = [allocated(arena, MIB // 2) for _ in range(min(count, SPARES))]
+            assert [each.offset for each in again] == [each.offset for each in reversed(blocks)][: len(again)]
+            for block in again:
+                arena.free(block)
+
+
+def test_what_is_laid_aside_is_there_for_other_sizes() -> None:
+    """A block that needs the room of several of them finds it, and so does one after a block of a third size."""
+    with opened(16 * MIB, segment_size=16 * MIB) as arena:
+        for others in ((), (3 * MIB,)):
+            blocks = [allocated(arena, 2 * MIB) for _ in range(7)]
+            assert arena.allocate(2 * MIB) is None
+            for block in blocks:
+                arena.free(block)
+            for size in others:
+                arena.free(allocated(arena, size))
+            whole = arena.allocate(14 * MIB, grow=False)
+            assert whole is not None
+            arena.free(whole)
 
 
 def test_growing_makes_room_that_is_warm() -> None:
