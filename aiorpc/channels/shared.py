@@ -160,8 +160,12 @@ class SharedMemory:
         if lent is None:
             return
         block, copy_out = lent
+        if len(group) == 1:  # as large ones always are
+            wires[group[0]] = [*block, copy_out]  # a Lent
+            self.traffic.count_sent(len(members[0]))
+            return
         for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
-            wires[index] = [*(Lent(*block, copy_out) if len(group) == 1 else LentPart(*block, copy_out, *span))]
+            wires[index] = [*LentPart(*block, copy_out, *span)]
             self.traffic.count_sent(span[1])
 
     def send_one(self, buffer: Buffer, copies: Copies | None = None) -> Wire | None:

@@ -48,6 +48,7 @@ class Client:
         self.node = node
         self._name = name
         self._owner = owner
+        self._described = f"queue {name!r} of worker {owner!r}"
         self._context = contextvars.Context()  # no call and no context of autograd: whoever puts next has another one
         self._numbers = secrets.randbits(42) << 20  # other handles of this worker have others
         self._puts: deque[PutFuture] = deque()
@@ -62,7 +63,7 @@ class Client:
 
     def describe(self) -> str:
         """The queue, for errors."""
-        return f"queue {self._name!r} of worker {self._owner!r}"
+        return self._described
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch
 
 from ..channels.accelerator import DeviceBuffer
 from ..channels.arena import Span, lay_out
+from ..channels.segments import Bytes
 from ..errors import ProtocolError, RpcUsageError
 from ..protocol.frames import MAX_SEGMENTS
 from ..protocol.messages import Reply, read_values
@@ -47,33 +48,27 @@ def pack(item: Any, owner: Peer, copy: bool, keep: Callable[[int], torch.Tensor]
         if out is not None:  # references: whoever gets the item has to be named in them
             out.unsend()
         return KeptItem(None, item)
-    size = size_of(body, buffers)
+    layout = layout_of(len(body), [*map(len, buffers)])
+    size = layout.size
     if size <= min(SMALL, owner.max_body // 16):
         small = bytearray(size)
-        join(body, buffers, memoryview(small))
+        join(body, buffers, layout, numpy.frombuffer(small, numpy.uint8))
         return bytes(small)
     if not copy:
         return KeptItem(None, item, size)
     packed = keep(size)
-    join(body, buffers, _memory(packed))
-    return KeptItem(packed, size=size)
+    join(body, buffers, layout, packed.numpy())
+    return KeptItem(packed, None, size)
 
 
-def size_of(body: bytes, buffers: Sequence[Any]) -> int:
-    """How many bytes an item of these parts has."""
-    return _layout(len(body), [len(each) for each in buffers]).size
-
-
-def join(body: bytes, buffers: Sequence[Any], into: memoryview) -> None:
+def join(body: bytes, buffers: Sequence[Any], layout: Layout, into: Bytes) -> None:
     """Write an item: how long its parts are, its body, and its buffers, each where it is aligned."""
-    lengths = [len(each) for each in buffers]
-    layout = _layout(len(body), lengths)
-    struct.pack_into(f"<QQ{len(lengths)}Q", into, 0, len(body), len(lengths), *lengths)
-    into[layout.body : layout.body + len(body)] = body
-    whole = numpy.frombuffer(into, numpy.uint8)
-    for (start, length), each in zip(layout.buffers, buffers, strict=True):
+    spans = layout.buffers
+    head = struct.pack(f"<QQ{len(spans)}Q", len(body), len(spans), *[length for _, length in spans]) + body
+    into[: len(head)] = numpy.frombuffer(head, numpy.uint8)
+    for (start, length), each in zip(spans, buffers, strict=True):
         # numpy's, as other threads run while it copies.
-        whole[start : start + length] = numpy.frombuffer(each, numpy.uint8)
+        into[start : start + length] = numpy.frombuffer(each, numpy.uint8)
 
 
 def unpack(packed: bytes | torch.Tensor, safe: bool) -> Any:
@@ -101,14 +96,14 @@ def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
         lengths = struct.unpack_from(f"<{count}Q", packed, _HEAD.size)
     except struct.error as error:
         raise ProtocolError(f"an item of a queue that is none: {error}") from None
-    layout = _layout(body, lengths)
+    layout = layout_of(body, lengths)
     if layout.size != len(packed):
         raise ProtocolError(f"an item of a queue of {len(packed)} bytes that says it has {layout.size}")
     buffers = [packed[start : start + length] for start, length in layout.buffers]
     return bytes(packed[layout.body : layout.body + body]), buffers
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Where the body of an item starts, and the spans of its buffers. size: of all of it, in bytes."""
 
     body: int
@@ -116,9 +111,10 @@ class _Layout(NamedTuple):
     size: int
 
 
-def _layout(body: int, lengths: Sequence[int]) -> _Layout:
+def layout_of(body: int, lengths: Sequence[int]) -> Layout:
+    """Where the parts of an item lie; body, lengths: bytes of its body and of each of its buffers."""
     start = _HEAD.size + 8 * len(lengths)
-    return _Layout(start, *lay_out(lengths, start + body))
+    return Layout(start, *lay_out(lengths, start + body))
 
 
 def _memory(packed: torch.Tensor) -> memoryview:

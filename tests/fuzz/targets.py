@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgpack
+import numpy
 import torch
 
 from aiorpc.channels import bulk, layout, shared_messages
@@ -391,8 +392,9 @@ def seeds_of_queued() -> list[bytes]:
     for buffers in ([], [b"abcdefgh"], [b"x" * 100, b"", b"y"]):
         for kind, body in bodies():
             if kind == Kind.REPLY:
-                item = bytearray(packing.size_of(body, buffers))
-                packing.join(body, buffers, memoryview(item))
+                layout = packing.layout_of(len(body), [len(each) for each in buffers])
+                item = bytearray(layout.size)
+                packing.join(body, buffers, layout, numpy.frombuffer(item, numpy.uint8))
                 found.append(bytes(item))
     return [*found, found[-1][:-1]]
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import struct
 
+import numpy
 import pytest
 import torch
 
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.messages import Reply, Values, write
-from aiorpc.queues.packing import join, size_of, split, unpack
+from aiorpc.queues.packing import join, layout_of, split, unpack
 
 BODY = write(Reply(Values([1])))
 BUFFERS = [b"a" * 100, b"", b"bcd"]
 
 
 def joined(body: bytes, buffers: list[bytes]) -> bytes:
-    item = bytearray(size_of(body, buffers))
-    join(body, buffers, memoryview(item))
+    layout = layout_of(len(body), [len(each) for each in buffers])
+    item = bytearray(layout.size)
+    join(body, buffers, layout, numpy.frombuffer(item, numpy.uint8))
     return bytes(item)
 
 
