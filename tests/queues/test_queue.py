@@ -28,6 +28,7 @@ from aiorpc import (
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems
+from aiorpc.queues.packing import hand_over
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.runtime.joining import unheard_of
@@ -152,6 +153,57 @@ async def test_items_that_are_put_together_have_a_reference_together(pair: list[
     assert len(got) == 4 and all(map(torch.equal, got, large))
     del first, others, got
     await until_no_references(pair)
+
+
+async def test_sixteen_items_of_a_megabyte_have_two_references(pair: list[Worker]) -> None:
+    """What is packed with each of them has room beside the bytes of eight."""
+    queue, other = make(pair[0]), handle(pair[1])
+    items = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(16)]
+    await put_all(other, items)
+    assert [len(future.value()) for future in pair[1].node.references._values.values()] == [8, 8]
+    assert len(await queue.get_many(16)) == 16
+    await until_no_references(pair)
+
+
+async def test_an_item_is_fetched_without_passing_its_reference(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who fetches it holds the reference meanwhile; the worker that has put it is handed none, which it would count."""
+    make(trio[0])
+    producer, consumer = handle(trio[1]), handle(trio[2])
+    loaded: list[Any] = []
+    references = trio[1].node.references
+    load = references.load
+
+    def note(*args: Any) -> Any:
+        loaded.append(args)
+        return load(*args)
+
+    monkeypatch.setattr(references, "load", note)
+    await put_all(producer, [torch.full((LARGE,), number) for number in range(3)])
+    got = await consumer.get_many(3)
+    assert [int(each[0]) for each in got] == [0, 1, 2] and not loaded
+    await until_no_references(trio)
+
+
+async def test_only_items_are_handed_over(pair: list[Worker]) -> None:
+    """Numbers that name no item of a queue, or no value at all, are refused; nothing else of the worker is given."""
+    make(pair[0])
+    producer, consumer = handle(pair[1]), pair[0].node.peers.find("worker1")
+    await producer.put(torch.ones(LARGE))
+    with acting(pair[1]):
+        other = RRef(torch.ones(3))
+    (item,) = (rref for rref in pair[1].node.references._values if rref != other._rref)
+    _, number, key = item
+    _, others_number, others_key = other._rref
+    for wanted in [(number,), (number, key), (number, key, 1), (number, key, -1), (number, key, True), ("a", "b", "c")]:
+        with pytest.raises(rpc.RpcUsageError, match="hand_over is for items of queues"):
+            await consumer.call(hand_over, wanted, None, LONG)
+    with pytest.raises(rpc.RpcUsageError, match="hand_over is for items of queues"):
+        await consumer.call(hand_over, (others_number, others_key, 0), None, LONG)
+    with pytest.raises(rpc.RpcError, match="names no value of this worker"):
+        await consumer.call(hand_over, (number, key + 1, 0), None, LONG)
+    assert len(await consumer.call(hand_over, (number, key, 0), None, LONG)) == 3
 
 
 async def test_what_may_be_on_a_device_is_kept_by_the_thread_that_puts_it(
