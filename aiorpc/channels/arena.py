@@ -36,7 +36,7 @@ SEGMENT_SIZE, MAX_SEGMENT_SIZE = 64 * MIB, GIB
 POISON = 0xDD
 GROW_SIZE = 8 * MIB  # least that is made warm at a time
 TOGETHER_SIZE, PIECE = 8 * MIB, 2 * MIB  # from how many bytes on two threads copy, and how many each takes at a time
-SPARES = 32  # blocks of one size that are laid aside at most
+SPARES, SPARE_SIZE = 32, 64 * MIB  # blocks of one size that are laid aside, and bytes of those before the last, at most
 PREPARED = 8  # times the first segment, that the limit has to be for it to be made beforehand
 RETRY = 1.0  # seconds between attempts to get memory once the system refused some
 
@@ -406,7 +406,7 @@ class Arena:
     def _spares(self, size: int) -> bool:
         """Whether a block of that size is laid with what is spare, if it is given now, and the space stays as it is."""
         spare = self._spare
-        return spare is None or (spare[0] == size and spare[3] < SPARES)
+        return spare is None or (spare[0] == size and spare[3] < SPARES and spare[3] * size < SPARE_SIZE)
 
     def _spare_places(self) -> list[Place]:
         places, spare = [], self._spare

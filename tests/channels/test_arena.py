@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from aiorpc.channels import arena as arena_module
 from aiorpc.channels import segments as segments_module
 from aiorpc.channels import space as space_module
-from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, SPARES, Arena, Block
+from aiorpc.channels.arena import ALIGN, GROW_SIZE, POISON, PREPARED, SPARE_SIZE, SPARES, Arena, Block
 from aiorpc.channels.segments import HEADER, NONCE_SIZE, Mapping, create_segment
 from aiorpc.channels.space import KIB, MIB, PAGE, SLAB, SLOTS, Place, Space
 from tests.tiers import examples
@@ -420,6 +420,19 @@ def test_blocks_of_one_size_are_taken_again_the_last_first() -> None:
             assert [each.offset for each in again] == [each.offset for each in reversed(blocks)][: len(again)]
             for block in again:
                 arena.free(block)
+
+
+def test_large_blocks_are_laid_aside_up_to_some_bytes() -> None:
+    """Else memory that nobody uses would be taken for one size alone, and new memory for another."""
+    size = SPARE_SIZE // 4
+    with opened(8 * SPARE_SIZE, segment_size=8 * SPARE_SIZE) as arena:
+        blocks = [allocated(arena, size) for _ in range(6)]
+        for block in blocks[:4]:
+            arena.free(block)
+        assert len(arena._spare_places()) == 4
+        arena.free(blocks[4])
+        assert len(arena._spare_places()) == 1
+        arena.free(blocks[5])
 
 
 def test_what_is_laid_aside_is_there_for_other_sizes() -> None:
