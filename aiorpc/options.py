@@ -157,8 +157,8 @@ class RpcBackendOptions:
         group that lives on one host does not even listen on TCP then.
     authenticate_frames: whether all that follows the handshake on TCP connections bears a seal (a keyed hash over a
         counter and the bytes), so that whoever is in between can end a connection but not change what it says; the same
-        on all workers. Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need none,
-        and neither does TLS, which does the same.
+        on all workers. Costs large tensors over fast networks a tenth to a third of their speed. Unix sockets need
+        none, and neither does TLS, which does the same.
     secret_file: the file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None
         takes what AIORPC_SECRET_FILE names, if it is set.
     require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
