@@ -94,6 +94,12 @@ LINES = (
         "2 layers of 256, batch 32, blocking",
     ),
     Line(
+        "the same by `backward_and_step`, against torch's two verbs",
+        "autograd_step",
+        "steps/s, backward and step in one verb of aiorpc's",
+        "2 layers of 256, batch 32, blocking",
+    ),
+    Line(
         "forward and backward, two layers of 1000, batch 1000, ms",
         "autograd_shards",
         "forward and backward",
