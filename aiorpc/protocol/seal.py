@@ -13,9 +13,9 @@ decoder hears of it piece by piece, once their tags were right.
 
 AES-GMAC is AES-GCM of an empty text whose associated data is the payload (NIST SP 800-38D, section 3). A nonce must
 never serve for two payloads, as their tags together would give the key of the hash away: a number never comes twice in
-one direction of one connection. Whoever makes a payload up has its tag right with a chance of less than 2^-113 (a block
-of 16 bytes more or less doubles nothing: 2^14 blocks of 2^-127 each), and the first wrong one ends the connection. With
-the instructions that processors have for it, it costs a third of Poly1305 and of a keyed hash, also for short payloads.
+one direction of one connection. Whoever makes a payload up has its tag right with a chance of less than 2^-113 (blocks
+of 16 bytes in a payload, by 2^128), and the first wrong one ends the connection. With the instructions that processors
+have for it, 256 KiB take 15 µs, where Poly1305 takes 25; short payloads take 1 µs, as with a keyed hash.
 
 A piece is a copy of what it was made of: programs may change a tensor while it is being sent (parameters that others
 train on), and a tag over what was sent a moment later would be wrong. What is written under a number is written once
