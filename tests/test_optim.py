@@ -792,6 +792,11 @@ async def test_two_processes() -> None:
         torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-12)
 
 
+async def losses_of(worker: Worker, weights: list[RRef[torch.Tensor]]) -> list[torch.Tensor]:
+    """One of each, made by its owner; w1 owns the first, w0 the second."""
+    return [await worker.call(name, scaled, weight, 1.0) for name, weight in zip(("w1", "w0"), weights, strict=True)]
+
+
 async def test_a_lost_owner() -> None:
     """Killed while it steps: PeerLost, though the other owner is still at it; from then on at once."""
     Held.begun = 0
@@ -800,9 +805,7 @@ async def test_a_lost_owner() -> None:
         weights = [aiorpc.remote(name, make, 0) for name in ("w1", "w0")]
         optimizer = await DistributedOptimizer.create(Held, weights, lr=1.0)
         async with autograd.context() as ctx:
-            losses = [
-                await worker.call(name, scaled, weight, 1.0) for name, weight in zip(("w1", "w0"), weights, strict=True)
-            ]
+            losses = await losses_of(worker, weights)
             await ctx.backward(losses)
             step = optimizer.step(ctx)
 
@@ -830,9 +833,7 @@ async def test_an_owner_that_is_lost_as_it_steps_at_the_end_of_a_pass() -> None:
         weights = [aiorpc.remote(name, make, 0) for name in ("w1", "w0")]
         optimizer = await DistributedOptimizer.create(Held, weights, lr=1.0)
         async with autograd.context() as ctx:
-            losses = [
-                await worker.call(name, scaled, weight, 1.0) for name, weight in zip(("w1", "w0"), weights, strict=True)
-            ]
+            losses = await losses_of(worker, weights)
             step = optimizer.backward_and_step(ctx, losses)
 
             async def there() -> bool:

@@ -59,8 +59,8 @@ BATCH_FRAMES = 32
 # Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a
 # third of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
 SEND_BUFFER = 4 * 1024 * 1024
-# Most that is read before other connections get a turn, in bytes. What has to be decrypted
-# takes the loop's thread about four times as long, what is compared with its seal up to twice.
+# Most that is read before other connections get a turn, in bytes. What has to be decrypted takes
+# the loop's thread about four times as long, what is compared with its seal up to twice.
 TURN_BYTES = 4 * 1024 * 1024
 GUARDED_TURN_BYTES = 1024 * 1024
 # On this host, while a large buffer is under way its other end is at work on the same socket, and a turn of the loop
