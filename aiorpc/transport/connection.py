@@ -7,12 +7,15 @@ Writing. `send` appends a frame to the queue; then exactly one thread at a time 
                 through the loop would only cost time
     the loop    everything else, and when the socket was full      once per loop turn, joining what has gathered
 
-Reading. The loop does, but for a thread that waits for the answer of a call and looks out for it itself (`read_here`).
+Reading. The loop does, but for a thread that waits for the answer of a call and looks out for it itself (`read_here`),
+and for one that stands by to run the next call (`attach`).
 
     who         when                             what it does with it
     the loop    the socket has something         all of it: `on_frames`
     a waiter    the loop's turn is over, and     answers of calls, and what may come with them, if there is nothing
                 nothing is half read             else; else it stores the bytes as they are for the loop, and has read
+    a stander   the socket has something         one socketful: calls that are for threads (`on_stood`); other frames
+                while it waits at its own epoll  it stores as they are for the loop
 
 Invariants
 1. One FIFO: frames leave in the order in which they were appended, whoever writes (a cancel never overtakes its call).
@@ -23,6 +26,9 @@ Invariants
 6. All registrations with the loop happen on the loop's thread. Whoever reads holds `_reading`.
 7. What a waiter has read and not used is in `_unread`, which the loop takes before it reads: no byte is lost, none
    overtakes another, even if a signal handler raises in the waiter (between any two instructions of the main thread).
+   What a stander has read and not used is in `_left_frames`, for the same end; no signal handler runs in its thread.
+8. Each byte that comes wakes somebody who reads it or has the loop told of it: the loop is told of what comes while no
+   thread waits, and `_look_again` tells it of what a thread has been told of and left in the socket.
 """
 
 from __future__ import annotations
@@ -72,6 +78,8 @@ READ_HERE = 128 * 1024
 # Seconds for the last words of a connection, and for the other side to close it, too.
 CLOSING = 1.0
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
+# Threads are told before the loop is, and one at a time.
+_EXCLUSIVE = select.EPOLLIN | select.EPOLLEXCLUSIVE
 _ANSWERS = (REPLY, ERROR, RELEASE)  # what comes with an answer among them
 _ENDED = "the other side closed the connection"
 
@@ -81,6 +89,8 @@ class Connection:
 
     on_frames: called on the loop with the frames that arrived; an error it raises closes the connection.
     takes: whether a waiter may have a PARCEL, as an answer. Any thread.
+    on_stood: called with the frames that a thread which stands by has read; whether it takes them. They are for the
+    loop otherwise, and nothing was done with them. An error it raises closes the connection.
     on_closed: called once on the loop with the cause, None when `close` was called here.
     on_drained: called on the loop when all that was queued has been written, by whomever.
     queue: what waits to be written; to be looked at by whoever is about to send more.
@@ -112,6 +122,7 @@ class Connection:
         self._unsealer: Unsealer | None = None
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.takes: Callable[[Frame], bool] | None = None
+        self.on_stood: Callable[[list[Frame]], bool] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.on_drained: Callable[[], None] | None = None
         self.session = b""  # what its handshake has left for second connections, and for other sockets
@@ -140,7 +151,8 @@ class Connection:
         self._paused = False
         self._reading = threading.RLock()  # the loop may close the connection while it reads
         self._unread: deque[bytes] = deque()
-        self._left = False  # whether a waiter has left something to the loop, there or in `tls`
+        self._left_frames: list[Frame] = []
+        self._left = False  # whether a thread has left something to the loop, there or in `tls`
         self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
         self._sharing = False
         self._silence = Silence()
@@ -381,14 +393,18 @@ class Connection:
                     return
         except (BlockingIOError, InterruptedError):
             pass
-        except (OSError, ProtocolError) as error:
-            self._say_why(error)
-            self._fail(error)
         except Exception as error:
-            log_error(logger, logging.ERROR, error, "%s: a frame could not be handled", self.label)
-            self._fail(error)
+            self._fail_for(error)
         finally:
             self._reading.release()
+
+    def _fail_for(self, error: Exception) -> None:
+        """What has arrived could not be read, or not be handled."""
+        if isinstance(error, (OSError, ProtocolError)):
+            self._say_why(error)
+        else:
+            log_error(logger, logging.ERROR, error, "%s: a frame could not be handled", self.label)
+        self._fail(error)
 
     def _say_why(self, error: Exception) -> None:
         """The last word to somebody whose bytes this side cannot take, if it can be said in their words."""
@@ -402,6 +418,9 @@ class Connection:
 
     def _take_unread(self) -> None:
         self._left = False
+        if self._left_frames:
+            frames, self._left_frames = self._left_frames, []
+            self.hand_on(frames)
         if self.tls is not None:
             self.hand_on(self.tls.feed())
         while self._unread and not self._closed:
@@ -536,10 +555,10 @@ class Connection:
                 break
         return ()
 
-    def _broke(self, error: Exception, tls: TlsLayer) -> None:
+    def _broke(self, error: Exception, tls: TlsLayer | None = None) -> None:
+        """A thread could not read on. tls: with which it has read."""
         if not self._closed and tls is self.tls:
-            self._say_why(error)
-            self._fail(error)
+            self._fail_for(error)
 
     def read_on_loop(self) -> None:
         """This thread reads no more here. Idempotent."""
@@ -550,6 +569,68 @@ class Connection:
         if self._unread or (self.tls is not None and self.tls.left):  # only now: the loop does not wait for us
             self._left = True
             self._call_on_loop(self._readable)
+
+    def attach(self, epoll: select.epoll) -> bool:
+        """From now on a thread that waits at this epoll of its own is told of what comes, and says `read_once`; False
+        if that cannot be, or not yet. The loop is told only while the thread does not wait. Any thread.
+
+        No system call is needed for each change: of several epolls in which a socket is exclusively, Linux wakes the
+        first one that is waited at, in the order in which they were added (EPOLLEXCLUSIVE).
+        """
+        if self.tls is not None or self.lasting is not None:  # with those, who reads may have to write
+            return False
+        if self._epoll is None:
+            if not self._sharing:
+                self._call_on_loop(self._share_reading)
+                self._sharing = True
+            return False
+        with self._reading:
+            open_ = not (self._closed or self._closing)
+            if open_:
+                epoll.register(self._fd, _EXCLUSIVE)
+                self._look_again()
+        self._tell_of_left()
+        return open_
+
+    def _look_again(self) -> None:
+        """Have the loop told of what is in the socket, and put it behind all threads. By whoever holds `_reading`."""
+        assert self._epoll is not None, "else only the loop reads"
+        self._epoll.unregister(self._fd)
+        self._epoll.register(self._fd, _EXCLUSIVE)
+
+    def read_once(self) -> None:
+        """A thread, none in which signal handlers run, was told that there is something, and the loop was not."""
+        with self._reading:
+            if self._closed:
+                return
+            try:
+                if self._left or self._closing or self._paused or not self._read_all():
+                    self._look_again()
+            except (BlockingIOError, InterruptedError):
+                pass
+            except Exception as error:
+                self._call_on_loop(self._broke, error)
+        self._tell_of_left()
+
+    def _tell_of_left(self) -> None:
+        """By whoever has let go of `_reading`: the loop does not wait for that, and may have come in vain."""
+        if self._left:
+            self._call_on_loop(self._readable)
+
+    def _read_all(self) -> bool:
+        """Read one socketful for whoever stands by; False if there may be more, or this is the end."""
+        decoder = self._source
+        buffer = decoder.get_buffer()
+        count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
+        if not count:
+            return False
+        self.bytes_received += count
+        all_ = count < len(buffer)
+        frames = decoder.received(count)
+        if frames and (self.on_stood is None or not self.on_stood(frames)):
+            self._left_frames += frames
+            self._left = True
+        return all_
 
     def _share_reading(self) -> None:
         """From now on waiters can read while the loop sleeps: it watches the socket through an epoll of ours."""
@@ -637,7 +718,7 @@ class Connection:
                 self._epoll.close()
         on_closed, self.on_closed = self.on_closed, None
         # It refers to nobody any more: whoever let go of it is free at once, and no collector has to find the circle.
-        self.on_frames = self.on_drained = self.on_open = self.takes = None
+        self.on_frames = self.on_stood = self.on_drained = self.on_open = self.takes = None
         if on_closed is not None:
             on_closed(cause)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aiorpc.errors import WorkerClosed
+from aiorpc.runtime.engine import pool as pool_module
+from aiorpc.runtime.engine.alarm import Alarm
 from aiorpc.runtime.engine.pool import ThreadPool
 from tests.conditions import unmet
 from tests.limits import busy
@@ -569,3 +573,267 @@ def test_one_thread_at_a_time_stays_awake(pools: Callable[..., ThreadPool]) -> N
         pool.stay_awake(look, lambda: False, None)
     assert inside == [0]
     assert looked(pool, timeout=AWAKE) > 0
+
+
+# --- standing by ------------------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Bytes in a pipe, each of which becomes a job of the pool: it notes its thread, and stands by again.
+
+    While no thread waits, somebody else has to read: `drain`. brought: how many bytes a thread has brought by itself.
+    """
+
+    def __init__(self, pool: ThreadPool, job: Callable[[], object] = lambda: None) -> None:
+        self.read, self.write = os.pipe()
+        os.set_blocking(self.read, False)
+        self.threads: list[str] = []
+        self.brought = 0
+        self._pool, self._job = pool, job
+
+    def attach(self, epoll: select.epoll) -> bool:
+        epoll.register(self.read, select.EPOLLIN)
+        return True
+
+    def bring(self) -> None:
+        self.brought += self.drain()
+
+    def drain(self) -> int:
+        try:
+            count = len(os.read(self.read, 1000))
+        except BlockingIOError:
+            return 0
+        for _ in range(count):
+            self._pool.submit(self.run)
+        return count
+
+    def run(self) -> None:
+        self._pool.stand_by(self)
+        self._job()
+        self.threads.append(threading.current_thread().name)
+
+    def put(self) -> None:
+        os.write(self.write, b"x")
+
+    def close(self) -> None:
+        os.close(self.read)
+        os.close(self.write)
+
+
+@pytest.fixture
+def sources(pools: Callable[..., ThreadPool]) -> Iterator[Callable[..., Source]]:
+    """Makes sources that are closed at the end. Asked for behind `pools`, they are closed first."""
+    made: list[Source] = []
+
+    def make(pool: ThreadPool, job: Callable[[], object] = lambda: None) -> Source:
+        made.append(Source(pool, job))
+        return made[-1]
+
+    yield make
+    for source in made:
+        source.close()
+
+
+def standing(pool: ThreadPool) -> int:
+    return len(pool._standing)
+
+
+def test_a_thread_brings_its_next_job_itself(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """The thread that has run a job of a source is told of the next one, and counts as idle meanwhile."""
+    pool = pools(4)
+    source = sources(pool)
+    pool.submit(source.run)
+    for number in range(1, 20):
+        wait_until(lambda: standing(pool) == 1)
+        assert (pool.threads, pool.idle) == (1, 1)
+        source.put()
+        wait_until(lambda expected=number + 1: len(source.threads) == expected)  # type: ignore[misc]  # no type for a default
+    assert source.brought == 19
+    assert set(source.threads) == {"aiorpc-test-1"}
+
+
+def test_other_jobs_get_a_thread_of_their_own(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """Where only threads that stand by are idle, one more is started; at the limit one of them is woken."""
+    pool = pools(2)
+    source = sources(pool)
+    pool.submit(source.run)
+    wait_until(lambda: standing(pool) == 1)
+    gate = Gate()
+    pool.submit(gate)
+    gate.wait_entered(1)
+    assert pool.threads == 2 and standing(pool) == 1
+    second = Gate()
+    pool.submit(second)
+    second.wait_entered(1)
+    assert pool.threads == 2 and standing(pool) == 0
+    source.put()  # nobody waits for it now
+    gate.open.set()
+    second.open.set()
+    wait_until(lambda: pool.idle == 2)
+    assert source.drain() == 1
+    wait_until(lambda: len(source.threads) == 2)
+
+
+def test_a_job_that_a_thread_brings_respects_the_limit(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
+) -> None:
+    """With one thread, its own job and those of others run one after the other, first in first out."""
+    pool = pools(1)
+    running: list[int] = []
+    most: list[int] = []
+
+    def job() -> None:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.0005)
+        running.pop()
+
+    source = sources(pool, job)
+    pool.submit(source.run)
+    for _ in range(100):
+        source.put()
+        pool.submit(job)
+    wait_until(lambda: source.drain() >= 0 and len(most) == 201)
+    assert max(most) == 1
+
+
+def test_one_source_after_the_other(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """A thread stands by for the source of its last job, and is not told of what another one has."""
+    pool = pools(1)
+    first, second = sources(pool), sources(pool)
+    for source in (first, second) * 3:
+        pool.submit(source.run)
+        wait_until(lambda: standing(pool) == 1)
+        source.put()
+        wait_until(lambda: standing(pool) == 1 and not select.select([source.read], [], [], 0)[0])  # noqa: B023
+        (other,) = {first, second} - {source}
+        before = other.brought
+        other.put()
+        time.sleep(0.01)
+        assert other.brought == before
+        assert os.read(other.read, 10) == b"x"
+    assert first.brought == second.brought == 3
+
+
+def test_no_thread_begins_to_stand_by_where_jobs_come_from_many(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
+) -> None:
+    """With more sources than threads may stand by nobody gets two jobs of one in a row, so others read for all."""
+    pool = pools(16)
+    many = [sources(pool) for _ in range(12)]
+    for _ in range(3):
+        for source in many:
+            pool.submit(source.run)
+    wait_until(lambda: sum(len(source.threads) for source in many) == 36)
+    wait_until(lambda: pool.idle == pool.threads)
+    before = standing(pool)
+    assert before <= 8
+    for source in many:
+        pool.submit(source.run)
+        wait_until(lambda: pool.idle == pool.threads)
+    assert standing(pool) <= before
+
+
+def test_a_thread_stands_by_for_a_while(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a job it sleeps like any other, and what comes then is for others to read."""
+    monkeypatch.setattr(pool_module, "_STANDING", 0.02)
+    pool = pools(2)
+    source = sources(pool)
+    pool.submit(source.run)
+    wait_until(lambda: standing(pool) == 1)
+    wait_until(lambda: standing(pool) == 0)
+    assert pool.idle == pool.threads == 1
+    source.put()
+    assert source.drain() == 1
+    wait_until(lambda: len(source.threads) == 2)
+    assert source.brought == 0
+
+
+def test_what_a_source_raises_ends_no_thread(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and the thread goes on."""
+    pool = pools(1)
+    source = sources(pool)
+    monkey: Any = source
+    monkey.bring = lambda: 1 / 0
+    pool.submit(source.run)
+    wait_until(lambda: standing(pool) == 1)
+    source.put()
+    wait_until(lambda: standing(pool) == 0)
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(LIMIT_S)
+    assert "could not stand by" in caplog.text
+    caplog.clear()
+
+
+def test_no_thread_stands_by_where_descriptors_are_few(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps like any other, and that is not tried again."""
+    tried: list[int] = []
+    monkeypatch.setattr(Alarm, "make", lambda: tried.append(1))
+    pool = pools(2)
+    source = sources(pool)
+    for number in range(1, 4):
+        pool.submit(source.run)
+        wait_until(lambda expected=number: len(source.threads) == expected)  # type: ignore[misc]  # no type for a default
+        wait_until(lambda: pool.idle == pool.threads)
+        assert standing(pool) == 0
+    assert tried == [1]
+
+
+def test_close_ends_threads_that_stand_by(sources: Callable[..., Source], pools: Callable[..., ThreadPool]) -> None:
+    """At once, and their descriptors are gone."""
+    before = len(os.listdir("/proc/self/fd"))
+    pool = pools(4)
+    source = sources(pool)
+    pool.submit(source.run)
+    wait_until(lambda: standing(pool) == 1)
+    assert len(os.listdir("/proc/self/fd")) == before + 4
+    started = time.monotonic()
+    assert pool.close(LIMIT_S) == 0
+    assert time.monotonic() - started < LIMIT_S / 2
+    assert pool.threads == 0
+    assert len(os.listdir("/proc/self/fd")) == before + 2  # the source's own
+
+
+def test_no_job_is_lost_beside_threads_that_stand_by(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
+) -> None:
+    """Jobs of two sources, of which a third thread reads what nobody waits for, and jobs of others; all are run."""
+    pool = pools(3)
+    two = [sources(pool), sources(pool)]
+    ran: list[int] = []
+    count = 1500
+
+    def others() -> None:
+        for _ in range(count):
+            pool.submit(ran.append, 1)
+            if len(ran) % 7 == 0:
+                time.sleep(0.0001)
+
+    def put(source: Source) -> None:
+        for number in range(count):
+            source.put()
+            if number % 5 == 0:
+                time.sleep(0.0003)
+
+    threads = [threading.Thread(target=others), *(threading.Thread(target=put, args=(source,)) for source in two)]
+    for source in two:
+        pool.submit(source.run)
+    for thread in threads:
+        thread.start()
+    wait_until(
+        lambda: (
+            sum(source.drain() for source in two) >= 0
+            and len(ran) == count
+            and all(len(source.threads) == count + 1 for source in two)
+        )
+    )
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert all(source.brought for source in two)

@@ -18,7 +18,7 @@ from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, 
 from ...rights import is_public
 from ..calls import functions
 from ..calls.current import ServedCall
-from ..calls.functions import Handler
+from ..calls.functions import Handler, Mode
 from ..calls.permits import Permits
 from ..engine.engine import Engine
 from .answers import Answers
@@ -216,4 +216,8 @@ class Resolver:
         except BaseException as failure:
             self._runner.refuse(call, failure)
             return
-        self._engine.run_on_loop(self._runner.start, call, handler)
+        mode = handler.mode
+        if mode is Mode.THREAD or mode is Mode.DEFERRED or mode is Mode.BATCHED:  # which any thread may start
+            self._runner.start(call, handler)
+        else:
+            self._engine.run_on_loop(self._runner.start, call, handler)

@@ -32,6 +32,7 @@ from .answers import Answers, pass_on
 from .backlog import Backlog
 from .batches import run_batch
 from .producing import serve_async_generator, serve_generator
+from .standing import Standing
 
 
 class Runner:
@@ -54,6 +55,8 @@ class Runner:
         self._load_references = load_references
         self._track = track
         self._backlog = backlog
+        self.submitted = 0  # calls, to the pool
+        self.standing: Standing | None = None  # what threads stand by for
         self._tasks = node.engine.tasks.alive
         backlog.start(self.resume)
         self._ways: dict[str, Callable[[ServedCall], None]] = {  # by the value: hashing an Enum is a call into Python
@@ -67,7 +70,9 @@ class Runner:
         }
 
     def start(self, call: ServedCall, handler: Handler) -> None:
-        """Run a call, whose handler was found by now, the way it has to be run."""
+        """Run a call, whose handler was found by now, the way it has to be run. On the loop, or in any thread if that
+        runs in the pool.
+        """
         call.handler = handler
         call.function = handler.name
         if handler.system:
@@ -95,6 +100,7 @@ class Runner:
             backlog.park(call)
             return
         if handler.mode is Mode.THREAD and call.landing is None:  # as `_start_thread`, for most
+            self.submitted += 1
             self._engine.pool.submit(self._run_thread, call)
         else:
             self._ways[handler.mode._value_](call)
@@ -184,6 +190,7 @@ class Runner:
     # --- in the pool --------------------------------------------------------------------------------------------------
 
     def _start_thread(self, call: ServedCall) -> None:
+        self.submitted += 1
         self._engine.pool.submit(self._run_thread if call.landing is None else self._run_landed, call)
 
     def _run_landed(self, call: ServedCall) -> None:
@@ -204,6 +211,12 @@ class Runner:
         if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half and not call.system:
             backlog.park(call)
             return
+        standing = self.standing
+        if standing is not None and len(self._answers.calls) < 2:  # else the loop is better, which reads many at once
+            if standing.pause:
+                standing.pause -= 1
+            else:
+                self._engine.pool.stand_by(standing)
         handler = call.handler
         assert handler is not None, "it was found before the call was started"
         mode = handler.mode

@@ -35,6 +35,7 @@ from .rate import Rate
 from .remembered import KeptAnswer
 from .resolver import ReferencesForResolver, Resolver
 from .running import Runner
+from .standing import Standing
 
 
 class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, Protocol):
@@ -123,7 +124,9 @@ class Service:
         self._resolver = Resolver(
             home.engine, self._answers, self._runner, home.references, home.objects, record.info, self._permits
         )
-        self._functions = self._resolver.functions
+        self.functions = self._resolver.functions
+        self.ahead: tuple[int, Call] | None = None
+        self._runner.standing = Standing(self, self._runner, connection)
         limit = home.engine.options.max_call_rate
         self._rate = None if limit is None else Rate(limit, time.monotonic())
 
@@ -141,7 +144,9 @@ class Service:
         self._on_call(frame, RpcError(f"the arguments did not arrive at worker {self._engine.name!r}: {error}"))
 
     def _on_call(self, frame: Frame, failure: Exception | None = None) -> None:
-        message = read_call(frame.body)
+        """On the loop, or in a thread of the pool that has read it (`standing`)."""
+        ahead = self.ahead
+        message = read_call(frame.body) if ahead is None or ahead[0] != frame.call_id else ahead[1]
         if frame.call_id in self.calls:  # it would take the place of the other one, which nobody could end any more
             raise ProtocolError(f"{frame}, and the call of that number is being served")
         call = ServedCall(self._home, self._info, frame, message, self._permits)
@@ -190,7 +195,7 @@ class Service:
         if call.once is not None and not self._is_first(call):
             return
         try:
-            handler = self._functions.get(message.function) if type(message.function) is int else None
+            handler = self.functions.get(message.function) if type(message.function) is int else None
             if handler is not None:
                 self._runner.start(call, handler)
             else:

@@ -59,8 +59,9 @@ class Cancellable(Protocol):
 class ServedCall:
     """One call that is being served, from its message to its answer; its states are `protocol.states.SERVED`.
 
-    It may be read in the thread or task of the handler. It is written on the loop, with two exceptions: `replied` is
-    written by whoever answers; the arguments, `begun`, `on_cancel` and `credits` by who prepares or runs the handler.
+    It may be read in the thread or task of the handler. It is written on the loop, or by the thread that has read its
+    message, with two exceptions: `replied` is written by whoever answers; the arguments, `begun`, `on_cancel` and
+    `credits` by who prepares or runs the handler.
 
     node: the worker that serves it. caller: the worker that made it. caller_id: the id in its record. permits: what
     that may have run; None: everything. function: its name, "?" until it was found. names, arguments, segments: as

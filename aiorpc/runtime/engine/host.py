@@ -1,9 +1,10 @@
-"""Identities of this host and of this process's main module, and whether another process here is dead."""
+"""This host and its processes: identities of it and of the main module, who is dead, and what the system allows."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -46,6 +47,12 @@ def main_identity() -> str:
     # A folder or zip archive that is run has a spec too, but its name is just "__main__".
     name = getattr(getattr(main, "__spec__", None), "name", "__main__")
     return f"file:{os.path.realpath(file)}:{digest}" if name == "__main__" else f"module:{name}:{digest}"
+
+
+def most_descriptors() -> int:
+    """How many descriptors this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit if limit != resource.RLIM_INFINITY else 1 << 31
 
 
 def provably_dead(record: WorkerRecord, here: str) -> bool:

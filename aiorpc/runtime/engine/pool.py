@@ -4,6 +4,11 @@ Jobs are taken first in, first out; threads last in, first out, so that few stay
 appends the job, then looks for an idle thread; a thread that goes idle announces itself, then looks for a job. Whoever
 comes second sees the other, so no job can lie beside a sleeping thread. Every step that frees a place under the limit
 (going idle, waiting for a nested call, ending) is followed by that same second look.
+
+A thread without a job may stand by for the next one at its source (`stand_by`): it waits for a descriptor, brings in
+what has come, and so runs it without having been woken by another thread. These are the leader and the followers of
+Schmidt, Stal, Rohnert and Buschmann (Pattern-Oriented Software Architecture 2), but for the loop, which goes on with
+all other sources. Such a thread is idle like any other, is woken last, and in place of it a new one is started.
 """
 
 from __future__ import annotations
@@ -14,11 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ... import foreign
 from ...errors import WorkerClosed
 from ...futures import block_observer
+from .alarm import Alarm, Source
 from .forked import end_child
 
 logger = logging.getLogger("aiorpc")
@@ -28,17 +34,33 @@ _Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 # The weight of a new wait in the moving average of its thread.
 _WEIGHT = 0.25
+# So many threads stand by at most, and none begins to where jobs come from more sources than that: the loop reads for
+# all of them at once, and no thread would get two jobs of one in a row. It goes by the last jobs, so many of them.
+_MOST_STANDING = 8
+_RECENT = 32
+# For so many seconds without a job a thread stands by. Then another one may.
+_STANDING = 1.0
+
+
+class JobSource(Source, Protocol):
+    """Where jobs come from, for a thread that has none."""
+
+    @property
+    def bring(self) -> Callable[[], None]:
+        """Called when there is something, for which jobs are to be submitted now."""
 
 
 class _Local(threading.local):
     """What a thread knows of its own waits.
 
     depth: how many nested waits it is in; -1 in threads that do not belong to the pool. typical_wait: how many seconds
-    its waits take on average.
+    its waits take on average. source: what it is to stand by for when it finds no job. alarm: of its own, once it did.
     """
 
     depth = -1
     typical_wait = 0.0
+    source: JobSource | None = None
+    alarm: Alarm | None = None
 
 
 class ThreadPool:
@@ -70,7 +92,10 @@ class ThreadPool:
         self.may_stay_awake = bool(busy)
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
-        self._idle: list[threading.Lock] = []
+        self._idle: list[threading.Lock | Alarm] = []  # woken from its end; those that stand by are in front
+        self._standing: list[Alarm] = []
+        self._most_standing = _MOST_STANDING
+        self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
         self._local = _Local()
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
@@ -126,6 +151,11 @@ class ThreadPool:
                 self._kick()
             except RuntimeError:
                 self._take_back(job)
+
+    def stand_by(self, source: JobSource) -> None:
+        """Have the calling thread of the pool wait for jobs from there, too, the next time it finds none."""
+        self._local.source = source
+        self._sources.append(id(source))
 
     def enter_blocked(self) -> None:
         """The calling pool thread is about to wait: another may run meanwhile. Nothing in other threads. May nest."""
@@ -205,13 +235,23 @@ class ThreadPool:
         """Wake an idle thread, or start one, where the limit allows."""
         if self._threads - len(self._idle) - self._blocked >= self._limit:  # as `_busy`
             return
+        idle = self._idle
         try:
-            wake = self._idle.pop()
+            if type(idle[-1]) is Alarm and self._grow_beside():
+                return
+            wake = idle.pop()
         except IndexError:
             self._grow()
             return
         self._waking = True
         wake.release()
+
+    def _grow_beside(self) -> bool:
+        """Start a thread, as all that are idle stand by; False if there can be none."""
+        try:
+            return self._grow()
+        except RuntimeError:
+            return False
 
     def _look_again(self) -> None:
         """After a place under the limit came free: the jobs that were refused it must not be forgotten."""
@@ -221,10 +261,10 @@ class ThreadPool:
             except RuntimeError as error:
                 logger.warning("pool %s cannot start a thread, %d go on: %s", self._name, self._threads, error)
 
-    def _grow(self) -> None:
+    def _grow(self) -> bool:
         with self._lock:
             if self._threads - self._blocked >= self._limit:
-                return
+                return False
             self._threads += 1
             self._numbered += 1
             number = self._numbered
@@ -238,6 +278,7 @@ class ThreadPool:
                 self._ended.notify_all()
             self._waking = False
             raise
+        return True
 
     def _take_back(self, job: _Job) -> None:
         """No thread could be started: fine while others live to run the job; else the job is withdrawn."""
@@ -261,6 +302,7 @@ class ThreadPool:
         block_observer.set(self)
         if self._prepare is not None:
             self._prepare()
+        local = self._local
         wake = threading.Lock()
         wake.acquire()
         fresh = True
@@ -288,7 +330,9 @@ class ThreadPool:
             if self._closed and not self._jobs:
                 self._leave()
                 return
-            if not self._park(wake):
+            if local.source is not None:
+                self._stand_by()
+            elif not self._park(wake):
                 return
             fresh = True
             self._waking = False
@@ -307,7 +351,45 @@ class ThreadPool:
             if self._retire(wake):
                 return False
 
-    def _unpark(self, wake: threading.Lock) -> bool:
+    def _stand_by(self) -> None:
+        """Sleep until woken, or until there is something for the thread itself; or not at all."""
+        local, standing = self._local, self._standing
+        source, local.source = local.source, None
+        assert source is not None, "somebody has asked for it"
+        if len(standing) >= self._most_standing or self._threads - self._blocked > self._limit:
+            return
+        try:
+            alarm = local.alarm
+            if alarm is None or not alarm.watches(source):
+                if len({*self._sources}) > _MOST_STANDING:
+                    return
+                if alarm is None:
+                    alarm = local.alarm = Alarm.make()
+                if alarm is None:
+                    self._most_standing = 0
+                    return
+                if not alarm.watch(source):
+                    return
+            found: list[tuple[int, int]] = []
+            standing.append(alarm)
+            self._idle.insert(0, alarm)
+            try:
+                if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
+                    found = alarm.epoll.poll(_STANDING, 2)
+            finally:
+                standing.remove(alarm)
+                try:
+                    self._idle.remove(alarm)  # as `_unpark`
+                except ValueError:
+                    alarm.take()  # somebody has taken us from the list, and says so
+            if found and (len(found) > 1 or found[0][0] != alarm.event):
+                self._waking = True  # we take the jobs that we bring ourselves
+                source.bring()
+        except Exception as error:
+            said = "a thread of pool %s could not stand by; the pool goes on"
+            foreign.log_error(logger, logging.ERROR, error, said, self._name)
+
+    def _unpark(self, wake: threading.Lock | Alarm) -> bool:
         """Stop being idle; False if somebody has already taken us from the list to wake us."""
         try:
             self._idle.remove(wake)
@@ -321,11 +403,17 @@ class ThreadPool:
                 return False
             self._threads -= 1
             self._ended.notify_all()
+        self._close_alarm()
         # Between leaving the list and the count we looked busy: a job may have been left for us.
         self._look_again()
         return True
 
+    def _close_alarm(self) -> None:
+        if self._local.alarm is not None:
+            self._local.alarm.close()
+
     def _leave(self) -> None:
+        self._close_alarm()
         with self._ended:
             self._threads -= 1
             self._ended.notify_all()

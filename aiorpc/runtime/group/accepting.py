@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from ...transport import sockets
 from ...transport.connection import Connection
 from ...transport.lasting import LastingConnection
 from ..callee.service import Service
+from ..engine.host import most_descriptors
 from .connecting import Home, lasts, make_connection, objection_to, seals, trust
 from .listening import Listeners
 from .mending import Line
@@ -34,12 +34,6 @@ REASON_LIMIT = 300
 REFUSALS_LOGGED, REFUSALS_EVERY = 100, 60.0
 # Of the descriptors that the process may have, strangers take none beyond this share: handlers open files and sockets.
 _FOR_STRANGERS = 0.8
-
-
-def _descriptors() -> int:
-    """How many descriptors this process may have."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return limit if limit != resource.RLIM_INFINITY else 1 << 31
 
 
 def _is_proved(connection: Connection, record: WorkerRecord) -> bool:
@@ -106,7 +100,7 @@ class Acceptor:
 
     def _moved_down(self, sock: socket.socket) -> socket.socket:
         """The socket, with a low descriptor: the system gives the lowest, so a high one says that few are left."""
-        if not self._handshakes or sock.fileno() < _descriptors() * _FOR_STRANGERS:
+        if not self._handshakes or sock.fileno() < most_descriptors() * _FOR_STRANGERS:
             return sock
         self._make_room("few descriptors were left in this process")
         with sock:

@@ -221,7 +221,7 @@ class Link:
     # --- the entrance -------------------------------------------------------------------------------------------------
 
     def on_frames(self, frames: Sequence[Frame], *, pipe: Connection | None = None, again: bool = False) -> None:
-        """Frames have arrived: the one way into a worker. On the loop, or in a thread that waits for these answers.
+        """Frames have arrived: the one way into a worker. On the loop, or in the thread that has read them.
 
         pipe: the second connection, if they came over that. again: whether they were held here before, and so have been
         counted and shown to observers already. Raises ProtocolError, which ends the connection.
@@ -360,8 +360,8 @@ class Link:
             raise ProtocolError("a release of shared memory, of which there is none")
         sharing.on_release(read_release(frame.body).blocks, again=again)
 
-    def opens_anywhere(self, frame: Frame) -> bool:
-        """Whether a PARCEL is an answer that a thread which waits for it can take: it is all there. Any thread."""
+    def opens_anywhere(self, frame: Frame, *kinds: int) -> bool:
+        """Whether a PARCEL is one of these kinds, of answers if none is named, and all there. Any thread."""
         sharing = self.distribution.shared
         if sharing is None:
             return False
@@ -369,7 +369,7 @@ class Link:
             parcel = read_parcel(frame.body)
         except ProtocolError:  # the loop will see for itself
             return False
-        if parcel.kind not in (REPLY, ERROR) or len(parcel.wires) != 1:
+        if parcel.kind not in (kinds or (REPLY, ERROR)) or len(parcel.wires) != 1:
             return False
         ((channel, wire),) = parcel.wires
         return channel == SHARED and sharing.is_here(wire)

@@ -1,0 +1,110 @@
+"""The next call of one caller, read by the thread that will run it.
+
+A `def` handler runs in a thread of the pool. As the loop reads calls, each would wake two threads: the loop's, and that
+one. Of a caller that makes one call after the other, the thread that has run a call waits for the next one itself: it
+stands by (`ThreadPool.stand_by`, `Connection.attach`), and is the only one to be woken.
+
+It takes calls of functions and of methods that run in the pool, and of them those whose message says nothing that is
+the loop's alone. All else is left to the loop, as it came and in order, which costs a change of threads more. So a
+caller of whom something was left is given up for the next call, and for twice as many each time again.
+
+Invariants
+1. Whoever has read from a connection hands out what it has read before anybody reads on. So calls are begun in the
+   order in which they came, and the word that one was given up is never heard before the call itself.
+2. A call that a thread has read is a job like any other: it is taken in its turn, by whichever thread is free.
+3. While a handler runs, the loop hears of all that its caller has to say.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ...protocol.frames import CALL, PARCEL, RELEASE, Frame
+from ...protocol.messages import Call, Method, read_call, read_parcel
+from ...transport.connection import Connection
+from ..calls.functions import Handler, Mode
+from ..links.link import Link
+
+# A caller is given up for so many calls at most.
+_LONGEST = 255
+
+
+class ServiceForStanding(Protocol):
+    """Who serves the calls. functions: those that have been named, by number. ahead: a call of which the message was
+    read already, and its number.
+    """
+
+    link: Link
+    functions: dict[int, Handler]
+    ahead: tuple[int, Call] | None
+
+
+class RunnerForStanding(Protocol):
+    """Who runs them. submitted: how many went to the pool."""
+
+    submitted: int
+
+
+class Standing:
+    """See the module: what a thread of the pool stands by for (`engine.pool.JobSource`).
+
+    pause: for how many calls the caller is given up; whoever has a thread stand by counts them.
+    """
+
+    def __init__(self, service: ServiceForStanding, runner: RunnerForStanding, connection: Connection) -> None:
+        self.pause = 0
+        self.attach = connection.attach
+        self.bring = connection.read_once
+        self._service = service
+        self._runner = runner
+        self._left = 0  # for how many calls the caller was given up last
+        connection.on_stood = self._take_all
+
+    def _take_all(self, frames: list[Frame]) -> bool:
+        """See `Connection.on_stood`: takes one call that needs nothing of the loop, and memory that is given back."""
+        before = self._runner.submitted
+        taken = self._take(frames)
+        if self._runner.submitted != before:
+            self._left = 0
+        else:
+            self._left = self.pause = min(2 * self._left + 1, _LONGEST)
+        return taken
+
+    def _take(self, frames: list[Frame]) -> bool:
+        service = self._service
+        link = service.link
+        if link.held:
+            return False
+        ahead: tuple[int, Call] | None = None
+        for frame in frames:
+            if frame.kind == RELEASE:
+                continue
+            if ahead is not None:  # several calls at once are handed out faster by the loop
+                return False
+            if frame.kind == CALL:
+                call = read_call(frame.body)
+            elif frame.kind == PARCEL and link.opens_anywhere(frame, CALL):
+                call = read_call(read_parcel(frame.body).body)
+            else:
+                return False
+            if call.credit is not None or call.creates is not None or call.once is not None:
+                return False
+            if call.arguments.references:
+                return False
+            function = call.function
+            if type(function) is int:
+                handler = service.functions.get(function)
+                if handler is None or handler.system:
+                    return False
+                mode = handler.mode
+                if mode is not Mode.THREAD and mode is not Mode.DEFERRED and mode is not Mode.BATCHED:
+                    return False
+            elif type(function) is not Method:
+                return False
+            ahead = frame.call_id, call
+        service.ahead = ahead
+        try:
+            link.on_frames(frames)
+        finally:
+            service.ahead = None
+        return True
