@@ -231,7 +231,8 @@ class Bulk:
         return incoming
 
     def _forget(self, number: int) -> None:
-        self._announced -= self._incoming.pop(number).size
+        incoming = self._incoming.pop(number)
+        self._announced -= incoming.size  # by itself: a thread that reads here may add to it meanwhile
 
     def place(self, number: int, body: bytes, length: int) -> memoryview:
         """Where the chunk belongs that is about to be read. Raises ProtocolError."""

@@ -445,8 +445,8 @@ class Connection:
         """
         if self._epoll is None:
             if not self._sharing:
-                self._call_on_loop(self._share_reading)
                 self._sharing = True
+                self._call_on_loop(self._share_reading)
             return ()
         if self._closed or _is_owned(self._reading) or not self._reading.acquire(False):
             return ()
@@ -581,16 +581,19 @@ class Connection:
             return False
         if self._epoll is None:
             if not self._sharing:
-                self._call_on_loop(self._share_reading)
                 self._sharing = True
+                self._call_on_loop(self._share_reading)
             return False
         with self._reading:
-            open_ = not (self._closed or self._closing)
-            if open_:
+            attached = not (self._closed or self._closing)
+            if attached:
                 epoll.register(self._fd, _EXCLUSIVE)
-                self._look_again()
+                try:
+                    self._look_again()
+                except OSError as error:  # the loop hears of nothing any more
+                    self._call_on_loop(self._broke, error)
         self._tell_of_left()
-        return open_
+        return attached
 
     def _look_again(self) -> None:
         """Have the loop told of what is in the socket, and put it behind all threads. By whoever holds `_reading`."""
@@ -600,17 +603,20 @@ class Connection:
 
     def read_once(self) -> None:
         """A thread, none in which signal handlers run, was told that there is something, and the loop was not."""
-        with self._reading:
-            if self._closed:
-                return
-            try:
-                if self._left or self._closing or self._paused or not self._read_all():
-                    self._look_again()
-            except (BlockingIOError, InterruptedError):
-                pass
-            except Exception as error:
-                self._call_on_loop(self._broke, error)
-        self._tell_of_left()
+        if not self._reading.acquire(False):  # the loop has its turn, which may take a while
+            self._left = True
+            self._call_on_loop(self._readable)
+            return
+        try:
+            if not self._closed and (self._left or self._closing or self._paused or not self._read_all()):
+                self._look_again()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except Exception as error:
+            self._call_on_loop(self._broke, error)
+        finally:
+            self._reading.release()
+            self._tell_of_left()
 
     def _tell_of_left(self) -> None:
         """By whoever has let go of `_reading`: the loop does not wait for that, and may have come in vain."""
@@ -634,7 +640,7 @@ class Connection:
 
     def _share_reading(self) -> None:
         """From now on waiters can read while the loop sleeps: it watches the socket through an epoll of ours."""
-        if self.closed:
+        if self.closed or self._epoll is not None:  # two threads may have asked for it
             return
         epoll = select.epoll()
         epoll.register(self._fd, select.EPOLLIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -64,10 +65,10 @@ def test_release_wakes_the_thread(alarm: Alarm) -> None:
 def test_one_source_at_a_time(alarm: Alarm, pipes: list[Pipe]) -> None:
     """A new source takes the place of the one before, of which the thread hears nothing more."""
     first, second = pipes
-    assert alarm.watch(first) and alarm.watches(first) and not alarm.watches(second)
+    assert alarm.watch(first) and alarm.watched is first
     os.write(first.write, b"x")
     assert [found for found, _ in alarm.epoll.poll(LIMIT)] == [first.read]
-    assert alarm.watch(second) and alarm.watches(second) and not alarm.watches(first)
+    assert alarm.watch(second) and alarm.watched is second
     assert alarm.epoll.poll(0) == []
     os.write(second.write, b"x")
     alarm.release()
@@ -81,7 +82,7 @@ def test_a_source_that_cannot_be_watched_now(alarm: Alarm, pipes: list[Pipe]) ->
     assert alarm.watch(first)
     second.willing = False
     assert not alarm.watch(second)
-    assert not alarm.watches(first) and not alarm.watches(second)
+    assert alarm.watched is None
     os.write(first.write, b"x")
     assert alarm.epoll.poll(0) == []
 
@@ -93,7 +94,7 @@ def test_a_source_is_not_kept(alarm: Alarm) -> None:
     pipe.close()
     seen = weakref.ref(pipe)
     del pipe
-    assert seen() is None
+    assert seen() is None and alarm.watched is None
 
 
 def test_a_closed_alarm_is_released_in_vain() -> None:
@@ -109,6 +110,18 @@ def test_a_closed_alarm_is_released_in_vain() -> None:
     finally:
         for descriptor in {taken, other, event}:
             os.close(descriptor)
+
+
+def test_what_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system has no descriptor for the second of the two."""
+    before = os.listdir("/proc/self/fd")
+
+    def full() -> select.epoll:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(select, "epoll", full)
+    assert Alarm.make() is None
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_none_is_made_where_descriptors_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

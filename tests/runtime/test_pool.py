@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -751,14 +750,21 @@ def test_a_thread_stands_by_for_a_while(
     assert source.brought == 0
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_what_a_source_raises_ends_no_thread(
-    pools: Callable[..., ThreadPool], sources: Callable[..., Source], caplog: pytest.LogCaptureFixture
+    pools: Callable[..., ThreadPool],
+    sources: Callable[..., Source],
+    caplog: pytest.LogCaptureFixture,
+    error: type[BaseException],
 ) -> None:
     """It is logged, and the thread goes on."""
     pool = pools(1)
     source = sources(pool)
-    monkey: Any = source
-    monkey.bring = lambda: 1 / 0
+
+    def fail() -> None:
+        raise error
+
+    source.bring = fail  # type: ignore[method-assign]  # as if what comes could not be read
     pool.submit(source.run)
     wait_until(lambda: standing(pool) == 1)
     source.put()

@@ -316,6 +316,39 @@ async def test_whoever_was_in_the_way_tells_the_loop(half: tuple[End, socket.soc
     stander.stop()
 
 
+async def test_a_thread_does_not_wait_for_the_loops_turn(half: tuple[End, socket.socket], stander: Stander) -> None:
+    """Told while the loop hands out frames, it leaves what has come to that, and goes."""
+    end, far = half
+    stander.epoll.close()  # the loop is to read the first frame
+    told: list[int] = []
+
+    def on_frames(frames: list[Frame]) -> None:
+        if not told:
+            thread = threading.Thread(target=end.connection.read_once)
+            thread.start()
+            thread.join(LONG)
+            assert not thread.is_alive()
+        told.extend(frame.call_id for frame in frames)
+
+    end.connection.on_frames = on_frames
+    far.send(encoded(1))
+    await until(lambda: told == [1])
+    far.send(encoded(2))
+    await until(lambda: told == [1, 2])
+    assert end.causes == []
+
+
+async def test_reading_is_shared_once(half: tuple[End, socket.socket]) -> None:
+    """Also if two threads have asked for that: the loop would go on to look at the descriptor of the first one."""
+    end, far = half
+    end.connection._share_reading()
+    epoll = end.connection._epoll
+    end.connection._share_reading()
+    assert end.connection._epoll is epoll
+    far.send(encoded(1))
+    await end.received(1)
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_each_frame_is_had_once_and_in_order(half: tuple[End, socket.socket], seed: int) -> None:
     """A thread that waits now and then, takes some and refuses others, and a loop with other work: a random storm."""

@@ -77,6 +77,22 @@ class Resolver:
             return place is not None and functions.is_intrinsic(place.found) and functions.is_system(place.found)
         return name.startswith("aiorpc.") and functions.is_loaded(name) and functions.resolve(name).system
 
+    def for_threads(self, function: Function) -> bool:
+        """Whether a call of that can be started at once, in any thread, as it is run in the pool. Any thread."""
+        if type(function) is int:
+            handler = self.functions.get(function)
+        elif type(function) is Method:
+            value = self._references.value(*function[:3], self._caller)
+            found = outcome(value)[0] if value.done() else None
+            attribute = functions.find_method(type(found), function.name)
+            handler = self._methods.get((type(found), function.name, attribute))
+        else:
+            return False
+        if handler is None or handler.system:
+            return False
+        mode = handler.mode
+        return mode is Mode.THREAD or mode is Mode.DEFERRED or mode is Mode.BATCHED
+
     def name(self, function: Function) -> str:
         """What a call names, for messages about one that is not run."""
         match function:

@@ -124,7 +124,8 @@ class Service:
         self._resolver = Resolver(
             home.engine, self._answers, self._runner, home.references, home.objects, record.info, self._permits
         )
-        self.functions = self._resolver.functions
+        self._functions = self._resolver.functions
+        self.for_threads = self._resolver.for_threads
         self.ahead: tuple[int, Call] | None = None
         self._runner.standing = Standing(self, self._runner, connection)
         limit = home.engine.options.max_call_rate
@@ -195,7 +196,7 @@ class Service:
         if call.once is not None and not self._is_first(call):
             return
         try:
-            handler = self.functions.get(message.function) if type(message.function) is int else None
+            handler = self._functions.get(message.function) if type(message.function) is int else None
             if handler is not None:
                 self._runner.start(call, handler)
             else:

@@ -17,12 +17,12 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ...protocol.frames import CALL, PARCEL, RELEASE, Frame
-from ...protocol.messages import Call, Method, read_call, read_parcel
+from ...protocol.messages import Call, Function, read_call, read_parcel
 from ...transport.connection import Connection
-from ..calls.functions import Handler, Mode
 from ..links.link import Link
 
 # A caller is given up for so many calls at most.
@@ -30,13 +30,14 @@ _LONGEST = 255
 
 
 class ServiceForStanding(Protocol):
-    """Who serves the calls. functions: those that have been named, by number. ahead: a call of which the message was
-    read already, and its number.
-    """
+    """Who serves the calls. ahead: a call of which the message was read already, and its number."""
 
     link: Link
-    functions: dict[int, Handler]
     ahead: tuple[int, Call] | None
+
+    @property
+    def for_threads(self) -> Callable[[Function], bool]:
+        """Whether a call of that function can be started in any thread (`Resolver.for_threads`)."""
 
 
 class RunnerForStanding(Protocol):
@@ -91,15 +92,7 @@ class Standing:
                 return False
             if call.arguments.references:
                 return False
-            function = call.function
-            if type(function) is int:
-                handler = service.functions.get(function)
-                if handler is None or handler.system:
-                    return False
-                mode = handler.mode
-                if mode is not Mode.THREAD and mode is not Mode.DEFERRED and mode is not Mode.BATCHED:
-                    return False
-            elif type(function) is not Method:
+            if not service.for_threads(call.function):
                 return False
             ahead = frame.call_id, call
         service.ahead = ahead

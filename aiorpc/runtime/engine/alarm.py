@@ -34,19 +34,24 @@ class Alarm:
     def __init__(self) -> None:
         """Raises OSError if there can be no more descriptors."""
         self.event = os.eventfd(0, os.EFD_CLOEXEC)
-        self.epoll = self._make()
         self._watched: weakref.ref[Any] | None = None
         # Reentrant: a signal handler may ask for the same. It keeps the descriptor from being another's by then.
         self._lock = threading.RLock()
+        try:
+            self.epoll = self._make()
+        except OSError:
+            os.close(self.event)
+            raise
 
     def _make(self) -> select.epoll:
         epoll = select.epoll()
         epoll.register(self.event, select.EPOLLIN)
         return epoll
 
-    def watches(self, source: object) -> bool:
-        """Whether the descriptor of that was added last."""
-        return self._watched is not None and self._watched() is source
+    @property
+    def watched(self) -> Any:
+        """The source whose descriptor was added last, which is not kept alive; None if it is not there any more."""
+        return None if self._watched is None else self._watched()
 
     def watch(self, source: Source) -> bool:
         """Add the descriptor of that, in place of the one before; False if that cannot be now. By the thread."""

@@ -360,7 +360,7 @@ class ThreadPool:
             return
         try:
             alarm = local.alarm
-            if alarm is None or not alarm.watches(source):
+            if alarm is None or alarm.watched is not source:
                 if len({*self._sources}) > _MOST_STANDING:
                     return
                 if alarm is None:
@@ -370,6 +370,7 @@ class ThreadPool:
                     return
                 if not alarm.watch(source):
                     return
+            del source  # what has ended meanwhile need not be there until we wake up
             found: list[tuple[int, int]] = []
             standing.append(alarm)
             self._idle.insert(0, alarm)
@@ -383,9 +384,11 @@ class ThreadPool:
                 except ValueError:
                     alarm.take()  # somebody has taken us from the list, and says so
             if found and (len(found) > 1 or found[0][0] != alarm.event):
-                self._waking = True  # we take the jobs that we bring ourselves
-                source.bring()
-        except Exception as error:
+                watched: JobSource | None = alarm.watched
+                if watched is not None:
+                    self._waking = True  # we take the jobs that we bring ourselves
+                    watched.bring()
+        except BaseException as error:
             said = "a thread of pool %s could not stand by; the pool goes on"
             foreign.log_error(logger, logging.ERROR, error, said, self._name)
 
