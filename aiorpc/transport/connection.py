@@ -592,7 +592,8 @@ class Connection:
                     self._look_again()
                 except OSError as error:  # the loop hears of nothing any more
                     self._call_on_loop(self._broke, error)
-        self._tell_of_left()
+        if self._left:  # as in `read_once`
+            self._call_on_loop(self._readable)
         return attached
 
     def _look_again(self) -> None:
@@ -616,12 +617,8 @@ class Connection:
             self._call_on_loop(self._broke, error)
         finally:
             self._reading.release()
-            self._tell_of_left()
-
-    def _tell_of_left(self) -> None:
-        """By whoever has let go of `_reading`: the loop does not wait for that, and may have come in vain."""
-        if self._left:
-            self._call_on_loop(self._readable)
+            if self._left:  # by whomever: the loop does not wait for the lock, and may have come in vain
+                self._call_on_loop(self._readable)
 
     def _read_all(self) -> bool:
         """Read one socketful for whoever stands by; False if there may be more, or this is the end."""

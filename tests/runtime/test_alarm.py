@@ -65,10 +65,10 @@ def test_release_wakes_the_thread(alarm: Alarm) -> None:
 def test_one_source_at_a_time(alarm: Alarm, pipes: list[Pipe]) -> None:
     """A new source takes the place of the one before, of which the thread hears nothing more."""
     first, second = pipes
-    assert alarm.watch(first) and alarm.watched is first
+    assert alarm.watch(first) and alarm.watched() is first
     os.write(first.write, b"x")
     assert [found for found, _ in alarm.epoll.poll(LIMIT)] == [first.read]
-    assert alarm.watch(second) and alarm.watched is second
+    assert alarm.watch(second) and alarm.watched() is second
     assert alarm.epoll.poll(0) == []
     os.write(second.write, b"x")
     alarm.release()
@@ -82,7 +82,7 @@ def test_a_source_that_cannot_be_watched_now(alarm: Alarm, pipes: list[Pipe]) ->
     assert alarm.watch(first)
     second.willing = False
     assert not alarm.watch(second)
-    assert alarm.watched is None
+    assert alarm.watched() is None
     os.write(first.write, b"x")
     assert alarm.epoll.poll(0) == []
 
@@ -94,7 +94,7 @@ def test_a_source_is_not_kept(alarm: Alarm) -> None:
     pipe.close()
     seen = weakref.ref(pipe)
     del pipe
-    assert seen() is None and alarm.watched is None
+    assert seen() is None and alarm.watched() is None
 
 
 def test_a_closed_alarm_is_released_in_vain() -> None:

@@ -295,15 +295,15 @@ async def test_whoever_was_in_the_way_tells_the_loop(half: tuple[End, socket.soc
 
     end.connection._readable = readable  # type: ignore[method-assign]  # to see when it was called
     slow = threading.Thread(target=end.connection.attach, args=(SlowEpoll(),))
-    tell = end.connection._tell_of_left
+    original_call = end.connection._call_on_loop
 
-    def tell_late() -> None:
-        end.connection._tell_of_left = tell  # type: ignore[method-assign]
+    def call_late(callback: Callable[..., None], *args: object) -> None:
+        end.connection._call_on_loop = original_call  # type: ignore[method-assign]
         slow.start()
         assert holds.wait(LONG)
-        tell()
+        original_call(callback, *args)
 
-    end.connection._tell_of_left = tell_late  # type: ignore[method-assign]  # as if the thread had been interrupted there
+    end.connection._call_on_loop = call_late  # type: ignore[method-assign]  # as if the thread had been interrupted there
     stander.wait()
     far.send(encoded(1))
     stander.join()

@@ -6,6 +6,7 @@ import os
 import select
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .host import most_descriptors
@@ -28,13 +29,14 @@ class Alarm:
     """An eventfd of one thread, and an epoll with that and one more descriptor. The thread waits there; `release`
     is for all others, as the method of a lock is.
 
-    event: the eventfd, as the epoll tells of it.
+    event: the eventfd, as the epoll tells of it. watched: gives the source whose descriptor was added last; None if
+    there is none, or it is not there any more, as it is not kept alive.
     """
 
     def __init__(self) -> None:
         """Raises OSError if there can be no more descriptors."""
         self.event = os.eventfd(0, os.EFD_CLOEXEC)
-        self._watched: weakref.ref[Any] | None = None
+        self.watched: Callable[[], Any] = _nothing
         # Reentrant: a signal handler may ask for the same. It keeps the descriptor from being another's by then.
         self._lock = threading.RLock()
         try:
@@ -48,23 +50,18 @@ class Alarm:
         epoll.register(self.event, select.EPOLLIN)
         return epoll
 
-    @property
-    def watched(self) -> Any:
-        """The source whose descriptor was added last, which is not kept alive; None if it is not there any more."""
-        return None if self._watched is None else self._watched()
-
     def watch(self, source: Source) -> bool:
         """Add the descriptor of that, in place of the one before; False if that cannot be now. By the thread."""
         try:
-            if self._watched is not None:
+            if self.watched is not _nothing:
                 fresh = self._make()
                 self.epoll.close()  # whose descriptors others are told of from now on
-                self.epoll, self._watched = fresh, None
+                self.epoll, self.watched = fresh, _nothing
             if not source.attach(self.epoll):
                 return False
         except OSError:  # there are no more descriptors
             return False
-        self._watched = weakref.ref(source)
+        self.watched = weakref.ref(source)
         return True
 
     @classmethod
@@ -97,3 +94,7 @@ class Alarm:
             event, self.event = self.event, -1
         self.epoll.close()
         os.close(event)
+
+
+def _nothing() -> None:
+    return None

@@ -360,7 +360,7 @@ class ThreadPool:
             return
         try:
             alarm = local.alarm
-            if alarm is None or alarm.watched is not source:
+            if alarm is None or alarm.watched() is not source:
                 if len({*self._sources}) > _MOST_STANDING:
                     return
                 if alarm is None:
@@ -384,7 +384,7 @@ class ThreadPool:
                 except ValueError:
                     alarm.take()  # somebody has taken us from the list, and says so
             if found and (len(found) > 1 or found[0][0] != alarm.event):
-                watched: JobSource | None = alarm.watched
+                watched: JobSource | None = alarm.watched()
                 if watched is not None:
                     self._waking = True  # we take the jobs that we bring ourselves
                     watched.bring()
