@@ -89,7 +89,7 @@ def test_a_deadline_is_not_forgotten_when_interrupted() -> None:
             looks.append(now)
             return math.inf
 
-        deadlines = Deadlines(loop, scan, clock=lambda loop=loop: loop.now)  # type: ignore[arg-type, misc]
+        deadlines = Deadlines(loop, scan, clock=lambda loop=loop: loop.now)  # type: ignore[arg-type, misc]  # a loop of the test
         where = interrupted(partial(deadlines.add, loop.now + 1.0), at, deadlines_module.__file__)
         deadlines.add(loop.now + 2.0)
         loop.advance(3.0)
