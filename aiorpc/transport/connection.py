@@ -88,7 +88,7 @@ class Connection:
     """See the module.
 
     on_frames: called on the loop with the frames that arrived; an error it raises closes the connection.
-    takes: whether a waiter may have a PARCEL, as an answer. Any thread.
+    takes: gives something if a waiter may have a PARCEL, as an answer. Any thread.
     on_stood: called with the frames that a thread which stands by has read; whether it takes them. They are for the
     loop otherwise, and nothing was done with them. An error it raises closes the connection.
     on_closed: called once on the loop with the cause, None when `close` was called here.
@@ -121,7 +121,7 @@ class Connection:
         self._turn = TURN_BYTES if tls is None else GUARDED_TURN_BYTES
         self._unsealer: Unsealer | None = None
         self.on_frames: Callable[[list[Frame]], None] | None = None
-        self.takes: Callable[[Frame], bool] | None = None
+        self.takes: Callable[[Frame], object] | None = None
         self.on_stood: Callable[[list[Frame]], bool] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.on_drained: Callable[[], None] | None = None
@@ -444,9 +444,7 @@ class Connection:
         to go on. Any thread but the loop's. If it was interrupted, see `answers`, and call `read_on_loop`.
         """
         if self._epoll is None:
-            if not self._sharing:
-                self._sharing = True
-                self._call_on_loop(self._share_reading)
+            self._ask_to_share()
             return ()
         if self._closed or _is_owned(self._reading) or not self._reading.acquire(False):
             return ()
@@ -580,9 +578,7 @@ class Connection:
         if self.tls is not None or self.lasting is not None:  # with those, who reads may have to write
             return False
         if self._epoll is None:
-            if not self._sharing:
-                self._sharing = True
-                self._call_on_loop(self._share_reading)
+            self._ask_to_share()
             return False
         with self._reading:
             attached = not (self._closed or self._closing)
@@ -634,6 +630,11 @@ class Connection:
             self._left_frames += frames
             self._left = True
         return all_
+
+    def _ask_to_share(self) -> None:
+        if not self._sharing:
+            self._sharing = True
+            self._call_on_loop(self._share_reading)
 
     def _share_reading(self) -> None:
         """From now on waiters can read while the loop sleeps: it watches the socket through an epoll of ours."""

@@ -18,7 +18,7 @@ from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, 
 from ...rights import is_public
 from ..calls import functions
 from ..calls.current import ServedCall
-from ..calls.functions import Handler, Mode
+from ..calls.functions import Handler
 from ..calls.permits import Permits
 from ..engine.engine import Engine
 from .answers import Answers
@@ -88,10 +88,7 @@ class Resolver:
             handler = self._methods.get((type(found), function.name, attribute))
         else:
             return False
-        if handler is None or handler.system:
-            return False
-        mode = handler.mode
-        return mode is Mode.THREAD or mode is Mode.DEFERRED or mode is Mode.BATCHED
+        return handler is not None and handler.mode.any_thread and not handler.system
 
     def name(self, function: Function) -> str:
         """What a call names, for messages about one that is not run."""
@@ -232,8 +229,7 @@ class Resolver:
         except BaseException as failure:
             self._runner.refuse(call, failure)
             return
-        mode = handler.mode
-        if mode is Mode.THREAD or mode is Mode.DEFERRED or mode is Mode.BATCHED:  # which any thread may start
+        if handler.mode.any_thread:
             self._runner.start(call, handler)
         else:
             self._engine.run_on_loop(self._runner.start, call, handler)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...protocol.frames import CALL, PARCEL, RELEASE, Frame
-from ...protocol.messages import Call, Function, read_call, read_parcel
+from ...protocol.messages import Call, Function, read_call
 from ...transport.connection import Connection
 from ..links.link import Link
 
@@ -84,8 +84,8 @@ class Standing:
                 return False
             if frame.kind == CALL:
                 call = read_call(frame.body)
-            elif frame.kind == PARCEL and link.opens_anywhere(frame, CALL):
-                call = read_call(read_parcel(frame.body).body)
+            elif frame.kind == PARCEL and (parcel := link.opened_anywhere(frame, CALL)) is not None:
+                call = read_call(parcel.body)
             else:
                 return False
             if call.credit is not None or call.creates is not None or call.once is not None:

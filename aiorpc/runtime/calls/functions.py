@@ -35,7 +35,9 @@ _Missing: Any = type("_Missing", (), {})  # stands where there may be None
 
 
 class Mode(Enum):
-    """How a handler is run."""
+    """How a handler is run. any_thread: whether any thread may start it: it runs in the pool, and is answered once."""
+
+    any_thread: bool
 
     THREAD = "thread"
     COROUTINE = "coroutine"
@@ -44,6 +46,9 @@ class Mode(Enum):
     ASYNC_GENERATOR = "async generator"
     BATCHED = "batched"
     INLINE = "inline"
+
+    def __init__(self, value: str) -> None:
+        self.any_thread = value in ("thread", "async_execution", "batched")
 
 
 class Handler(NamedTuple):

@@ -392,7 +392,7 @@ class ThreadPool:
             said = "a thread of pool %s could not stand by; the pool goes on"
             foreign.log_error(logger, logging.ERROR, error, said, self._name)
 
-    def _unpark(self, wake: threading.Lock | Alarm) -> bool:
+    def _unpark(self, wake: threading.Lock) -> bool:
         """Stop being idle; False if somebody has already taken us from the list to wake us."""
         try:
             self._idle.remove(wake)

@@ -34,7 +34,7 @@ from ...protocol import messages
 from ...protocol.codec import Outgoing
 from ...protocol.frames import CHANNEL, CHUNK, ERROR, PARCEL, RELEASE, REPLY, Buffer, Frame, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import read_channel, read_parcel, read_release, write
+from ...protocol.messages import Parcel, read_channel, read_parcel, read_release, write
 from ...protocol.packing import pack
 from ...transport.connection import Connection
 from ..engine.engine import Engine
@@ -148,7 +148,7 @@ class Link:
         self.closed = False
         connection.decoder.place = self.bulk.place
         connection.on_cut = self.bulk.displace
-        connection.on_frames, connection.takes = self.on_frames, self.opens_anywhere
+        connection.on_frames, connection.takes = self.on_frames, self.opened_anywhere
         self._introduce()  # before anybody else can send: what this end can use has to come first
 
     # --- the exit -----------------------------------------------------------------------------------------------------
@@ -360,19 +360,19 @@ class Link:
             raise ProtocolError("a release of shared memory, of which there is none")
         sharing.on_release(read_release(frame.body).blocks, again=again)
 
-    def opens_anywhere(self, frame: Frame, *kinds: int) -> bool:
-        """Whether a PARCEL is one of these kinds, of answers if none is named, and all there. Any thread."""
+    def opened_anywhere(self, frame: Frame, *kinds: int) -> Parcel | None:
+        """What a PARCEL says if it is of one of these kinds, of answers if none is named, and all there. Any thread."""
         sharing = self.distribution.shared
         if sharing is None:
-            return False
+            return None
         try:
             parcel = read_parcel(frame.body)
         except ProtocolError:  # the loop will see for itself
-            return False
+            return None
         if parcel.kind not in (kinds or (REPLY, ERROR)) or len(parcel.wires) != 1:
-            return False
+            return None
         ((channel, wire),) = parcel.wires
-        return channel == SHARED and sharing.is_here(wire)
+        return parcel if channel == SHARED and sharing.is_here(wire) else None
 
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
         """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
