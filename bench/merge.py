@@ -106,6 +106,18 @@ LINES = (
         "2 layers of 1000, batch 1000",
     ),
     Line(
+        "the same where idle cores may halt",
+        "autograd_shards",
+        "forward and backward where idle cores may halt",
+        "2 layers of 1000, batch 1000",
+    ),
+    Line(
+        "for comparison: the same computation there in one process, without RPC",
+        "autograd_shards",
+        "in one process where idle cores may halt",
+        "2 layers of 1000, batch 1000",
+    ),
+    Line(
         "one more round trip in a graph, forward and backward",
         "autograd_chain",
         "one more round trip",

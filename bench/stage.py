@@ -132,11 +132,18 @@ class Stage:
         *,
         counted: bool = False,
         hosts: Hosts | None = None,
+        awake: bool = False,
     ) -> Cohort:
-        """Start a cohort, which the caller closes, while all others are paused. In an A/A run torch plays aiorpc."""
+        """Start a cohort, which the caller closes, while all others are paused. In an A/A run torch plays aiorpc.
+
+        awake: keep cores awake for aiorpc although its callers block, as they wait for too long to do so themselves.
+        """
         self.pause()
         cohort = Cohort(self.side(side), names, style, options, counted=counted, hosts=hosts)
-        self._keep_awake(cohort)
+        if awake and cohort.side == "aiorpc":
+            self._resume_keepers()
+        else:
+            self._keep_awake(cohort)
         self._active = cohort.start()
         return cohort
 
