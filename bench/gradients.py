@@ -46,7 +46,7 @@ def shards(stage: Stage) -> list[Row]:
 
     Both are measured in turn with it, in the same process. The copies are two round trips with another tensor of that
     size each way, by the same library outside of contexts. Waits are long here, so that blocked threads of aiorpc sleep
-    and cores halt, and a virtual machine computes more slowly then, with RPC or without: cores are kept awake as
+    and cores halt, and a virtual machine may compute more slowly then, with RPC or without: cores are kept awake as
     torch's workers keep them (see `awake`), and what it is without that is measured besides, in turn. New processes
     for each round: how fast one computes depends on where its memory happens to lie, for as long as it lives.
     """

@@ -140,15 +140,12 @@ class Stage:
         """
         self.pause()
         cohort = Cohort(self.side(side), names, style, options, counted=counted, hosts=hosts)
-        if awake and cohort.side == "aiorpc":
-            self._resume_keepers()
-        else:
-            self._keep_awake(cohort)
+        self._keep_awake(cohort, awake)
         self._active = cohort.start()
         return cohort
 
-    def _keep_awake(self, cohort: Cohort) -> None:
-        if cohort.side == "aiorpc" and cohort.style == "awaited":
+    def _keep_awake(self, cohort: Cohort, always: bool = False) -> None:
+        if cohort.side == "aiorpc" and (always or cohort.style == "awaited"):
             self._resume_keepers()
 
     def _resume_keepers(self) -> None:
