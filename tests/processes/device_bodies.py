@@ -313,6 +313,12 @@ def plus_together(values: list[torch.Tensor], numbers: list[int]) -> list[torch.
 
 
 @rpc.batched(4, max_wait=0.05)
+def plus_last_together(values: list[list[torch.Tensor]], numbers: list[int]) -> list[torch.Tensor]:
+    """The same for the last tensor of each caller's list."""
+    return [value[-1] + number for value, number in zip(values, numbers, strict=True)]
+
+
+@rpc.batched(4, max_wait=0.05)
 async def aplus_together(values: list[torch.Tensor], numbers: list[int]) -> list[torch.Tensor]:
     """The same in steps."""
     first = [value + 0 for value in values]

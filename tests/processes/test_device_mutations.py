@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow  # with real processes, and streams that are late 
 # Of the slots of such an outbox only four hold more than 64 KiB.
 LEAST_BOX = 4 * 1024 * 1024
 MEDIUM = 100_000
+OTHERS = 10  # tensors that arrive before the one that is used
 LATE = 0.004
 LAG = (0.0, LATE)  # seconds between which each operation on memory is late
 PATIENT = 4.0
@@ -149,9 +150,16 @@ async def values(seen: Seen, ask: Ask, fake: FakeCuda) -> None:
 
 
 async def batches(seen: Seen, ask: Ask, fake: FakeCuda) -> None:
-    """One handler for the arguments of several messages."""
+    """One handler for the arguments of several messages, which arrive on streams that have unlike much to do.
+
+    It runs on those of one message: on its own it would wait for it anyway, and what the others bring may be there.
+    """
     for start in range(0, 80, 4):
-        calls = [ask(bodies.plus_together, on_device(MEDIUM, mark), 1) for mark in range(start, start + 4)]
+        calls = []
+        for mark in range(start, start + 4):
+            before = OTHERS if mark < start + 3 else 0
+            tensors = [*(on_device(10) for _ in range(before)), on_device(MEDIUM, mark)]
+            calls.append(ask(bodies.plus_last_together, tensors, 1))
         for mark, call in zip(range(start, start + 4), calls, strict=True):
             _look(seen, f"message {mark}", await _ask(seen, call), pattern(MEDIUM, mark) + 1)
         if seen:
