@@ -51,17 +51,36 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 
 
+class OwnedDescriptor:
+    """The number of an open file, which is closed with the last who refers to this object. In any thread.
+
+    `weakref.finalize` would do the same, but at its exit an interpreter goes through all that are registered there, and
+    fails if another thread, such as one of ours that makes memory ready, registers one or uses one up meanwhile.
+    """
+
+    __slots__ = ("fd",)
+    _close = staticmethod(os.close)  # at the very end of an interpreter a module has lost its names
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        """Close it now; again: nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self._close(fd)
+
+    __del__ = close
+
+
 class _Memory(mmap.mmap):
     """A mapped file, with a descriptor of it for as long as it is mapped: what a forked child maps anew."""
 
-    fd: int
-    close_fd: weakref.finalize[[int], _Memory]
+    file: OwnedDescriptor
 
     def keep(self, fd: int) -> None:
         """Keep a descriptor of the file."""
-        self.fd = os.dup(fd)
-        self.close_fd = weakref.finalize(self, os.close, self.fd)
-        self.close_fd.atexit = False
+        self.file = OwnedDescriptor(os.dup(fd))
 
     def make_private(self) -> None:
         """In a forked child, before anything of the program runs: what is written here is no longer shared.
@@ -71,10 +90,10 @@ class _Memory(mmap.mmap):
         address = numpy.frombuffer(self, numpy.uint8).ctypes.data
         access = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-        if _libc.mmap(address, len(self), access, flags, self.fd, 0) == _FAILED:
+        if _libc.mmap(address, len(self), access, flags, self.file.fd, 0) == _FAILED:
             # The system has no memory to promise. Then a write ends the child, and does not change the parent's memory.
             _libc.mprotect(address, len(self), mmap.PROT_READ)
-        self.close_fd()
+        self.file.close()
 
 
 class _Mapped:
@@ -123,7 +142,7 @@ class Mapping:
     def write(self, data: memoryview, at: int) -> None:
         """Write to the file, past the mapping. Releases the GIL. Raises OSError when there is no memory for it."""
         while data:
-            count = os.pwrite(self.memory.fd, data, at)
+            count = os.pwrite(self.memory.file.fd, data, at)
             data, at = data[count:], at + count
 
     def touch(

@@ -327,7 +327,7 @@ class Borrower:
         """As `touch`, of what there is of a mapped segment."""
         known = self._mappings.get(index)
         if known is not None and type(known[0]) is Mapping:
-            for start, end in _present(known[0].memory.fd, known[0].size):
+            for start, end in _present(known[0].memory.file.fd, known[0].size):
                 self.touch(index, start, end - start)
 
     def touch(self, index: int, start: int, size: int) -> None:
@@ -354,7 +354,7 @@ class Borrower:
         if private:
             try:
                 copy = copy or len(self._loans) >= _MOST_PRIVATE
-                array = array if copy else map_private(mapping.memory.fd, block.offset, block.size)
+                array = array if copy else map_private(mapping.memory.file.fd, block.offset, block.size)
             except OSError:
                 copy = True
         if copy:

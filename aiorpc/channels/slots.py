@@ -24,7 +24,7 @@ import numpy
 from ..errors import ProtocolError
 from ..protocol.frames import Buffer
 from .arena import PIECE, TOGETHER_SIZE, Arena, Span
-from .segments import HEADER, Bytes, PrivateMapping, create_read_only
+from .segments import HEADER, Bytes, OwnedDescriptor, PrivateMapping, create_read_only
 from .shm import check_file
 from .space import MIB, PAGE
 
@@ -178,22 +178,25 @@ class SlotView:
 
         Raises OSError when it cannot be opened or mapped, ProtocolError when it is not what its owner says it is.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Kept, so that others may map what the slot holds when its owner has gone.
+        self._file = OwnedDescriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
         try:
-            if not check_file(fd, size, nonce):
+            if not check_file(self._file.fd, size, nonce):
                 raise ProtocolError("a slot in a file that can be cut off")
-            self._mapping = PrivateMapping(fd, size)
+            self._mapping = PrivateMapping(self._file.fd, size)
         except BaseException:
-            os.close(fd)
+            self._file.close()
             raise
-        self.fd = fd  # kept, so that others may map what the slot holds when its owner has gone
         self.size = size
         self.nonce = nonce
         self._loan: weakref.ref[Bytes] | None = None  # all views of what was adopted keep the array itself alive
         self._stale = False
         self._pid = os.getpid()
-        self._close_fd = weakref.finalize(self, os.close, fd)
-        self._close_fd.atexit = False
+
+    @property
+    def fd(self) -> int:
+        """The number of the open file, as long as this lives."""
+        return self._file.fd
 
     @property
     def adopted(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy
 import torch
 
-from aiorpc.channels.segments import Mapping, create_segment
+from aiorpc.channels.segments import Mapping, OwnedDescriptor, create_segment
 from aiorpc.channels.space import MIB
 
 
@@ -49,6 +49,22 @@ def descriptors() -> int:
         except OSError:  # the one that listed the folder
             continue
     return found
+
+
+def test_a_descriptor_is_closed_once_by_who_closes_it_or_with_the_last_who_has_it() -> None:
+    """Its number may belong to another file by then, which stays open."""
+    held = descriptors()
+    segment = create_segment(0, MIB)
+    owned, dropped = OwnedDescriptor(segment.fd), OwnedDescriptor(os.dup(segment.fd))
+    del segment, dropped  # the mapping has one of its own
+    assert descriptors() == held + 1
+    number = owned.fd
+    owned.close()
+    other = os.open("/dev/null", os.O_RDONLY)
+    assert (other, descriptors()) == (number, held)
+    owned.close()
+    del owned
+    os.close(other)  # raises if it was closed
 
 
 def test_child_writes_for_itself_alone() -> None:

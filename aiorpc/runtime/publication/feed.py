@@ -157,7 +157,8 @@ class Feed:
 
     def close_later(self) -> None:
         """Nobody wants versions any more. Also from inside the garbage collector."""
-        self.engine.call_on_loop(self.close)
+        if not self.closed:
+            self.engine.call_on_loop(self.close)
 
     def describe(self) -> str:
         """What is waited for, for errors."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -83,8 +82,6 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         self._feed = feed
         self._timeout = timeout
         self._device = device
-        self._closing = weakref.finalize(self, feed.close_later)
-        self._closing.atexit = False
 
     def __aiter__(self) -> Subscription:
         return self
@@ -153,7 +150,9 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
 
     def close(self) -> None:
         """Take no more versions; what was taken stays valid. Any thread; again: nothing."""
-        self._closing()
+        self._feed.close_later()
+
+    __del__ = close
 
     async def aclose(self) -> None:
         """The same, for ``contextlib.aclosing`` and the like."""
