@@ -1,11 +1,4 @@
-"""A framed connection over one stream socket: read on the loop, written from any thread.
-
-Writing. `send` appends a frame to the queue; then exactly one thread at a time drains it.
-
-    who         when                                               how
-    the caller  `urgent`: little else is under way, so one hop     tries the write lock, writes itself
-                through the loop would only cost time
-    the loop    everything else, and when the socket was full      once per loop turn, joining what has gathered
+"""A framed connection over one stream socket: read on the loop, written from any thread (`writing`).
 
 Reading. The loop does, but for a thread that waits for the answer of a call and looks out for it itself (`read_here`),
 and for one that stands by to run the next call (`attach`).
@@ -18,16 +11,12 @@ and for one that stands by to run the next call (`attach`).
                 while it waits at its own epoll  it stores as they are for the loop
 
 Invariants
-1. One FIFO: frames leave in the order in which they were appended, whoever writes (a cancel never overtakes its call).
-2. Whoever fails to get the write lock may go: its holder looks at the queue again after it let go of the lock.
-3. `_scheduled` is cleared before the queue is drained, so a frame appended later schedules a new drain.
-4. Once the queue is empty `on_drained` runs: after a drain on the loop at once, after any other one soon.
-5. `on_closed` runs once, on the loop, after the last frame was handed out.
-6. All registrations with the loop happen on the loop's thread. Whoever reads holds `_reading`.
-7. What a waiter has read and not used is in `_unread`, which the loop takes before it reads: no byte is lost, none
+1. `on_closed` runs once, on the loop, after the last frame was handed out.
+2. All registrations with the loop happen on the loop's thread. Whoever reads holds `_reading`.
+3. What a waiter has read and not used is in `_unread`, which the loop takes before it reads: no byte is lost, none
    overtakes another, even if a signal handler raises in the waiter (between any two instructions of the main thread).
    What a stander has read and not used is in `_left_frames`, for the same end; no signal handler runs in its thread.
-8. Each byte that comes wakes somebody who reads it or has the loop told of it: the loop is told of what comes while no
+4. Each byte that comes wakes somebody who reads it or has the loop told of it: the loop is told of what comes while no
    thread waits, and `_look_again` tells it of what a thread has been told of and left in the socket.
 """
 
@@ -39,40 +28,29 @@ import logging
 import os
 import select
 import socket
-import struct
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from ..errors import ProtocolError
 from ..foreign import log_error
-from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Buffer, Frame, FrameDecoder, least_length, whole_frames
+from ..protocol.frames import ERROR, PARCEL, RELEASE, REPLY, Frame, FrameDecoder, least_length, whole_frames
 from ..protocol.handshake import refusal
 from ..protocol.seal import Seal, Unsealer
 from ..protocol.session import Session
 from .lingering import Lingering
-from .send_queue import FRAME_COST, SendQueue
 from .silence import Silence, hear
 from .tls import TlsLayer
+from .writing import FrameWriter, is_owned
 
 logger = logging.getLogger("aiorpc")
 
-# So many small frames are not held back for more to come: the other side starts to work on them while we make the rest.
-BATCH_FRAMES = 32
-# Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a
-# third of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
-SEND_BUFFER = 4 * 1024 * 1024
 # Most that is read before other connections get a turn, in bytes. What has to be decrypted takes
 # the loop's thread about four times as long, what is compared with its seal up to twice.
 TURN_BYTES = 4 * 1024 * 1024
 GUARDED_TURN_BYTES = 1024 * 1024
-# On this host, while a large buffer is under way its other end is at work on the same socket, and a turn of the loop
-# for each socketful costs more than the copy: wait for it where we stand, in the one system call that takes all of it,
-# in seconds. Not between hosts, where what comes next may take its time.
-PATIENCE = 0.002
 # A waiter reads so many bytes at most; an answer that is longer is the loop's.
 READ_HERE = 128 * 1024
 # Seconds for the last words of a connection, and for the other side to close it, too.
@@ -84,7 +62,7 @@ _ANSWERS = (REPLY, ERROR, RELEASE)  # what comes with an answer among them
 _ENDED = "the other side closed the connection"
 
 
-class Connection:
+class Connection(FrameWriter):
     """See the module.
 
     on_frames: called on the loop with the frames that arrived; an error it raises closes the connection.
@@ -92,8 +70,6 @@ class Connection:
     on_stood: called with the frames that a thread which stands by has read; whether it takes them. They are for the
     loop otherwise, and nothing was done with them. An error it raises closes the connection.
     on_closed: called once on the loop with the cause, None when `close` was called here.
-    on_drained: called on the loop when all that was queued has been written, by whomever.
-    queue: what waits to be written; to be looked at by whoever is about to send more.
     on_open: with TLS, called once on the loop when the other side has shown its certificate; nothing may be sent before
     that. An error it raises closes the connection.
     """
@@ -107,16 +83,9 @@ class Connection:
         label: str,
         tls: TlsLayer | None = None,
     ) -> None:
-        self._patient = sock.family == socket.AF_UNIX
-        # Blocking, as far as the system knows: each system call says for itself whether it waits.
-        sock.setblocking(True)
-        if self._patient:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # TCP sizes its buffers by itself
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, int(PATIENCE * 1e6)))
+        super().__init__(loop, sock, tls)
         self.label = label
         self.decoder = decoder
-        self.tls = tls
         self._source: FrameDecoder | Unsealer | TlsLayer = tls or decoder  # what takes the bytes that arrive
         self._turn = TURN_BYTES if tls is None else GUARDED_TURN_BYTES
         self._unsealer: Unsealer | None = None
@@ -124,30 +93,15 @@ class Connection:
         self.takes: Callable[[Frame], object] | None = None
         self.on_stood: Callable[[list[Frame]], bool] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
-        self.on_drained: Callable[[], None] | None = None
         self.session = b""  # what its handshake has left for second connections, and for other sockets
-        self.lasting: Session | None = None  # what outlives the socket; see `lasting.LastingConnection`
         self.on_open: Callable[[], None] | None = None
         # Called when its socket has broken, with the cause, if it may go on over another one; see `LastingConnection`.
         self.on_suspended: Callable[[OSError], None] | None = None
         # Called then with the transfer and the bytes of a chunk that had come in part, and will come again.
         self.on_cut: Callable[[int, int], None] | None = None
-        self.bytes_sent = 0
         self.bytes_received = 0
-        self._loop = loop
-        self._thread = threading.get_ident()
-        self._sock = sock
-        self._fd = sock.fileno()
-        self.queue = SendQueue()
-        if tls is not None:
-            self.queue.use_tls(tls)
-        self._lock = threading.RLock()  # reentrant as it knows its owner; nobody enters it twice
-        self._scheduled = False
-        self._blocked = False  # the socket was full; the loop waits until it takes more
-        self._closing = False
         self._limit: asyncio.TimerHandle | None = None  # of closing
         self._lingering: Lingering | None = None  # all is written, and nothing is looked at any more
-        self._closed = False
         self._paused = False
         self._reading = threading.RLock()  # the loop may close the connection while it reads
         self._unread: deque[bytes] = deque()
@@ -225,142 +179,6 @@ class Connection:
             if self._fd >= 0:
                 self._loop.add_reader(self._fd if self._epoll is None else self._epoll.fileno(), self._readable)
 
-    @property
-    def unsent(self) -> int:
-        """Frames appended and not yet written."""
-        return len(self.queue)
-
-    # --- writing ------------------------------------------------------------------------------------------------------
-
-    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False) -> None:
-        """Queue one frame, from any thread; never blocks. After close the frame is dropped.
-
-        urgent: nothing else is under way, so write at once. more: the caller sends another one right after this, or
-        says `push`.
-        """
-        if self._closed:
-            return
-        queue = self.queue
-        try:
-            if len(frame) == 1:  # as `append` does, with one function less for most frames
-                queue.size += len(frame[0]) + FRAME_COST
-                queue.frames.append(frame)
-            else:
-                queue.append(frame)
-            if more:
-                return
-            if not self._blocked and (len(queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
-                self._write()
-                if self.on_drained is not None:  # as in `_write_here`
-                    self._call_on_loop(self._drained)
-            elif not self._scheduled:
-                self._schedule()
-        except BaseException:
-            self._interrupted()
-            raise
-
-    def push(self) -> None:
-        """Write what is queued, unless the loop will; from any thread, never blocks."""
-        try:
-            if self.queue and not self._blocked and not self._scheduled:
-                self._write_here()
-        except BaseException:
-            self._interrupted()
-            raise
-
-    def flush(self) -> None:
-        """Write what is queued. On the loop's thread."""
-        if self.queue:
-            self._flush()
-
-    def _schedule(self) -> None:
-        self._scheduled = True
-        self._call_on_loop(self._flush)
-
-    def _flush(self) -> None:
-        self._scheduled = False
-        self._write()
-        self._drained()
-
-    def _drained(self) -> None:
-        if self.on_drained is not None and not self.queue and not self._closed:
-            self.on_drained()
-
-    def _write_here(self) -> None:
-        self._write()
-        if self.on_drained is not None:  # the loop may have left its frames to this thread
-            self._call_on_loop(self._drained)
-
-    def _write(self) -> None:
-        """Write what is queued, as far as the socket takes it, unless another thread does."""
-        lock, queue = self._lock, self.queue
-        frames, begun = queue.frames, queue.begun
-        # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
-        while (frames or begun) and not self._blocked and not self._closed:
-            # Ours already: a signal handler sends something in the midst of our own writing.
-            if lock._is_owned() or not lock.acquire(False):  # type: ignore[attr-defined]  # see `_is_owned`
-                return
-            try:
-                flags = _DONT_WAIT
-                session = self.lasting
-                while (frames or begun) and not self._closed:
-                    if (
-                        session is not None
-                        and (session.due or session.size >= session.limit)
-                        and not self._may_begin(session)
-                    ):
-                        break
-                    try:
-                        sent, whole = queue.write(self._sock, flags)
-                    except (BlockingIOError, InterruptedError):
-                        sent, whole = 0, False
-                    self.bytes_sent += sent
-                    if whole:
-                        flags = _DONT_WAIT
-                    elif self._patient and flags and sent:
-                        flags = 0  # once more, and this time wait a little
-                    else:
-                        self._blocked = True
-                        self._call_on_loop(self._wait_writable)
-                        break
-            except OSError as error:
-                self._call_on_loop(self._write_failed, error, self._sock)
-                return
-            finally:
-                lock.release()
-
-    def _interrupted(self) -> None:
-        """A signal handler has raised in the midst of a write: the loop goes on from there."""
-        if _is_owned(self._lock):
-            self._lock.release()
-        self.queue.recount()
-        if self.tls is not None and _is_owned(self.tls.lock):
-            self.tls.lock.release()
-        self._blocked = self._fd < 0  # else maybe before the loop was asked to wait for the socket
-        self._call_on_loop(self._flush)
-
-    def _may_begin(self, session: Session) -> bool:
-        """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer."""
-        raise NotImplementedError  # only `LastingConnection` has a session
-
-    def _counted(self, frames: list[Frame], session: Session) -> list[Frame]:
-        """Frames that have come, to be handed on now: without those that are for the session. On the loop."""
-        raise NotImplementedError  # as above
-
-    def _wait_writable(self) -> None:
-        if not self._closed and self._fd >= 0:
-            try:
-                self._loop.add_writer(self._fd, self._writable)
-            except RuntimeError:  # uvloop has seen an error of the socket, and looks at it no more: we find it, too
-                self._readable()
-
-    def _writable(self) -> None:
-        self._loop.remove_writer(self._fd)
-        self._blocked = False
-        self._flush()
-        if self._closing and not self.queue:
-            self._stop_writing()
-
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
@@ -437,6 +255,10 @@ class Connection:
         if frames and self.on_frames is not None:
             self.on_frames(frames)
 
+    def _counted(self, frames: list[Frame], session: Session) -> list[Frame]:
+        """Frames that have come, to be handed on now: without those that are for the session. On the loop."""
+        raise NotImplementedError  # only `LastingConnection` has a session
+
     def read_here(self, enough: Callable[[], bool]) -> Sequence[Frame]:
         """Read in this thread until there are answers and nothing else, or until `enough()`: those answers.
 
@@ -446,7 +268,7 @@ class Connection:
         if self._epoll is None:
             self._ask_to_share()
             return ()
-        if self._closed or _is_owned(self._reading) or not self._reading.acquire(False):
+        if self._closed or is_owned(self._reading) or not self._reading.acquire(False):
             return ()
         tls = self.tls
         try:
@@ -516,7 +338,7 @@ class Connection:
     def _read_encrypted(self, tls: TlsLayer, enough: Callable[[], bool]) -> Sequence[Frame]:
         """As `_read_answers`. What is decrypted stays in `tls` until it is used, or until the loop takes it."""
         unread, receive = self._unread, self._sock.recv
-        if _is_owned(tls.lock):  # ours already: this is a signal handler's call
+        if is_owned(tls.lock):  # ours already: this is a signal handler's call
             return ()
         while not self._closed:
             try:
@@ -560,7 +382,7 @@ class Connection:
 
     def read_on_loop(self) -> None:
         """This thread reads no more here. Idempotent."""
-        if _is_owned(self._reading):
+        if is_owned(self._reading):
             if not self._closed and self._epoll is not None:
                 self._epoll.modify(self._fd, select.EPOLLIN)
             self._reading.release()
@@ -731,16 +553,3 @@ class Connection:
         if self._fd >= 0:
             self._loop.remove_reader(self._fd if self._epoll is None else self._epoll.fileno())
             self._loop.remove_writer(self._fd)
-
-    def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
-        if threading.get_ident() == self._thread:
-            self._loop.call_soon(callback, *args)
-        else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection
-                self._loop.call_soon_threadsafe(callback, *args)
-
-
-def _is_owned(lock: Any) -> bool:
-    """Whether this thread holds that RLock; as threading.Condition asks."""
-    owned: bool = lock._is_owned()
-    return owned

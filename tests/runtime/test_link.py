@@ -24,11 +24,12 @@ from aiorpc.runtime.group import connecting
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
 from aiorpc.transport.connection import Connection
+from aiorpc.transport.writing import FrameWriter
 from tests.runtime.waiting import LIMIT, until, until_no_references
 
 MIB = 1 << 20
 MANY = 1000
-UNSENT: Callable[[Connection], int] = vars(Connection)["unsent"].fget
+UNSENT: Callable[[Connection], int] = vars(FrameWriter)["unsent"].fget
 WINDOW = RpcBackendOptions().stream_window
 COUNT = HASTY_SIZE // 4 + 1000  # of float32: goes in chunks even before there is a connection for them
 MIDDLE = 100_000  # of float32: goes in chunks once there is one

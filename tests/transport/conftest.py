@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
-from tests.transport.ends import End, takes_little
+from tests.transport.ends import End, Watched, takes_little
 
 
 @pytest.fixture
@@ -33,4 +34,18 @@ async def half() -> AsyncIterator[tuple[End, socket.socket]]:
     end.connection.start()
     with right:
         yield end, right
+        end.connection.abort()
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[tuple[End, Watched, socket.socket]]:
+    """As `half`, with the socket of the connection that is watched."""
+    left, right = socket.socketpair()
+    right.setblocking(False)
+    sock = Watched(left)
+    end = End(cast(socket.socket, sock), "watched")
+    takes_little(left)
+    end.connection.start()
+    with right:
+        yield end, sock, right
         end.connection.abort()

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -134,3 +135,35 @@ def meanwhile(work: Callable[[], None], at: int, act: Callable[[str], None], *fi
     finally:
         sys.settrace(before)
     return left < 0
+
+
+class Watched:
+    """A socket that notes the sizes of what it is given to send. Once held, it is in the midst of a `send` until `go`;
+    `inside` says when."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.writes: list[int] = []
+        self.held = False
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)
+
+    def send(self, data: bytes, flags: int) -> int:
+        """As of a socket."""
+        self.writes.append(len(data))
+        if self.held:
+            self.inside.set()
+            assert self.go.wait(LONG)
+        return self.sock.send(data, flags)
+
+
+async def read_all(sock: socket.socket) -> bytes:
+    """Everything until the other side closes."""
+    loop = asyncio.get_running_loop()
+    parts: list[bytes] = []
+    async with asyncio.timeout(LONG):
+        while part := await loop.sock_recv(sock, 1 << 16):
+            parts.append(part)
+    return b"".join(parts)

@@ -13,6 +13,7 @@ from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import Frame, Kind, encode_frame
 from aiorpc.protocol.seal import Seal
 from aiorpc.transport import connection as connection_module
+from aiorpc.transport import writing
 from aiorpc.transport.connection import READ_HERE
 from tests.transport.ends import LONG, SOON, End, encoded, interrupted, unread, until
 
@@ -451,7 +452,7 @@ async def test_interruption_of_a_waiter_loses_and_doubles_nothing(
             def read() -> None:
                 taken.extend(end.connection.read_here(more))
 
-            place = interrupted(read, at, connection_module.__file__)
+            place = interrupted(read, at, connection_module.__file__, writing.__file__)
             if place is not None:
                 taken.extend(end.connection.answers)
             end.connection.read_on_loop()

@@ -171,7 +171,7 @@ class Link:
 
         call: what is kept of the call that the message belongs to. prepared: what the frame was made of, for a message
         whose buffers were given to channels. undo: what to take back if an observer drops the message. pipe: the second
-        connection, for messages that go over that one. urgent, more: see `Connection.send`. passed: whether all
+        connection, for messages that go over that one. urgent, more: see `FrameWriter.send`. passed: whether all
         observers have let it go.
         """
         if not passed and self.engine.observers:

@@ -1,0 +1,230 @@
+"""What is to be written to a stream socket: appended from any thread, written by one at a time.
+
+`send` appends a frame to the queue; then exactly one thread at a time drains it.
+
+    who         when                                               how
+    the caller  `urgent`: little else is under way, so one hop     tries the write lock, writes itself
+                through the loop would only cost time
+    the loop    everything else, and when the socket was full      once per loop turn, joining what has gathered
+
+Invariants
+1. One FIFO: frames leave in the order in which they were appended, whoever writes (a cancel never overtakes its call).
+2. Whoever fails to get the write lock may go: its holder looks at the queue again after it let go of the lock.
+3. `_scheduled` is cleared before the queue is drained, so a frame appended later schedules a new drain.
+4. Once the queue is empty `on_drained` runs: after a drain on the loop at once, after any other one soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..protocol.frames import Buffer
+from ..protocol.session import Session
+from .send_queue import FRAME_COST, SendQueue
+from .tls import TlsLayer
+
+# So many small frames are not held back for more to come: the other side starts to work on them while we make the rest.
+BATCH_FRAMES = 32
+# Room for a large buffer in the socket, in bytes, so that its writer is done before its reader has to be waited for: a
+# third of the time for 1 MB. The system caps it (net.core.wmem_max); memory is taken only while something is under way.
+SEND_BUFFER = 4 * 1024 * 1024
+# On this host, while a large buffer is under way its other end is at work on the same socket, and a turn of the loop
+# for each socketful costs more than the copy: wait for it where we stand, in the one system call that takes all of it,
+# in seconds. Not between hosts, where what comes next may take its time.
+PATIENCE = 0.002
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
+
+
+class FrameWriter:
+    """See the module: the writing half of a connection, which reads and ends it (`connection`).
+
+    tls: of the connection; it has its say in what is written. lasting: what outlives the socket; see
+    `lasting.LastingConnection`. on_drained: called on the loop when all that was queued has been written, by whomever.
+    queue: what waits to be written; to be looked at by whoever is about to send more. bytes_sent: to the socket.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, tls: TlsLayer | None) -> None:
+        self._patient = sock.family == socket.AF_UNIX
+        # Blocking, as far as the system knows: each system call says for itself whether it waits.
+        sock.setblocking(True)
+        if self._patient:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # TCP sizes its buffers by itself
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, int(PATIENCE * 1e6)))
+        self.tls = tls
+        self.lasting: Session | None = None
+        self.on_drained: Callable[[], None] | None = None
+        self.bytes_sent = 0
+        self.queue = SendQueue()
+        if tls is not None:
+            self.queue.use_tls(tls)
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._lock = threading.RLock()  # reentrant as it knows its owner; nobody enters it twice
+        self._scheduled = False
+        self._blocked = False  # the socket was full; the loop waits until it takes more
+        self._closing = False
+        self._closed = False
+
+    @property
+    def unsent(self) -> int:
+        """Frames appended and not yet written."""
+        return len(self.queue)
+
+    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False) -> None:
+        """Queue one frame, from any thread; never blocks. After close the frame is dropped.
+
+        urgent: nothing else is under way, so write at once. more: the caller sends another one right after this, or
+        says `push`.
+        """
+        if self._closed:
+            return
+        queue = self.queue
+        try:
+            if len(frame) == 1:  # as `append` does, with one function less for most frames
+                queue.size += len(frame[0]) + FRAME_COST
+                queue.frames.append(frame)
+            else:
+                queue.append(frame)
+            if more:
+                return
+            if not self._blocked and (len(queue.frames) >= BATCH_FRAMES or (urgent and not self._scheduled)):
+                self._write()
+                if self.on_drained is not None:  # as in `_write_here`
+                    self._call_on_loop(self._drained)
+            elif not self._scheduled:
+                self._schedule()
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def push(self) -> None:
+        """Write what is queued, unless the loop will; from any thread, never blocks."""
+        try:
+            if self.queue and not self._blocked and not self._scheduled:
+                self._write_here()
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def flush(self) -> None:
+        """Write what is queued. On the loop's thread."""
+        if self.queue:
+            self._flush()
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        self._call_on_loop(self._flush)
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        self._write()
+        self._drained()
+
+    def _drained(self) -> None:
+        if self.on_drained is not None and not self.queue and not self._closed:
+            self.on_drained()
+
+    def _write_here(self) -> None:
+        self._write()
+        if self.on_drained is not None:  # the loop may have left its frames to this thread
+            self._call_on_loop(self._drained)
+
+    def _write(self) -> None:
+        """Write what is queued, as far as the socket takes it, unless another thread does."""
+        lock, queue = self._lock, self.queue
+        frames, begun = queue.frames, queue.begun
+        # Not once closed: a frame appended during that is never taken, and this loop would spin for ever.
+        while (frames or begun) and not self._blocked and not self._closed:
+            # Ours already: a signal handler sends something in the midst of our own writing.
+            if lock._is_owned() or not lock.acquire(False):  # type: ignore[attr-defined]  # see `is_owned`
+                return
+            try:
+                flags = _DONT_WAIT
+                session = self.lasting
+                while (frames or begun) and not self._closed:
+                    if (
+                        session is not None
+                        and (session.due or session.size >= session.limit)
+                        and not self._may_begin(session)
+                    ):
+                        break
+                    try:
+                        sent, whole = queue.write(self._sock, flags)
+                    except (BlockingIOError, InterruptedError):
+                        sent, whole = 0, False
+                    self.bytes_sent += sent
+                    if whole:
+                        flags = _DONT_WAIT
+                    elif self._patient and flags and sent:
+                        flags = 0  # once more, and this time wait a little
+                    else:
+                        self._blocked = True
+                        self._call_on_loop(self._wait_writable)
+                        break
+            except OSError as error:
+                self._call_on_loop(self._write_failed, error, self._sock)
+                return
+            finally:
+                lock.release()
+
+    def _interrupted(self) -> None:
+        """A signal handler has raised in the midst of a write: the loop goes on from there."""
+        if is_owned(self._lock):
+            self._lock.release()
+        self.queue.recount()
+        if self.tls is not None and is_owned(self.tls.lock):
+            self.tls.lock.release()
+        self._blocked = self._fd < 0  # else maybe before the loop was asked to wait for the socket
+        self._call_on_loop(self._flush)
+
+    def _may_begin(self, session: Session) -> bool:
+        """Whether something may be written, as an ACK is due or much was not acknowledged. By the writer."""
+        raise NotImplementedError  # only `LastingConnection` has a session
+
+    def _wait_writable(self) -> None:
+        if not self._closed and self._fd >= 0:
+            try:
+                self._loop.add_writer(self._fd, self._writable)
+            except RuntimeError:  # uvloop has seen an error of the socket, and looks at it no more: we find it, too
+                self._readable()
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._fd)
+        self._blocked = False
+        self._flush()
+        if self._closing and not self.queue:
+            self._stop_writing()
+
+    def _write_failed(self, error: BaseException, sock: socket.socket) -> None:
+        """That socket takes nothing more. On the loop."""
+        raise NotImplementedError  # it is ended by the `Connection`
+
+    def _stop_writing(self) -> None:
+        """All that was to be said before the connection is closed is written. On the loop."""
+        raise NotImplementedError  # as above
+
+    def _readable(self) -> None:
+        """Read what has come. On the loop."""
+        raise NotImplementedError  # as above
+
+    def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
+        if threading.get_ident() == self._thread:
+            self._loop.call_soon(callback, *args)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection
+                self._loop.call_soon_threadsafe(callback, *args)
+
+
+def is_owned(lock: Any) -> bool:
+    """Whether this thread holds that RLock; as threading.Condition asks."""
+    owned: bool = lock._is_owned()
+    return owned
