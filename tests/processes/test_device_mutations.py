@@ -150,9 +150,10 @@ async def values(seen: Seen, ask: Ask, fake: FakeCuda) -> None:
 
 
 async def batches(seen: Seen, ask: Ask, fake: FakeCuda) -> None:
-    """One handler for the arguments of several messages, which arrive on streams that have unlike much to do.
+    """One handler for the arguments of several messages, of which three bring more than the fourth.
 
-    It runs on those of one message: on its own it would wait for it anyway, and what the others bring may be there.
+    It runs on the streams of one of them. Those of the others have to be later than these, or all is there in time even
+    if nobody waits.
     """
     for start in range(0, 80, 4):
         calls = []

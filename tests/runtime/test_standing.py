@@ -164,8 +164,9 @@ async def test_a_caller_of_other_calls_is_given_up_for_a_while(workers: list[Wor
         await workers[0].call("worker1", double, number)
         await idle(workers[1])
         assert await workers[0].call("worker1", double_on_the_loop, number) == 2 * number
-    # Of a hundred; a busy machine has a try now and then that came too late.
-    assert read.count(False) <= 25, read
+    # Pauses of 1, 3, 7 ... 63 calls are more than a hundred. A thread counts as idle shortly before it stands by: if
+    # the loop is told of a call in between, the thread takes the next one, and giving up begins anew.
+    assert read.count(False) <= min(7 * max(1, read.count(True)), 25), read
 
 
 @pytest.mark.parametrize("seed", range(3))
