@@ -285,14 +285,18 @@ async def test_a_peer_killed_at_any_moment_of_a_transfer() -> None:
         assert more_than(before) == {}
 
 
+#: What pools and the arena take when they need it, up to a limit, and keep: threads, with the two descriptors that each
+#: waits at once it has stood by for a connection (`runtime/engine/alarm.py`), and segments.
+KEPT = ("thread", "memfd", "eventfd", "eventpoll")
+
+
 def more_than(before: dict[str, int]) -> dict[str, tuple[int, int]]:
     """What this process holds more of than before: so many then, so many now.
 
-    The threads of pools and the segments of the arena come when they are needed, up to a limit, and stay: less than
-    one for each two of the seven rounds in between is none that a round has left behind.
+    Of what is kept, less than one for each two of the seven rounds in between is none that a round has left behind.
     """
     pairs = {kind: (before.get(kind, 0), now) for kind, now in held_here().items()}
-    return {kind: pair for kind, pair in pairs.items() if pair[1] > pair[0] + 3 * ("thread" in kind or "memfd" in kind)}
+    return {kind: pair for kind, pair in pairs.items() if pair[1] > pair[0] + 3 * any(word in kind for word in KEPT)}
 
 
 # ---- stopped
