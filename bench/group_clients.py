@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,24 +45,36 @@ async def large_in_turn(rpc: Any, names: Sequence[str], size: int, seconds: floa
     return await _timed({"group": by_group, "calls": by_calls}, seconds)
 
 
+async def alone(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, float]:
+    """Microseconds of one call to all members, one after the other with nothing else in between: as `loop_of_calls`."""
+    return await _timed({"group": partial(_by_group, rpc.group(names))}, seconds)
+
+
 async def in_turn(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, float]:
-    """Microseconds of one call to all members; and of as many calls, under way at once, and one after the other.
-
-    All three in turn, each with the processor time of the thread that makes it.
+    """Microseconds of one call to all members, and of as many calls under way at once. Both in turn, each with the
+    processor time of the thread that makes it.
     """
-    group = rpc.group(names)
-
-    async def by_group() -> None:
-        (await group.call(functions.noop)).values()
 
     async def by_calls() -> None:
         await asyncio.gather(*[rpc.call(name, functions.noop) for name in names])
 
-    async def one_by_one() -> None:
+    return await _timed({"group": partial(_by_group, rpc.group(names)), "calls": by_calls}, seconds)
+
+
+async def one_by_one(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, float]:
+    """Microseconds of as many calls, one after the other. Not in turn with one to all: for the time of these calls
+    each member sleeps, which whatever comes next would bear.
+    """
+
+    async def by_calls() -> None:
         for name in names:
             await rpc.call(name, functions.noop)
 
-    return await _timed({"group": by_group, "calls": by_calls, "one by one": one_by_one}, seconds)
+    return await _timed({"one by one": by_calls}, seconds)
+
+
+async def _by_group(group: Any) -> None:
+    (await group.call(functions.noop)).values()
 
 
 async def _timed(kinds: dict[str, Callable[[], Awaitable[None]]], seconds: float) -> dict[str, float]:

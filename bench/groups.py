@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,22 +20,24 @@ LARGE_MEMBERS, LARGE = 8, 64 << 20
 
 
 def groups(stage: Stage) -> list[Row]:
-    """Two worlds of a caller and its members; rounds in turn, and both ways of our own in turn within each."""
+    """Two worlds of a caller and its members. What a row compares is measured alike: the group by itself, as torch's
+    loop is, and in turn with our own calls.
+    """
     names = ["caller", *(f"member{number}" for number in range(MEMBERS))]
     theirs: SideName = "torch"
     with stage.start("aiorpc", names, "awaited") as ours, stage.start(theirs, names) as torch:
         cases: dict[str, Callable[[], Figures]] = {
-            "aiorpc": partial(_run, stage, ours, group_clients.in_turn),
+            "aiorpc": partial(_run, stage, ours, group_clients.alone),
             "torch": partial(_run, stage, torch, group_clients.loop_of_calls),
+            "in turn": partial(_run, stage, ours, group_clients.in_turn),
+            "one by one": partial(_run, stage, ours, group_clients.one_by_one),
         }
         found = stage.alternate(cases)
         large = _run(stage, ours, group_clients.large_in_turn, LARGE_MEMBERS, size=LARGE)
-    group, calls = column(found["aiorpc"], "group"), column(found["aiorpc"], "calls")
-    loop = column(found["torch"], "p50")
-    own = tuple(a / b for a, b in zip(group, calls, strict=True))
-    alone = tuple(a / b for a, b in zip(group, column(found["aiorpc"], "one by one"), strict=True))
-    spent = (column(found["aiorpc"], f"{kind} processor") for kind in ("group", "calls"))
-    thread = tuple(a / b for a, b in zip(*spent, strict=True))
+    group, loop = column(found["aiorpc"], "group"), column(found["torch"], "p50")
+    own = _share(column(found["in turn"], "group"), column(found["in turn"], "calls"))
+    alone = _share(group, column(found["one by one"], "one by one"))
+    thread = _share(column(found["in turn"], "group processor"), column(found["in turn"], "calls processor"))
     note = "no-op to all"
     way = "group call : as many calls"
     big = (large["group"] / large["calls"],)
@@ -46,6 +48,10 @@ def groups(stage: Stage) -> list[Row]:
         Row("groups", f"{way} under way, processor time of the caller", "times", "lower", thread, note=note),
         Row("groups", f"{way} under way, {LARGE >> 20} MB to {LARGE_MEMBERS}", "times", "lower", big),
     ]
+
+
+def _share(part: Sequence[float], whole: Sequence[float]) -> tuple[float, ...]:
+    return tuple(a / b for a, b in zip(part, whole, strict=True))
 
 
 def _run(stage: Stage, cohort: Cohort, measure: Callable[..., Any], members: int = MEMBERS, **more: Any) -> Figures:

@@ -14,12 +14,19 @@ import aiorpc.testing
 from bench import group_clients, groups
 
 
-async def test_all_ways_are_taken_at_least_once() -> None:
+@pytest.mark.parametrize(
+    ("measure", "ways"),
+    [
+        (group_clients.alone, {"group"}),
+        (group_clients.in_turn, {"group", "calls"}),
+        (group_clients.one_by_one, {"one by one"}),
+    ],
+)
+async def test_all_ways_are_taken_at_least_once(measure: Callable[..., Any], ways: set[str]) -> None:
     """However little time there is; each with a figure and with processor time."""
     async with aiorpc.testing.cluster(3) as workers:
-        found = await group_clients.in_turn(workers[0], ["worker1", "worker2"], 0.0)
-        assert all(worker.statistics().calls_served >= 3 for worker in workers[1:])
-    ways = {"group", "calls", "one by one"}
+        found = await measure(workers[0], ["worker1", "worker2"], 0.0)
+        assert all(worker.statistics().calls_served >= len(ways) for worker in workers[1:])
     assert set(found) == ways | {f"{way} processor" for way in ways}
     assert all(figure > 0 for figure in found.values())
 
@@ -62,9 +69,14 @@ def test_the_rows_compare_what_they_say() -> None:
             return cohort
 
         def alternate(self, cases: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
-            own = {"group": 10.0, "calls": 20.0, "one by one": 40.0, "group processor": 3.0, "calls processor": 4.0}
-            assert list(cases) == ["aiorpc", "torch"]
-            return {"aiorpc": [own], "torch": [{"p50": 50.0}]}
+            own = {"group": 11.0, "calls": 22.0, "group processor": 3.0, "calls processor": 4.0}
+            assert list(cases) == ["aiorpc", "torch", "in turn", "one by one"]
+            return {
+                "aiorpc": [{"group": 10.0}],
+                "torch": [{"p50": 50.0}],
+                "in turn": [own],
+                "one by one": [{"one by one": 40.0}],
+            }
 
     rows = groups.groups(Stage())  # type: ignore[arg-type]  # what it needs of one
     assert [row.aiorpc for row in rows] == [(10.0,), (0.5,), (0.25,), (0.75,), (0.125,)]
