@@ -39,6 +39,8 @@ from .served import MOST, SHUT
 from .waiting import GetFuture, PutFuture
 
 _ITEMS_AT_ONCE = 256
+# What the items that come with an answer are: `items.Item`.
+_ITEMS = frozenset((Kept, bytes, str))
 
 
 class Client:
@@ -243,20 +245,13 @@ class Client:
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
         said, *values = rest or (None,)
-        names = said if type(said) is dict else {}
         try:
-            items = [self._named(item, names) for item in from_wire(values)]
-        except (ValueError, KeyError):
+            items = from_wire(values, said if type(said) is dict else {})
+        except ValueError:
+            items = [None]
+        if not _ITEMS.issuperset(map(type, items)):
             return [], ProtocolError(f"{self.describe()} gives items that are none")
         return items, None
-
-    def _named(self, item: Any, names: dict[Any, Any]) -> Item:
-        """An item that has come. ValueError, KeyError for what is none."""
-        if type(item) is Kept and type(producer := names[item.reference._owner]) is str:
-            return Kept(item.reference, item.place, producer)
-        if not isinstance(item, (bytes, str)):
-            raise ValueError("no item")
-        return item
 
     def _fetch(self, get: GetFuture, items: Sequence[Item]) -> None:
         """Have the items that their producers have kept; then give all to the one who waits."""

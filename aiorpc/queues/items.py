@@ -51,6 +51,9 @@ class Kept(NamedTuple):
     producer: str = ""
 
 
+# What Kept(...) does, without its call into Python.
+_new_tuple: Any = tuple.__new__
+
 # In a queue and where it is got: bytes, a `Kept`, or the name of the worker that is gone with it; where it is put, and
 # was not sent yet, also a `KeptItem`.
 Item = Any
@@ -71,10 +74,18 @@ def to_wire(items: Iterable[Item]) -> list[Any]:
     return first + then
 
 
-def from_wire(values: Sequence[Any]) -> list[Item]:
-    """What `to_wire` was given, and whatever else another worker makes of it. ValueError for what cannot be."""
+def from_wire(values: Sequence[Any], names: dict[Any, Any] | None = None) -> list[Item]:
+    """What `to_wire` was given, and whatever else another worker makes of it. ValueError for what cannot be.
+
+    names: of the owners of the references, by their ids; None where nobody needs them.
+    """
     count = 0
+    producers: list[str] = []
     while count < len(values) and isinstance(values[count], RRef):
+        producer = "" if names is None else names.get(values[count]._owner)
+        if type(producer) is not str:
+            raise ValueError(f"a reference to the value of a worker that is called {producer!r:.80}")
+        producers.append(producer)
         count += 1
     items: list[Item] = []
     for value in values[count:]:
@@ -82,7 +93,7 @@ def from_wire(values: Sequence[Any]) -> list[Item]:
             index, place = divmod(value, KEPT_ITEMS)
             if not 0 <= index < count:
                 raise ValueError(f"item {value} of {count} references")
-            value = Kept(values[index], place)
+            value = _new_tuple(Kept, (values[index], place, producers[index]))
         items.append(value)
     return items
 
@@ -106,19 +117,23 @@ def kept_of(references: References, named: Sequence[Any]) -> list[KeptItem]:
     ValueError for what cannot name an item; RpcError if the value is not here any more.
     """
     items: list[KeptItem] = []
+    kept: Any = ()
+    before: Any = None
     numbers = iter(named)
     for number, key, place in zip(numbers, numbers, numbers, strict=True):
         if not type(number) is type(key) is type(place) is int:
             raise ValueError("no numbers")
-        kept = references.value(references.engine.id, number, key).value()
-        if type(kept) is not KeptItems or not 0 <= place < len(kept):
+        if before != (number, key):  # neighbours are mostly of one reference
+            kept = references.value(references.engine.id, number, key).value()
+            if type(kept) is not KeptItems:
+                raise ValueError("no items of a queue")
+            before = number, key
+        if not 0 <= place < len(kept):
             raise ValueError("no item of a queue")
         items.append(kept[place])
     return items
 
 
-def gone_with(item: Item) -> str | None:
+def gone_with(item: Kept) -> str | None:
     """The name of the worker that has kept an item and is gone; None if it can be had, as far as is known here."""
-    if type(item) is not Kept or item.reference._broken is None:
-        return None
-    return item.reference.owner_name()
+    return None if item.reference._broken is None else item.reference.owner_name()

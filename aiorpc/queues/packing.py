@@ -44,7 +44,7 @@ def pack(item: Any, owner: Peer, copy: bool, keep: Callable[[int], torch.Tensor]
     now; else it is written, as it is then, when it is fetched. keep: memory of so many bytes for one that is kept.
     """
     body, buffers, out = encode(Reply, (), [item], owner, owner.route)
-    if out is not None or any(isinstance(each, DeviceBuffer) for each in buffers):
+    if out is not None or DeviceBuffer in map(type, buffers):
         if out is not None:  # references: whoever gets the item has to be named in them
             out.unsend()
         return KeptItem(None, item)

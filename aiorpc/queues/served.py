@@ -114,13 +114,17 @@ class ServedQueue:
             return Results((SHUT,))
         who = caller().id
         self._given[who] = self._given.get(who, 0) + len(items)
+        names: dict[int, str] = {}
         for place, item in enumerate(items):
+            if type(item) is not Kept:
+                continue
             # In the step in which the answer is made: a reference to a worker that is gone could not be sent.
             gone = gone_with(item)
             if gone is not None:
                 items[place] = gone
                 self._finish(1, who)
-        names = {each.reference._owner: each.reference.owner_name() for each in items if type(each) is Kept}
+            elif item.reference._owner not in names:
+                names[item.reference._owner] = item.reference.owner_name()
         return Results((HERE, names or None, *to_wire(items)))
 
     async def _settled(self, waiter: _Waiter, number: int, among: deque[_Waiter]) -> Any:

@@ -62,7 +62,8 @@ class PutFuture(WaitingFuture):
     def finish(self, value: Any, error: BaseException | None = None) -> bool:
         """As of all; and the item is not kept any longer for its sake."""
         self.item = None
-        return super().finish(value, error)
+        self.stop_timer()
+        return self.settle(value, error)
 
 
 class GetFuture(WaitingFuture):

@@ -121,7 +121,7 @@ class Accelerators:
 
     def settled(self, buffers: Sequence[AnyBuffer]) -> Sequence[AnyBuffer]:
         """The same buffers, to be sent later or by another thread: what is on devices is cloned on current streams."""
-        if not any(type(buffer) is DeviceBuffer for buffer in buffers):
+        if DeviceBuffer not in map(type, buffers):
             return buffers
         return [self._clone(buffer) if isinstance(buffer, DeviceBuffer) else buffer for buffer in buffers]
 

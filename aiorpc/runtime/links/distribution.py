@@ -122,7 +122,7 @@ class Distribution:
                 prepared: Prepared = _new(Prepared, (kind, call_id, body, frame, wires, len(host[0]), False))
                 return prepared
             sharing = None  # it has refused the buffer, and need not be asked again
-        if any(type(buffer) is DeviceBuffer for buffer in buffers):
+        if DeviceBuffer in map(type, buffers):
             return self._prepare_with_devices(kind, call_id, body, buffers, copy)
         if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):
             if copy:
