@@ -81,11 +81,9 @@ class Distribution:
 
     def too_long_for_loop(self, buffers: Sequence[AnyBuffer]) -> bool:
         """Whether `prepare` would block the loop that runs in this thread, and another thread should call it."""
-        return (
-            threading.get_ident() == self._engine.thread
-            and self.shared is not None
-            and sum(len(buffer) for buffer in buffers if type(buffer) is not DeviceBuffer) > LOOP_COPY
-        )
+        if threading.get_ident() != self._engine.thread or self.shared is None or sum(map(len, buffers)) <= LOOP_COPY:
+            return False
+        return self.shared.to_copy([buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]) > LOOP_COPY
 
     def rides(self, buffers: Sequence[Any]) -> bool:
         """Whether the buffers just go with the frame of their message, as a lone short one does.
