@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy
 import pytest
@@ -23,16 +24,25 @@ def view_of(slot: SharedSlot) -> SlotView:
     return SlotView(f"/proc/self/fd/{slot.fd}", slot.size, slot.nonce)
 
 
-def test_buffers_are_copied_to_their_places() -> None:
+@pytest.mark.parametrize("least", [MIB, 64 * MIB], ids=["two threads", "one"])
+def test_buffers_are_copied_to_their_places(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long and short ones, aligned, by one thread or two."""
+    helped: list[str] = []
+
+    def assist(run: Callable[[], None]) -> None:
+        helped.append("once")
+        run()
+
+    monkeypatch.setattr("aiorpc.channels.slots.TWO_THREADS_SIZE", least)
     buffers = [bytes([number]) * length for number, length in enumerate((1, 100, 5 * MIB, 0, 64, 9 * MIB), 1)]
     spans, size = lay_out(map(len, buffers))
     assert all(start % ALIGN == 0 for start, _ in spans)
     target = numpy.zeros(size, numpy.uint8)
-    arena = Arena(MIB)
+    arena = Arena(MIB, assist=assist)
     copy_all(arena, buffers, spans, target)
     arena.close()
     assert [target[start : start + length].tobytes() for start, length in spans] == buffers
+    assert len(helped) == (size >= least)
 
 
 def test_a_view_may_be_written_to_and_shows_the_slot_anew_later() -> None:
