@@ -115,6 +115,8 @@ def test_only_the_whole_of_it_is_found(kept: Kept) -> None:
     assert kept.keeper.find(array.data[:-1]) is None
     assert kept.keeper.find(array.data[1:]) is None
     assert kept.keeper.find(bytes(array)) is None
+    assert kept.keeper.find(array.data.toreadonly()) is None  # of which nobody is sure whose it is
+    assert kept.keeper.find(array.data[:0]) is None
 
 
 def test_a_peer_gets_a_copy_as_long_as_it_has_it_already(kept: Kept) -> None:

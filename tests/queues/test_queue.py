@@ -29,7 +29,9 @@ from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
 from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems
 from aiorpc.queues.packing import hand_over
+from aiorpc.runtime.callee.answers import Answers
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.links.distribution import LOOP_COPY
 from aiorpc.testing import cluster
 from tests.runtime.joining import unheard_of
 from tests.runtime.waiting import until, until_no_references
@@ -134,6 +136,38 @@ async def test_large_items_wait_in_shared_memory(pair: list[Worker]) -> None:
     assert torch.equal(got[1], expected)
     del got
     await until(lambda: not memory.arena.used and not memory.keeper.keeps)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+async def test_the_loop_lends_what_lies_in_shared_memory(
+    copy: bool, pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many items at once are handed over without a thread, unless they have to be copied for it."""
+    queue, other = make(pair[0]), handle(pair[1])
+    memory = pair[1].node.memory
+    items = [torch.full((LOOP_COPY // 2,), number, dtype=torch.uint8) for number in range(6)]
+
+    async def together() -> list[torch.Tensor]:
+        await asyncio.gather(*(other.put(item, copy=copy) for item in items))
+        return await queue.get_many(6)
+
+    async with asyncio.timeout(LONG):
+        while memory.arena.blocks < 6:  # until there is memory for all
+            got = await together()
+            await asyncio.sleep(0.005)
+    del got
+    await until(lambda: not memory.arena.used)
+    in_threads: list[str] = []
+    answer = Answers._answer_buffers
+
+    def noted(self: Answers, *about: Any) -> None:
+        in_threads.append(threading.current_thread().name)
+        answer(self, *about)
+
+    monkeypatch.setattr(Answers, "_answer_buffers", noted)
+    got = await together()
+    assert all(map(torch.equal, got, items)) and memory.arena.blocks == 6 == memory.leases
+    assert bool(in_threads) is not copy
 
 
 @pytest.mark.parametrize("copy", [True, False])
