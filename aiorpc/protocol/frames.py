@@ -133,17 +133,25 @@ def room(size: int) -> bytearray | mmap.mmap:
 def whole_frames(data: bytes) -> tuple[list[Frame], int]:
     """The frames that these bytes begin with, as far as they are whole, and their length. No limits are looked at."""
     frames: list[Frame] = []
-    start = 0
-    while 0 < (length := least_length(data, start)) <= len(data) - start:
-        call_id, body_length, count, kind, _ = HEAD.unpack_from(data, start)
-        table = start + HEAD.size
-        at = table + 8 * count + body_length
-        segments: list[bytearray] = []
-        for segment in struct.unpack_from(f"<{count}Q", data, table) if count else ():
-            segments.append(bytearray(data[at : at + segment]))
-            at += segment
-        frames.append(Frame(kind, call_id, data[table + 8 * count : table + 8 * count + body_length], segments))
-        start += length
+    start, there = 0, len(data)
+    size = HEAD.size
+    while there - start >= size:
+        call_id, body_length, count, kind, magic = HEAD.unpack_from(data, start)
+        body = start + size + 8 * count
+        at = body + body_length
+        if magic != MAGIC or at > there:
+            break
+        segments: Any = ()
+        if count:
+            lengths = struct.unpack_from(f"<{count}Q", data, start + size)
+            if at + sum(lengths) > there:
+                break
+            segments = []
+            for length in lengths:
+                segments.append(bytearray(data[at : at + length]))
+                at += length
+        frames.append(_new_frame(Frame, (kind, call_id, data[body : body + body_length], segments)))
+        start = at
     return frames, start
 
 

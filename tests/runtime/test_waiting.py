@@ -211,8 +211,9 @@ async def test_what_interrupts_unpickling_interrupts_the_wait(awake: list[Worker
     """Ctrl-C while the answer is unpickled is Ctrl-C, not an error of the call."""
 
     def body() -> None:
+        future = rpc_async("worker1", make_interrupting)
         with pytest.raises(KeyboardInterrupt):
-            rpc_sync("worker1", make_interrupting)
+            wait_awake(future, BUSY / 2)
         assert rpc_sync("worker1", echo, (1,)) == 1
 
     await answered_once_it_reads(awake[0], body)
@@ -225,7 +226,7 @@ async def test_what_interrupts_unpickling_another_answer_interrupts_the_wait(awa
         first = rpc_async("worker1", make_interrupting)
         second = rpc_async("worker1", forever, timeout=LIMIT)
         with pytest.raises(KeyboardInterrupt):
-            second.wait()
+            wait_awake(second, BUSY / 2)
         with pytest.raises(RpcError, match="KeyboardInterrupt"):
             first.wait()
         second.cancel()
@@ -301,11 +302,11 @@ async def test_a_wait_ends_at_its_timeout_and_at_the_deadline(awake: list[Worker
     future.cancel()
 
 
-def wait_awake(future: Future[Any]) -> Any:
+def wait_awake(future: Future[Any], seconds: float = BUSY / 20) -> Any:
     """Wait until it settles: again and again, as a thread that finds another one at work sleeps for that wait."""
     while True:
         try:
-            return future.wait(BUSY / 20)
+            return future.wait(seconds)
         except RpcTimeout:
             if future.done():
                 raise

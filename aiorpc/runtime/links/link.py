@@ -145,6 +145,7 @@ class Link:
         # Counted without a lock, like `Counters`.
         self.messages_sent = 0
         self.messages_received = 0
+        self._seen: tuple[Frame, Parcel] | None = None  # by `opened_anywhere`; `_open` is next, as a rule
         self.closed = False
         connection.decoder.place = self.bulk.place
         connection.on_cut = self.bulk.displace
@@ -322,7 +323,8 @@ class Link:
 
     def _open(self, frame: Frame) -> Frame | None:
         """The message in a PARCEL, or None if it has to wait: it is handed over later. Raises ProtocolError."""
-        parcel = read_parcel(frame.body)
+        seen, self._seen = self._seen, None
+        parcel = seen[1] if seen is not None and seen[0] is frame else read_parcel(frame.body)
         sharing = self.distribution.shared
         if len(parcel.wires) == 1 and sharing is not None:  # most large messages are of this kind
             ((channel, wire),) = parcel.wires
@@ -372,7 +374,10 @@ class Link:
         if parcel.kind not in (kinds or (REPLY, ERROR)) or len(parcel.wires) != 1:
             return None
         ((channel, wire),) = parcel.wires
-        return parcel if channel == SHARED and sharing.is_here(wire) else None
+        if channel != SHARED or not sharing.is_here(wire):
+            return None
+        self._seen = frame, parcel
+        return parcel
 
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
         """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
