@@ -245,11 +245,10 @@ class Client:
         if head == SHUT:
             return [], QueueShutDown(f"{self.describe()} was shut down, and has no more items")
         said, *values = rest or (None,)
-        try:
+        items: list[Item] | None = None
+        with contextlib.suppress(ValueError):
             items = from_wire(values, said if type(said) is dict else {})
-        except ValueError:
-            items = [None]
-        if not _ITEMS.issuperset(map(type, items)):
+        if items is None or not _ITEMS.issuperset(map(type, items)):
             return [], ProtocolError(f"{self.describe()} gives items that are none")
         return items, None
 
