@@ -70,9 +70,10 @@ class _Incoming:
 
     def enter(self, event: TransferEvent) -> None:
         """That has happened to it, as its sender says. Raises ProtocolError if it cannot happen now."""
-        if not TRANSFER.takes(self.state, event):
+        following = TRANSFER.after(self.state, event)
+        if following is None:
             raise ProtocolError(f"a transfer that is {self.state.value}, of which the sender says: {event.value}")
-        self.state = TRANSFER.next(self.state, event)
+        self.state = following
 
 
 class Bulk:

@@ -97,7 +97,7 @@ def encode_frame(kind: int, call_id: int, body: bytes, segments: Sequence[Buffer
     head = HEAD.pack(call_id, len(body), len(segments), kind, MAGIC) + table + body
     if sum(map(len, segments)) < DIRECT_SIZE:
         return [b"".join((head, *segments))]
-    return [head, *(segment for segment in segments if len(segment))]
+    return [head, *filter(len, segments)]
 
 
 _new_frame = tuple.__new__
@@ -407,7 +407,7 @@ class _LargeFrame:
             self._begin()
         else:
             self._view = view[count:]
-        return self.complete
+        return self._view is None
 
     def take(self, data: memoryview) -> int:
         """Copy what has arrived already; returns how much of it was ours."""

@@ -77,7 +77,8 @@ class FrameWriter:
     @property
     def unsent(self) -> int:
         """Frames appended and not yet written."""
-        return len(self.queue)
+        queue = self.queue  # its length, with one function less for each chunk
+        return len(queue.frames) + len(queue.begun)
 
     def send(self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False) -> None:
         """Queue one frame, from any thread; never blocks. After close the frame is dropped.

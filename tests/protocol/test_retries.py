@@ -66,7 +66,7 @@ def test_random_walks(
                 assert 0 <= pause <= min(longest, first * 2**tries.made)
                 now += pause
                 assert deadline is None or now < deadline
-        elif RETRIED.takes(before, step) or before is RetriedState.ENDED:
+        elif RETRIED.after(before, step) is not None or before is RetriedState.ENDED:
             assert tries.end(step) is (before is not RetriedState.ENDED)
         assert 1 <= tries.made <= retries + 1
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import Table, Transition, from_each
+from .table import Label, Table, Transition, from_each
 
 
-class HandshakeState(Enum):
+class HandshakeState(Label):
     """See `OPENER` and `ACCEPTOR`."""
 
     START = "start"
@@ -18,7 +16,7 @@ class HandshakeState(Enum):
     FAILED = "failed"
 
 
-class HandshakeEvent(Enum):
+class HandshakeEvent(Label):
     """What the state of a handshake depends on."""
 
     BEGUN = "`start` is called"

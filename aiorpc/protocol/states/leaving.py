@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import Table, Transition, from_each
+from .table import Label, Table, Transition, from_each
 
 
-class Leaving(Enum):
+class Leaving(Label):
     """See `LEAVING`."""
 
     WORKING = "working"
@@ -17,7 +15,7 @@ class Leaving(Enum):
     LEFT = "left"
 
 
-class Step(Enum):
+class Step(Label):
     """What takes this worker from one state of its leaving to the next."""
 
     ENTER = "its user leaves, in a group of fixed size"
@@ -59,7 +57,7 @@ LEAVING: Table[Leaving, Step] = Table(
 )
 
 
-class Rounds(Enum):
+class Rounds(Label):
     """See `ROUNDS`."""
 
     GATHERING = "gathering"
@@ -68,7 +66,7 @@ class Rounds(Enum):
     RESTING = "resting"
 
 
-class Turn(Enum):
+class Turn(Label):
     """What takes the leader from one state of its rounds to the next."""
 
     COMPLETE = "the last live member has entered, or the last that had not is gone"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import Table, Transition, from_each
+from .table import Label, Table, Transition, from_each
 
 
-class MessageState(Enum):
+class MessageState(Label):
     """See `MESSAGE`."""
 
     OPENED = "opened"
@@ -18,7 +16,7 @@ class MessageState(Enum):
     DROPPED = "dropped"
 
 
-class MessageEvent(Enum):
+class MessageEvent(Label):
     """What the state of a message depends on."""
 
     ALL_THERE = "all buffers are there"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import LOOP, Table, Transition, from_each
+from .table import LOOP, Label, Table, Transition, from_each
 
 
-class PeerState(Enum):
+class PeerState(Label):
     """See `PEER`."""
 
     IDLE = "idle"
@@ -17,7 +15,7 @@ class PeerState(Enum):
     GONE = "gone"
 
 
-class PeerEvent(Enum):
+class PeerEvent(Label):
     """What a peer's state depends on."""
 
     FIRST_MESSAGE = "a message for it"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import LOOP, Table, Transition, from_each
+from .table import LOOP, Label, Table, Transition, from_each
 
 
-class RetriedState(Enum):
+class RetriedState(Label):
     """See `RETRIED`."""
 
     TRYING = "trying"
@@ -15,7 +13,7 @@ class RetriedState(Enum):
     ENDED = "ended"
 
 
-class RetriedEvent(Enum):
+class RetriedEvent(Label):
     """What the state of such a call depends on."""
 
     ANSWERED = "a try ended with a value, or with an error that no further try can mend"

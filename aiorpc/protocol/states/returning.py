@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import Table, Transition, from_each
+from .table import Label, Table, Transition, from_each
 
 
-class PlaceState(Enum):
+class PlaceState(Label):
     """See `PLACE`."""
 
     HELD = "held"
@@ -16,7 +14,7 @@ class PlaceState(Enum):
     CLOSED = "closed"
 
 
-class PlaceEvent(Enum):
+class PlaceEvent(Label):
     """What takes a place from one state to the next, in the view of one worker."""
 
     LOST = "its member was lost"
@@ -53,7 +51,7 @@ PLACE: Table[PlaceState, PlaceEvent] = Table(
 )
 
 
-class Returning(Enum):
+class Returning(Label):
     """See `RETURNING`."""
 
     ASKING = "asking"
@@ -62,7 +60,7 @@ class Returning(Enum):
     OUT = "out"
 
 
-class ReturnEvent(Enum):
+class ReturnEvent(Label):
     """What takes a newcomer from one state to the next."""
 
     ADMITTED = "the leader admits it"

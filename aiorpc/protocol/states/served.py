@@ -6,12 +6,10 @@ RUNNING while it is in `Service.calls`, taking it out decides who ends it, and t
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import LOOP, Table, Transition
+from .table import LOOP, Label, Table, Transition
 
 
-class ServedState(Enum):
+class ServedState(Label):
     """See `SERVED`."""
 
     RUNNING = "running"
@@ -19,7 +17,7 @@ class ServedState(Enum):
     CANCELLED = "cancelled"
 
 
-class ServedEvent(Enum):
+class ServedEvent(Label):
     """What the state of a served call depends on."""
 
     RETURNED = "the handler returned"

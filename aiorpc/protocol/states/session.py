@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import Table, Transition, from_each
+from .table import Label, Table, Transition, from_each
 
 
-class SessionState(Enum):
+class SessionState(Label):
     """See `SESSION`."""
 
     OPEN = "open"
@@ -15,7 +13,7 @@ class SessionState(Enum):
     ENDED = "ended"
 
 
-class SessionEvent(Enum):
+class SessionEvent(Label):
     """What the state of a session depends on."""
 
     BROKEN = "its socket has broken, and the other process may live"

@@ -13,6 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
+
+class Label(Enum):
+    """A state or an event. Its members are hashed as the single objects that they are: Enum's own hash is a function of
+    Python, and some tables are looked into several times for each message.
+    """
+
+    __hash__ = object.__hash__
+
+
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
 
@@ -90,9 +99,9 @@ class Table(Generic[S, E]):
                 f"{self.name}: nothing leads on from {state.name} when {event.name} comes ({event.value})"
             ) from None
 
-    def takes(self, state: S, event: E) -> bool:
-        """Whether the event may come in that state. To be asked first where another worker says what happens."""
-        return (state, event) in self._targets
+    def after(self, state: S, event: E) -> S | None:
+        """The state after an event; None if that cannot come in that state, where another worker says what happens."""
+        return self._targets.get((state, event))
 
     def allows(self, state: S, target: S) -> bool:
         """Whether one event may lead from the one state to the other."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import Table, Transition, from_each
+from .table import Label, Table, Transition, from_each
 
 
-class TlsState(Enum):
+class TlsState(Label):
     """See `TLS`."""
 
     SHAKING = "shaking hands"
@@ -16,7 +14,7 @@ class TlsState(Enum):
     FAILED = "failed"
 
 
-class TlsEvent(Enum):
+class TlsEvent(Label):
     """What the state of TLS depends on."""
 
     PROVED = "both certificates are right"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import Table, Transition, from_each
+from .table import Label, Table, Transition, from_each
 
 
-class TransferState(Enum):
+class TransferState(Label):
     """See `TRANSFER`."""
 
     UNKNOWN = "unknown"
@@ -19,7 +17,7 @@ class TransferState(Enum):
     FORGOTTEN = "forgotten"
 
 
-class TransferEvent(Enum):
+class TransferEvent(Label):
     """What the state of a transfer depends on."""
 
     CHUNK = "a chunk begins to come"

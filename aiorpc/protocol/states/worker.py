@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-from .table import LOOP, Table, Transition, from_each
+from .table import LOOP, Label, Table, Transition, from_each
 
 
-class WorkerState(Enum):
+class WorkerState(Label):
     """See `WORKER`."""
 
     NEW = "new"
@@ -18,7 +16,7 @@ class WorkerState(Enum):
     CLOSED = "closed"
 
 
-class WorkerEvent(Enum):
+class WorkerEvent(Label):
     """What a worker's state depends on."""
 
     START = "`start` is called"

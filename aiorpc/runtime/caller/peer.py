@@ -582,8 +582,7 @@ class Peer:
     def on_line(self, event: PeerEvent) -> None:
         """Its connection has broken and may go on, or goes on."""
         with self._lock:
-            if PEER.takes(self.state, event):
-                self.state = PEER.next(self.state, event)
+            self.state = PEER.after(self.state, event) or self.state
 
     def link_ended(self) -> None:
         """The link has ended, and everything that it has brought has been handed on: let go of it."""

@@ -169,9 +169,11 @@ class Distribution:
         riders: list[Buffer] = []
         try:
             for code, channel in self.channels.items():
-                left = [index for index, wire in enumerate(wires) if wire is None]
                 if code == SHARED and not share:
                     continue
+                left = [index for index, wire in enumerate(wires) if wire is None]
+                if not left:
+                    break
                 given = [bytes(buffers[index]) if copy and code != SHARED else buffers[index] for index in left]
                 sharing = self.shared if code == SHARED else None
                 sent = channel.send(given, riders) if sharing is None else sharing.send(given, riders, copies)
