@@ -102,21 +102,8 @@ class Unsealer:
         behind = self._placed - len(self._place)
         return self._place[self._placed :] if behind < 0 else memoryview(self._tail)[behind:]
 
-    def get_buffers(self) -> list[memoryview]:
-        """Where the next bytes belong, one buffer after the other, while a large one is under way: so a single call of
-        the system brings a piece with its tag and the next head.
-        """
-        place = self._place
-        assert place is not None, "a large buffer is under way"
-        behind = self._placed - len(place)
-        tail = memoryview(self._tail)
-        return [place[self._placed :], tail] if behind < 0 else [tail[behind:]]
-
     def received(self, count: int) -> list[Frame]:
-        """`count` bytes were put into the last buffer, or buffers; the frames that this completed.
-
-        ProtocolError: a wrong seal.
-        """
+        """`count` bytes were put into the last buffer; the frames that this completed. ProtocolError: a wrong seal."""
         if self._place is not None:
             return self._received_in_place(self._place, count)
         end = self._end + count

@@ -191,17 +191,11 @@ class Connection(FrameWriter):
             tls = self.tls
             while not (self._closed or self._paused):
                 decoder = self._source  # now: it changes with a seal
-                if decoder.filling and decoder is self._unsealer:
-                    buffers = decoder.get_buffers()
-                    room = sum(map(len, buffers))
-                    count = self._sock.recvmsg_into(buffers, 0, _DONT_WAIT)[0]
+                buffer = decoder.get_buffer()
+                if self._patient and decoder.filling:
+                    count = self._sock.recv_into(buffer, min(len(buffer), TURN_BYTES), socket.MSG_WAITALL)
                 else:
-                    buffer = decoder.get_buffer()
-                    room = len(buffer)
-                    if self._patient and decoder.filling:
-                        count = self._sock.recv_into(buffer, min(room, TURN_BYTES), socket.MSG_WAITALL)
-                    else:
-                        count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
+                    count = self._sock.recv_into(buffer, 0, _DONT_WAIT)
                 if count == 0:
                     raise ConnectionResetError(_ENDED)
                 taken += count
@@ -213,7 +207,7 @@ class Connection(FrameWriter):
                     frames = self._counted(frames, self.lasting)
                 if frames and self.on_frames is not None:
                     self.on_frames(frames)
-                if taken > self._turn or (count < room and not decoder.filling):
+                if taken > self._turn or (count < len(buffer) and not decoder.filling):
                     return
         except (BlockingIOError, InterruptedError):
             pass

@@ -79,20 +79,8 @@ def placing(target: bytearray) -> Unsealer:
     return Unsealer(Seal(KEY), decoder)
 
 
-def put(unsealer: Unsealer, data: bytes, most: int, scattered: bool) -> tuple[int, list[Frame]]:
-    """What one call of the system brings: into one buffer, or into several. How much of the data, and its frames."""
-    buffers = unsealer.get_buffers() if scattered and unsealer.filling else [unsealer.get_buffer()]
-    done = 0
-    for buffer in buffers:
-        part = data[done : min(done + len(buffer), most)]
-        buffer[: len(part)] = part
-        done += len(part)
-    return done, unsealer.received(done)
-
-
-@pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("most", [1_000, 100_001, 200_000, HALF + 5])
-def test_chunk_is_read_straight_into_its_place(most: int, scattered: bool) -> None:
+@pytest.mark.parametrize("most", [1_000, 100_001, 200_000])
+def test_chunk_is_read_straight_into_its_place(most: int) -> None:
     """Nothing that lies in between takes part in it, and it is handed out once the last tag was right."""
     target = bytearray(len(DATA))
     unsealer = placing(target)
@@ -101,23 +89,14 @@ def test_chunk_is_read_straight_into_its_place(most: int, scattered: bool) -> No
     places, frames = set(), []
     while rest:
         with unsealer.get_buffer() as buffer:
+            count = min(len(buffer), len(rest), most)
+            buffer[:count] = rest[:count]
             places.add(buffer.obj is target)
-        count, found = put(unsealer, rest, most, scattered)
-        frames += found
+        frames += unsealer.received(count)
         rest = rest[count:]
     assert places == {True, False} and target == DATA  # heads and tags lie elsewhere
     assert [(each.kind, each.call_id) for each in frames] == [(CHUNK, 1), (Kind.REPLY, 7)]
     assert unsealer.empty and not unsealer.filling
-
-
-def test_one_call_brings_a_piece_with_its_tag_and_the_next_head() -> None:
-    """So that reading a large buffer takes one call for each piece, and the last one waits for nothing more."""
-    unsealer = placing(bytearray(len(DATA)))
-    assert unsealer.feed(CHUNK_PIECES[0] + CHUNK_PIECES[1][: HEAD.size]) == [] and unsealer.filling
-    stream = b"".join(CHUNK_PIECES[1:])[HEAD.size :]
-    assert put(unsealer, stream, len(stream), scattered=True) == (len(CHUNK_PIECES[1]), []) and unsealer.filling
-    count, (chunk,) = put(unsealer, stream[len(CHUNK_PIECES[1]) :], len(stream), scattered=True)
-    assert (count, chunk.kind) == (len(CHUNK_PIECES[2]) - HEAD.size, CHUNK) and not unsealer.filling
 
 
 def test_rest_of_a_read_is_taken_along_to_the_place() -> None:
@@ -147,17 +126,15 @@ def test_rest_of_a_read_is_taken_along_to_the_place() -> None:
     ],
     ids=["moved", "repeated", "by another key", "left out", "tag", "data", "empty", "too long", "shorter"],
 )
-@pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("most", [5_000, 1 << 20])
-def test_chunk_that_was_changed_is_not_handed_out(pieces: list[bytes], most: int, scattered: bool) -> None:
+def test_chunk_that_was_changed_is_not_handed_out(pieces: list[bytes], most: int) -> None:
     """Its bytes lie in their place before they are checked; nobody hears of them."""
     unsealer = placing(bytearray(len(DATA)))
     data = b"".join(pieces)
     with pytest.raises(ProtocolError, match="seal"):
         while data:
-            count, frames = put(unsealer, data, most, scattered)
-            assert frames == []
-            data = data[count:]
+            assert unsealer.feed(data[:most]) == []
+            data = data[most:]
 
 
 @pytest.mark.parametrize("size", [0, SHORT + 50])
