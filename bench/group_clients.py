@@ -30,14 +30,8 @@ def loop_of_calls(rpc: RpcModule, names: Sequence[str], seconds: float) -> dict[
 
 async def large_in_turn(rpc: Any, names: Sequence[str], size: int, seconds: float) -> dict[str, float]:
     """Microseconds of one call to all members with a tensor of so many bytes, and of as many calls with it; in turn."""
-    tensor, group = torch.ones(size // 4), rpc.group(names)
-
-    async def by_group() -> None:
-        (await group.call(functions.sink, tensor)).values()
-
-    async def by_calls() -> None:
-        await asyncio.gather(*[rpc.call(name, functions.sink, tensor) for name in names])
-
+    sent = functions.sink, torch.ones(size // 4)
+    by_group, by_calls = partial(_by_group, rpc.group(names), *sent), partial(_by_calls, rpc, names, *sent)
     for _ in range(WARM_UP):  # the memory that they share grows while they wait
         await by_calls()
         await by_group()
@@ -47,18 +41,15 @@ async def large_in_turn(rpc: Any, names: Sequence[str], size: int, seconds: floa
 
 async def alone(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, float]:
     """Microseconds of one call to all members, one after the other with nothing else in between: as `loop_of_calls`."""
-    return await _timed({"group": partial(_by_group, rpc.group(names))}, seconds)
+    return await _timed({"group": partial(_by_group, rpc.group(names), functions.noop)}, seconds)
 
 
 async def in_turn(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, float]:
     """Microseconds of one call to all members, and of as many calls under way at once. Both in turn, each with the
     processor time of the thread that makes it.
     """
-
-    async def by_calls() -> None:
-        await asyncio.gather(*[rpc.call(name, functions.noop) for name in names])
-
-    return await _timed({"group": partial(_by_group, rpc.group(names)), "calls": by_calls}, seconds)
+    by_group = partial(_by_group, rpc.group(names), functions.noop)
+    return await _timed({"group": by_group, "calls": partial(_by_calls, rpc, names, functions.noop)}, seconds)
 
 
 async def one_by_one(rpc: Any, names: Sequence[str], seconds: float) -> dict[str, float]:
@@ -73,8 +64,12 @@ async def one_by_one(rpc: Any, names: Sequence[str], seconds: float) -> dict[str
     return await _timed({"one by one": by_calls}, seconds)
 
 
-async def _by_group(group: Any) -> None:
-    (await group.call(functions.noop)).values()
+async def _by_group(group: Any, function: Callable[..., Any], *args: Any) -> None:
+    (await group.call(function, *args)).values()
+
+
+async def _by_calls(rpc: Any, names: Sequence[str], function: Callable[..., Any], *args: Any) -> None:
+    await asyncio.gather(*[rpc.call(name, function, *args) for name in names])
 
 
 async def _timed(kinds: dict[str, Callable[[], Awaitable[None]]], seconds: float) -> dict[str, float]:

@@ -145,35 +145,25 @@ class SharedMemory:
 
     def to_copy(self, buffers: Sequence[Buffer]) -> int:
         """Bytes that `send` would copy: all, but for what lies in the arena already."""
-        return sum(map(len, buffers)) - sum(block.size for block in self._kept(buffers) if block is not None)
-
-    def _kept(self, buffers: Sequence[Buffer]) -> list[Block | None]:
-        """Where each buffer lies in the arena already."""
-        if self._keeper is None or not self._keeper.keeps:
-            return [None] * len(buffers)
-        return [*map(self._keeper.find, buffers)]
+        keeper, size = self._keeper, sum(map(len, buffers))
+        if keeper is None or not keeper.keeps:
+            return size
+        return size - sum(block.size for block in map(keeper.find, buffers) if block is not None)
 
     def _send(self, buffers: Sequence[Buffer], wires: list[Wire | None], copies: Copies | None) -> None:
         groups = _groups(buffers, self._least)
-        kept = self._kept(buffers) if copies is None else [None] * len(buffers)
-        send = partial(self._send_group, buffers, kept, wires, copies)
-        long = sum(len(buffer) for buffer, block in zip(buffers, kept, strict=True) if block is None) >= TOGETHER_SIZE
-        if long and copies is None and len(groups) > 1:
+        send = partial(self._send_group, buffers, wires, copies)
+        if copies is None and len(groups) > 1 and self.to_copy(buffers) >= TOGETHER_SIZE:
             self.arena.together(send, groups)
         else:
             for group in groups:
                 send(group)
 
     def _send_group(
-        self,
-        buffers: Sequence[Buffer],
-        kept: Sequence[Block | None],
-        wires: list[Wire | None],
-        copies: Copies | None,
-        group: list[int],
+        self, buffers: Sequence[Buffer], wires: list[Wire | None], copies: Copies | None, group: list[int]
     ) -> None:
         members = [buffers[index] for index in group]
-        lent = self._lend(members, copies, kept[group[0]] if len(group) == 1 else None)
+        lent = self._lend(members, copies)
         if lent is None:
             return
         block, copy_out = lent
@@ -189,10 +179,7 @@ class SharedMemory:
         """What `send` does with a message of one buffer, in fewer steps."""
         if len(buffer) < self._least:
             return None
-        keeper, kept = self._keeper, None
-        if keeper is not None and keeper.keeps and copies is None:
-            kept = keeper.find(buffer)
-        lent = self._lend((buffer,), copies, kept)
+        lent = self._lend((buffer,), copies)
         if lent is None:
             return None
         traffic = self.traffic
@@ -201,10 +188,13 @@ class SharedMemory:
         block, copy_out = lent
         return [*block, copy_out]  # a Lent
 
-    def _lend(self, buffers: Sequence[Buffer], copies: Copies | None, kept: Block | None) -> tuple[Block, int] | None:
-        """The block, and whether it is to be copied out. kept: where the one buffer lies in the arena already."""
+    def _lend(self, buffers: Sequence[Buffer], copies: Copies | None) -> tuple[Block, int] | None:
+        """The block, and whether it is to be copied out."""
         if self._closed:
             return None
+        keeper, kept = self._keeper, None
+        if keeper is not None and keeper.keeps and copies is None and len(buffers) == 1:
+            kept = keeper.find(buffers[0])
         large = copies is None and len(buffers) == 1 and len(buffers[0]) >= COLD_SIZE
         if not self._mapped:
             self.offer_all()

@@ -132,6 +132,7 @@ def room(size: int) -> bytearray | mmap.mmap:
 
 def whole_frames(data: bytes) -> tuple[list[Frame], int]:
     """The frames that these bytes begin with, as far as they are whole, and their length. No limits are looked at."""
+    # Whether one is whole is what `least_length` would say, which is a function more for each.
     frames: list[Frame] = []
     start, there = 0, len(data)
     size = HEAD.size

@@ -62,8 +62,7 @@ class PutFuture(WaitingFuture):
     def finish(self, value: Any, error: BaseException | None = None) -> bool:
         """As of all; and the item is not kept any longer for its sake."""
         self.item = None
-        self.stop_timer()
-        return self.settle(value, error)
+        return super().finish(value, error)
 
 
 class GetFuture(WaitingFuture):

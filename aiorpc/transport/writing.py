@@ -77,8 +77,7 @@ class FrameWriter:
     @property
     def unsent(self) -> int:
         """Frames appended and not yet written."""
-        queue = self.queue  # its length, with one function less for each chunk
-        return len(queue.frames) + len(queue.begun)
+        return len(self.queue)
 
     def send(self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False) -> None:
         """Queue one frame, from any thread; never blocks. After close the frame is dropped.
