@@ -7,6 +7,7 @@ import gc
 import multiprocessing.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -31,6 +32,8 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does so to what runs behind it, and it is inherited
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     tiers.choose_profile(config.option.markexpr)
 
 

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+import aiorpc as rpc
+from aiorpc import Worker
 from aiorpc.errors import RpcUsageError
 from aiorpc.runtime.calls.batching import batched
 from aiorpc.runtime.calls.functions import (
@@ -30,6 +32,7 @@ from aiorpc.runtime.calls.functions import (
     resolve,
     system,
 )
+from tests.processes.workers import until
 
 
 def function() -> None: ...
@@ -303,6 +306,43 @@ def test_functions_that_never_wait_are_run_on_the_loop() -> None:
     def quick() -> None: ...
 
     assert classify(quick, "quick").mode is Mode.INLINE
+
+
+gates: list[asyncio.Future[str]] = []
+
+
+@system
+@inline
+def answered_later() -> asyncio.Future[str]:
+    """The answer is what the test says."""
+    gates.append(asyncio.get_running_loop().create_future())
+    return gates[-1]
+
+
+async def _asked(worker: Worker) -> tuple[rpc.Future[str], asyncio.Future[str]]:
+    peer = worker.node.peers.of(next(record for record in worker.node.group.live() if record.name == "worker1"))
+    gates.clear()
+    future = peer.call(answered_later, (), None, 0.0, system=True)
+    await until(lambda: len(gates) == 1)
+    return future, gates[0]
+
+
+async def test_they_may_answer_with_a_future(pair: list[Worker]) -> None:
+    """Its value, its error, and what its end says, whoever has ended it; a call that is given up cancels it."""
+    future, gate = await _asked(pair[0])
+    gate.set_result("late")
+    assert await future == "late"
+    future, gate = await _asked(pair[0])
+    gate.set_exception(KeyError("wrong"))
+    with pytest.raises(KeyError, match="wrong"):
+        await future
+    future, gate = await _asked(pair[0])
+    gate.cancel()
+    with pytest.raises(rpc.RpcCancelled, match="answered_later was cancelled on 'worker1'"):
+        await future
+    future, gate = await _asked(pair[0])
+    future.cancel()
+    await until(gate.cancelled)
 
 
 def test_async_execution_changes_nothing_else() -> None:

@@ -16,7 +16,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import Message, VersionsReleased
+from aiorpc.protocol.publication import Message, SubscriptionClosed, VersionsReleased, Want
+from aiorpc.runtime.publication.shelf import Key
 from aiorpc.testing import cluster
 from tests.processes.workers import until
 
@@ -295,6 +296,53 @@ async def test_taking_a_version_may_be_cancelled(pair: list[Worker]) -> None:
             await waiting
         await pair[0].publish("policy", weights(1))
         assert (await anext(versions)).version == 1
+
+
+async def test_a_reader_that_gives_up_holds_up_nobody(trio: list[Worker]) -> None:
+    """Not one that asks no more, nor one that asks twice, whose first question is refused; and its place is free."""
+    await trio[0].publish("policy", weights(1))
+    me = trio[0].node.engine.record
+    publications = trio[1].node.publications
+    asked = [publications.want(me, Want("policy", 99, 1, False, [], False)) for _ in range(2)]
+    with pytest.raises(rpc.RpcUsageError, match="asked again"):
+        await asked[0]
+    asked[1].cancel()
+    kept = publications.want(me, Want("policy", 98, 1, False, [], False))
+    async with trio[2].subscribe("policy") as versions:
+        assert (await anext(versions)).version == 1
+        publications.tell(me, SubscriptionClosed("policy", 98, []))
+        with pytest.raises(rpc.RpcUsageError, match="has ended"):
+            await kept
+        await trio[0].publish("policy", weights(2))
+        assert (await anext(versions)).version == 2
+    subscribers = trio[0].node.publications.publishers["policy"].subscribers
+    publications.tell(me, SubscriptionClosed("policy", 99, []))
+    await until(lambda: not subscribers)
+
+
+async def test_an_answer_that_cannot_be_made_is_the_error_of_its_reader(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others get the version, and whoever has published it hears of nothing."""
+    await trio[0].publish("policy", weights(1))
+    publisher = trio[0].node.publications.publishers["policy"]
+    answer = publisher._answer
+
+    def break_one(key: Key, *args: Any) -> Any:
+        if key[0] == trio[1].info.id:
+            raise RuntimeError("broken")
+        return answer(key, *args)
+
+    me = trio[0].node.engine.record
+    future = trio[1].node.publications.want(me, Want("policy", 99, 1, False, [], False))
+    async with trio[2].subscribe("policy") as versions:
+        assert (await anext(versions)).version == 1
+        await until(lambda: len(publisher.subscribers) == 2)
+        monkeypatch.setattr(publisher, "_answer", break_one)
+        await trio[0].publish("policy", weights(2))
+        assert (await anext(versions)).version == 2
+        with pytest.raises(RuntimeError, match="broken"):
+            await future
 
 
 async def test_the_blocking_form(pair: list[Worker]) -> None:

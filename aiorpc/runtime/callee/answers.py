@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ... import foreign
 from ...channels import AnyBuffer
-from ...errors import Overloaded, SerializationError
+from ...errors import Overloaded, RpcCancelled, SerializationError
 from ...futures import AnyFuture, outcome
 from ...protocol.frames import ERROR, ITEM, REPLY, Buffer, encode_frame
 from ...protocol.messages import Item, Reply, Values, write, write_plain
@@ -109,6 +110,17 @@ class Answers:
             self.answer(call, value, copy=copy)
         else:
             self.answer_error(call, error)
+
+    def answer_awaited(self, call: ServedCall, future: asyncio.Future[Any]) -> None:
+        """Send the value or the error of a Future of the loop that is done."""
+        call.on_cancel = None  # it leads back here
+        if future.cancelled():
+            if not call.cancelled:
+                self.answer_error(call, RpcCancelled(f"{call.function} was cancelled on {self._engine.name!r}"))
+        elif (error := future.exception()) is not None:
+            self.answer_error(call, error)
+        else:
+            self.answer(call, future.result())
 
     def answer(self, call: ServedCall, result: object, *, copy: bool = False) -> None:
         """Send the result, unless the caller has given up. copy: the result's tensors may change right after this."""

@@ -83,7 +83,10 @@ def system(fn: F) -> F:
 
 
 def inline(fn: F) -> F:
-    """Mark a plain function of the runtime's that never waits: it is run on the loop, between two frames."""
+    """Mark a plain function of the runtime's that never waits: it is run on the loop, between two frames.
+
+    It may return a Future of the loop, whose result is the answer; that is cancelled if the caller gives up.
+    """
     setattr(fn, _INLINE, True)
     return fn
 

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -352,8 +352,11 @@ class Publications:
         claim = self._claims.get(name)
         return claim is not None and claim.publisher == record.id and self._living(claim) is not None
 
-    async def hand_on(self, message: Want) -> Results:
+    def hand_on(self, message: Want) -> asyncio.Task[Results]:
         """The newest version of a name that this worker reads, for who has come after its publisher had gone."""
+        return self._engine.tasks.spawn(self._hand_on(message))
+
+    async def _hand_on(self, message: Want) -> Results:
         kept = [feed.kept for feed in self.feeds.values() if feed.name == message.name and feed.kept is not None]
         newest = max(kept, key=lambda each: each.edition.version, default=None)
         if newest is None or newest.view is None or newest.edition.version <= message.have:
@@ -414,7 +417,7 @@ class Publications:
 
     def record_of(self, worker_id: int) -> WorkerRecord:
         """The record of a member that calls. RpcUsageError if it is none any more."""
-        record = self.known(worker_id)
+        record = self._home.group.members.get(worker_id)
         if record is None:
             raise RpcUsageError(f"no member has the id {worker_id}")
         return record
@@ -451,7 +454,8 @@ def _current() -> tuple[Publications, int]:
     """In a handler: the published values of this worker, and the id of the caller."""
     call = current_call.get()
     assert call is not None, "these functions are handlers"
-    return cast(_NodeThatPublishes, call.node).publications, call.caller_id
+    node: _NodeThatPublishes = call.node  # type: ignore[assignment]  # every node has them; cast would be a function
+    return node.publications, call.caller_id
 
 
 @system
@@ -463,14 +467,15 @@ def claimed(said: bytes) -> int:
 
 
 @system
-async def wanted(said: bytes) -> Results:
+@inline
+def wanted(said: bytes) -> Results | asyncio.Future[Results]:
     """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
     publications, caller_id = _current()
     message = read(Want, said)
     shelf = publications.shelf_of(message.name)
     if shelf is None:
-        return await publications.hand_on(message)
-    return await shelf.want(publications.record_of(caller_id), message)
+        return publications.hand_on(message)
+    return shelf.want(publications.record_of(caller_id), message)
 
 
 @system

@@ -116,7 +116,7 @@ class Publisher(Shelf):
 
     # --- readers ------------------------------------------------------------------------------------------------------
 
-    async def want(self, reader: WorkerRecord, said: Want) -> Results:
+    def want(self, reader: WorkerRecord, said: Want) -> Results | asyncio.Future[Results]:
         """As of a shelf. A reader of another host that can map memory there is told who fetches for its host."""
         if said.maps and not said.leads and reader.host != self._engine.record.host:
             leader = self._leaders.get(reader.host)
@@ -132,7 +132,7 @@ class Publisher(Shelf):
             leader.key, leader.seen, leader.waiting = (reader.id, said.subscription), time.monotonic(), True
         else:
             self._expected.pop(reader.id, None)
-        return await super().want(reader, said)
+        return super().want(reader, said)
 
     def _lead(self, reader: WorkerRecord) -> _Leader:
         """That reader fetches for its host from now on; one that did so before is passed by."""

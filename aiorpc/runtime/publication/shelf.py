@@ -71,11 +71,22 @@ class Origin(NamedTuple):
 
 @dataclass(eq=False)
 class Subscriber:
-    """One subscription to the name. have: the newest version that it has whole. held: those that it may be reading."""
+    """One subscription to the name. have: the newest version that it has whole. held: those that it may be reading.
+
+    asked: what it waits for, and the Future of the answer; None if it waits for nothing. That may be done by now, as
+    the reader may have given up.
+    """
 
     record: WorkerRecord
     have: int = 0
     held: set[int] = field(default_factory=set)
+    asked: tuple[Want, asyncio.Future[Results]] | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Nothing comes of what it waits for."""
+        asked, self.asked = self.asked, None
+        if asked is not None and not asked[1].done():
+            asked[1].set_exception(error)
 
 
 @dataclass(eq=False)
@@ -112,8 +123,7 @@ class Shelf:
         self._stored: dict[int, Stored] = {}
         self._gone: dict[Key, Subscriber] = {}  # that hold versions still
         self._fetching: dict[WorkerRecord, int] = {}  # by worker of another host: the version that it fetches in pieces
-        self._changed = asyncio.Event()  # set when there is a newer version, or none comes any more
-        self._begun = asyncio.Event()  # set then, and when one is begun
+        self._begun = asyncio.Event()  # set when a version is begun or whole, or none comes any more
         self._over: str | None = None
 
     @property
@@ -161,18 +171,32 @@ class Shelf:
         self._look_at(stored)
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """There is a newer version, or none comes any more: answer whoever waits for it."""
+        for key, subscriber in self.subscribers.items():
+            asked, newest = subscriber.asked, self._newest
+            if asked is None:
+                continue
+            said, answer = asked
+            if newest is not None and newest.version > said.have:
+                subscriber.asked = None
+                if answer.done():
+                    continue
+                try:
+                    answer.set_result(self._answer(key, subscriber, newest, said))
+                except Exception as error:  # the others wait as well
+                    answer.set_exception(error)
+            elif self._over is not None:
+                subscriber.fail(RpcUsageError(self._over))
         self._wake_fetching()
 
-    def _wake_fetching(self) -> None:  # alone, as each reader that waits is a task to run
+    def _wake_fetching(self) -> None:
         self._begun.set()
         self._begun = asyncio.Event()
 
     # --- what readers say ---------------------------------------------------------------------------------------------
 
-    async def want(self, reader: WorkerRecord, said: Want) -> Results:
-        """The newest version for a subscription that has not got it, once there is one."""
+    def want(self, reader: WorkerRecord, said: Want) -> Results | asyncio.Future[Results]:
+        """The newest version for a subscription that has not got it; a Future of it as long as there is none."""
         key = (reader.id, said.subscription)
         subscriber = self._subscriber(key, reader)
         unheard = [each for each in subscriber.held if each > said.have]  # of an answer that it never got
@@ -180,13 +204,16 @@ class Shelf:
             self._release(key, subscriber, version)
         subscriber.have = max(subscriber.have, said.have)
         self.on_readers()
-        while self._newest is None or self._newest.version <= said.have:
-            if self._over is not None:
-                raise RpcUsageError(self._over)
-            await self._changed.wait()
-        if self.subscribers.get(key) is not subscriber:
-            raise RpcUsageError(f"the subscription to {self.name!r} has ended")
-        return self._answer(key, subscriber, self._newest, said)
+        newest = self._newest
+        if newest is not None and newest.version > said.have:
+            return self._answer(key, subscriber, newest, said)
+        if self._over is not None:
+            raise RpcUsageError(self._over)
+        if subscriber.asked is not None:
+            subscriber.fail(RpcUsageError(f"the subscription to {self.name!r} has asked again"))
+        answer: asyncio.Future[Results] = self._engine.loop.create_future()
+        subscriber.asked = said, answer
+        return answer
 
     def _subscriber(self, key: Key, reader: WorkerRecord) -> Subscriber:
         subscriber = self.subscribers.get(key)
@@ -289,6 +316,7 @@ class Shelf:
         key = (reader.id, said.subscription)
         subscriber = self.subscribers.pop(key, None)
         if subscriber is not None:
+            subscriber.fail(RpcUsageError(f"the subscription to {self.name!r} has ended"))
             for version in subscriber.held - {*said.held}:
                 self._release(key, subscriber, version)
             if subscriber.held:
