@@ -39,6 +39,7 @@ from ...protocol.codec import Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, write_plain
+from ...protocol.packing import PLAIN
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...transport.connection import Connection
@@ -259,7 +260,9 @@ class Peer:
         once = None if one_try is None else one_try.once
         head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates, once)
         call_id = next(owed.ids)
-        frame = None if unknown else write_plain(CALL, call_id, head, values, self.max_body)
+        frame = None
+        if not unknown and PLAIN.issuperset(map(type, values)):
+            frame = write_plain(CALL, call_id, head, values, self.max_body)
         body, out, otherwise = b"", None, None
         buffers: Sequence[Any] = ()
         if frame is None:
@@ -464,7 +467,7 @@ class Peer:
 
     def post(self, link: Link, message: WaitingCall, copies: Copies | None = None) -> None:
         """Send a call over that link, unless it has ended meanwhile. copies: of buffers that others get. Any thread."""
-        call_id, owed = message.call_id, self.owed
+        call_id, owed = message.call.call_id, self.owed  # `message.call_id` is a function
         parcel = None
         try:
             if call_id in owed.pending:
