@@ -390,6 +390,11 @@ class Connection(FrameWriter):
             self._left = True
             self._call_on_loop(self._readable)
 
+    @property
+    def threads_may_read(self) -> bool:
+        """Whether threads may stand by for it (`attach`): with TLS or a session, who reads may have to write."""
+        return self.tls is None and self.lasting is None
+
     def attach(self, epoll: select.epoll) -> bool:
         """From now on a thread that waits at this epoll of its own is told of what comes, and says `read_once`; False
         if that cannot be, or not yet. The loop is told only while the thread does not wait. Any thread.
@@ -397,7 +402,7 @@ class Connection(FrameWriter):
         No system call is needed for each change: of several epolls in which a socket is exclusively, Linux wakes the
         first one that is waited at, in the order in which they were added (EPOLLEXCLUSIVE).
         """
-        if self.tls is not None or self.lasting is not None:  # with those, who reads may have to write
+        if not self.threads_may_read:
             return False
         if self._epoll is None:
             self._ask_to_share()

@@ -15,6 +15,7 @@ import aiorpc
 from aiorpc import Future, RpcBackendOptions, RpcCancelled, Worker, async_execution, batched
 from aiorpc.protocol.frames import Frame
 from aiorpc.runtime.callee.standing import Standing
+from aiorpc.runtime.engine.alarm import Alarm
 from aiorpc.testing import cluster
 from tests import scripts
 
@@ -279,3 +280,22 @@ def alone() -> None:
     running.append(1)
     most.append(len(running))
     running.pop()
+
+
+@pytest.mark.parametrize("grace", [0.0, 1.0])
+async def test_no_thread_tries_to_where_none_may_read(monkeypatch: pytest.MonkeyPatch, grace: float) -> None:
+    """With a session or TLS who reads may have to write. Over TCP without them threads stand by as elsewhere."""
+    made: list[Alarm | None] = []
+    make = Alarm.make
+
+    def count() -> Alarm | None:
+        made.append(make())
+        return made[-1]
+
+    monkeypatch.setattr(Alarm, "make", count)
+    options = RpcBackendOptions(dedicated_loop=True, transports=("tcp",), reconnect_grace=grace)
+    async with cluster(2, options=options) as workers, asyncio.timeout(LIMIT):
+        for number in range(5):
+            assert await workers[0].call("worker1", double, number) == 2 * number
+            await idle(workers[1])
+        assert bool(made) is not bool(grace)

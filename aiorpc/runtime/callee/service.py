@@ -127,7 +127,8 @@ class Service:
         self._functions = self._resolver.functions
         self.for_threads = self._resolver.for_threads
         self.ahead: tuple[int, Call] | None = None
-        self._runner.standing = Standing(self, self._runner, connection)
+        if connection.threads_may_read:
+            self._runner.standing = Standing(self, self._runner, connection)
         limit = home.engine.options.max_call_rate
         self._rate = None if limit is None else Rate(limit, time.monotonic())
 
