@@ -187,7 +187,7 @@ class Runner:
             return
         finally:
             current_call.reset(token)
-        if isinstance(result, asyncio.Future):  # a tenth of what a task costs that waits for it
+        if isinstance(result, asyncio.Future):  # no task that waits for it is needed
             call.on_cancel = result.cancel
             result.add_done_callback(partial(self._answers.answer_awaited, call))
         else:
