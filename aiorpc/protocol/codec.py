@@ -324,8 +324,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            plain = type(value) is Tensor and value.is_cpu and value.layout is torch.strided  # as `is_dense`, for most
-            if not (plain and not value.is_quantized and not value.is_nested) and not is_dense(value, self._out.route):
+            if not is_dense(value, self._out.route):
                 apart = self._out.apart
                 if apart is None or not reductions.has_sparse_past(value):
                     return reductions.reduce_tensor(value, self._out.route)

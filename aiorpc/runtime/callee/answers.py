@@ -116,11 +116,15 @@ class Answers:
         call.on_cancel = None  # it leads back here
         if future.cancelled():
             if not call.cancelled:
-                self.answer_error(call, RpcCancelled(f"{call.function} was cancelled on {self._engine.name!r}"))
+                self.answer_cancelled(call)
         elif (error := future.exception()) is not None:
             self.answer_error(call, error)
         else:
             self.answer(call, future.result())
+
+    def answer_cancelled(self, call: ServedCall) -> None:
+        """What serves the call was cancelled, and not by its caller."""
+        self.answer_error(call, RpcCancelled(f"{call.function} was cancelled on {self._engine.name!r}"))
 
     def answer(self, call: ServedCall, result: object, *, copy: bool = False) -> None:
         """Send the result, unless the caller has given up. copy: the result's tensors may change right after this."""

@@ -409,8 +409,7 @@ class Runner:
             result = [await coroutine]
         except asyncio.CancelledError:
             if not call.cancelled:
-                failure = RpcCancelled(f"{call.function} was cancelled on {self._engine.name!r}")
-                self._answers.answer_error(call, failure)
+                self._answers.answer_cancelled(call)
                 return
             raise
         except BaseException as error:

@@ -260,9 +260,8 @@ class Peer:
         once = None if one_try is None else one_try.once
         head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates, once)
         call_id = next(owed.ids)
-        frame = None
-        if not unknown and PLAIN.issuperset(map(type, values)):
-            frame = write_plain(CALL, call_id, head, values, self.max_body)
+        plain = not unknown and PLAIN.issuperset(map(type, values))  # as `write_plain` asks, without it if they are not
+        frame = write_plain(CALL, call_id, head, values, self.max_body) if plain else None
         body, out, otherwise = b"", None, None
         buffers: Sequence[Any] = ()
         if frame is None:
@@ -467,7 +466,7 @@ class Peer:
 
     def post(self, link: Link, message: WaitingCall, copies: Copies | None = None) -> None:
         """Send a call over that link, unless it has ended meanwhile. copies: of buffers that others get. Any thread."""
-        call_id, owed = message.call.call_id, self.owed  # `message.call_id` is a function
+        call_id, owed = message.call_id, self.owed
         parcel = None
         try:
             if call_id in owed.pending:

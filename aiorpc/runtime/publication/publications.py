@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -417,7 +417,7 @@ class Publications:
 
     def record_of(self, worker_id: int) -> WorkerRecord:
         """The record of a member that calls. RpcUsageError if it is none any more."""
-        record = self._home.group.members.get(worker_id)
+        record = self.known(worker_id)
         if record is None:
             raise RpcUsageError(f"no member has the id {worker_id}")
         return record
@@ -454,8 +454,7 @@ def _current() -> tuple[Publications, int]:
     """In a handler: the published values of this worker, and the id of the caller."""
     call = current_call.get()
     assert call is not None, "these functions are handlers"
-    node: _NodeThatPublishes = call.node  # type: ignore[assignment]  # every node has them; cast would be a function
-    return node.publications, call.caller_id
+    return cast(_NodeThatPublishes, call.node).publications, call.caller_id
 
 
 @system

@@ -173,20 +173,17 @@ class Shelf:
     def _wake(self) -> None:
         """There is a newer version, or none comes any more: answer whoever waits for it."""
         for key, subscriber in self.subscribers.items():
-            asked, newest = subscriber.asked, self._newest
-            if asked is None:
+            if subscriber.asked is None or subscriber.asked[1].done():
                 continue
-            said, answer = asked
-            if newest is not None and newest.version > said.have:
-                subscriber.asked = None
-                if answer.done():
-                    continue
-                try:
-                    answer.set_result(self._answer(key, subscriber, newest, said))
-                except Exception as error:  # the others wait as well
-                    answer.set_exception(error)
-            elif self._over is not None:
-                subscriber.fail(RpcUsageError(self._over))
+            said, answer = subscriber.asked
+            try:
+                given = self._give(key, subscriber, said)
+            except Exception as error:  # the others wait as well
+                subscriber.fail(error)
+            else:
+                if given is not None:
+                    subscriber.asked = None
+                    answer.set_result(given)
         self._wake_fetching()
 
     def _wake_fetching(self) -> None:
@@ -204,16 +201,23 @@ class Shelf:
             self._release(key, subscriber, version)
         subscriber.have = max(subscriber.have, said.have)
         self.on_readers()
-        newest = self._newest
-        if newest is not None and newest.version > said.have:
-            return self._answer(key, subscriber, newest, said)
-        if self._over is not None:
-            raise RpcUsageError(self._over)
+        given = self._give(key, subscriber, said)
+        if given is not None:
+            return given
         if subscriber.asked is not None:
             subscriber.fail(RpcUsageError(f"the subscription to {self.name!r} has asked again"))
         answer: asyncio.Future[Results] = self._engine.loop.create_future()
         subscriber.asked = said, answer
         return answer
+
+    def _give(self, key: Key, subscriber: Subscriber, said: Want) -> Results | None:
+        """The newest version, None if the subscription has that already. RpcUsageError if no other one comes."""
+        newest = self._newest
+        if newest is not None and newest.version > said.have:
+            return self._answer(key, subscriber, newest, said)
+        if self._over is not None:
+            raise RpcUsageError(self._over)
+        return None
 
     def _subscriber(self, key: Key, reader: WorkerRecord) -> Subscriber:
         subscriber = self.subscribers.get(key)
