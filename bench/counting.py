@@ -6,7 +6,8 @@ itself, the caller's own coroutine, and what torch runs in Python of the operati
 a batch of operations and one of none, by the number of operations, and of three such pairs the median. The loops are
 uvloop's. Two options differ from the default: ``busy_wait=0``, as a thread that stays awake runs functions for as long
 as it waits, and ``lag_warning=0``, whose thread would count by the second. What else goes by time is a few functions a
-second. With many calls under way a few percent depend on how many messages the loops find at once.
+second. With many calls under way a few percent depend on how many messages the loops find at once, and with other
+processes on the same cores a few depend on who comes first to read a call, the loop or the thread that ran the last.
 """
 
 from __future__ import annotations
