@@ -44,6 +44,8 @@ OVERHEAD = HEAD.size + TAG_SIZE
 MAX_PAYLOAD = READ_SIZE
 # Below this, to join head, payload and tag costs less than to write them from where they are.
 SHORT = 4096
+# Read at once of what has no place yet: it is copied once more.
+_AT_ONCE = READ_SIZE // 4
 _NONCE = struct.Struct("<QI")  # the number, and what is in the head
 _BROKEN = "what arrived does not bear the other side's seal: somebody in between has changed it"
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
@@ -70,9 +72,12 @@ class Unsealer:
     """Checks what arrives and hands it to the decoder of frames; used as that is.
 
     in a piece that    its bytes are read into       and then
-    is under way in    a large buffer's own place,   are checked there; what is not right is never handed on, as the
-    a large buffer     then its tag into `_tail`     connection ends before that buffer is whole
+    is under way in    a large buffer's own place    are checked there; what is not right is never handed on, as the
+    a large buffer                                   connection ends before that buffer is whole
     is any other       `_buffer`, whatever comes     are checked there, and copied by the decoder
+
+    The tag of such a piece, and the head of the next one, are read along with it: into what the next one will write to,
+    or, behind the last one that has its place there, into memory of their own.
     """
 
     def __init__(self, seal: Seal, decoder: FrameDecoder) -> None:
@@ -82,8 +87,9 @@ class Unsealer:
         self._buffer = room(2 * READ_SIZE)
         self._end = 0  # of what is there of pieces that are not whole
         self._place: memoryview | None = None  # where the payload of the piece belongs that is under way, all of it
-        self._placed = 0  # how much of it is there, and of what is behind it
-        self._tail = bytearray(OVERHEAD)  # the tag, and the head of the next piece
+        self._tail = memoryview(b"")  # where what is behind it is read into: its tag, and the head of the next piece
+        self._next = memoryview(b"")  # what is read into next
+        self._placed = 0  # how much is there, of the payload and of what is behind it
 
     @property
     def filling(self) -> bool:
@@ -97,10 +103,12 @@ class Unsealer:
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes belong; never empty, as a whole piece never stays."""
-        if self._place is None:
-            return memoryview(self._buffer)[self._end :]
-        behind = self._placed - len(self._place)
-        return self._place[self._placed :] if behind < 0 else memoryview(self._tail)[behind:]
+        if self._place is not None:
+            return self._next
+        end = self._end
+        # Of what belongs to a large buffer little is read before it is known, by the head of its piece, that it does.
+        most = HEAD.size if self._decoder.filling and end < HEAD.size else end + _AT_ONCE
+        return memoryview(self._buffer)[end:most]
 
     def received(self, count: int) -> list[Frame]:
         """`count` bytes were put into the last buffer; the frames that this completed. ProtocolError: a wrong seal."""
@@ -127,28 +135,39 @@ class Unsealer:
         Returns how many bytes are taken: all of them or, if it does not, none.
         """
         (length,) = HEAD.unpack_from(data)
-        place = self._decoder.get_buffer()
-        if length > len(place):
+        room = self._decoder.get_buffer()
+        if not 0 < length <= min(len(room), MAX_PAYLOAD):
             return 0
-        self._place = place[:length]
+        end = length + OVERHEAD
+        whole = room[:end]
+        self._place = whole[:length]
+        self._tail = whole[length:] if len(whole) == end else memoryview(bytearray(OVERHEAD))
         come = data[HEAD.size :]
         payload, behind = come[:length], come[length:]
         self._place[: len(payload)] = payload
         self._tail[: len(behind)] = behind
-        self._placed = len(come)
+        self._placed = placed = len(come)
+        if len(whole) == end:
+            self._next = whole[placed:]
+        else:
+            self._next = self._place[placed:] if placed < length else self._tail[placed - length :]
         return len(data)
 
     def _received_in_place(self, place: memoryview, count: int) -> list[Frame]:
         self._placed += count
         behind = self._placed - len(place)
         if behind < TAG_SIZE:
+            self._next = self._next[count:] or self._tail[behind:]
             return []
-        if not hmac.compare_digest(self._seal.tag(self._numbers[0], place), self._tail[:TAG_SIZE]):
+        tail = self._tail[:behind].tobytes()  # the next piece may belong there
+        if not hmac.compare_digest(self._seal.tag(self._numbers[0], place), tail[:TAG_SIZE]):
             raise ProtocolError(_BROKEN)
         self._numbers.append(self._numbers[0] + 1)
         self._place = None
         frames = self._decoder.received(len(place))
-        rest = self._tail[TAG_SIZE:behind]
+        rest = tail[TAG_SIZE:]
+        if len(rest) == HEAD.size and self._decoder.filling and self._begin_place(memoryview(rest)):
+            return frames
         self._buffer[: len(rest)] = rest
         return frames + self.received(len(rest))
 

@@ -88,15 +88,34 @@ def test_chunk_is_read_straight_into_its_place(most: int) -> None:
     rest = b"".join(CHUNK_PIECES[1:]) + sealed(frame(7), first=3)[0]
     places, frames = set(), []
     while rest:
-        with unsealer.get_buffer() as buffer:
-            count = min(len(buffer), len(rest), most)
-            buffer[:count] = rest[:count]
-            places.add(buffer.obj is target)
+        buffer = unsealer.get_buffer()
+        count = min(len(buffer), len(rest), most)
+        buffer[:count] = rest[:count]
+        places.add(buffer.obj is target)
         frames += unsealer.received(count)
         rest = rest[count:]
-    assert places == {True, False} and target == DATA  # heads and tags lie elsewhere
+    assert places == {True, False} and target == DATA  # the last tag, and the first head, lie elsewhere
     assert [(each.kind, each.call_id) for each in frames] == [(CHUNK, 1), (Kind.REPLY, 7)]
     assert unsealer.empty and not unsealer.filling
+
+
+def test_a_place_takes_its_tag_and_the_next_head_along() -> None:
+    """Little is read before it is known where it belongs; what stands between two parts of the data comes with one."""
+    target = bytearray(len(DATA))
+    unsealer = placing(target)
+    _, first, second = CHUNK_PIECES
+    assert len(unsealer.get_buffer()) < len(first)
+    assert unsealer.feed(CHUNK_PIECES[0]) == []
+    assert len(unsealer.get_buffer()) == HEAD.size
+    assert unsealer.feed(first[: HEAD.size]) == []
+    buffer = unsealer.get_buffer()
+    assert buffer.obj is target and len(buffer) == len(first)  # less its head, and with that of the second
+    buffer[:] = first[HEAD.size :] + second[: HEAD.size]
+    assert unsealer.received(len(buffer)) == []
+    buffer = unsealer.get_buffer()
+    assert buffer.obj is target and len(buffer) == len(DATA) - HALF
+    (chunk,) = unsealer.feed(second[HEAD.size :])
+    assert chunk.kind == CHUNK and target == DATA and unsealer.empty
 
 
 def test_rest_of_a_read_is_taken_along_to_the_place() -> None:
