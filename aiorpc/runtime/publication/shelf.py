@@ -112,11 +112,15 @@ class Stored:
 
 
 class Shelf:
-    """See the module. On the loop. subscribers: those that are open, by worker and number."""
+    """See the module. On the loop. subscribers: those that are open, by worker and number.
+
+    newest: the newest version that is whole; 0 before there is one, and once no more come.
+    """
 
     def __init__(self, home: Home, name: str) -> None:
         self.name = name
         self.subscribers: dict[Key, Subscriber] = {}
+        self.newest = 0
         self._engine = home.engine
         self._slots: SharedSlots = home.links.memory.slots
         self._newest: Stored | None = None
@@ -125,11 +129,6 @@ class Shelf:
         self._fetching: dict[WorkerRecord, int] = {}  # by worker of another host: the version that it fetches in pieces
         self._begun = asyncio.Event()  # set when a version is begun or whole, or none comes any more
         self._over: str | None = None
-
-    @property
-    def newest(self) -> int:
-        """The newest version that is whole; 0 before there is one."""
-        return 0 if self._newest is None else self._newest.version
 
     @property
     def stored(self) -> int:
@@ -157,7 +156,7 @@ class Shelf:
         self.filled_to(stored, len(stored.data))
         before = self._newest
         if before is None or before.version < stored.version:
-            self._newest = stored
+            self._newest, self.newest = stored, stored.version
             self._wake()
         if before is not None:
             self._look_at(before)
@@ -176,14 +175,15 @@ class Shelf:
             if subscriber.asked is None or subscriber.asked[1].done():
                 continue
             said, answer = subscriber.asked
+            if said.have >= self.newest and self._over is None:
+                continue
             try:
                 given = self._give(key, subscriber, said)
             except Exception as error:  # the others wait as well
                 subscriber.fail(error)
             else:
-                if given is not None:
-                    subscriber.asked = None
-                    answer.set_result(given)
+                subscriber.asked = None
+                answer.set_result(given)
         self._wake_fetching()
 
     def _wake_fetching(self) -> None:
@@ -195,39 +195,31 @@ class Shelf:
     def want(self, reader: WorkerRecord, said: Want) -> Results | asyncio.Future[Results]:
         """The newest version for a subscription that has not got it; a Future of it as long as there is none."""
         key = (reader.id, said.subscription)
-        subscriber = self._subscriber(key, reader)
-        unheard = [each for each in subscriber.held if each > said.have]  # of an answer that it never got
+        subscriber = self.subscribers.get(key) or self._subscribe(key, reader)
+        unheard = filter(said.have.__lt__, subscriber.held)  # of an answer that it never got
         for version in [*unheard, *said.released]:
             self._release(key, subscriber, version)
         subscriber.have = max(subscriber.have, said.have)
         self.on_readers()
-        given = self._give(key, subscriber, said)
-        if given is not None:
-            return given
+        if said.have < self.newest or self._over is not None:
+            return self._give(key, subscriber, said)
         if subscriber.asked is not None:
             subscriber.fail(RpcUsageError(f"the subscription to {self.name!r} has asked again"))
         answer: asyncio.Future[Results] = self._engine.loop.create_future()
         subscriber.asked = said, answer
         return answer
 
-    def _give(self, key: Key, subscriber: Subscriber, said: Want) -> Results | None:
-        """The newest version, None if the subscription has that already. RpcUsageError if no other one comes."""
-        newest = self._newest
-        if newest is not None and newest.version > said.have:
-            return self._answer(key, subscriber, newest, said)
-        if self._over is not None:
-            raise RpcUsageError(self._over)
-        return None
-
-    def _subscriber(self, key: Key, reader: WorkerRecord) -> Subscriber:
-        subscriber = self.subscribers.get(key)
-        if subscriber is None:
-            if sum(worker == reader.id for worker, _ in self.subscribers) >= _MOST_SUBSCRIPTIONS:
-                raise Overloaded(f"{reader.name!r} has {_MOST_SUBSCRIPTIONS} subscriptions to {self.name!r}")
-            subscriber = self.subscribers[key] = Subscriber(reader)
+    def _subscribe(self, key: Key, reader: WorkerRecord) -> Subscriber:
+        if sum(worker == reader.id for worker, _ in self.subscribers) >= _MOST_SUBSCRIPTIONS:
+            raise Overloaded(f"{reader.name!r} has {_MOST_SUBSCRIPTIONS} subscriptions to {self.name!r}")
+        subscriber = self.subscribers[key] = Subscriber(reader)
         return subscriber
 
-    def _answer(self, key: Key, subscriber: Subscriber, stored: Stored, said: Want) -> Results:
+    def _give(self, key: Key, subscriber: Subscriber, said: Want) -> Results:
+        """The newest version. RpcUsageError if the subscription has it already, as no other one comes."""
+        stored = self._newest
+        if stored is None or stored.version <= said.have:
+            raise RpcUsageError(self._over)
         slot, copy = stored.slot, False
         data: tuple[torch.Tensor, ...] = ()
         mapped = slot is not None and said.maps
@@ -237,17 +229,16 @@ class Shelf:
             copy = len(subscriber.held) > MOST_HELD
         elif len(stored.data):
             data = (torch.from_numpy(self._lend(stored)),)
-        return Results((self._edition(stored, mapped, copy), *stored.bodies, *data))
+        edition = stored.editions.get((mapped, copy)) or self._write_edition(stored, mapped, copy)
+        return Results((edition, *stored.bodies, *data))
 
-    def _edition(self, stored: Stored, mapped: bool, copy: bool) -> bytes:
+    def _write_edition(self, stored: Stored, mapped: bool, copy: bool) -> bytes:
         """What is said of a version, which is written once for all readers of a kind."""
-        said = stored.editions.get((mapped, copy))
-        if said is None:
-            offer, numbers = None, []
-            if stored.slot is not None and mapped:
-                slot = stored.slot
-                offer, numbers = SlotOffer(slot.number, slot.fd, slot.size, slot.nonce), self._slots.numbers()
-            said = stored.editions[mapped, copy] = write(self.edition(stored, offer, copy, numbers))
+        offer, numbers = None, []
+        if stored.slot is not None and mapped:
+            slot = stored.slot
+            offer, numbers = SlotOffer(slot.number, slot.fd, slot.size, slot.nonce), self._slots.numbers()
+        said = stored.editions[mapped, copy] = write(self.edition(stored, offer, copy, numbers))
         return said
 
     def edition(
@@ -363,7 +354,8 @@ class Shelf:
         stored = self._stored.get(version)
         if stored is not None:
             stored.holders.discard(key)
-            self._look_at(stored)
+            if not stored.holders:
+                self._look_at(stored)
 
     def _look_at(self, stored: Stored) -> None:
         """Let a version go that nobody needs."""
@@ -379,7 +371,7 @@ class Shelf:
     def end(self, reason: str) -> None:
         """No more versions come: whoever waits for one is told why. Those that are held stay until then."""
         self._over = reason
-        newest, self._newest = self._newest, None
+        newest, self._newest, self.newest = self._newest, None, 0
         if newest is not None:
             self._look_at(newest)
         self._wake()
@@ -387,7 +379,7 @@ class Shelf:
     def clear(self) -> None:
         """The worker ends: let go of everything."""
         self._stored.clear()
-        self._newest = None
+        self._newest, self.newest = None, 0
 
 
 async def in_background(
