@@ -31,6 +31,7 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from ..channels.landing import Arrival
+from ..channels.layout import EMBEDDED_SIZE
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..protocol.reference_messages import ReferenceId
@@ -361,7 +362,14 @@ NOT_CLOSED = b"-"  # that was the last one, and what the plan wants done last ha
 
 def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
     """Values side by side: in a list they would be pickled. said: of an answer, see `MORE`."""
-    return Results((pack_names(gradients) + said, *gradients.values()))
+    return Results((pack_names(gradients) + said, *map(_short, gradients.values())))
+
+
+def _short(gradient: Tensor | None) -> Tensor | None:
+    """A dense copy of a short gradient that was expanded, as that of a sum is: strides cost more than its elements."""
+    if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
+        return gradient
+    return gradient.contiguous() if gradient.nbytes <= EMBEDDED_SIZE and 0 in gradient.stride() else gradient
 
 
 def said_of_part(names: bytes) -> bytes:

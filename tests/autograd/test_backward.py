@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, autograd
-from aiorpc.autograd.parts import go_on, part_of
+from aiorpc.autograd.parts import go_on, part_of, to_wire
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.gradients.reach import SentName
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
@@ -24,6 +25,15 @@ from tests.runtime.waiting import until
 double = torch.float64
 
 # --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_short_gradients_that_were_expanded_are_sent_dense() -> None:
+    """As that of a sum is; a long one goes as the one element that it has, and others go as they are."""
+    short, long, turned = torch.ones(()).expand(2, 2), torch.ones(()).expand(100, 100), vector().view(2, -1).t()
+    gradients = {SentName(1, place): each for place, each in enumerate((short, long, turned, None))}
+    _, *sent = to_wire(gradients)
+    assert torch.equal(sent[0], short) and sent[0].stride() == (2, 1)
+    assert sent[1] is long and sent[2] is turned and sent[3] is None
 
 
 async def test_a_gradient_that_goes_to_and_fro_takes_two_messages() -> None:

@@ -162,6 +162,21 @@ def test_several_results_travel_side_by_side() -> None:
     assert names == b"names" and tensor.eq(1).all()
 
 
+@pytest.mark.parametrize("others", [[], [1 << 70]], ids=["quick", "general"])
+def test_what_was_recorded_of_a_message_that_is_too_long_is_undone(others: list[Any]) -> None:
+    """Nothing will ask for the gradient of a tensor that has not left."""
+
+    class Recorder:
+        def record(self, tensors: Any, on_unsent: list[Any]) -> Recorded:
+            on_unsent.append(lambda: undone.append(len(tensors)))
+            return Recorded(5, 1, [0], [[]])
+
+    undone: list[int] = []
+    with pytest.raises(SerializationError, match="too large"):
+        encode(Reply, (), [torch.ones(2, requires_grad=True), "x" * 2000, *others], To(max_body=1000), None, Recorder())
+    assert undone == [1]
+
+
 @pytest.mark.parametrize(
     "others", [[], [1 << 70], [torch.ones(3)], [torch.ones(3, requires_grad=True).to_sparse(), torch.ones(1)]], ids=str
 )

@@ -95,11 +95,13 @@ def encode(
     try:
         tensors: list[Tensor] = []
         places: list[int] = []
+        tracked = False
         for position, value in enumerate(values):
             type_ = type(value)
-            if type_ is Tensor and not (tape is not None and value.requires_grad):
+            if type_ is Tensor:
                 tensors.append(value)
                 places.append(position)
+                tracked = tracked or (tape is not None and value.requires_grad)
             elif not (
                 type_ in _ALWAYS_PLAIN
                 or (type_ is int and -(1 << 63) <= value < 1 << 64)
@@ -115,7 +117,11 @@ def encode(
             plain = [*values]
             for position in places:
                 plain[position] = None
-            said = _new(Values, (plain, places, (), None, 0, table, (), None))
+            gradients = None
+            if tracked and tape is not None:
+                out = Outgoing(target)
+                gradients = _record(tape, tensors, table, out)
+            said = _new(Values, (plain, places, (), None, 0, table, (), gradients))
         else:
             same_main = target.same_main and not other_main
             out = Outgoing(target, same_main=same_main, route=route, apart=tape is not None, safe=target.safe)
@@ -148,20 +154,23 @@ def _in_general(
         table, described = layout.describe(tensors, route)
         buffers = [*described, *buffers] if buffers else described
     if tape is not None and (tensors or out.apart):
-        gradients = tape.record([*tensors, *(out.apart or ())], out.on_unsent)
-        if gradients is not None and table is not None:
-            _forget_leaves(table, gradients)
+        gradients = _record(tape, [*tensors, *(out.apart or ())], table, out)
     if table is not None or gradients is not None:
         plain, tensors_at, opaque_at, pickled, count, _, references, _ = said
         said = _new(Values, (plain, tensors_at, opaque_at, pickled, count, table, references, gradients))
     return said, buffers
 
 
-def _forget_leaves(table: list[layout.TensorEntry], recorded: Recorded) -> None:
-    """What an autograd context says of tensors in the table gives them a past: they are no leaves at the receiver."""
-    for place in recorded.places:
-        if place < len(table):
-            table[place] = layout.without_leaf(table[place])
+def _record(
+    tape: Recorder, tensors: Sequence[Tensor], table: list[layout.TensorEntry] | None, out: Outgoing
+) -> Recorded | None:
+    """What an autograd context says of the tensors; it gives those in the table a past, so they are no leaves there."""
+    recorded = tape.record(tensors, out.on_unsent)
+    if recorded is not None and table is not None:
+        for place in recorded.places:
+            if place < len(table):
+                table[place] = layout.without_leaf(table[place])
+    return recorded
 
 
 def _too_long(size: int, said: Values, limit: int) -> SerializationError:
