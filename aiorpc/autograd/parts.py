@@ -367,7 +367,7 @@ def to_wire(gradients: Gradients, said: bytes = b"") -> Wire:
 
 def _short(gradient: Tensor | None) -> Tensor | None:
     """A dense copy of a short gradient that was expanded, as that of a sum is: strides cost more than its elements."""
-    if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
+    if gradient is None or not gradient.is_cpu or gradient.layout is not torch.strided or gradient.is_contiguous():
         return gradient
     return gradient.contiguous() if gradient.nbytes <= EMBEDDED_SIZE and 0 in gradient.stride() else gradient
 
