@@ -135,22 +135,17 @@ class Unsealer:
         Returns how many bytes are taken: all of them or, if it does not, none.
         """
         (length,) = HEAD.unpack_from(data)
-        room = self._decoder.get_buffer()
-        if not 0 < length <= min(len(room), MAX_PAYLOAD):
+        left = self._decoder.get_buffer()
+        if length > len(left):
             return 0
-        end = length + OVERHEAD
-        whole = room[:end]
-        self._place = whole[:length]
-        self._tail = whole[length:] if len(whole) == end else memoryview(bytearray(OVERHEAD))
+        line = left[: length + OVERHEAD if len(left) >= length + OVERHEAD else length]
+        self._place, self._tail = line[:length], line[length:] or memoryview(bytearray(OVERHEAD))
         come = data[HEAD.size :]
         payload, behind = come[:length], come[length:]
         self._place[: len(payload)] = payload
         self._tail[: len(behind)] = behind
         self._placed = placed = len(come)
-        if len(whole) == end:
-            self._next = whole[placed:]
-        else:
-            self._next = self._place[placed:] if placed < length else self._tail[placed - length :]
+        self._next = line[placed:] or self._tail[placed - length :]
         return len(data)
 
     def _received_in_place(self, place: memoryview, count: int) -> list[Frame]:
@@ -166,8 +161,6 @@ class Unsealer:
         self._place = None
         frames = self._decoder.received(len(place))
         rest = tail[TAG_SIZE:]
-        if len(rest) == HEAD.size and self._decoder.filling and self._begin_place(memoryview(rest)):
-            return frames
         self._buffer[: len(rest)] = rest
         return frames + self.received(len(rest))
 

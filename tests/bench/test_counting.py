@@ -22,7 +22,10 @@ from bench.stats import Row
 from bench.suite import choose
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_APART = 0.1  # where other processes want the cores, the loop now and then reads what a thread reads else
+MOST_APART = 0.03
+#: Of calls that threads serve: on busy cores the loop now and then reads what a thread reads else.
+MOST_APART_IN_THREADS = 0.1
+IN_THREADS = {each.quantity for each in counting.OPERATIONS if each.style == "blocking"}
 
 
 def leaf() -> None:
@@ -157,7 +160,8 @@ def test_counts_are_the_same_in_two_rounds(rows: dict[str, Row]) -> None:
     assert len(rows) == of_aiorpc + len(messages.STEPS)
     for row in rows.values():
         one, other = row.aiorpc
-        apart = 0.5 if row.note in counting.TCP else MOST_APART  # how many messages are in one piece, goes by time
+        apart = MOST_APART_IN_THREADS if row.quantity in IN_THREADS else MOST_APART
+        apart = 0.5 if row.note in counting.TCP else apart  # how many messages are in one piece, goes by time
         assert one > 0 and one == pytest.approx(other, rel=apart), row.quantity
 
 
@@ -183,7 +187,7 @@ def test_listing_names_the_functions_of_an_operation(rows: dict[str, Row]) -> No
     """Their number is that of another run, and that of all lines; the handler ran once for each call, at the callee."""
     title, *lines = run("--rounds", "1", "--list", "blocking").splitlines()
     total = float(title.split()[-2])
-    assert total == pytest.approx(rows["blocking no-op, "].aiorpc[0], rel=MOST_APART)
+    assert total == pytest.approx(rows["blocking no-op, "].aiorpc[0], rel=MOST_APART_IN_THREADS)
     both = [float(line.split()[0]) for line in lines]
     assert both == sorted(both, reverse=True)
     assert sum(both) == pytest.approx(total, rel=MOST_APART)

@@ -326,7 +326,7 @@ async def test_an_answer_that_cannot_be_made_is_the_error_of_its_reader(
     """The others get the version, and whoever has published it hears of nothing."""
     await trio[0].publish("policy", weights(1))
     publisher = trio[0].node.publications.publishers["policy"]
-    answer = publisher._give
+    answer = publisher._answer
 
     def break_one(key: Key, *args: Any) -> Any:
         if key[0] == trio[1].info.id:
@@ -338,7 +338,7 @@ async def test_an_answer_that_cannot_be_made_is_the_error_of_its_reader(
     async with trio[2].subscribe("policy") as versions:
         assert (await anext(versions)).version == 1
         await until(lambda: len(publisher.subscribers) == 2)
-        monkeypatch.setattr(publisher, "_give", break_one)
+        monkeypatch.setattr(publisher, "_answer", break_one)
         await trio[0].publish("policy", weights(2))
         assert (await anext(versions)).version == 2
         with pytest.raises(RuntimeError, match="broken"):

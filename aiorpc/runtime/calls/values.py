@@ -7,6 +7,7 @@ autograd context says about the tensors, and the result is compared with the lim
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from ...protocol.reference_messages import PassedReference
 # A message whose pickle is longer than this is unpickled in a thread, off the loop.
 LARGE_PICKLE = 64 * 1024
 _ALWAYS_PLAIN = PLAIN - {int, str}  # the others are plain as far as msgpack can say them
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _new: Any = tuple.__new__  # what a class of a message does, without its call into Python
 
 
@@ -95,13 +97,11 @@ def encode(
     try:
         tensors: list[Tensor] = []
         places: list[int] = []
-        tracked = False
         for position, value in enumerate(values):
             type_ = type(value)
             if type_ is Tensor:
                 tensors.append(value)
                 places.append(position)
-                tracked = tracked or (tape is not None and value.requires_grad)
             elif not (
                 type_ in _ALWAYS_PLAIN
                 or (type_ is int and -(1 << 63) <= value < 1 << 64)
@@ -118,7 +118,7 @@ def encode(
             for position in places:
                 plain[position] = None
             gradients = None
-            if tracked and tape is not None:
+            if tape is not None and any(map(_REQUIRES_GRAD, tensors)):
                 out = Outgoing(target)
                 gradients = _record(tape, tensors, table, out)
             said = _new(Values, (plain, places, (), None, 0, table, (), gradients))

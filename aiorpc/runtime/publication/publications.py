@@ -417,7 +417,7 @@ class Publications:
 
     def record_of(self, worker_id: int) -> WorkerRecord:
         """The record of a member that calls. RpcUsageError if it is none any more."""
-        record = self._home.group.members.get(worker_id)
+        record = self.known(worker_id)
         if record is None:
             raise RpcUsageError(f"no member has the id {worker_id}")
         return record

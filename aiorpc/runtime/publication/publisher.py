@@ -21,7 +21,7 @@ from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.publication import AskLeader, Claim, SubscriptionClosed, Want, needed, write
 from ..calls.values import Results
 from .content import Content
-from .shelf import Home, Key, Origin, Shelf, Subscriber, in_background
+from .shelf import Home, Key, Origin, Shelf, Stored, Subscriber, in_background
 
 # Lost readers that are remembered.
 _MOST_LOST = 256
@@ -149,10 +149,9 @@ class Publisher(Shelf):
             return False
         return time.monotonic() - max(leader.seen, self._put_at) > self._engine.bounds.stalled
 
-    def _give(self, key: Key, subscriber: Subscriber, said: Want) -> Results:
-        stored = self._newest
-        if not said.leads or stored is None or stored.version <= said.have:
-            return super()._give(key, subscriber, said)
+    def _answer(self, key: Key, subscriber: Subscriber, stored: Stored, said: Want) -> Results:
+        if not said.leads:
+            return super()._answer(key, subscriber, stored, said)
         for version in list(subscriber.held):
             self._release(key, subscriber, version)
         stored.holders.add(key)

@@ -112,15 +112,11 @@ class Stored:
 
 
 class Shelf:
-    """See the module. On the loop. subscribers: those that are open, by worker and number.
-
-    newest: the newest version that is whole; 0 before there is one, and once no more come.
-    """
+    """See the module. On the loop. subscribers: those that are open, by worker and number."""
 
     def __init__(self, home: Home, name: str) -> None:
         self.name = name
         self.subscribers: dict[Key, Subscriber] = {}
-        self.newest = 0
         self._engine = home.engine
         self._slots: SharedSlots = home.links.memory.slots
         self._newest: Stored | None = None
@@ -129,6 +125,11 @@ class Shelf:
         self._fetching: dict[WorkerRecord, int] = {}  # by worker of another host: the version that it fetches in pieces
         self._begun = asyncio.Event()  # set when a version is begun or whole, or none comes any more
         self._over: str | None = None
+
+    @property
+    def newest(self) -> int:
+        """The newest version that is whole; 0 before there is one."""
+        return 0 if self._newest is None else self._newest.version
 
     @property
     def stored(self) -> int:
@@ -156,7 +157,7 @@ class Shelf:
         self.filled_to(stored, len(stored.data))
         before = self._newest
         if before is None or before.version < stored.version:
-            self._newest, self.newest = stored, stored.version
+            self._newest = stored
             self._wake()
         if before is not None:
             self._look_at(before)
@@ -171,19 +172,21 @@ class Shelf:
 
     def _wake(self) -> None:
         """There is a newer version, or none comes any more: answer whoever waits for it."""
+        newest = self._newest
         for key, subscriber in self.subscribers.items():
             if subscriber.asked is None or subscriber.asked[1].done():
                 continue
             said, answer = subscriber.asked
-            if said.have >= self.newest and self._over is None:
-                continue
-            try:
-                given = self._give(key, subscriber, said)
-            except Exception as error:  # the others wait as well
-                subscriber.fail(error)
-            else:
-                subscriber.asked = None
-                answer.set_result(given)
+            if newest is not None and newest.version > said.have:
+                try:
+                    given = self._answer(key, subscriber, newest, said)
+                except Exception as error:  # the others wait as well
+                    subscriber.fail(error)
+                else:
+                    subscriber.asked = None
+                    answer.set_result(given)
+            elif self._over is not None:
+                subscriber.fail(RpcUsageError(self._over))
         self._wake_fetching()
 
     def _wake_fetching(self) -> None:
@@ -201,8 +204,11 @@ class Shelf:
             self._release(key, subscriber, version)
         subscriber.have = max(subscriber.have, said.have)
         self.on_readers()
-        if said.have < self.newest or self._over is not None:
-            return self._give(key, subscriber, said)
+        newest = self._newest
+        if newest is not None and newest.version > said.have:
+            return self._answer(key, subscriber, newest, said)
+        if self._over is not None:
+            raise RpcUsageError(self._over)
         if subscriber.asked is not None:
             subscriber.fail(RpcUsageError(f"the subscription to {self.name!r} has asked again"))
         answer: asyncio.Future[Results] = self._engine.loop.create_future()
@@ -215,11 +221,7 @@ class Shelf:
         subscriber = self.subscribers[key] = Subscriber(reader)
         return subscriber
 
-    def _give(self, key: Key, subscriber: Subscriber, said: Want) -> Results:
-        """The newest version. RpcUsageError if the subscription has it already, as no other one comes."""
-        stored = self._newest
-        if stored is None or stored.version <= said.have:
-            raise RpcUsageError(self._over)
+    def _answer(self, key: Key, subscriber: Subscriber, stored: Stored, said: Want) -> Results:
         slot, copy = stored.slot, False
         data: tuple[torch.Tensor, ...] = ()
         mapped = slot is not None and said.maps
@@ -371,7 +373,7 @@ class Shelf:
     def end(self, reason: str) -> None:
         """No more versions come: whoever waits for one is told why. Those that are held stay until then."""
         self._over = reason
-        newest, self._newest, self.newest = self._newest, None, 0
+        newest, self._newest = self._newest, None
         if newest is not None:
             self._look_at(newest)
         self._wake()
@@ -379,7 +381,7 @@ class Shelf:
     def clear(self) -> None:
         """The worker ends: let go of everything."""
         self._stored.clear()
-        self._newest, self.newest = None, 0
+        self._newest = None
 
 
 async def in_background(
