@@ -49,13 +49,15 @@ class Outgoing:
     target: the runtime's handle of the worker it goes to. same_main: whether both sides run the same main module, so
     that what it defines can go by name. route: for tensors on devices; None: there is none. apart: whether to note the
     sparse tensors that require gradients; they are taken apart. safe: whether the group reads no pickles, so that
-    values go as a tree (`trees`). on_unsent: what to undo if the frame never leaves.
+    values go as a tree (`trees`). lent: the references that are kept until the call has its answer, which their owner
+    need not count; None if nothing can be lent, as nobody keeps it. on_unsent: what to undo if the frame never leaves.
     places: where in `tensors` those are that are values by themselves, by id: one that is given twice arrives as one.
     """
 
     __slots__ = (
         "apart",
         "buffers",
+        "lent",
         "on_unsent",
         "places",
         "references",
@@ -74,6 +76,7 @@ class Outgoing:
         route: TensorRoute | None = None,
         apart: bool = False,
         safe: bool = False,
+        lends: bool = False,
     ) -> None:
         self.target = target
         self.apart: list[Tensor] | None = [] if apart else None
@@ -84,6 +87,7 @@ class Outgoing:
         self.places: dict[int, int] = {}
         self.buffers: list[Buffer] = []
         self.references: list[PassedReference] = []
+        self.lent: list[Any] | None = [] if lends else None
         self.on_unsent: list[Callable[[], None]] = []
 
     def unsend(self) -> None:

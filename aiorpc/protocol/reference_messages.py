@@ -38,6 +38,9 @@ class ReferenceId(NamedTuple):
         return f"({self.worker}, {self.number})"
 
 
+LENT = ReferenceId(0, 0, 1)  # in place of a fork, which never has a key: nobody counts this handle
+
+
 def unguessable() -> Iterator[int]:
     """Keys of references. Each is taken by one call in C, which asks the system for many at once."""
     return chain.from_iterable(map(_KEYS.unpack, iter(partial(os.urandom, _KEYS.size), None)))
@@ -54,7 +57,8 @@ class PassedReference(NamedTuple):
     rref: ReferenceId
     #: The worker that has the value.
     owner: int
-    #: The receiver's fork, which the sender has named.
+    #: The receiver's fork, which the sender has named; `LENT` for a reference that a call lends to its owner, and keeps
+    #: until the call has ended.
     fork: ReferenceId
     #: Which of the values it is; nil if it is inside of one that was pickled.
     position: int | None = None

@@ -16,6 +16,8 @@ import torch
 
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef, Worker
+from aiorpc.errors import ProtocolError
+from aiorpc.protocol.reference_messages import LENT, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until, until_no_references
@@ -443,6 +445,102 @@ async def test_a_reference_does_not_pickle_by_itself(workers: list[Worker]) -> N
     with pytest.raises(RpcUsageError, match="Can not pickle rref"):
         pickle.dumps(rref)
     await rref
+
+
+# --- lent to the owner ------------------------------------------------------------------------------------------------
+
+
+def wait_with(rref: RRef[Thing]) -> int:
+    assert _gates["it"].open.wait(30)
+    return int(rref.local_value().value)
+
+
+def box_of(box: dict[str, RRef[Thing]]) -> Any:
+    return box["it"].local_value().value
+
+
+async def test_a_call_lends_a_reference_to_its_owner(workers: list[Worker], gate: Gate) -> None:
+    """Nobody counts it, as the call keeps it until there is an answer, and no longer."""
+    rref = workers[0].remote("worker1", Thing, 3)
+    await rref
+    call = workers[0].call("worker1", wait_with, rref)
+    del rref
+    gc.collect()
+    await until(lambda: len(workers[1].pending_calls()) == 1)
+    here, there = workers[0].node.references.counts(), workers[1].node.references.counts()
+    assert (here.users, here.pins, there.forks) == (1, 0, 1)
+    gate.open.set()
+    assert await call == 3
+    await until(lambda: not Thing.alive)
+    assert not workers[0].node.peers.find("worker1").owed.lent
+
+
+async def test_a_reference_inside_of_others_is_lent_as_well(workers: list[Worker]) -> None:
+    """Also by who has it from somebody else, and by the owner to itself."""
+    rref = workers[0].remote("worker1", Thing, 3)
+    await rref
+    assert await workers[0].call("worker1", box_of, {"it": rref}) == 3
+    assert await workers[0].call("worker2", send_home, rref, "worker1") == (True, 3)
+    own = workers[0].remote("worker0", Thing, 4)
+    await own
+    assert await workers[0].call("worker0", local, own) == (True, 4)
+
+
+async def test_what_was_lent_outlives_its_call(workers: list[Worker], gate: Gate) -> None:
+    """The owner's handle has the value, whoever lets go of it elsewhere, and can be passed on at any time."""
+    rref = workers[0].remote("worker1", Thing, 3)
+    await rref
+    await workers[0].call("worker1", keep, rref)
+    await workers[0].call("worker1", keep, rref)
+    assert await workers[1].call("worker2", read, gate.kept[0]) == 3
+    await until(lambda: workers[1].node.references.counts().forks == 2)  # that one is counted from now on
+    gate.kept.pop(0)
+    del rref
+    await until(lambda: gc.collect() < 0 or workers[1].node.references.counts().forks == 0)
+    (lent,) = gate.kept
+    assert lent.is_owner() and lent.local_value().value == 3
+    assert await workers[1].call("worker2", read, lent) == 3
+    assert await workers[1].call("worker0", call_on, lent, 2) == 5
+    gate.kept.clear()
+    del lent
+    await until(lambda: gc.collect() < 0 or not Thing.alive)
+
+
+async def test_a_reference_is_lent_before_its_value_is_there(workers: list[Worker], gate: Gate) -> None:
+    """A worker that was passed it may know that it is counted, while the construction still runs."""
+    rref = workers[0].remote("worker1", slow_thing, 6)
+    await workers[0].call("worker2", keep, rref)
+    (kept,) = gate.kept
+    await until(kept.confirmed_by_owner)
+    call = workers[2].call("worker1", local, kept)
+    await until(lambda: workers[1].node.references.counts().forks == 3)
+    gate.open.set()
+    assert await call == (True, 6)
+    gate.kept.clear()
+
+
+async def test_a_call_that_was_given_up_lends_no_longer(workers: list[Worker], gate: Gate) -> None:
+    """The handler that runs all the same has its value; one that begins later finds none."""
+    rref = workers[0].remote("worker1", Thing, 3)
+    await rref
+    call = workers[0].call("worker1", wait_with, rref)
+    await until(lambda: len(workers[1].pending_calls()) == 1)
+    name = rref._rref
+    call.cancel()
+    del rref
+    await until(lambda: gc.collect() < 0 or workers[1].node.references.counts().forks == 0)
+    gate.open.set()
+    (late,) = workers[1].node.references.load([PassedReference(name, 1, LENT, 0)], 0)
+    with pytest.raises(RpcError, match="names no value of this worker; it was freed"):
+        late.local_value()
+    with pytest.raises(RpcUsageError, match="does not exist"):
+        workers[1].call("worker2", read, late)
+
+
+async def test_only_the_owner_is_lent_a_reference(workers: list[Worker]) -> None:
+    """Another worker would have nothing to wait for."""
+    with pytest.raises(ProtocolError, match=r"worker 0 lends \(0, 1\) to one that is not its owner"):
+        workers[1].node.references.load([PassedReference(ReferenceId(0, 1), 2, LENT, 0)], 0)
 
 
 # --- the end of a value -----------------------------------------------------------------------------------------------

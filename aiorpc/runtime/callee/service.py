@@ -50,8 +50,8 @@ class ReferencesForService(answers.ReferencesForAnswers, ReferencesForResolver, 
     def on_create(self, creates: Sequence[int], sender: int, call: ServedCall) -> None:
         """A call that creates a reference arrived; its result will be the value."""
 
-    def coming(self) -> None:
-        """A call with references among its arguments has arrived."""
+    def coming(self, passed: Sequence[PassedReference]) -> None:
+        """A call with these references among its arguments has arrived."""
 
 
 class PeerForService(answers.PeerForAnswers, Protocol):
@@ -189,7 +189,7 @@ class Service:
                 f"{self.record.name!r} (max_call_rate); this one was not run"
             )
         elif message.arguments.references:
-            self._home.references.coming()
+            self._home.references.coming(message.arguments.references)
         if failure is not None:  # not raised: its traceback would hold this frame, and that the arguments
             call.function = self._resolver.name(message.function)
             self._runner.refuse(call, failure)

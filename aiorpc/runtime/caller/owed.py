@@ -84,7 +84,8 @@ class OwedCalls:
     """See the module. Methods belong to the loop where they do not say otherwise.
 
     ids: gives each call its number. pending: the Futures of the calls, by number. streams: who takes the items of those
-    that are streams. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave.
+    that are streams. lent: the references that those have lent to the callee, by number: they end no sooner than the
+    call. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave.
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:
@@ -92,6 +93,7 @@ class OwedCalls:
         self.pending: dict[int, OwedCall] = {}
         # Weak: a consumer that breaks out of its loop drops the stream, and that is what stops the producer.
         self.streams: WeakValueDictionary[int, ItemSink] = WeakValueDictionary()
+        self.lent: dict[int, list[Any]] = {}
         self.system = 0
         self._home = home
         self._engine = home.engine
@@ -122,6 +124,8 @@ class OwedCalls:
         future = self.pending.pop(call_id, None)
         if future is not None and future.system:
             self.system -= 1
+        if self.lent:
+            self.lent.pop(call_id, None)
         return future
 
     def scan_deadlines(self, now: float) -> float:
@@ -217,6 +221,8 @@ class OwedCalls:
             return
         if future.system:
             self.system -= 1
+        if self.lent:
+            self.lent.pop(frame.call_id, None)
         now = time.monotonic()
         if future.deadline is not None and now > future.deadline:
             self._time_out(future)

@@ -266,7 +266,7 @@ class Peer:
         buffers: Sequence[Any] = ()
         if frame is None:
             try:
-                body, buffers, out = encode(Call, head, values, self, self.route, tape)
+                body, buffers, out = encode(Call, head, values, self, self.route, tape, lends=not unknown)
             except SerializationError as error:
                 absence = absence_behind(error)
                 if absence is not None:
@@ -286,6 +286,8 @@ class Peer:
             caller = sys._getframe(depth)
             future.site = (caller.f_code, caller.f_lasti)
         try:
+            if out is not None and out.lent:
+                owed.lent[call_id] = out.lent
             # Entered before the frame is queued: the answer may come before this function has returned.
             owed.enter(future, stream)
             link = self.link  # read once: the loop takes it away when the connection ends

@@ -84,14 +84,15 @@ def encode(
     route: Route | None = None,
     tape: Recorder | None = None,
     other_main: bool = False,
+    lends: bool = False,
 ) -> tuple[bytes, Sequence[Any], Outgoing | None]:
     """The body and the buffers of a message, and what to `unsend` if the message does not leave after all, or None.
 
     kind, head: the class of the message, and its fields in front of the values. target: the worker that it goes to.
     route: where tensors on devices go, whose buffers are `DeviceBuffer`; None if there can be none. tape: of the
     autograd context that the message is made in. other_main: whether to write it for a worker with another main module
-    than ours, whatever the target says. Raises SerializationError, and has then undone everything. The buffers
-    borrow the tensors' memory.
+    than ours, whatever the target says. lends: whether the caller keeps what then is in `Outgoing.lent` until there is
+    an answer. Raises SerializationError, and has then undone everything. The buffers borrow the tensors' memory.
     """
     out: Outgoing | None = None
     try:
@@ -124,7 +125,9 @@ def encode(
             said = _new(Values, (plain, places, (), None, 0, table, (), gradients))
         else:
             same_main = target.same_main and not other_main
-            out = Outgoing(target, same_main=same_main, route=route, apart=tape is not None, safe=target.safe)
+            out = Outgoing(
+                target, same_main=same_main, route=route, apart=tape is not None, safe=target.safe, lends=lends
+            )
             said, buffers = _in_general(values, out, route, tape)
         if buffers and (len(buffers) > MAX_SEGMENTS or max(map(len, buffers)) > target.max_segment):
             raise _too_many(buffers, target.max_segment)
@@ -136,7 +139,7 @@ def encode(
             ) from error
         if len(body) > target.max_body:
             raise _too_long(len(body), said, target.max_body)
-        return body, buffers, out if out is not None and out.on_unsent else None
+        return body, buffers, out if out is not None and (out.on_unsent or out.lent) else None
     except BaseException:
         if out is not None:
             out.unsend()

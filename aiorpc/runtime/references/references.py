@@ -13,22 +13,25 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from ... import foreign
-from ...errors import Overloaded, RpcError, RpcUsageError
+from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError
 from ...futures import Future, describe_site
 from ...protocol import codec
 from ...protocol.frames import Kind
 from ...protocol.messages import Method
 from ...protocol.packing import pack
 from ...protocol.reference_messages import (
+    LENT,
     MESSAGES,
     Broken,
     Confirmed,
@@ -55,6 +58,8 @@ from .rref import PeerForRRef, PeersForReferences, RRef
 # by itself would wake up the loops of both workers in the midst of that call. No longer: a group that leaves would take
 # for held what is about to be told.
 _FLUSH_PAUSE = 0.001
+
+_new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
 
 
 class Home(Protocol):
@@ -201,6 +206,9 @@ class References:
         """Handles of the references in a message from `sender`."""
         handles = []
         for each in passed:
+            if each.fork == LENT:
+                handles.append(self._load_lent(each, sender))
+                continue
             with self._lock:
                 outputs = self._table.decode(each, sender)
                 handle = self.handle_class.__new__(self.handle_class)
@@ -210,6 +218,38 @@ class References:
             self._release(freed)
             handles.append(handle)
         return handles
+
+    def _load_lent(self, passed: PassedReference, sender: int) -> RRef[Any]:
+        """A handle of a value here that the sender keeps until its call has ended. It is not counted: it has the value.
+
+        If that is not there yet, it is counted after all; if it is gone, the sender has given up the call meanwhile.
+        """
+        rref, owner, _, _ = passed
+        if owner != self.engine.id:
+            raise ProtocolError(f"worker {sender} lends {rref} to one that is not its owner")
+        handle = self.handle_class.__new__(self.handle_class)
+        handle._bind(self, rref, LENT, owner)
+        value = self._values.get(rref)
+        if value is not None and value.done():
+            handle._lent = value
+        else:
+            with contextlib.suppress(RpcUsageError):
+                self._count(handle)
+        return handle
+
+    def _count(self, handle: RRef[Any]) -> ReferenceId:
+        """The fork of a handle; one that was lent is counted from now on. RpcUsageError if its value is gone."""
+        with self._lock:
+            if handle._fork == LENT:
+                lent = handle._lent
+                if lent is not None and not self._table.holds(handle._rref):  # all who were counted have let it go
+                    handle._rref, fork = self._table.own()
+                    self._values[handle._rref] = lent
+                else:
+                    _, fork = self._table.own(handle._rref)
+                self._handles[fork] = handle
+                handle._fork = fork
+            return handle._fork
 
     def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int:
         """Put a handle into a message to the worker `out.target`; returns its number among those of the message.
@@ -221,15 +261,21 @@ class References:
         creation = handle._creation
         if creation is not None and creation._unobserved is not None:
             creation.mark_seen()
+        if out.lent is not None and handle._owner == to and handle._confirmed and handle._broken is None:
+            out.lent.append(handle)
+            lent: PassedReference = _new(PassedReference, (handle._rref, to, LENT, position))
+            out.references.append(lent)
+            return len(out.references) - 1
+        fork = self._count(handle) if handle._fork == LENT else handle._fork
         with self._lock:
             try:
-                passed, outputs = self._table.encode(handle._rref, handle._fork, to, position)
+                passed, outputs = self._table.encode(handle._rref, fork, to, position)
             except RpcUsageError:
                 handle._check()
                 raise
             freed = self._carry_out(outputs)
         self._release(freed)
-        out.on_unsent.append(lambda: self._run(self._table.unsend, passed.fork))
+        out.on_unsent.append(partial(self._run, self._table.unsend, passed.fork))
         out.references.append(passed)
         return len(out.references) - 1
 
@@ -332,9 +378,9 @@ class References:
         if not self._pausing:
             self._flush_soon()
 
-    def coming(self) -> None:
-        """A call with references has arrived: messages about references leave together a little later. On the loop."""
-        if not self._pausing and not self._flush_soon.asked:
+    def coming(self, passed: Sequence[PassedReference]) -> None:
+        """A call with these references has arrived: messages about them leave together a little later. On the loop."""
+        if not self._pausing and not self._flush_soon.asked and not all(each.fork == LENT for each in passed):
             self._pausing = True
             self.engine.loop.call_later(_FLUSH_PAUSE, self.flush)
 

@@ -11,7 +11,7 @@ from ...futures import Future, call_site, describe_site
 from ...protocol import codec
 from ...protocol.identity import WorkerInfo
 from ...protocol.messages import Fetch, Method
-from ...protocol.reference_messages import ReferenceId
+from ...protocol.reference_messages import LENT, ReferenceId
 from ..calls.current import registry
 from ..engine.engine import Engine
 
@@ -123,7 +123,9 @@ class RRef(Generic[T]):
     def _bind(
         self, references: ReferencesForRRef, rref: ReferenceId, fork: ReferenceId, owner: int, frame: Any = None
     ) -> None:
+        """fork: LENT for one that its owner does not count: it has the value itself, in `_lent`."""
         self._references = references
+        self._lent: Future[Any] | None = None
         self._rref = rref
         self._fork = fork
         self._owner = owner
@@ -194,7 +196,7 @@ class RRef(Generic[T]):
         return self._references.peers.by_id(self._owner).call(Method(*self._rref, name), args, None, seconds)
 
     def _value_future(self) -> Future[T]:
-        return self._references.value(*self._rref)
+        return self._lent or self._references.value(*self._rref)
 
     def _check(self) -> None:
         self._asked = True
@@ -278,7 +280,7 @@ class RRef(Generic[T]):
 
     def __del__(self) -> None:
         references = self.__dict__.get("_references")
-        if references is not None:
+        if references is not None and self._fork != LENT:
             references.drop_later(self._rref, self._fork)
 
 
