@@ -22,7 +22,7 @@ import torch
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.calls.current import current_call, deadline
-from ..runtime.calls.functions import inline
+from ..runtime.calls.functions import brief
 from ..runtime.gradients.contexts import current_autograd
 from ..runtime.node import Node, registry, serving
 from .parts import ask
@@ -150,7 +150,7 @@ class _Farewell:
             self.tell()
 
 
-@inline
+@brief
 def forget(context_id: int) -> bytes:
     """Handler: a context has ended. Which workers it is known to that this one knows of; packed ids."""
     node, _ = serving()

@@ -18,7 +18,7 @@ from ...protocol.messages import ByName, Fetch, Function, Method, ObjectMethod, 
 from ...rights import is_public
 from ..calls import functions
 from ..calls.current import ServedCall
-from ..calls.functions import Handler
+from ..calls.functions import Handler, Mode
 from ..calls.permits import Permits
 from ..engine.engine import Engine
 from .answers import Answers
@@ -77,8 +77,8 @@ class Resolver:
             return place is not None and functions.is_intrinsic(place.found) and functions.is_system(place.found)
         return name.startswith("aiorpc.") and functions.is_loaded(name) and functions.resolve(name).system
 
-    def for_threads(self, function: Function) -> bool:
-        """Whether a call of that can be started at once, in any thread, as it is run in the pool. Any thread."""
+    def for_threads(self, function: Function) -> Mode | None:
+        """How a call of that is run, if it can be started at once in any thread; else None. Any thread."""
         if type(function) is int:
             handler = self.functions.get(function)
         elif type(function) is Method:
@@ -87,8 +87,8 @@ class Resolver:
             attribute = functions.find_method(type(found), function.name)
             handler = self._methods.get((type(found), function.name, attribute))
         else:
-            return False
-        return handler is not None and handler.mode.any_thread and not handler.system
+            return None
+        return handler.mode if handler is not None and handler.mode.any_thread and not handler.system else None
 
     def name(self, function: Function) -> str:
         """What a call names, for messages about one that is not run."""

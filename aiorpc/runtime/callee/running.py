@@ -67,11 +67,12 @@ class Runner:
             Mode.ASYNC_GENERATOR.value: self._start_task,
             Mode.BATCHED.value: self._start_thread,
             Mode.INLINE.value: self._run_inline,
+            Mode.BRIEF.value: self._run_inline,
         }
 
     def start(self, call: ServedCall, handler: Handler) -> None:
-        """Run a call, whose handler was found by now, the way it has to be run. On the loop, or in any thread if that
-        runs in the pool.
+        """Run a call, whose handler was found by now, the way it has to be run. On the loop, or in any thread if its
+        mode says so.
         """
         call.handler = handler
         call.function = handler.name
@@ -171,7 +172,7 @@ class Runner:
         self._engine.run_on_loop(self.discard_arguments, call)
         self._answers.answer_error(call, error)
 
-    # --- on the loop, between two frames ------------------------------------------------------------------------------
+    # --- on the loop, or by whoever has read the call, between two frames ---------------------------------------------
 
     def _run_inline(self, call: ServedCall) -> None:
         handler = call.handler

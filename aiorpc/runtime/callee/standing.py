@@ -5,7 +5,7 @@ one. Of a caller that makes one call after the other, the thread that has run a 
 stands by (`ThreadPool.stand_by`, `Connection.attach`), and is the only one to be woken.
 
 It takes calls of functions and of methods that run in the pool, and of them those whose message says nothing that is
-the loop's alone. All else is left to the loop, as it came and in order, which costs a change of threads more. So a
+the loop's alone; and in front of such a call what it can do at once itself (`Mode.BRIEF`). All else is left to the loop, as it came and in order, which costs a change of threads more. So a
 caller of whom something was left is given up for the next call, and for twice as many each time again.
 
 Invariants
@@ -22,7 +22,9 @@ from typing import Protocol
 
 from ...protocol.frames import CALL, PARCEL, RELEASE, Frame
 from ...protocol.messages import Call, Function, read_call
+from ...protocol.reference_messages import LENT
 from ...transport.connection import Connection
+from ..calls.functions import Mode
 from ..links.link import Link
 
 # A caller is given up for so many calls at most.
@@ -36,8 +38,8 @@ class ServiceForStanding(Protocol):
     ahead: tuple[int, Call] | None
 
     @property
-    def for_threads(self) -> Callable[[Function], bool]:
-        """Whether a call of that function can be started in any thread (`Resolver.for_threads`)."""
+    def for_threads(self) -> Callable[[Function], Mode | None]:
+        """How a call of that function is run, if any thread can start it (`Resolver.for_threads`)."""
 
 
 class RunnerForStanding(Protocol):
@@ -90,11 +92,14 @@ class Standing:
                 return False
             if call.credit is not None or call.creates is not None or call.once is not None:
                 return False
-            if call.arguments.references:
+            references = call.arguments.references
+            if references and any(passed.fork != LENT for passed in references):  # the loop says that it has them
                 return False
-            if not service.for_threads(call.function):
+            mode = service.for_threads(call.function)
+            if mode is None:
                 return False
-            ahead = frame.call_id, call
+            if mode is not Mode.BRIEF:
+                ahead = frame.call_id, call
         service.ahead = ahead
         try:
             link.on_frames(frames)

@@ -29,13 +29,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 _DEFERRED = "_aiorpc_async_execution"
 _SYSTEM = "_aiorpc_system"
 _INLINE = "_aiorpc_inline"
+_BRIEF = "_aiorpc_brief"
 _INTRINSIC = "_aiorpc_intrinsic"
 _WILD = re.compile(r"[*?\[]")
 _Missing: Any = type("_Missing", (), {})  # stands where there may be None
 
 
 class Mode(Enum):
-    """How a handler is run. any_thread: whether any thread may start it: it runs in the pool, and is answered once."""
+    """How a handler is run. any_thread: whether any thread may start it: it is answered once, and needs no loop."""
 
     any_thread: bool
 
@@ -46,9 +47,10 @@ class Mode(Enum):
     ASYNC_GENERATOR = "async generator"
     BATCHED = "batched"
     INLINE = "inline"
+    BRIEF = "brief"
 
     def __init__(self, value: str) -> None:
-        self.any_thread = value in ("thread", "async_execution", "batched")
+        self.any_thread = value in ("thread", "async_execution", "batched", "brief")
 
 
 class Handler(NamedTuple):
@@ -91,10 +93,16 @@ def inline(fn: F) -> F:
     return fn
 
 
+def brief(fn: F) -> F:
+    """Mark such a function that needs nothing of the loop either: it is run by whoever has read its call, at once."""
+    setattr(fn, _BRIEF, True)
+    return fn
+
+
 def intrinsic(fn: F) -> F:
     """Mark a handler of the runtime that runs no code of its caller's choosing: rights are not asked for it.
 
-    Those that are marked with `system` or `inline` are intrinsic as well.
+    Those that are marked with `system`, `inline` or `brief` are intrinsic as well.
     """
     setattr(fn, _INTRINSIC, True)
     return fn
@@ -105,7 +113,7 @@ def is_intrinsic(function: object) -> bool:
     return (
         isinstance(function, FunctionType)
         and function.__module__.startswith("aiorpc.")
-        and any(mark in function.__dict__ for mark in (_SYSTEM, _INLINE, _INTRINSIC))
+        and any(mark in function.__dict__ for mark in (_SYSTEM, _INLINE, _BRIEF, _INTRINSIC))
     )
 
 
@@ -123,6 +131,8 @@ def classify(function: Callable[..., Any], name: str) -> Handler:
         mode = Mode.BATCHED
     elif getattr(function, _INLINE, False):
         mode = Mode.INLINE
+    elif getattr(function, _BRIEF, False):
+        mode = Mode.BRIEF
     elif getattr(function, _DEFERRED, False) or getattr(inner, _DEFERRED, False):
         mode = Mode.DEFERRED
     elif isinstance(function, type):
