@@ -209,7 +209,7 @@ class RpcBackendOptions:
     min_bulk_bytes: int = BULK_SIZE
     dedicated_loop: bool = False
     switch_interval: float | None = 0.0005
-    busy_wait: float = 0.001
+    busy_wait: float = 0.004
     lag_warning: float = 1.0
     shutdown_timeout: float = 0.0
     newcomer_grace: float = 10.0

@@ -24,6 +24,7 @@ from aiorpc.runtime.calls.batching import batched
 from aiorpc.runtime.calls.functions import (
     Mode,
     async_execution,
+    brief,
     classify,
     describe,
     find_name,
@@ -305,7 +306,11 @@ def test_functions_that_never_wait_are_run_on_the_loop() -> None:
     @inline
     def quick() -> None: ...
 
+    @brief
+    def quicker() -> None: ...
+
     assert classify(quick, "quick").mode is Mode.INLINE
+    assert classify(quicker, "quicker").mode is Mode.BRIEF
 
 
 gates: list[asyncio.Future[str]] = []

@@ -15,6 +15,7 @@ import aiorpc
 from aiorpc import Future, RpcBackendOptions, RpcCancelled, Worker, async_execution, batched
 from aiorpc.protocol.frames import Frame
 from aiorpc.runtime.callee.standing import Standing
+from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.engine.alarm import Alarm
 from aiorpc.testing import cluster
 from tests import scripts
@@ -120,6 +121,10 @@ def release() -> None:
     _events["it"].released.set()
 
 
+def double_in(rref: aiorpc.RRef[Box], x: Any) -> Any:
+    return rref.local_value().double(x)
+
+
 class Box:
     def double(self, x: int) -> int:
         return 2 * x
@@ -147,6 +152,20 @@ async def test_methods_of_a_reference(workers: list[Worker], read: list[bool]) -
         await idle(workers[1])
         assert await box.rpc_async().double(number) == 2 * number
     assert sum(read) >= 8, read
+
+
+async def test_lent_references_and_the_end_of_a_context(workers: list[Worker], read: list[bool]) -> None:
+    """As in a training step: the first call brings the end of the context before, and a reference to its owner."""
+    current_node.set(workers[0].node)
+    box = workers[0].remote("worker1", Box)
+    await box
+    for number in range(20):
+        async with aiorpc.autograd.context():
+            await idle(workers[1])
+            y = await workers[0].call("worker1", double_in, box, torch.full((2, 2), float(number), requires_grad=True))
+            assert y.sum().item() == 8 * number
+    assert sum(read) >= 10, read
+    assert len(workers[1].node.gradients) <= 1
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 1_000_000])

@@ -5,8 +5,9 @@ one. Of a caller that makes one call after the other, the thread that has run a 
 stands by (`ThreadPool.stand_by`, `Connection.attach`), and is the only one to be woken.
 
 It takes calls of functions and of methods that run in the pool, and of them those whose message says nothing that is
-the loop's alone; and in front of such a call what it can do at once itself (`Mode.BRIEF`). All else is left to the loop, as it came and in order, which costs a change of threads more. So a
-caller of whom something was left is given up for the next call, and for twice as many each time again.
+the loop's alone; and in front of such a call what it can do at once itself (`Mode.BRIEF`). All else is left to the
+loop, as it came and in order, which costs a change of threads more. So a caller of whom something was left is given up
+for the next call, and for twice as many each time again.
 
 Invariants
 1. Whoever has read from a connection hands out what it has read before anybody reads on. So calls are begun in the
