@@ -181,7 +181,7 @@ class RemoteModule(Module):
         while frame.f_globals is _HERE and frame.f_back is not None:
             depth, frame = depth + 1, frame.f_back
         if self.device == "cpu" and node.accelerators.accelerator is None:  # nothing to move, so no reference travels
-            return peer.call(Method(*rref._rref, "__call__"), args, kwargs, timeout, depth=depth)
+            return peer.call(Method(*rref._name(), "__call__"), args, kwargs, timeout, depth=depth)
         values = (rref, self.device, self._is_led_to(), args, kwargs)
         return peer.call(forward, values, None, timeout, depth=depth)
 

@@ -50,7 +50,7 @@ from .frames import Buffer, Frame, Kind, encode_frame
 from .identity import WorkerRecord
 from .states import ACCEPTOR, OPENER, HandshakeEvent, HandshakeState
 
-VERSION = 4
+VERSION = 5
 NONCE_SIZE = HASH_SIZE = 32
 WRONG_SECRET = "the shared secret does not match (AIORPC_SECRET, or another group of workers)"
 # Longest body taken from somebody who has not proved anything yet, in bytes.

@@ -17,7 +17,7 @@ import torch
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef, Worker
 from aiorpc.errors import ProtocolError
-from aiorpc.protocol.reference_messages import LENT, PassedReference, ReferenceId
+from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until, until_no_references
@@ -460,7 +460,7 @@ def box_of(box: dict[str, RRef[Thing]]) -> Any:
 
 
 async def test_a_call_lends_a_reference_to_its_owner(workers: list[Worker], gate: Gate) -> None:
-    """Nobody counts it, as the call keeps it until there is an answer, and no longer."""
+    """G18: nobody counts it, as the call keeps it until there is an answer, and no longer."""
     rref = workers[0].remote("worker1", Thing, 3)
     await rref
     call = workers[0].call("worker1", wait_with, rref)
@@ -504,6 +504,35 @@ async def test_what_was_lent_outlives_its_call(workers: list[Worker], gate: Gate
     gate.kept.clear()
     del lent
     await until(lambda: gc.collect() < 0 or not Thing.alive)
+
+
+async def test_the_owner_calls_the_value_of_what_it_was_lent(workers: list[Worker], gate: Gate) -> None:
+    """By its methods, and as an argument to itself, when nobody else holds it any more."""
+    rref = workers[0].remote("worker1", Thing, 3)
+    await rref
+    await workers[0].call("worker1", keep, rref)
+    await workers[0].call("worker1", keep, rref)
+    del rref
+    await until(lambda: gc.collect() < 0 or workers[1].node.references.counts().forks == 0)
+    first, second = gate.kept
+    current_node.set(workers[1].node)
+    assert await first.rpc_async().add(1) == 4
+    assert await workers[1].call("worker1", local, second) == (True, 4)
+    gate.kept.clear()
+    del first, second
+    await until(lambda: gc.collect() < 0 or not Thing.alive)
+
+
+async def test_a_reference_is_lent_before_its_creation_has_come(workers: list[Worker]) -> None:
+    """The owner's handle has what will be the value."""
+    table = workers[1].node.references
+    name = ReferenceId(0, 1001, 7)
+    table._run(table._table.on_message, 2, Add(name, ReferenceId(2, 1002)))  # worker 2 was passed it, and is faster
+    (early,) = table.load([PassedReference(name, 1, LENT, 0)], 2)
+    assert not early._value_future().done()
+    table._run(table._table.on_message, 0, Never(name))
+    with pytest.raises(RpcError, match="the value was never created"):
+        await early._value_future()
 
 
 async def test_a_reference_is_lent_before_its_value_is_there(workers: list[Worker], gate: Gate) -> None:

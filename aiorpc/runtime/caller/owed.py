@@ -121,11 +121,11 @@ class OwedCalls:
 
     def take(self, call_id: int) -> OwedCall | None:
         """Take a call out of `pending`, which ends it; None if somebody else has ended it before. Any thread."""
+        if self.lent:  # first: who is interrupted between the two has not ended the call
+            self.lent.pop(call_id, None)
         future = self.pending.pop(call_id, None)
         if future is not None and future.system:
             self.system -= 1
-        if self.lent:
-            self.lent.pop(call_id, None)
         return future
 
     def scan_deadlines(self, now: float) -> float:
@@ -214,15 +214,15 @@ class OwedCalls:
 
     def on_answer(self, frame: Frame) -> None:
         """An answer has arrived. Called by whoever reads the connection: the loop, or a thread that waits."""
-        future = self.pending.pop(frame.call_id, None)  # as `take`
+        if self.lent:  # as `take`
+            self.lent.pop(frame.call_id, None)
+        future = self.pending.pop(frame.call_id, None)
         if future is None:
             self._counters.late_answers += 1
             self._discard(frame)
             return
         if future.system:
             self.system -= 1
-        if self.lent:
-            self.lent.pop(frame.call_id, None)
         now = time.monotonic()
         if future.deadline is not None and now > future.deadline:
             self._time_out(future)

@@ -80,7 +80,7 @@ class RRefGroup(Sequence[RRef[Any]]):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, site: CallSite
     ) -> GroupCall:
         peers = [self._home.peers.by_id(ref._owner) for ref in self._refs]
-        methods = [Method(*ref._rref, name) for ref in self._refs]
+        methods = [Method(*ref._name(), name) for ref in self._refs]
         sending = Sending(self._home, peers, None, args, kwargs, self._seconds(timeout), site=site, methods=methods)
         sending.prepare()
         call = self._make(name, site)
@@ -93,7 +93,7 @@ class RRefGroup(Sequence[RRef[Any]]):
 
         def send(place: int, _: GroupCall) -> Future[Any]:
             ref = self._refs[place]
-            return by_id(ref._owner).call(Fetch(*ref._rref), (), None, seconds, one_try=Try(site, None))
+            return by_id(ref._owner).call(Fetch(*ref._name()), (), None, seconds, one_try=Try(site, None))
 
         call = self._make("to_here", site)
         self._send_all(call, send)

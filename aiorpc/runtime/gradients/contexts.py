@@ -353,6 +353,9 @@ class Gradients:
         if id in self._left:
             return None
         self._enter(id).known.add(peer)
+        if id in self._left:  # meanwhile, by another thread
+            self._contexts.pop(id, None)
+            return None
         return id
 
     def receive(

@@ -13,7 +13,6 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections import deque
@@ -222,7 +221,8 @@ class References:
     def _load_lent(self, passed: PassedReference, sender: int) -> RRef[Any]:
         """A handle of a value here that the sender keeps until its call has ended. It is not counted: it has the value.
 
-        If that is not there yet, it is counted after all; if it is gone, the sender has given up the call meanwhile.
+        If that is not there yet, it is counted after all, unless the call that creates it has not come either; if it is
+        gone, the sender has given up the call meanwhile.
         """
         rref, owner, _, _ = passed
         if owner != self.engine.id:
@@ -232,23 +232,29 @@ class References:
         value = self._values.get(rref)
         if value is not None and value.done():
             handle._lent = value
-        else:
-            with contextlib.suppress(RpcUsageError):
-                self._count(handle)
+            return handle
+        try:
+            self.count(handle)
+        except RpcUsageError:
+            if self._table.holds(rref):
+                handle._lent = self.value(*rref)
         return handle
 
-    def _count(self, handle: RRef[Any]) -> ReferenceId:
-        """The fork of a handle; one that was lent is counted from now on. RpcUsageError if its value is gone."""
+    def count(self, handle: RRef[Any]) -> ReferenceId:
+        """The fork of a handle; one that was lent is counted from now on. RpcUsageError if its value is gone.
+
+        Any thread.
+        """
         with self._lock:
             if handle._fork == LENT:
-                lent = handle._lent
-                if lent is not None and not self._table.holds(handle._rref):  # all who were counted have let it go
+                lent, rref = handle._lent, handle._rref
+                if lent is None or self._values.get(rref) is lent:
+                    _, fork = self._table.own(rref)
+                else:  # all who were counted have let it go
                     handle._rref, fork = self._table.own()
                     self._values[handle._rref] = lent
-                else:
-                    _, fork = self._table.own(handle._rref)
-                self._handles[fork] = handle
                 handle._fork = fork
+                self._handles[fork] = handle
             return handle._fork
 
     def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int:
@@ -261,12 +267,12 @@ class References:
         creation = handle._creation
         if creation is not None and creation._unobserved is not None:
             creation.mark_seen()
+        fork = self.count(handle) if handle._fork == LENT else handle._fork
         if out.lent is not None and handle._owner == to and handle._confirmed and handle._broken is None:
             out.lent.append(handle)
             lent: PassedReference = _new(PassedReference, (handle._rref, to, LENT, position))
             out.references.append(lent)
             return len(out.references) - 1
-        fork = self._count(handle) if handle._fork == LENT else handle._fork
         with self._lock:
             try:
                 passed, outputs = self._table.encode(handle._rref, fork, to, position)

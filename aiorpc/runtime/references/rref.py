@@ -79,6 +79,8 @@ class ReferencesForRRef(Protocol):
 
     def register(self, fork: ReferenceId, handle: RRef[Any]) -> None: ...
 
+    def count(self, handle: RRef[Any]) -> ReferenceId: ...
+
     def create(
         self,
         peer: Any,
@@ -193,7 +195,13 @@ class RRef(Generic[T]):
 
     def _call_method(self, name: str, args: Sequence[Any], seconds: float) -> Future[Any]:
         """Call a method of the value on its owner; for the runtime's own."""
-        return self._references.peers.by_id(self._owner).call(Method(*self._rref, name), args, None, seconds)
+        return self._references.peers.by_id(self._owner).call(Method(*self._name(), name), args, None, seconds)
+
+    def _name(self) -> ReferenceId:
+        """What calls name the value by: one that was lent is counted from now on, as they may come late."""
+        if self._fork == LENT:
+            self._references.count(self)
+        return self._rref
 
     def _value_future(self) -> Future[T]:
         return self._lent or self._references.value(*self._rref)
@@ -318,7 +326,7 @@ def _invoke(proxy: _Proxy, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     references = rref._references
     engine = references.engine
     peer = references.peers.by_id(rref._owner)
-    method = Method(*rref._rref, name)
+    method = Method(*rref._name(), name)
     seconds = engine.timeout(proxy._timeout)
     if proxy._verb == "remote":
         return references.create(peer, method, args, kwargs, seconds, depth=3)

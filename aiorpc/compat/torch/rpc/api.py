@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ....errors import NotInitialized, Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ....futures import Future, wait_all
 from ....protocol.identity import WorkerInfo
-from ....protocol.reference_messages import LENT, Role
+from ....protocol.reference_messages import Role
 from ....runtime.caller.peer import Peer
 from ....runtime.calls.current import current_call
 from ....runtime.calls.functions import intrinsic
@@ -431,7 +431,7 @@ def _delete_all_user_and_unforked_owner_rrefs() -> None:
     if node is None:
         return
     for handle in list(node.references._handles.values()):
-        if isinstance(handle, PyRRef) and not handle._deleted and handle._fork != LENT:
+        if isinstance(handle, PyRRef) and not handle._deleted:
             handle._deleted = True
             node.references.drop_later(handle._rref, handle._fork)
 
