@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -57,11 +57,16 @@ class PassedReference(NamedTuple):
     rref: ReferenceId
     #: The worker that has the value.
     owner: int
-    #: The receiver's fork, which the sender has named; `LENT` for a reference that a call lends to its owner, and keeps
-    #: until the call has ended.
+    #: The receiver's fork, which the sender has named; (0, 0, 1), `LENT`, for a reference that a call lends to its
+    #: owner, and keeps until the call has ended.
     fork: ReferenceId
     #: Which of the values it is; nil if it is inside of one that was pickled.
     position: int | None = None
+
+
+def all_lent(passed: Sequence[PassedReference]) -> bool:
+    """Whether nobody counts any of these, so that nothing will be said about them."""
+    return all(each.fork == LENT for each in passed)
 
 
 class Add(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from ...protocol.frames import CALL, PARCEL, RELEASE, Frame
 from ...protocol.messages import Call, Function, read_call
-from ...protocol.reference_messages import LENT
+from ...protocol.reference_messages import all_lent
 from ...transport.connection import Connection
 from ..calls.functions import Mode
 from ..links.link import Link
@@ -94,7 +94,7 @@ class Standing:
             if call.credit is not None or call.creates is not None or call.once is not None:
                 return False
             references = call.arguments.references
-            if references and any(passed.fork != LENT for passed in references):  # the loop says that it has them
+            if references and not all_lent(references):  # the loop says that it has them
                 return False
             mode = service.for_threads(call.function)
             if mode is None:

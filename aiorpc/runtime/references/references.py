@@ -43,6 +43,7 @@ from ...protocol.reference_messages import (
     ReferenceId,
     Role,
     Send,
+    all_lent,
     fork_of_creator,
 )
 from ...protocol.references import ReferenceTable
@@ -236,15 +237,14 @@ class References:
         try:
             self.count(handle)
         except RpcUsageError:
-            if self._table.holds(rref):
+            with self._lock:
+                may_come = self._table.holds(rref)
+            if may_come:
                 handle._lent = self.value(*rref)
         return handle
 
-    def count(self, handle: RRef[Any]) -> ReferenceId:
-        """The fork of a handle; one that was lent is counted from now on. RpcUsageError if its value is gone.
-
-        Any thread.
-        """
+    def count(self, handle: RRef[Any]) -> None:
+        """A handle that was lent is counted from now on. Any thread. RpcUsageError if its value is gone."""
         with self._lock:
             if handle._fork == LENT:
                 lent, rref = handle._lent, handle._rref
@@ -255,7 +255,6 @@ class References:
                     self._values[handle._rref] = lent
                 handle._fork = fork
                 self._handles[fork] = handle
-            return handle._fork
 
     def encode(self, handle: RRef[Any], out: codec.Outgoing, position: int | None = None) -> int:
         """Put a handle into a message to the worker `out.target`; returns its number among those of the message.
@@ -267,7 +266,8 @@ class References:
         creation = handle._creation
         if creation is not None and creation._unobserved is not None:
             creation.mark_seen()
-        fork = self.count(handle) if handle._fork == LENT else handle._fork
+        if handle._fork == LENT:
+            self.count(handle)
         if out.lent is not None and handle._owner == to and handle._confirmed and handle._broken is None:
             out.lent.append(handle)
             lent: PassedReference = _new(PassedReference, (handle._rref, to, LENT, position))
@@ -275,7 +275,7 @@ class References:
             return len(out.references) - 1
         with self._lock:
             try:
-                passed, outputs = self._table.encode(handle._rref, fork, to, position)
+                passed, outputs = self._table.encode(handle._rref, handle._fork, to, position)
             except RpcUsageError:
                 handle._check()
                 raise
@@ -386,7 +386,7 @@ class References:
 
     def coming(self, passed: Sequence[PassedReference]) -> None:
         """A call with these references has arrived: messages about them leave together a little later. On the loop."""
-        if not self._pausing and not self._flush_soon.asked and not all(each.fork == LENT for each in passed):
+        if not self._pausing and not self._flush_soon.asked and not all_lent(passed):
             self._pausing = True
             self.engine.loop.call_later(_FLUSH_PAUSE, self.flush)
 
