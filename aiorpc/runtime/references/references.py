@@ -59,7 +59,7 @@ from .rref import PeerForRRef, PeersForReferences, RRef
 # for held what is about to be told.
 _FLUSH_PAUSE = 0.001
 
-_new: Any = tuple.__new__  # what PassedReference(...) does, without its call into Python
+_new: Any = tuple.__new__  # what PassedReference(...) and ReferenceId(...) do, without their calls into Python
 
 
 class Home(Protocol):
@@ -293,7 +293,7 @@ class References:
         asker: the worker that wants it. If that is the creator of the reference, the value cannot have been freed, as
         the creator holds a reference: the creation is still on its way, overtaken because its arguments are long.
         """
-        rref = ReferenceId(worker, number, key)
+        rref: ReferenceId = _new(ReferenceId, (worker, number, key))
         with self._lock:
             future = self._values.get(rref)
             if future is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from ...errors import RpcError, RpcUsageError
@@ -16,6 +17,7 @@ from ..calls.current import registry
 from ..engine.engine import Engine
 
 T = TypeVar("T")
+_new: Any = tuple.__new__  # what Method(...) does, without its call into Python
 
 
 class PeerForRRef(Protocol):
@@ -303,36 +305,26 @@ class _Proxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _Method(self, name)
+        return partial(_invoke, self, name, 2)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _invoke(self, "__call__", args, kwargs)
+        return _invoke(self, "__call__", 3, *args, **kwargs)
 
 
-class _Method:
-    __slots__ = ("_name", "_proxy")
-
-    def __init__(self, proxy: _Proxy, name: str) -> None:
-        self._proxy = proxy
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _invoke(self._proxy, self._name, args, kwargs)
-
-
-def _invoke(proxy: _Proxy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _invoke(proxy: _Proxy, name: str, depth: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the value. depth: as of `Peer.call`."""
     rref = proxy._rref
     rref._check()
     references = rref._references
     engine = references.engine
     peer = references.peers.by_id(rref._owner)
-    method = Method(*rref._name(), name)
+    method: Method = _new(Method, (*rref._name(), name))
     seconds = engine.timeout(proxy._timeout)
     if proxy._verb == "remote":
-        return references.create(peer, method, args, kwargs, seconds, depth=3)
+        return references.create(peer, method, args, kwargs, seconds, depth=depth)
     if proxy._verb == "stream":
-        return references.home.open_stream(peer, method, args, kwargs, seconds, depth=3)
+        return references.home.open_stream(peer, method, args, kwargs, seconds, depth=depth)
     if proxy._verb == "rpc_sync":
         engine.refuse_on_loop(f"rref.rpc_sync().{name}()", f"await rref.rpc_async().{name}()")
-    future = peer.call(method, args, kwargs, seconds, depth=3)
+    future = peer.call(method, args, kwargs, seconds, depth=depth)
     return future.wait() if proxy._verb == "rpc_sync" else future
