@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ import aiorpc
 from aiorpc import RpcCancelled, Worker
 from aiorpc.futures import block_observer
 from aiorpc.runtime.calls.values import LARGE_PICKLE
-from tests.runtime.waiting import until
+from tests.runtime.waiting import LIMIT, until, until_no_references
 
 
 class Flags:
@@ -117,6 +118,45 @@ async def test_a_cancelled_waiter_cancels_the_call_it_alone_waits_for(pair: list
     with pytest.raises(asyncio.CancelledError):
         await task
     await until(flags.cancelled.is_set)
+
+
+def hold_and_refer() -> aiorpc.RRef[object]:
+    hold()
+    return aiorpc.RRef(object())
+
+
+async def test_an_answer_that_meets_its_cancellation_takes_its_references_along(
+    pair: list[Worker], flags: Flags, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread finds that the call was taken out just as it has its answer ready: it is sent all the same, as the
+    caller has to take the reference in it. Else the owner would keep the value for ever."""
+    ready, taken_out, answered = threading.Event(), threading.Event(), threading.Event()
+    await pair[0].call("worker1", len, "")
+    (answers,) = [service._answers for service in pair[1].node.services if service.record.name == "worker0"]
+    take, may_answer = answers.take, answers._may_answer
+
+    def meet(call_id: int) -> Any:
+        call = take(call_id)
+        taken_out.set()
+        assert answered.wait(LIMIT)
+        return call
+
+    def tell(call: Any) -> bool:
+        ready.set()
+        taken_out.wait(LIMIT)
+        try:
+            return may_answer(call)
+        finally:
+            answered.set()
+
+    monkeypatch.setattr(answers, "take", meet)
+    monkeypatch.setattr(answers, "_may_answer", tell)
+    flags.release.set()
+    call = pair[0].call("worker1", hold_and_refer)
+    await until(ready.is_set)
+    call.cancel()
+    await until(answered.is_set)
+    await until_no_references(pair)
 
 
 async def test_another_waiter_keeps_the_call_alive(pair: list[Worker], flags: Flags) -> None:

@@ -248,11 +248,14 @@ class Service:
 
     def cancel(self, call_id: int) -> None:
         """The caller has given up on that call."""
-        call = self._answers.take(call_id)
+        call = self.calls.get(call_id)
+        if call is not None:
+            # Before it is taken out: whoever has its answer ready and finds it gone has to see why (`_may_answer`).
+            call.cancelled = True
+            call = self._answers.take(call_id)
         self.link.distribution.give_up(call_id)  # large buffers of its answer or its items may be on their way
         if call is None:
             return
-        call.cancelled = True
         self._engine.counters.cancelled += 1
         if call.once is not None:
             self._answers.forget(call)
