@@ -291,6 +291,33 @@ def test_each_kind_of_function_has_its_mode(target: Callable[..., Any], mode: Mo
     assert not found.system
 
 
+@decorated
+def counted() -> Iterator[int]:
+    yield 1
+
+
+@functools.wraps(function)
+def repeated() -> Iterator[int]:
+    yield 1
+
+
+WRAPPERS = [(timed, True), (counted, True), (repeated, False), (coroutine, False), (decorated(function), False)]
+
+
+@pytest.mark.parametrize(("target", "wrapper"), WRAPPERS, ids=["coroutine", "generator", "own", "none", "plain"])
+def test_wrappers_are_run_as_what_they_wrap_if_they_are_plain_themselves(target: Any, wrapper: bool) -> None:
+    """What is a coroutine or a generator function itself is that, whatever it wraps."""
+    found = classify(target, "name")
+    assert found.wrapper is wrapper
+    assert (found.mode is Mode.GENERATOR) is (target in (counted, repeated))
+
+
+def test_a_partial_of_a_batched_function_is_refused() -> None:
+    """It would be run for each caller alone, with one value in place of a list."""
+    with pytest.raises(RpcUsageError, match=r"partial of a @batched function"):
+        classify(functools.partial(together), "name")
+
+
 def test_functions_of_the_runtime_are_marked() -> None:
     """System functions are told from the users', whose work a graceful shutdown waits for."""
 

@@ -8,7 +8,7 @@ import gc
 import sys
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -324,6 +324,36 @@ async def test_methods_through_a_reference(pair: list[Worker]) -> None:
     assert await asyncio.to_thread(lambda: box.rpc_sync().add(1)) == 6
     assert await box.remote().add(4) == 10
     assert await box.remote().add_deferred(1) == 11
+
+
+class Patched:
+    """Objects of one class that have each a method of their own."""
+
+    def __init__(self, kind: str = "") -> None:
+        async def asynchronous(x: int) -> int:
+            return x + 100
+
+        def generator(x: int) -> Iterator[int]:
+            yield x
+
+        if kind:
+            self.step = asynchronous if kind == "asynchronous" else generator  # type: ignore[method-assign, assignment]  # as users patch objects
+
+    def step(self, x: int) -> int:
+        return x + 1
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+async def test_a_method_of_an_object_alone_says_nothing_of_its_class(pair: list[Worker], patched_first: bool) -> None:
+    """Each is run in its own way, whichever is called first."""
+    caller = pair[0]
+    for kind in ("asynchronous", "generator") if patched_first else ("", "asynchronous", "generator"):
+        rref = caller.remote("worker1", Patched, kind)
+        if kind == "generator":
+            assert [item async for item in rref.stream().step(1)] == [1]
+        else:
+            assert await rref.rpc_async().step(1) == (101 if kind else 2)
+    assert await caller.remote("worker1", Patched).rpc_async().step(1) == 2
 
 
 async def test_a_blocking_proxy_is_refused_on_the_loop(pair: list[Worker]) -> None:
@@ -699,6 +729,29 @@ async def test_the_loops_task_factory_makes_handlers(pair: list[Worker]) -> None
     finally:
         loop.set_task_factory(None)
         _made.clear()
+
+
+async def test_tasks_that_end_as_they_are_made_leave_nothing(pair: list[Worker]) -> None:
+    """As with `asyncio.eager_task_factory`: the handler has ended before its worker has the task."""
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+        if coroutine.__name__ != "_run_coroutine":
+            return asyncio.Task(coroutine, loop=loop, **options)
+        done: asyncio.Future[None] = loop.create_future()
+        done.set_result(None)
+        with contextlib.suppress(StopIteration):
+            coroutine.send(None)
+        return done
+
+    loop, tasks = asyncio.get_running_loop(), pair[1].node.engine.tasks.alive
+    assert await pair[0].call("worker1", loop_thread) == threading.get_ident()
+    before = set(tasks)
+    loop.set_task_factory(make)
+    try:
+        assert await pair[0].call("worker1", loop_thread) == threading.get_ident()
+        assert tasks <= before
+    finally:
+        loop.set_task_factory(None)
 
 
 async def test_threads_end_with_their_worker() -> None:

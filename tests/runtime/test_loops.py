@@ -141,14 +141,22 @@ async def give_interrupting() -> Any:
     return hostile.Bomb(KeyboardInterrupt)
 
 
-@pytest.mark.parametrize("handler", [interrupt, give_interrupting])
-def test_ctrl_c_still_ends_a_program_on_the_loop_of_the_main_thread(loop_factory: LoopFactory, handler: Any) -> None:
+async def take(value: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("handler", "args"),
+    [(interrupt, ()), (give_interrupting, ()), (take, (hostile.Late(KeyboardInterrupt),))],
+)
+def test_ctrl_c_still_ends_a_program_on_the_loop_of_the_main_thread(
+    loop_factory: LoopFactory, handler: Any, args: Any
+) -> None:
     """There KeyboardInterrupt may be the user's: it is answered, and goes on."""
 
     async def main() -> None:
         async with cluster(2) as workers:
             with contextlib.suppress(aiorpc.RpcError):
-                await workers[0].call("worker1", handler)
+                await workers[0].call("worker1", handler, *args)
             await asyncio.Event().wait()
 
     with pytest.raises(KeyboardInterrupt), asyncio.Runner(loop_factory=loop_factory) as runner:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import gc
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -61,6 +63,18 @@ def producer() -> Iterator[Producer]:
     _producers["it"] = Producer()
     yield _producers["it"]
     del _producers["it"]
+
+
+async def stubborn(key: str) -> AsyncIterator[int]:
+    producer = _producers[key]
+    try:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+            producer.made += 1
+            yield producer.made
+    finally:
+        producer.closed.set()
 
 
 def fail_after(count: int) -> Iterator[int]:
@@ -156,6 +170,15 @@ async def test_leaving_the_loop_stops_the_producer(pair: list[Worker], producer:
     gc.collect()
     await until(producer.closed.is_set)
     await until(lambda: not pair[0].pending_calls() and not pair[1].pending_calls())
+
+
+async def test_a_generator_that_goes_on_when_it_is_cancelled_is_closed(pair: list[Worker], producer: Producer) -> None:
+    """It takes the cancellation for something else, and makes one more item; nobody asks it for a further one."""
+
+    async with pair[0].stream("worker1", stubborn, "it") as stream:
+        assert await anext(stream) == 1
+    await until(producer.closed.is_set)
+    await until(lambda: not pair[1].node.engine.tasks.alive)
 
 
 @pytest.mark.parametrize("kind", [plain, asynchronous])
@@ -278,6 +301,66 @@ async def test_a_stream_has_one_consumer(pair: list[Worker]) -> None:
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await stream.aclose()
+
+
+def collected(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return list(function(*args))
+
+    return wrapper
+
+
+def passed_on(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+@collected
+def squares(count: int) -> Any:
+    for number in range(count):
+        yield number**2
+
+
+@passed_on
+def cubes(count: int) -> Iterator[int]:
+    for number in range(count):
+        yield number**3
+
+
+@passed_on
+async def cubes_async(count: int) -> AsyncIterator[int]:
+    for number in range(count):
+        yield number**3
+
+
+@passed_on
+async def awaited(value: int) -> int:
+    return value
+
+
+async def test_a_wrapper_of_a_generator_function_may_give_items_or_one_result(pair: list[Worker]) -> None:
+    """What it returns says which verb is right, and so does the error for the other one."""
+    caller = pair[0]
+    assert await caller.call("worker1", squares, 4) == [0, 1, 4, 9]
+    with pytest.raises(RpcUsageError, match=r"squares wraps .* returned a list.*: use aiorpc.call"):
+        await anext(caller.stream("worker1", squares, 4))
+    for function in (cubes, cubes_async):
+        assert [item async for item in caller.stream("worker1", function, 3)] == [0, 1, 8]
+        with pytest.raises(RpcUsageError, match="is a generator function"):
+            await caller.call("worker1", function, 3)
+    plain_iterator: Any = functools.wraps(squares)(lambda count: iter(range(count)))  # it has no `close`
+    assert [item async for item in caller.stream("worker1", plain_iterator, 3)] == [0, 1, 2]
+
+
+async def test_a_wrapper_of_a_coroutine_function_may_give_a_result(pair: list[Worker]) -> None:
+    """What cannot be awaited is the result itself."""
+    assert await pair[0].call("worker1", awaited, 4) == 4
+    wrapped: Any = functools.wraps(awaited)(lambda value: value + 1)
+    assert await pair[0].call("worker1", wrapped, 4) == 5
 
 
 async def test_the_wrong_verb_says_which_to_use(pair: list[Worker]) -> None:

@@ -39,6 +39,7 @@ class AsyncCredits:
     def __init__(self, count: int, room: Room) -> None:
         self.count = count
         self._room = room
+        self._stopped = False
         self._more = asyncio.Event()
 
     def add(self, count: int) -> None:
@@ -47,16 +48,19 @@ class AsyncCredits:
         self._more.set()
 
     def stop(self) -> None:
-        """The consumer is gone. Nothing is to be done here: the task that produces is cancelled (`Runner`)."""
+        """The consumer is gone. The task is cancelled, too (`Runner`), but its generator may swallow that."""
+        self._stopped = True
+        self._more.set()
 
-    async def take(self) -> None:
-        """Wait until one item may be sent."""
-        while self.count <= 0 or self._room.crowded():
+    async def take(self) -> bool:
+        """Wait until one item may be sent; False once nobody wants any more items."""
+        while not self._stopped and (self.count <= 0 or self._room.crowded()):
             self._more.clear()
             if self.count > 0:
                 self._room.when_room(self._more.set)
             await self._more.wait()
         self.count -= 1
+        return not self._stopped
 
 
 class ThreadCredits:
@@ -122,19 +126,20 @@ def serve_generator(sender: ItemSender, call: ServedCall, generator: Any, credit
                 return
             sender.send_item(call, item)
     finally:
-        generator.close()
+        if hasattr(generator, "close"):  # what a wrapper gives may be another iterator
+            generator.close()
 
 
 async def serve_async_generator(sender: ItemSender, call: ServedCall, generator: Any, credit: int, room: Room) -> None:
     """On the loop: send what an async generator yields. Cancelled when nobody listens any more."""
     credits = call.credits = AsyncCredits(credit, room)
     try:
-        while True:
-            await credits.take()
+        while await credits.take():
             try:
                 item = await anext(generator)
             except StopAsyncIteration:
                 return
             sender.send_item(call, item)
     finally:
-        await generator.aclose()
+        if hasattr(generator, "aclose"):  # as above
+            await generator.aclose()

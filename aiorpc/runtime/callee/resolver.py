@@ -211,7 +211,9 @@ class Resolver:
 
     def _call_method(self, value: object, name: str, attribute: object, call: ServedCall) -> None:
         try:
-            handler = self._methods.get((type(value), name, attribute))
+            # One that this object has of its own, beside that of its class, is run in its own way.
+            of_class = attribute is not None and name not in getattr(value, "__dict__", ())
+            handler = self._methods.get((type(value), name, attribute)) if of_class else None
             if handler is None and self._permits is not None:
                 self._permits.check_method(value, name)
             method = getattr(value, name)
@@ -221,7 +223,7 @@ class Resolver:
                 if not callable(method):
                     raise RpcUsageError(f"{name!r} of {type(value).__qualname__} is not callable")
                 handler = functions.classify(method, f"{type(value).__qualname__}.{name}")
-                if attribute is not None:
+                if of_class:
                     # Kept without the method: that would keep this value alive.
                     self._methods[type(value), name, attribute] = handler._replace(function=len)
             else:

@@ -86,8 +86,11 @@ class Runner:
             return
         streamed = handler.mode is Mode.GENERATOR or handler.mode is Mode.ASYNC_GENERATOR
         if streamed != (call.credit is not None):
-            self.refuse(call, _wrong_verb(call, streamed))
-            return
+            if not (streamed and handler.wrapper):
+                self.refuse(call, _wrong_verb(call, streamed))
+                return
+            handler = call.handler = handler._replace(mode=Mode.THREAD)  # it may make one result of the items
+            streamed = False
         if streamed:
             most = self._engine.options.max_stream_window
             assert call.credit is not None, "a stream comes with its credit"
@@ -245,6 +248,8 @@ class Runner:
             result = [handler.function(*args, **kwargs)]
             args.clear()
             kwargs.clear()
+            if handler.wrapper:
+                _check_items(call, result[0])
             if mode is Mode.GENERATOR:
                 assert call.credit is not None, "a stream comes with its credit"
                 serve_generator(self._answers, call, result.pop(), call.credit, self._backlog)
@@ -335,6 +340,7 @@ class Runner:
             args, kwargs = self._take_arguments(call)
         except BaseException as error:
             self._answers.answer_error(call, error)
+            pass_on(error)
             return
         if call.landing is not None:
             call.landing.carriers.clear()  # the arguments are the handler's alone
@@ -372,9 +378,11 @@ class Runner:
         """
         run = self._run_steps if call.landing is not None or call.arrival is not None else self._run_coroutine
         coroutine = run(call, function, args, kwargs)
-        task = call.task = self._engine.loop.create_task(coroutine)
-        self._tasks.add(task)
-        call.on_cancel = partial(self._cancel_task, task, coroutine, existing)
+        task = self._engine.loop.create_task(coroutine)
+        if not task.done():  # an eager task has ended by now, and with it all that is undone at its end
+            call.task = task
+            self._tasks.add(task)
+            call.on_cancel = partial(self._cancel_task, task, coroutine, existing)
 
     def _cancel_task(self, task: asyncio.Task[None], coroutine: Any, existing: Any) -> None:
         if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:  # nothing of it has run, so nothing of it will
@@ -402,12 +410,15 @@ class Runner:
 
     async def _run_coroutine(self, call: ServedCall, function: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         try:
-            coroutine = function(*args, **kwargs)
+            made = function(*args, **kwargs)
             args.clear()  # they are the handler's alone
             kwargs.clear()
+            wrapper = call.handler is not None and call.handler.wrapper
+            if wrapper:
+                _check_items(call, made)
             if call.credit is not None:
-                coroutine = serve_async_generator(self._answers, call, coroutine, call.credit, self._backlog)
-            result = [await coroutine]
+                made = serve_async_generator(self._answers, call, made, call.credit, self._backlog)
+            result = [made if wrapper and not inspect.isawaitable(made) else await made]
         except asyncio.CancelledError:
             if not call.cancelled:
                 self._answers.answer_cancelled(call)
@@ -435,6 +446,19 @@ def _itself(coroutine: Any) -> Any:
 
 def _not_run(call: ServedCall) -> RpcCancelled:
     return RpcCancelled(f"{call.function} was not run: its caller had given up by then")
+
+
+def _check_items(call: ServedCall, made: object) -> None:
+    """What a wrapper of a generator function has given is what the call is for: items, or one result."""
+    assert call.handler is not None, "it runs"
+    if call.credit is None:
+        if inspect.isgenerator(made) or inspect.isasyncgen(made):
+            raise _wrong_verb(call, True)
+    elif not hasattr(made, "__next__" if call.handler.mode is Mode.GENERATOR else "__anext__"):
+        raise RpcUsageError(
+            f"{call.function} wraps a generator function, and has returned a {type(made).__qualname__}, which is no "
+            "generator: use aiorpc.call, not aiorpc.stream"
+        )
 
 
 def _wrong_verb(call: ServedCall, streamed: bool) -> RpcUsageError:

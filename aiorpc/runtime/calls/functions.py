@@ -57,7 +57,8 @@ class Handler(NamedTuple):
     """A function that serves calls.
 
     system: whether it belongs to the runtime and does not count as users' work. plain: whether the pickle of its
-    arguments may name no class and no function, because the rights of the caller do not go so far.
+    arguments may name no class and no function, because the rights of the caller do not go so far. wrapper: whether it
+    is run as what it wraps (`functools.wraps`), and gives what only shows then.
     """
 
     function: Callable[..., Any]
@@ -65,6 +66,7 @@ class Handler(NamedTuple):
     name: str
     system: bool = False
     plain: bool = False
+    wrapper: bool = False
 
 
 def async_execution(fn: F) -> F:
@@ -123,29 +125,39 @@ def is_system(function: object) -> bool:
 
 
 def classify(function: Callable[..., Any], name: str) -> Handler:
-    """How a callable has to be run."""
+    """How a callable has to be run. RpcUsageError for one that cannot be."""
     inner = inspect.unwrap(function) if not isinstance(function, type) else function
     while isinstance(inner, functools.partial):
         inner = inner.func
+    kind = _kind_of(function) or _kind_of(inner)
+    wrapper = False
     if get_batcher(function) is not None:
         mode = Mode.BATCHED
+    elif isinstance(function, functools.partial) and get_batcher(inner) is not None:
+        raise RpcUsageError(f"{name} is a functools.partial of a @batched function: call that function itself")
     elif getattr(function, _INLINE, False):
         mode = Mode.INLINE
     elif getattr(function, _BRIEF, False):
         mode = Mode.BRIEF
     elif getattr(function, _DEFERRED, False) or getattr(inner, _DEFERRED, False):
         mode = Mode.DEFERRED
-    elif isinstance(function, type):
-        mode = Mode.THREAD
-    elif inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(_call_of(inner)):
-        mode = Mode.COROUTINE
-    elif inspect.isasyncgenfunction(inner) or inspect.isasyncgenfunction(_call_of(inner)):
-        mode = Mode.ASYNC_GENERATOR
-    elif inspect.isgeneratorfunction(inner) or inspect.isgeneratorfunction(_call_of(inner)):
-        mode = Mode.GENERATOR
+    elif kind is not None and not isinstance(function, type):
+        mode, wrapper = kind, _kind_of(function) is None
     else:
         mode = Mode.THREAD
-    return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)))
+    return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)), wrapper=wrapper)
+
+
+def _kind_of(function: object) -> Mode | None:
+    """How it is run by how it is written, if that is not as a plain function."""
+    for each in (function, _call_of(function)):
+        if inspect.iscoroutinefunction(each):
+            return Mode.COROUTINE
+        if inspect.isasyncgenfunction(each):
+            return Mode.ASYNC_GENERATOR
+        if inspect.isgeneratorfunction(each):
+            return Mode.GENERATOR
+    return None
 
 
 def _call_of(function: object) -> object:
