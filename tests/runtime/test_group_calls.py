@@ -29,6 +29,7 @@ from aiorpc import (
     UnknownWorker,
     Worker,
 )
+from aiorpc.runtime.fanout.options import count_of
 from aiorpc.testing import Faults, cluster
 from tests.runtime.waiting import until, until_no_references
 
@@ -124,6 +125,12 @@ async def test_iterating_ends_with_what_awaiting_raises(four: list[Worker]) -> N
         async for name, _ in four[0].group("worker*", quorum=4).call(fail_at, "worker1"):
             seen.append(name)
     assert "worker1" in seen
+
+
+@pytest.mark.parametrize(("share", "members", "count"), [(0.3, 10, 3), (0.28, 25, 7), (1.0, 3, 3), (1e-12, 5, 1)])
+def test_a_share_asks_for_so_many_members(share: float, members: int, count: int) -> None:
+    """Rounded up, for at least one; what a float of it is too much does not count."""
+    assert count_of(share, members) == count
 
 
 async def test_a_quorum_does_not_wait_for_the_rest(four: list[Worker]) -> None:

@@ -547,6 +547,17 @@ async def test_who_gives_up_is_taken_back_from_the_barrier(four: list[Worker]) -
     await until(lambda: not four[0].node.barriers._barriers)
 
 
+async def test_who_gives_up_may_come_again_at_once(four: list[Worker]) -> None:
+    """The word that it gives up and the next call arrive together."""
+    for _ in range(5):
+        first = four[1].group("worker*").barrier()
+        await until(lambda: len(four[0].node.barriers._barriers) == 1)
+        first.cancel()
+        again = four[1].group("worker*", timeout=0.01).barrier()
+        with pytest.raises(RpcTimeout):
+            await again
+
+
 async def test_barriers_refuse_what_cannot_be(four: list[Worker]) -> None:
     """Who is no member, a tag that is none, the same barrier twice at once, and whatever a peer may send."""
     with pytest.raises(RpcUsageError, match="no member"):

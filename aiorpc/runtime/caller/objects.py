@@ -74,6 +74,8 @@ class ObjectHandle:
         return _ProxyOfObject(self, "stream", timeout)
 
     def __getattr__(self, name: str) -> _MethodOfObject:
+        if name in self.__slots__:  # not set yet: a copy is being made
+            raise AttributeError(name)
         return _MethodOfObject(self, "rpc_async", -1.0, _checked(self, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -95,6 +97,8 @@ class _ProxyOfObject:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> _MethodOfObject:
+        if name in self.__slots__:  # not set yet: a copy is being made
+            raise AttributeError(name)
         return _MethodOfObject(self._handle, self._verb, self._timeout, _checked(self._handle, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

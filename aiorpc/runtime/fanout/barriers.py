@@ -97,7 +97,9 @@ class Barriers:
         if len(barrier.arrived) == len(members):
             self._end(key, barrier, ())
         try:
-            gone = await asyncio.wait_for(asyncio.shield(barrier.over), timeout or None)
+            # Not `wait_for`: in Python 3.11 who was cancelled would still wait for some turns of the loop.
+            async with asyncio.timeout(timeout or None):
+                gone = await asyncio.shield(barrier.over)
         except TimeoutError:
             missing = ", ".join(self._name(each) for each in members if each not in barrier.arrived)
             text = f"barrier {tag!r} of {len(members)} workers: after {timeout:g} s {missing} had not come"

@@ -60,6 +60,8 @@ class GroupObject:
         return self._proxy("stream", timeout)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in self.__slots__:  # not set yet: a copy is being made
+            raise AttributeError(name)
         method: Callable[..., Any] = getattr(self.rpc_async(), name)
         return method
 

@@ -34,7 +34,7 @@ def check_quorum(quorum: Any) -> Quorum | None:
 def count_of(quorum: Quorum | None, members: int) -> int | None:
     """How many of so many members a quorum asks for. RpcUsageError if it is more than there are."""
     if type(quorum) is float:
-        return math.ceil(quorum * members - 1e-9)  # of ten 0.3 are three, not four
+        return max(1, math.ceil(quorum * members - 1e-9))  # of ten 0.3 are three, not four
     if quorum is not None and quorum > members:
         raise RpcUsageError(f"a quorum of {quorum} is more than the group has, which is {members}; nothing was sent")
     return quorum  # type: ignore[return-value]  # an int or None, as was just seen

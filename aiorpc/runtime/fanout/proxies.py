@@ -21,6 +21,8 @@ class GroupProxy:
         self._check = check
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in self.__slots__:  # not set yet: a copy is being made
+            raise AttributeError(name)
         if self._check is not None:
             self._check(name)
         make = self._make
