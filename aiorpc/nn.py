@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Self
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .errors import RpcError, RpcUsageError
 from .futures import Future
@@ -424,10 +425,18 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _each_tensor(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The same state with other tensors; of the type that torch gives and loads, with the versions of its modules."""
-    made: OrderedDict[str, Any] = OrderedDict(
-        (name, change(value) if isinstance(value, Tensor) else value) for name, value in state.items()
-    )
+    """The same state with other tensors; of the type that torch gives and loads, with the versions of its modules.
+
+    A tensor that has no shape yet, as in a lazy module that has not run, can be neither changed nor copied: it is made
+    anew, in the host's memory.
+    """
+    made: OrderedDict[str, Any] = OrderedDict()
+    for name, value in state.items():
+        if is_lazy(value):
+            lazy: Any = type(value)
+            made[name] = lazy(value.requires_grad, "cpu", value.data.dtype)
+        else:
+            made[name] = change(value) if isinstance(value, Tensor) else value
     setattr(made, "_metadata", OrderedDict(_metadata_of(state)))  # noqa: B010  # an attribute that only torch knows of
     return made
 

@@ -19,6 +19,7 @@ from tests.processes import workers as processes
 from tests.scripts import run
 
 Tensor = torch.Tensor
+nn_parameter = torch.nn.parameter
 
 
 # --- modules and handlers ---------------------------------------------------------------------------------------------
@@ -112,6 +113,11 @@ def devices_of(module: RRef[torch.nn.Module]) -> list[str]:
 def add_hook(module: RRef[torch.nn.Module]) -> None:
     """A hook on the owner."""
     module.local_value().register_forward_hook(lambda module, args, output: output + 100)
+
+
+def shapeless() -> torch.nn.Module:
+    """Parameters and buffers of two of its parts get their shapes from the first input."""
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(2)).double()
 
 
 def not_a_module() -> int:
@@ -413,6 +419,30 @@ async def test_states_that_do_not_fit(apart: list[Worker]) -> None:
             module.load_state_dict({"weight": torch.ones(5, 5)}, strict=False)
         module.load_state_dict({"weight": torch.ones(3, 2).half(), "bias": torch.ones(3).half()}, assign=True)
         assert module.state_dict()["bias"].dtype is torch.float16
+
+    await run(apart[0], script)
+
+
+async def test_the_state_of_a_module_that_has_not_run_yet(apart: list[Worker]) -> None:
+    """Tensors without a shape arrive as such, either way, and on the host; what has loaded them can be run."""
+
+    def script() -> None:
+        module, local = RemoteModule("worker1", shapeless), shapeless()
+        state, expected = module.state_dict(), local.state_dict()
+        assert [type(value) for value in state.values()] == [
+            type(value) if nn_parameter.is_lazy(value) else Tensor for value in expected.values()
+        ]
+        assert any(nn_parameter.is_lazy(value) for value in state.values())
+        for known in (state, expected):
+            assert str(module.load_state_dict(known)) == "<All keys matched successfully>"
+        local.load_state_dict(state)
+        hybrid = torch.nn.Sequential(module)
+        hybrid.load_state_dict(hybrid.state_dict())
+        assert local(inputs(0)).shape == hybrid(inputs(0)).shape == (4, 2)
+        local.load_state_dict(module.state_dict())
+        torch.testing.assert_close(module.eval()(inputs(1)), local.eval()(inputs(1)))
+        elsewhere = RemoteModule("worker1/meta", torch.nn.LazyLinear, (2,), {"device": "meta"}).state_dict()
+        assert [value.data.device.type for value in elsewhere.values()] == ["cpu", "cpu"]
 
     await run(apart[0], script)
 

@@ -228,9 +228,9 @@ class ReferenceTable:
     # -- owner side -------------------------------------------------------------------------------------------------
 
     def own(self, rref: ReferenceId | None = None) -> tuple[ReferenceId, ReferenceId]:
-        """A local handle: to a new value (`RRef(value)`), or one more to the value `rref` that exists here.
+        """A local handle: to a new value (`RRef(value)`), or one more to `rref`, whose value is here or may still come.
 
-        Raises RpcUsageError if `rref` is given and does not exist here.
+        If the value then never comes, the handle breaks. Raises RpcUsageError if `rref` is given and `holds` denies it.
         """
         if rref is None:
             fork = rref = self._new_id(next(self._keys))  # as torch has it: programs compare the numbers
@@ -238,7 +238,7 @@ class ReferenceTable:
         else:
             fork = self._new_id()
         owned = self._owned.get(rref)
-        if owned is None or owned.value is not _Value.CREATED:
+        if owned is None or owned.value is _Value.NEVER:
             raise RpcUsageError(f"reference {rref} does not exist on this worker")
         owned.forks[fork] = self.worker_id
         self._forks[fork] = _Fork(rref, fork, self.worker_id, _State.CONFIRMED, counted=True)

@@ -62,7 +62,10 @@ def require(condition: bool, *what: object) -> None:
 
 @dataclass(eq=False)
 class Fork:
-    """What the oracle knows of one fork. kind: creator, own, granted (passed by the owner) or passed."""
+    """What the oracle knows of one fork. kind: creator, own, granted (passed by the owner) or passed.
+
+    doomed: its owner made it after the value had been freed, while it asked the creator whether that is still to come.
+    """
 
     rref: ReferenceId
     fork: ReferenceId
@@ -74,6 +77,7 @@ class Fork:
     handle: bool = True  # a handle lives at the holder, or is under way to it
     decoded: bool = True
     call: str = ""  # creators: unsent, sent
+    doomed: bool = False
 
 
 @dataclass
@@ -120,13 +124,16 @@ class World:
 
     def own(self, worker: int, like: Fork | None = None) -> Fork:
         rref, name = self.tables[worker].own(like.rref if like else None)
-        self.created.add(rref)
-        return self._know(Fork(rref, name, worker, worker, "own", state="confirmed"))
+        if like is None:
+            self.created.add(rref)
+        doomed = rref in self.freed
+        return self._know(Fork(rref, name, worker, worker, "own", state="confirmed", doomed=doomed))
 
     def encode(self, fork: Fork, to: int, *, send: bool = True) -> Fork:
         passed, outputs = self.tables[fork.holder].encode(fork.rref, fork.fork, to)
         kind = "granted" if fork.holder == fork.owner else "passed"
-        child = Fork(fork.rref, passed.fork, fork.owner, to, kind, parent=fork, decoded=False)
+        doomed = kind == "granted" and fork.rref in self.freed
+        child = Fork(fork.rref, passed.fork, fork.owner, to, kind, parent=fork, decoded=False, doomed=doomed)
         self._know(child)
         self.apply(fork.holder, outputs)
         self._put(fork.holder, to, Frame("wire", passed, child), send)
@@ -282,7 +289,7 @@ class World:
 
     def protected(self, fork: Fork) -> bool:
         """Whether the owner, or a chain of live workers that ends at it, answers for this fork."""
-        if fork.holder not in self.alive:
+        if fork.holder not in self.alive or fork.doomed:
             return False
         if fork.kind == "granted":
             return fork.rref not in self.refused
@@ -303,7 +310,7 @@ class World:
     def _check_confirmed(self, fork: Fork) -> None:
         require(fork.state == "pending", "decided twice", fork)
         fork.state = "confirmed"
-        if fork.owner in self.alive and not (fork.kind == "granted" and fork.rref in self.refused):
+        if fork.owner in self.alive and not fork.doomed and not (fork.kind == "granted" and fork.rref in self.refused):
             require(fork.rref not in self.freed, "G1: confirmed after it was freed", fork)
 
     def _check_broken(self, fork: Fork) -> None:
@@ -338,7 +345,8 @@ class World:
         require(fork.state != "pending", "G6: waits forever", fork)
         if fork.state == "confirmed" and fork.owner in self.alive:
             # A refusal can overtake the frame with a fork the owner granted (G11): then only the use itself fails.
-            exempt = fork.kind == "granted" and fork.rref in self.refused and fork.holder != fork.owner
+            refused = fork.doomed or fork.rref in self.refused
+            exempt = fork.kind == "granted" and refused and fork.holder != fork.owner
             require(exempt or self.tables[fork.owner].holds(fork.rref), "G1: in use, but not kept", fork)
 
     def _owner(self, rref: ReferenceId) -> int:
@@ -1136,6 +1144,94 @@ def test_g17_invented_references_harm_nobody_who_passes_them_on(count: int) -> N
     assert [table.counts() for table in world.tables] == [EMPTY] * 3
 
 
+def awaited(world: World, creator: int) -> tuple[Fork, Fork]:
+    """The fork of a creation that is not sent yet, and one at the owner of what will be the value."""
+    first = world.create(creator, OWNER, send=False)
+    if creator != OWNER:  # the owner knows of it by the ADD of a third worker, and by a handle that came home
+        world.encode(first, B)
+        world.encode(first, OWNER)
+        world.deliver(creator, B)
+        world.deliver(B, OWNER)
+    return first, world.own(OWNER, like=first)
+
+
+@pytest.mark.parametrize("creator", [OWNER, A])
+def test_g18_an_owner_counts_what_it_was_lent_before_the_value_is_there(world: World, creator: int) -> None:
+    """G18: the value that comes is kept for it alone, and for whom it was passed to meanwhile."""
+    first, lent = awaited(world, creator)
+    child = world.encode(lent, C)
+    world.drop(first)
+    world.drain()
+    assert child.state == "confirmed"
+    world.send()
+    world.drain()
+    for fork in [fork for fork in world.usable() if fork not in (lent, child)]:
+        world.drop(fork)
+    world.drain()
+    assert world.tables[OWNER].counts() == Counts(1, 0, 0, forks=2, pins=0, placeholders=0, tombstones=0, granted=1)
+    world.drop(lent)
+    assert world.freed == set()
+    world.drop(child)
+    world.drain()
+    assert world.freed == {first.rref}
+
+
+@pytest.mark.parametrize("creator", [OWNER, A])
+def test_g18_a_handle_that_was_lent_may_end_before_the_value_is_there(world: World, creator: int) -> None:
+    """G18: the creation goes on without it."""
+    first, lent = awaited(world, creator)
+    world.drop(lent)
+    world.send()
+    world.drain()
+    assert first.state == "confirmed"
+    assert world.freed == set()
+
+
+@pytest.mark.parametrize("creator", [OWNER, A])
+def test_g18_what_was_lent_breaks_with_a_creation_that_fails(world: World, creator: int) -> None:
+    """G18: the handle, and those it was passed on to, hear that the call was never sent."""
+    first, lent = awaited(world, creator)
+    child = world.encode(lent, C)
+    world.drain()
+    world.unsend()
+    world.drain()
+    assert [fork.state for fork in (first, lent, child)] == ["broken"] * 3
+    with pytest.raises(RpcUsageError, match="was never sent"):
+        world.tables[OWNER].encode(lent.rref, lent.fork, B)
+    with pytest.raises(RpcUsageError, match="does not exist"):
+        world.tables[OWNER].own(first.rref)
+
+
+def test_g18_what_was_lent_breaks_with_its_creator(world: World) -> None:
+    """G18: also if all others that waited for the value have died before."""
+    _, lent = awaited(world, A)
+    world.kill(B)
+    world.deliver(B, OWNER)
+    assert world.tables[OWNER].holds(lent.rref)
+    world.kill(A, keep=lambda length: 0)
+    world.drain()
+    assert lent.state == "broken"
+    assert world.tables[OWNER].counts() == EMPTY
+
+
+def test_g18_what_is_lent_when_the_value_was_freed_breaks_once_the_creator_was_asked(world: World) -> None:
+    """G18: a late ADD looks as if the value were still to come; who lends it has given up its call meanwhile."""
+    first = made(world)
+    parent = world.encode(first, B)
+    world.drain()
+    world.encode(parent, C)
+    world.drop(first)
+    world.deliver(A, OWNER)
+    world.kill(B)
+    world.deliver(B, OWNER)
+    world.deliver(B, C)
+    world.deliver(C, OWNER)
+    lent = world.own(OWNER, like=first)
+    child = world.encode(lent, C)
+    world.drain()
+    assert (lent.state, child.state) == ("broken", "broken")
+
+
 def test_misuse_by_the_caller_is_refused() -> None:
     """Encoding what is not held, or was dropped, and losing oneself are usage errors."""
     table = ReferenceTable(A)
@@ -1197,13 +1293,9 @@ class Actions:
         self.world.own(self._worker(n))
 
     def own_again(self, n: int, m: int) -> None:
+        """The owner counts a reference to its value that it was lent; the value may be still to come."""
         fork = self._fork(n)
-        if (
-            fork is not None
-            and fork.holder == fork.owner
-            and fork.state == "confirmed"
-            and fork.rref in self.world.created
-        ):
+        if fork is not None and fork.owner in self.world.alive and self.world.tables[fork.owner].holds(fork.rref):
             self.world.own(fork.owner, like=fork)
 
     def encode(self, n: int, m: int) -> None:
@@ -1296,6 +1388,11 @@ class References(RuleBasedStateMachine):
     @rule(n=numbers, m=numbers)
     def own(self, n: int, m: int) -> None:
         self.actions.own(n, m)
+
+    @precondition(lambda self: self.actions.world.usable())
+    @rule(n=numbers, m=numbers)
+    def own_again(self, n: int, m: int) -> None:
+        self.actions.own_again(n, m)
 
     @precondition(lambda self: self.actions.world.usable())
     @rule(n=numbers, m=numbers, again=st.booleans())
@@ -1454,6 +1551,17 @@ class DeletesBeforeConfirmation(ReferenceTable):
         return self._finish()
 
 
+class DoesNotCountWhatIsLentEarly(ReferenceTable):
+    """Gives its own worker a handle to a value that is still to come, and does not count it."""
+
+    def own(self, rref: ReferenceId | None = None) -> tuple[ReferenceId, ReferenceId]:
+        early = rref is not None and self._owned[rref].value.name == "AWAITED"
+        rref, fork = super().own(rref)
+        if early:
+            del self._owned[rref].forks[fork]
+        return rref, fork
+
+
 class KeepsNoTombstone(ReferenceTable):
     """Forgets a creation that was given up although its CREATE may still come."""
 
@@ -1478,6 +1586,7 @@ MUTANTS: dict[MakeTable, str] = {
     ForgetsUnsent: "G16",
     never_releases_parents: "G16",
     DeletesBeforeConfirmation: "G",
+    DoesNotCountWhatIsLentEarly: "G1",
     KeepsNoTombstone: "G16",
     forgets_abandoned: "G",
 }

@@ -524,15 +524,30 @@ async def test_the_owner_calls_the_value_of_what_it_was_lent(workers: list[Worke
 
 
 async def test_a_reference_is_lent_before_its_creation_has_come(workers: list[Worker]) -> None:
-    """The owner's handle has what will be the value."""
+    """The owner's handle waits for what will be the value, and breaks if that will never be."""
     table = workers[1].node.references
     name = ReferenceId(0, 1001, 7)
     table._run(table._table.on_message, 2, Add(name, ReferenceId(2, 1002)))  # worker 2 was passed it, and is faster
     (early,) = table.load([PassedReference(name, 1, LENT, 0)], 2)
-    assert not early._value_future().done()
+    waiting = early._value_future()
+    assert not waiting.done()
     table._run(table._table.on_message, 0, Never(name))
     with pytest.raises(RpcError, match="the value was never created"):
-        await early._value_future()
+        await waiting
+    with pytest.raises(RpcError, match="cannot be used"):
+        await early
+
+
+async def test_what_was_lent_before_its_creation_has_come_is_counted(workers: list[Worker]) -> None:
+    """G18: its owner passes it on, and calls its value, while the owner's own creation is under way."""
+    rref = workers[0].remote("worker0", Thing, 6)
+    lent = PassedReference(rref._rref, 0, LENT, 0)
+    passed, called, inside = workers[0].node.references.load([lent] * 3, 1)  # worker 1 was passed it, and is faster
+    assert workers[0].node.references.counts().placeholders == 1
+    calls = [workers[0].call("worker1", read_async, passed), called.rpc_async().get()]
+    calls.append(workers[0].call("worker2", read_all, {"list": [inside], "one": inside}))
+    del rref, passed, called, inside
+    assert await asyncio.gather(*calls) == [6, 6, [6, 6]]
 
 
 async def test_a_reference_is_lent_before_its_value_is_there(workers: list[Worker], gate: Gate) -> None:
@@ -570,6 +585,49 @@ async def test_only_the_owner_is_lent_a_reference(workers: list[Worker]) -> None
     """Another worker would have nothing to wait for."""
     with pytest.raises(ProtocolError, match=r"worker 0 lends \(0, 1\) to one that is not its owner"):
         workers[1].node.references.load([PassedReference(ReferenceId(0, 1), 2, LENT, 0)], 0)
+
+
+# --- references of other workers --------------------------------------------------------------------------------------
+
+
+async def test_a_worker_passes_on_its_own_references_alone(workers: list[Worker], gate: Gate) -> None:
+    """One of another worker of this process is refused before anything is sent, and nothing stays pinned for it."""
+    rref, own = workers[0].remote("worker1", Thing, 3), workers[0].node.references.refer_to(Thing(4))
+    await rref
+    await workers[0].call("worker1", keep, rref)
+    for foreign in (rref, own, gate.kept[0]):
+        before = [worker.node.references.counts() for worker in workers]
+        mine = "worker1" if foreign is gate.kept[0] else "worker0"
+        wanted = f"worker 'worker2' cannot pass on a reference of another worker: only '{mine}' can"
+        with pytest.raises(RpcUsageError, match=wanted):
+            workers[2].call("worker0", read, foreign)
+        with pytest.raises(RpcUsageError, match=wanted):
+            workers[2].call("worker1", box_of, {"it": foreign})
+        assert [worker.node.references.counts() for worker in workers] == before
+    assert await workers[0].call("worker2", read, rref) == 3
+    gate.kept.clear()
+    del foreign
+
+
+async def test_a_reference_that_has_outlived_its_worker_is_not_passed_on(workers: list[Worker]) -> None:
+    """Not as an argument and not as a result; references that are made later are not taken for it."""
+    async with cluster(2) as earlier:
+        old = earlier[0].remote("worker1", Thing, 3)
+        await old
+    _gates["it"] = Gate()
+    _gates["it"].kept.append(old)
+    for to in ("worker0", "worker1", "worker2"):
+        with pytest.raises(RpcUsageError, match=r"'worker0' cannot pass on .*: worker 'worker0' has shut down"):
+            workers[0].call(to, keep, old)
+    with pytest.raises(RpcUsageError, match=r"'worker1' cannot pass on .*: worker 'worker0' has shut down"):
+        await workers[0].call("worker1", kept_first)
+    for value in range(6):  # so many that ids of the old reference would come again
+        rref = workers[0].remote("worker1", Thing, value)
+        assert await workers[0].call("worker2", read, rref) == value
+
+
+def kept_first() -> Any:
+    return _gates["it"].kept[0]
 
 
 # --- the end of a value -----------------------------------------------------------------------------------------------

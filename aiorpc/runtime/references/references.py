@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -222,8 +223,8 @@ class References:
     def _load_lent(self, passed: PassedReference, sender: int) -> RRef[Any]:
         """A handle of a value here that the sender keeps until its call has ended. It is not counted: it has the value.
 
-        If that is not there yet, it is counted after all, unless the call that creates it has not come either; if it is
-        gone, the sender has given up the call meanwhile.
+        If that is not there yet, it is counted after all. If it is gone, as the sender has given up the call meanwhile,
+        the handle names nothing.
         """
         rref, owner, _, _ = passed
         if owner != self.engine.id:
@@ -233,14 +234,9 @@ class References:
         value = self._values.get(rref)
         if value is not None and value.done():
             handle._lent = value
-            return handle
-        try:
-            self.count(handle)
-        except RpcUsageError:
-            with self._lock:
-                may_come = self._table.holds(rref)
-            if may_come:
-                handle._lent = self.value(*rref)
+        else:
+            with suppress(RpcUsageError):
+                self.count(handle)
         return handle
 
     def count(self, handle: RRef[Any]) -> None:
@@ -260,7 +256,10 @@ class References:
         """Put a handle into a message to the worker `out.target`; returns its number among those of the message.
 
         position: where the handle is among the values, if it is a value by itself and not inside of another one.
+        RpcUsageError if another worker sends the message than the one whose references these are.
         """
+        if out.target.engine is not self.engine:  # the receiver would not take a fork that the sender has not named
+            raise self._sent_by_another(out.target.engine)
         to = self.home.peers.id_of(out.target)
         handle._asked = True  # from now on the receiver may use it
         creation = handle._creation
@@ -284,6 +283,11 @@ class References:
         out.on_unsent.append(partial(self._run, self._table.unsend, passed.fork))
         out.references.append(passed)
         return len(out.references) - 1
+
+    def _sent_by_another(self, sender: Engine) -> RpcUsageError:
+        lifetime = self.engine.lifetime
+        why = lifetime.why_closed() if lifetime.closed else f"only {lifetime.name!r} can, as it counts the holders"
+        return RpcUsageError(f"worker {sender.name!r} cannot pass on a reference of another worker: {why}")
 
     # --- values, on the owner -----------------------------------------------------------------------------------------
 
