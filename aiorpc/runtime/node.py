@@ -245,7 +245,7 @@ class Node:
         return (
             not any(peer.owed.user_calls() for peer in self.peers.all())
             and not any(service.user_calls() for service in list(self.services))
-            and not self.retries.paused
+            and not self.retries.calls
             and not self.links.busy()
             and not any(observer.holds() for observer in self.engine.observers)
         )

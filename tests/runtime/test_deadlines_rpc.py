@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import re
 import threading
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from tests.limits import busy
-from tests.runtime.waiting import LIMIT, until
+from tests.runtime.waiting import LIMIT, until, wait_until
 
 
 def left() -> float | None:
@@ -166,19 +167,20 @@ async def test_a_whole_chain_ends_when_the_first_deadline_passes(trio: list[Work
     await until(lambda: not any(worker.pending_calls() for worker in trio))
 
 
-async def test_work_that_outlives_its_handler_inherits_nothing(pair: list[Worker]) -> None:
-    """A background task that a handler started makes calls without the handler's deadline."""
-    await pair[0].peer("worker1", timeout=20.0).call(start_background)
+@pytest.mark.parametrize("retries", [0, 3])
+async def test_work_that_outlives_its_handler_inherits_nothing(pair: list[Worker], retries: int) -> None:
+    """A background task that a handler started makes calls without the handler's deadline, also with retries."""
+    await pair[0].peer("worker1", timeout=20.0).call(start_background, retries)
     assert await asyncio.wait_for(_background.pop(), LIMIT) == pytest.approx(60, abs=20)
 
 
 _background: list[asyncio.Task[Any]] = []
 
 
-async def start_background() -> None:
+async def start_background(retries: int) -> None:
     async def background() -> Any:
         await until(lambda: not aiorpc.current().statistics().calls_running)
-        return await aiorpc.call("worker0", left_async)
+        return await aiorpc.peer("worker0", retries=retries).call(left_async)
 
     _background.append(asyncio.ensure_future(background()))
 
@@ -208,6 +210,30 @@ async def test_the_error_says_who_what_and_how_long(pair: list[Worker]) -> None:
     assert error.worker == "worker1" and error.function.endswith("for_ever") and error.seconds == pytest.approx(0.02)
     assert isinstance(error, TimeoutError) and isinstance(error, aiorpc.RpcError)
     assert all(part in str(error) for part in ("for_ever", "'worker1'", "0.02 s", __file__))
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+async def test_a_call_of_a_call_whose_time_was_over_had_none(pair: list[Worker], flags: Flags, retries: int) -> None:
+    """The error says that the time was over before, and whose; how long the call had is 0 s, and not less."""
+    while not flags.entered.is_set():  # one whose time is up before that, on a busy machine, is not run
+        with pytest.raises(RpcTimeout):
+            await pair[0].peer("worker1", timeout=0.05).call(call_when_time_is_up, retries)
+    await until(lambda: _late)
+    error = _late.pop()
+    assert isinstance(error, RpcTimeout) and error.seconds == 0.0
+    text = r"\(0 s, as the time of the call that it is part of was over before it was made\): the call of .*:left on"
+    assert re.search(text, str(error)), str(error)
+
+
+_late: list[BaseException | None] = []
+
+
+def call_when_time_is_up(retries: int) -> None:
+    _flags["it"].entered.set()
+    wait_until(lambda: aiorpc.deadline() == 0.0)
+    call = aiorpc.peer("worker0", timeout=30, retries=retries).call(left)
+    wait_until(call.done)
+    _late.append(call.exception())
 
 
 async def test_a_blocking_wait_gets_the_same_error(pair: list[Worker]) -> None:

@@ -29,6 +29,7 @@ from aiorpc import (
 )
 from aiorpc.protocol.frames import REPLY
 from aiorpc.protocol.states import WorkerState
+from aiorpc.runtime.calls.values import LARGE_PICKLE
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
@@ -208,6 +209,95 @@ async def test_who_leaves_before_the_leader_has_heard_of_it_is_not_waited_for() 
 
     await asyncio.wait_for(asyncio.gather(leader.start(), come_and_go()), LONG)
     assert await asyncio.wait_for(leader.shutdown(), LONG) == ShutdownReport()
+
+
+async def test_a_call_whose_next_try_is_being_written_is_under_way(gate: Gate) -> None:
+    """While its arguments are pickled nobody owes its answer: the worker is not idle even so, and does not leave."""
+    options = [RpcBackendOptions(max_pending_calls=1), RpcBackendOptions()]
+    async with cluster(2, dynamic=True, options=options) as (worker, _):
+        assert await worker.call("worker1", abs, -3) == 3
+        held = worker.call("worker1", for_ever)
+        call = worker.peer("worker1", timeout=0, retries=9, backoff=(1000, 1000)).call(str, PickledAtTheGate())
+        (paused,) = worker.node.retries.paused
+        held.cancel()
+        await until(lambda: worker.node.peers.find("worker1").refusal() is None)
+        paused.pause_over()
+        await until(lambda: gate.entered)
+        assert not worker.is_idle()
+        leaving = asyncio.ensure_future(worker.shutdown())
+        await asyncio.wait((leaving,), timeout=0.1)
+        assert not leaving.done()
+        gate.open.set()
+        assert await asyncio.wait_for(call, LONG) == "0"
+        assert not worker.node.retries.calls
+        assert await asyncio.wait_for(leaving, LONG) == ShutdownReport()
+
+
+async def test_a_call_whose_answer_is_being_unpickled_is_under_way(gate: Gate) -> None:
+    """A large answer is unpickled in the background: until that is done the worker is not idle, and does not leave."""
+    async with cluster(2, dynamic=True) as (worker, _):
+        call = worker.call("worker1", unpickled_at_the_gate)
+        await until(lambda: gate.entered)
+        assert not worker.is_idle() and worker.statistics().calls_pending == 1
+        leaving = asyncio.ensure_future(worker.shutdown())
+        await asyncio.wait((leaving,), timeout=0.1)
+        assert not leaving.done()
+        gate.open.set()
+        assert await asyncio.wait_for(call, LONG) == 2 * LARGE_PICKLE
+        assert await asyncio.wait_for(leaving, LONG) == ShutdownReport()
+
+
+@pytest.mark.parametrize("end", ["value", "error"])
+async def test_who_has_an_answer_that_was_unpickled_finds_its_worker_idle(end: str) -> None:
+    """The call does not count any more by the time that its Future is done, whatever that has."""
+    async with cluster(1) as (worker,):
+        for _ in range(20):
+            call = worker.call("worker0", large, end)
+            if end == "value":
+                assert len((await call)[0]) == 2 * LARGE_PICKLE
+            else:
+                with pytest.raises(RpcError, match="cannot be read here"):
+                    await call
+            assert not worker.statistics().calls_pending
+
+
+class PickledAtTheGate:
+    """Is pickled when the gate is open, and arrives as 0."""
+
+    def __reduce__(self) -> Any:
+        wait_at_the_gate()
+        return int, ()
+
+
+class Unpickled:
+    """Its pickle is large, and unpickling it calls that."""
+
+    def __init__(self, function: Callable[[bytes], Any]) -> None:
+        self.function = function
+
+    def __reduce__(self) -> Any:
+        return self.function, (bytes(2 * LARGE_PICKLE),)
+
+
+def unpickled_at_the_gate() -> Any:
+    return Unpickled(len_at_the_gate)
+
+
+def len_at_the_gate(data: bytes) -> int:
+    wait_at_the_gate()
+    return len(data)
+
+
+def large(end: str) -> Any:
+    return Unpickled(in_a_list if end == "value" else is_not_read)
+
+
+def in_a_list(data: bytes) -> list[bytes]:
+    return [data]
+
+
+def is_not_read(data: bytes) -> None:
+    raise ValueError(len(data))
 
 
 # --- cancelled, from a handler, again ---------------------------------------------------------------------------------

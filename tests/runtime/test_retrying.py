@@ -29,12 +29,15 @@ from aiorpc import (
     Worker,
     WorkerClosed,
 )
+from aiorpc.protocol.retries import Backoff
+from aiorpc.runtime.caller.retrying import RetryOptions
 from aiorpc.testing import Faults, cluster
 from tests.limits import busy
 from tests.runtime.waiting import until
 from tests.scripts import run
 
 QUICK = (0.001, 0.01)
+PAUSED = (10_000.0, 10_000.0)  # a test ends such a pause itself
 RUNS: Counter[str] = Counter()
 
 
@@ -291,6 +294,28 @@ async def test_cancelling_and_leaving_in_a_pause(store: Store) -> None:
                 await call
 
 
+@pytest.mark.parametrize("at", ["first try", "answer"])
+async def test_a_call_that_is_interrupted_keeps_nobody_from_leaving(
+    store: Store, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """A signal handler raises as a try is made, or as its end is dealt with: the call has ended, and is not counted."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    async with cluster(2, store=store) as workers:
+        await die(workers)
+        peer = workers[0].peer("worker1", retries=3, backoff=QUICK)
+        if at == "first try":
+            monkeypatch.setattr(workers[0].node.peers, "find", interrupted)
+        else:
+            monkeypatch.setattr(workers[0].node.retries, "pause", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            peer.call(where)
+        assert workers[0].is_idle()
+        monkeypatch.undo()
+
+
 async def test_pauses_come_from_the_source_of_the_worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which a test can seed."""
     async with cluster(2, store=store) as workers:
@@ -439,6 +464,152 @@ async def test_what_is_forgotten_is_refused(store: Store) -> None:
             with pytest.raises(RpcError, match=f"was run.*{text}"):
                 await send(number, 1, function)
         assert RUNS["lots"] == RUNS["refers"] == 1
+
+
+async def fill(worker: Worker) -> None:
+    """The second worker answers more idempotent calls of that one than it remembers if that is one."""
+    for number in range(3):
+        assert await worker.peer("worker1", retries=1, idempotent=True).call(ran, f"newer {number}") == 1
+
+
+@pytest.mark.parametrize("at", ["caller", "callee"])
+async def test_what_was_refused_before_it_ran_is_not_forgotten(store: Store, at: str) -> None:
+    """Overloaded says that nothing was run: the call is run when it comes again, however many were answered since."""
+    few = RpcBackendOptions(max_pending_calls=1) if at == "caller" else RpcBackendOptions()
+    options = [few, RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
+    async with cluster(2, store=store, options=options) as workers:
+        assert await workers[0].call("worker1", where) == "worker1"
+        held = workers[0].call("worker1", for_ever)
+        await until(lambda: RUNS["for ever"])
+        call = workers[0].peer("worker1", timeout=0, retries=9, backoff=PAUSED, idempotent=True).call(ran, "a")
+        await until(lambda: workers[0].node.retries.paused)
+        assert "a" not in RUNS
+        (paused,) = workers[0].node.retries.paused
+        held.cancel()
+        await until(lambda: workers[0].node.peers.find("worker1").refusal() is None and workers[1].is_idle())
+        await fill(workers[0])
+        paused.pause_over()
+        assert await call == 1 and RUNS["a"] == 1
+        with pytest.raises(RpcCancelled):
+            await held
+
+
+@pytest.mark.parametrize("refused_before", [False, True])
+async def test_what_ran_and_was_dropped_is_forgotten(
+    store: Store, monkeypatch: pytest.MonkeyPatch, refused_before: bool
+) -> None:
+    """Overloaded says too that there was no room for the answer: that call is not run again, whatever comes later."""
+    options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
+    async with cluster(2, store=store, options=options) as workers:
+        assert await workers[0].call("worker1", where) == "worker1"
+        held = workers[0].call("worker1", for_ever)
+        await until(lambda: RUNS["for ever"])
+        if not refused_before:
+            held.cancel()
+            await until(workers[1].is_idle)
+        make_room = crowd(workers[1], monkeypatch)
+        call = workers[0].peer("worker1", timeout=0, retries=9, backoff=PAUSED, idempotent=True).call(big, "a", 10)
+        if refused_before:
+            await until(lambda: workers[0].node.retries.paused)
+            held.cancel()
+            await until(workers[1].is_idle)
+            (paused,) = workers[0].node.retries.paused
+            paused.pause_over()
+        await until(lambda: RUNS["a"] and workers[0].node.retries.paused)
+        (paused,) = workers[0].node.retries.paused
+
+        async def try_in_vain() -> None:
+            before = workers[0].statistics().calls_retried
+            paused.pause_over()
+            await until(lambda: workers[0].statistics().calls_retried > before and workers[0].node.retries.paused)
+
+        await try_in_vain()  # there is no room to send it what is kept
+        make_room()
+        await fill(workers[0])
+        other = workers[0].call("worker1", for_ever)
+        await until(lambda: RUNS["for ever"] == 2)
+        await try_in_vain()  # it is refused before anybody looks for its answer
+        other.cancel()
+        await until(workers[1].is_idle)
+        paused.pause_over()
+        with pytest.raises(RpcError, match=r"forgotten.*max_remembered_answers"):
+            await call
+        assert RUNS["a"] == 1
+        with pytest.raises(RpcCancelled):
+            await held
+
+
+async def test_what_another_worker_may_have_run_is_no_try_of_this_one(store: Store) -> None:
+    """The one that takes the place of a lost one runs the call, however many it has answered before that comes."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        first = await aiorpc.init("worker1", store=store)
+        once = worker.peer("worker1", timeout=0, retries=9, backoff=PAUSED, idempotent=True)
+        call = once.call(ran_first_for_ever, "a")
+        await until(lambda: RUNS["a"])
+        await first.drop()
+        await until(lambda: worker.node.retries.paused)
+        (paused,) = worker.node.retries.paused
+        paused.pause_over()  # while nobody is there
+        await until(lambda: worker.statistics().calls_retried == 2 and worker.node.retries.paused)
+        async with aiorpc.init("worker1", store=store, options=RpcBackendOptions(max_remembered_answers=1)):
+            await fill(worker)
+            paused.pause_over()
+            assert await call == 2
+
+
+async def test_what_another_member_may_have_run_is_no_try_of_this_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group, whose members are asked in turn: each knows of the tries that came to it, and of no others."""
+    options = [RpcBackendOptions(), RpcBackendOptions(max_remembered_answers=1), RpcBackendOptions()]
+    async with cluster(3, store=store, options=options) as workers:
+        assert await workers[0].call("worker2", where) == "worker2"
+        make_room = crowd(workers[2], monkeypatch)
+        turns = iter(["worker2", "worker1"])
+        retries, site = workers[0].node.retries, (fill.__code__, 0)
+        once = RetryOptions(9, Backoff(*PAUSED), idempotent=True, wait=False)
+        call = retries.call(lambda: next(turns), ran_later, ("a",), {}, 0, once, site)
+        await until(lambda: RUNS["a"] and retries.paused)
+        (paused,) = retries.paused
+        await fill(workers[0])
+        paused.pause_over()
+        assert await call == 2
+        make_room()
+
+
+async def ran_first_for_ever(key: str) -> int:
+    if ran(key) == 1:
+        await asyncio.Event().wait()
+    return RUNS[key]
+
+
+async def test_the_calls_that_are_known_not_to_have_run_are_bounded(store: Store) -> None:
+    """Beyond eight for each answer that may be kept the first are refused, as calls with forgotten answers are."""
+    from aiorpc.runtime.caller.peer import Try
+
+    options = [RpcBackendOptions(), RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
+    async with cluster(2, store=store, options=options) as workers:
+        peer = workers[0].node.peers.find("worker1")
+        site = (test_the_calls_that_are_known_not_to_have_run_are_bounded.__code__, 0)
+
+        def send(number: int, before: int) -> Any:
+            return peer.call(ran, ("a",), None, 30.0, one_try=Try(site, (number, before)))
+
+        held = workers[0].call("worker1", for_ever)
+        await until(lambda: RUNS["for ever"])
+        for number in (*range(1, 41), 33, 41):  # of 33 to 40 the first one comes once more, and so the second one goes
+            with pytest.raises(Overloaded, match="not run"):
+                await send(number, 0)
+        held.cancel()
+        await until(workers[1].is_idle)
+        assert [await send(number, 0) for number in (50, 51)] == [1, 2]
+        with pytest.raises(RpcError, match="forgotten"):
+            await send(34, 1)
+        assert [await send(number, 1) for number in (41, 33)] == [3, 4]
+        with pytest.raises(RpcError, match="forgotten"):
+            await send(41, 2)
+        with pytest.raises(RpcCancelled):
+            await held
 
 
 def lots() -> bytes:

@@ -2,7 +2,8 @@
 
 A caller numbers its idempotent calls, and says with each how often it has sent it before. What is remembered belongs to
 the connection, so that nobody else can ask for it, and goes with it. It is bounded: the oldest answers are forgotten.
-A call that comes again after that is refused, as nobody knows any more whether it has run.
+A call that comes again after that is refused, as nobody knows any more whether it has run, unless its number is among
+those of the calls that came and were not run. These are remembered, too, and bounded.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from ...errors import Overloaded, RpcError
 from ...options import RpcBackendOptions
 from ...protocol.frames import Buffer
 from ..calls.current import ServedCall
+
+# Numbers of calls that were not run, for each answer that may be kept: all of them take less memory than the answers.
+_NUMBERS = 8
 
 
 class KeptAnswer(NamedTuple):
@@ -49,6 +53,7 @@ class Remembered:
         self._kept: dict[int, KeptAnswer] = {}  # by number, the oldest first
         self._bytes = 0
         self._forgotten = -1  # the highest number of an answer that was forgotten
+        self._refused: dict[int, None] = {}  # numbers of calls that came and were not run, the latest last
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -69,13 +74,18 @@ class Remembered:
             answer = self._kept.get(number)
             if answer is not None:
                 return answer if not answer.unkept else not_there(answer)
-            if before and number <= self._forgotten:
+            if not self._is_new(number, before):
                 return RpcError(
                     "an earlier try of this call may have been run, and what it answered was forgotten "
                     f"({self._most} answers, max_remembered_answers, or {self._most_bytes} bytes, max_remembered_bytes)"
                 )
+            self._refused.pop(number, None)
             self._running[number] = _Running(call, [])
             return True
+
+    def _is_new(self, number: int, before: int) -> bool:
+        """Whether it is sure that a call which is not running, and has no answer here, was not run. With the lock."""
+        return not before or number > self._forgotten or number in self._refused
 
     def has(self, call: ServedCall) -> bool:
         """Whether an answer of that call is kept."""
@@ -113,17 +123,31 @@ class Remembered:
 
     def drop(self, call: ServedCall) -> list[ServedCall]:
         """That call was not run, or was given up: as if it had never come. Returns the calls that waited for it."""
-        number, _ = _once(call)
+        number, before = _once(call)
+        not_run = not (call.begun or call.cancelled)
         with self._lock:
             running = self._running.get(number)
             if running is None:
+                # It was refused before it was admitted, or there was no room to send it the answer of an earlier try.
+                # That answer may have been forgotten just now: then it is not new.
+                if not_run and number not in self._kept and self._is_new(number, before):
+                    self._note_refused(number)
                 return []
             if running.call is not call:
                 if call in running.waiting:
                     running.waiting.remove(call)
                 return []
             del self._running[number]
+            if not_run:
+                self._note_refused(number)
         return running.waiting
+
+    def _note_refused(self, number: int) -> None:
+        """A call of that number came and was not run, and neither was an earlier try of it. With the lock."""
+        self._refused.pop(number, None)  # the latest last
+        self._refused[number] = None
+        while len(self._refused) > self._most * _NUMBERS:
+            del self._refused[next(iter(self._refused))]
 
 
 def unkept(reason: str) -> KeptAnswer:

@@ -85,7 +85,8 @@ class OwedCalls:
 
     ids: gives each call its number. pending: the Futures of the calls, by number. streams: who takes the items of those
     that are streams. lent: the references that those have lent to the callee, by number: they end no sooner than the
-    call. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave.
+    call. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave. decoding:
+    the numbers of calls of users whose answers have come, and are being unpickled in the background.
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:
@@ -95,6 +96,7 @@ class OwedCalls:
         self.streams: WeakValueDictionary[int, ItemSink] = WeakValueDictionary()
         self.lent: dict[int, list[Any]] = {}
         self.system = 0
+        self.decoding: set[int] = set()
         self._home = home
         self._engine = home.engine
         self._counters = home.engine.counters
@@ -158,6 +160,9 @@ class OwedCalls:
         self._counters.timed_out += 1
         logger.debug("the time of %s is up; worker %r is %s", future.subject, self._peer.name, self._peer.state.value)
         seconds = round(future.deadline - future.started, 6)  # what was asked for, not 0.09999999999854481
+        had = f"{seconds:g} s"
+        if future.deadline < future.started:  # it has inherited one that had passed
+            seconds, had = 0.0, "0 s, as the time of the call that it is part of was over before it was made"
         state = self._peer.state
         outcome = ". It was told to stop, and may or may not have run."
         if state is PeerState.CONNECTING:
@@ -167,7 +172,7 @@ class OwedCalls:
         future.settle(
             None,
             RpcTimeout(
-                f"RPC ran for more than set timeout ({seconds:g} s): {future.describe()} got no answer{outcome}",
+                f"RPC ran for more than set timeout ({had}): {future.describe()} got no answer{outcome}",
                 worker=self._peer.name,
                 function=future.function,
                 seconds=seconds,
@@ -244,7 +249,7 @@ class OwedCalls:
             result = read_values(frame.body)
             values, _, _, pickled, _, table, references, _ = result
             if pickled and len(pickled) > LARGE_PICKLE:
-                self._engine.background.submit(self._settle_value, future, result, frame.segments, landing)
+                self._decode_in_background(future, result, frame.segments, landing)
                 return
         except Exception as error:
             future.settle(None, without_frames(error))
@@ -253,6 +258,17 @@ class OwedCalls:
             future.settle(values[0])  # most answers that have to be quick are of this kind: there is nothing to decode
         else:
             self._settle_value(future, result, frame.segments, landing)
+
+    def _decode_in_background(
+        self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
+    ) -> None:
+        try:
+            if not future.system:
+                self.decoding.add(future.call_id)
+            self._engine.background.submit(self._settle_value, future, result, segments, landing)
+        except BaseException:
+            self.decoding.discard(future.call_id)
+            raise
 
     def _settle_value(
         self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
@@ -271,8 +287,10 @@ class OwedCalls:
         except BaseException as error:  # even SystemExit is that call's alone
             failure = RpcError(f"the result of {future.describe()} cannot be read here: {foreign.said(error)}")
             failure.__cause__ = without_frames(error)
+            self.decoding.discard(future.call_id)  # first: whoever has the answer finds the worker idle
             future.settle(None, failure)
         else:
+            self.decoding.discard(future.call_id)
             future.settle(value)
 
     def _settle_error(self, future: OwedCall, frame: Frame) -> None:
@@ -316,5 +334,5 @@ class OwedCalls:
         ]
 
     def user_calls(self) -> int:
-        """How many pending calls are users' and not the runtime's."""
-        return sum(not future.system for future in list(self.pending.values()))
+        """How many calls are users' and not the runtime's: those that are pending, and those that are being decoded."""
+        return sum(not future.system for future in list(self.pending.values())) + len(self.decoding)

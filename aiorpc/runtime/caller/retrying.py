@@ -27,7 +27,7 @@ from ..calls.current import CommonHome, current_call
 from ..calls.functions import describe
 from ..engine.engine import Engine
 from .future import CallFuture
-from .peer import Try
+from .peer import Peer, Try
 from .peers import Peers, To
 
 _PASSING = (PeerLost, PeerClosed, PeerRefused, Overloaded)
@@ -56,11 +56,14 @@ class Home(CommonHome, Protocol):
 class Retries:
     """The calls with retries of one worker. Any thread.
 
-    random: where the length of pauses is from; tests seed it. paused: the calls that wait for their next try.
+    random: where the length of pauses is from; tests seed it. calls: those that have not ended. Between two tries a
+    call is in no other table: first in a pause, and then while its arguments are pickled. paused: the calls that wait
+    for their next try.
     """
 
     def __init__(self, home: Home) -> None:
         self.random = Random()
+        self.calls: set[RetriedFuture] = set()
         self.paused: set[RetriedFuture] = set()
         self._home = home
         self._numbers = itertools.count(1)
@@ -90,13 +93,13 @@ class Retries:
         now = time.monotonic()
         deadline = now + timeout if timeout else None
         serving = current_call.get()
-        if serving is not None and serving.node is self._home and serving.deadline is not None:
+        if serving is not None and not serving.replied and serving.node is self._home and serving.deadline is not None:
             deadline = serving.deadline if deadline is None else min(deadline, serving.deadline)
         tries = Tries(options.retries, options.backoff, deadline, self.random)
         number = next(self._numbers) if options.idempotent else None
         subject = f"the call of {describe(function)} on {'one of a group' if callable(to) else f'worker {to!r}'}"
         future = RetriedFuture(self, engine, tries, subject, site)
-        future.begin(partial(self._make, to, function, args, kwargs, tries, site, number, options.wait))
+        future.begin(partial(self._make, to, function, args, kwargs, tries, site, number, options.wait, future.reached))
         return future
 
     def _make(
@@ -109,11 +112,12 @@ class Retries:
         site: CallSite,
         number: int | None,
         wait: bool,
+        reached: list[Peer],
     ) -> CallFuture:
-        """One try."""
+        """One try. reached: see `RetriedFuture`."""
         seconds = 0.0 if tries.deadline is None else max(tries.deadline - time.monotonic(), 0.001)
-        once = None if number is None else (number, tries.made - 1)
         peer = self._home.peers.find(to() if callable(to) else to)
+        once = None if number is None else (number, reached.count(peer))
         return peer.call(function, args, kwargs, seconds, wait=wait, one_try=Try(site, once))
 
     def pause(self, future: RetriedFuture, seconds: float) -> None:
@@ -132,7 +136,11 @@ class Retries:
 
 
 class RetriedFuture(Future[Any]):
-    """The Future of a call that may be tried more than once. Its states are the table `protocol.states.RETRIED`."""
+    """The Future of a call that may be tried more than once. Its states are the table `protocol.states.RETRIED`.
+
+    reached: the peers that earlier tries were sent to, each as often as that was, and that may know of them. A try that
+    was refused here is none of these; which of them it has run, a callee knows itself (`Remembered`).
+    """
 
     _apart = True
 
@@ -140,6 +148,7 @@ class RetriedFuture(Future[Any]):
         super().__init__()
         self.subject, self.site = subject, site
         self.loop, self.executor = engine.loop, engine.pool
+        self.reached: list[Peer] = []
         self._retries = retries
         self._engine = engine
         self._tries = tries
@@ -152,12 +161,17 @@ class RetriedFuture(Future[Any]):
     def begin(self, make: Callable[[], CallFuture]) -> None:
         """Make the first try. make: makes a try. Raises what that raises, but for Overloaded."""
         self._make = make
+        self._retries.calls.add(self)
         try:
-            call = make()
-        except Overloaded as error:
-            self._failed(error)
-            return
-        self._follow(call)
+            try:
+                call = make()
+            except Overloaded as error:
+                self._failed(error)
+                return
+            self._follow(call)
+        except BaseException:  # of `make`, or a signal handler has raised it: nobody will get this Future
+            self.cancel()
+            raise
 
     def _follow(self, call: CallFuture) -> None:
         """A try is under way."""
@@ -170,16 +184,30 @@ class RetriedFuture(Future[Any]):
         call.when_settled(self._on_settled)
 
     def _on_settled(self, call: Future[Any]) -> None:
+        try:
+            self._take(call)
+        except BaseException:
+            # A signal handler has raised it, in a thread that reads the answer: nobody else would end this call.
+            self.cancel()
+            raise
+
+    def _take(self, call: Future[Any]) -> None:
+        """A try has ended."""
         assert type(call) is CallFuture, "it was made by `Peer.call`"
         call.mark_seen()
         error = call._error
         if error is None:
             self.arrival = call.arrival
-            self._finish(RetriedEvent.ANSWERED, call._value, None)
+            self._end(RetriedEvent.ANSWERED, call._value, None)
         elif foreign.is_a(error, _REFUSALS if call.again else () if call.again is False else _PASSING):
+            peer = call.peer
+            assert isinstance(peer, Peer), "it was made by `Peer.call`"
+            # Nothing is sent before it is known which worker it is, and what one that is gone remembers is gone, too.
+            if peer.record is not None and peer.gone is None:
+                self.reached.append(peer)
             self._failed(error)
         else:
-            self._finish(RetriedEvent.ANSWERED, None, error)
+            self._end(RetriedEvent.ANSWERED, None, error)
 
     def _failed(self, error: BaseException) -> None:
         with self._lock:
@@ -188,7 +216,7 @@ class RetriedFuture(Future[Any]):
             self._call = None
             seconds = self._tries.failed(time.monotonic())
         if seconds is None:
-            self._finish(RetriedEvent.USED_UP, None, error)
+            self._end(RetriedEvent.USED_UP, None, error)
         else:
             self._engine.counters.retried += 1
             self._retries.pause(self, seconds)
@@ -211,16 +239,17 @@ class RetriedFuture(Future[Any]):
         except Overloaded as error:
             self._failed(error)
         except BaseException as error:
-            self._finish(RetriedEvent.ANSWERED, None, error)
+            self._end(RetriedEvent.ANSWERED, None, error)
         else:
             self._follow(call)
 
-    def _finish(self, event: RetriedEvent, value: Any, error: BaseException | None) -> None:
+    def _end(self, event: RetriedEvent, value: Any, error: BaseException | None) -> None:
         with self._lock:
             if self._make is None:
                 return
             self._make = None
             self._tries.end(event)
+        self._retries.calls.discard(self)
         if error is not None and self._tries.made > 1:
             seconds = time.monotonic() - self._began
             foreign.add_note(error, f"it was tried {self._tries.made} times in {seconds:.3g} s")
@@ -231,6 +260,7 @@ class RetriedFuture(Future[Any]):
             self._make, call = None, self._call
             self._tries.end(RetriedEvent.GIVEN_UP)
         self._retries.paused.discard(self)
+        self._retries.calls.discard(self)
         if call is not None:
             call.cancel()
 
@@ -239,4 +269,4 @@ class RetriedFuture(Future[Any]):
         self._retries.paused.discard(self)
         name = self._engine.name
         error = WorkerClosed(f"worker {name!r} shut down before the next try of {self.describe()}")
-        self._finish(RetriedEvent.CLOSED, None, error)
+        self._end(RetriedEvent.CLOSED, None, error)
