@@ -14,11 +14,15 @@ Invariants
    decides.
 2. ``_state`` is written after the outcome, so whoever sees VALUE or ERROR can read the outcome without a lock.
 3. Each registered callback runs exactly once: it is taken from the list by an atomic ``list.pop``, by the settler or
-   by a registrar that finds the Future settled after it appended. Nobody takes one while the Future is PENDING.
+   by a registrar that finds the Future settled after it appended. Nobody takes one while the Future is PENDING. A
+   thread that waits runs none: it takes its own lock back, or else somebody has taken that and is about to release it.
 4. User code (`then`, `add_done_callback`) never runs on a thread that runs an event loop, nor in one that waits for a
    call and reads its answer; it is handed to the pool.
 5. torch's C++ half is completed once, by the winner, before any callback runs: `torch.futures.wait_all` sees it.
 6. Settling runs no code of a value's or an error's class (`foreign.py`): whatever that raised would be the settler's.
+7. A settler may be interrupted at any instruction, and settle the call of another thread. It then does the rest before
+   it lets the exception go on: who waits is woken, once more if need be, and callbacks of users run, elsewhere. Only an
+   internal callback that was interrupted itself does not run again, but for those of `collect_all`, which may.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FrameType, TracebackType
@@ -52,6 +56,9 @@ _running_loop = asyncio._get_running_loop
 _LOCK = type(threading.Lock())
 #: Stands among the callbacks of a Future until somebody settles it.
 UNCLAIMED: Any = object()
+_FIRST = (0,)
+# A thread that waits looks so often, in seconds, whether it could have been forgotten.
+_LOOK = 1.0
 
 
 class BlockObserver(Protocol):
@@ -134,8 +141,9 @@ class Unobserved:
         self.seen = False
 
     def __del__(self) -> None:
-        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged.
-        if not self.seen and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
+        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged. It has seen
+        # nothing at all if a signal handler has raised before it was made.
+        if not getattr(self, "seen", True) and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
             logger.error("%s failed and nobody looked: %s", self.what, foreign.said(self.error))
 
 
@@ -169,6 +177,8 @@ class Future(torch.futures.Future[T], Generic[T]):
     _apart: bool = False  # whether a thread that settles it has other things to do than to run callbacks of users
     _twins: bool = False  # whether torch's half gets a twin of the value: see `_twin`
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
+    _home_thread: int | None = None  # the thread that made `loop`, and is to run it; None if that is not known
+    _homes_beside: Sequence[Home] = ()  # loops that have to run besides `loop` and those of `sources`
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
         if devices:
@@ -179,33 +189,61 @@ class Future(torch.futures.Future[T], Generic[T]):
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self, value: Any, error: BaseException | None = None) -> bool:
-        """Complete with a value or any error; False if somebody else did so first. Any thread; never raises."""
+        """Complete with a value or any error; False if somebody else did so first. Any thread.
+
+        Raises nothing, but for what a signal handler does, or Ctrl-C in a callback that runs here; it is complete then.
+        """
         try:
-            self._callbacks.remove(UNCLAIMED)
-        except ValueError:
-            return False
-        if error is None:
+            try:
+                self._callbacks.remove(UNCLAIMED)
+            except ValueError:
+                return False
+            if error is None and self.arrival is None and not (self._devices or self._twins):  # most calls
+                self._value = value
+                self._state = VALUE
+                _CFuture.set_result(self, value)
+            else:
+                self._publish_outcome(value, error)
+            if self._callbacks:
+                self._run_callbacks(self._apart)
+        except BaseException:  # a signal handler has raised it, or Ctrl-C a callback that runs here
+            self._settle_the_rest(value, error)
+            raise
+        return True
+
+    def _publish_outcome(self, value: Any, error: BaseException | None) -> None:
+        """What `settle` does before callbacks run, or, if that was interrupted, what is left of it."""
+        if self._state != PENDING:
+            pass
+        elif error is None:
             self._value = value
             self._state = VALUE
-            if self.arrival is not None:  # torch's helpers take the value from its half
-                _CFuture._set_unwrap_func(self, partial(_joined, self.arrival))
-            if self._devices:
-                self._complete_on_devices(value)
-            elif self._twins:
-                _CFuture.set_result(self, self._twin(value))
-            else:
-                _CFuture.set_result(self, value)
         else:
             self._error = error
             self._trace = foreign.field(error, "__traceback__")
-            if self.site is not None:  # before anybody can look at it
+            if self.site is not None and self._unobserved is None:  # before anybody can look at it
                 self._unobserved = Unobserved(self.describe(), error)
             self._state = ERROR
+        if _CFuture.done(self):
+            return
+        if self._error is not None:
             _CFuture._set_unwrap_func(self, _raise)
-            _CFuture.set_result(self, _Failure(self, error))
-        if self._callbacks:
-            self._run_callbacks(self._apart)
-        return True
+            _CFuture.set_result(self, _Failure(self, self._error))
+            return
+        if self.arrival is not None:  # torch's helpers take the value from its half
+            _CFuture._set_unwrap_func(self, partial(_joined, self.arrival))
+        if self._devices:
+            self._complete_on_devices(value)
+        elif self._twins:
+            _CFuture.set_result(self, self._twin(value))
+        else:
+            _CFuture.set_result(self, value)
+
+    def _settle_the_rest(self, value: Any, error: BaseException | None) -> None:
+        """Do what an interrupted `settle` has left to do: nobody else will. Nothing if it had not begun."""
+        if UNCLAIMED not in self._callbacks:
+            self._publish_outcome(value, error)
+            self._run_callbacks(True)
 
     def _complete_on_devices(self, value: Any) -> None:
         """torch looks for tensors in the value, and for that it pickles it."""
@@ -324,7 +362,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         timeout: seconds to wait; None relies on the call's own deadline. On RpcTimeout from here the Future is
         untouched; RpcUsageError if negative. Refused with WouldBlockLoop on the thread that runs the loop which has to
-        settle it. Ctrl-C interrupts it.
+        settle it, and after a second on one that is to run the loop of a call and does not. Ctrl-C interrupts it.
         """
         if timeout is not None and not timeout >= 0:  # not a number is refused, too
             raise RpcUsageError(f"timeout must not be negative; got {timeout!r}")
@@ -340,7 +378,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _block(self, timeout: float | None) -> None:
         loop = _running_loop()
-        if loop is not None and loop is self.loop:
+        if loop is not None and (loop is self.loop or any(loop is home for home, _ in self._homes())):
             raise WouldBlockLoop(
                 f"wait() on {self.describe()} would block the event loop that has to answer it; "
                 "use `await future` here, or call it from a `def` handler or another thread"
@@ -365,13 +403,22 @@ class Future(torch.futures.Future[T], Generic[T]):
         gate = threading.Lock()
         gate.acquire()
         self._callbacks.append(gate)
-        if self._state != PENDING:
-            self._run_callbacks()
+        if self._state != PENDING and self._remove_callback(gate):  # whoever settles it runs the others
+            return
         observer = block_observer.get()
         if observer is not None:
             observer.enter_blocked()
+        left = _LOOK
+        until = 0.0 if timeout is None else time.monotonic() + timeout
         try:
-            woken = gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+            if timeout is not None:
+                left = timeout
+            while not (woken := gate.acquire(timeout=min(left, _LOOK))) and self._state == PENDING:
+                if timeout is not None:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        break
+                self._refuse_idle_loop()
         except BaseException:
             self._remove_callback(gate)
             raise
@@ -379,8 +426,26 @@ class Future(torch.futures.Future[T], Generic[T]):
             if observer is not None:
                 observer.exit_blocked()
         # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
-        if not woken and self._remove_callback(gate):
+        if not woken and self._remove_callback(gate) and self._state == PENDING:
             raise RpcTimeout(f"waited {timeout:g} s for {self.describe()}", seconds=timeout or 0.0)
+
+    def _homes(self) -> Iterator[Home]:
+        """The loops that have to run for it to settle."""
+        if self._state == PENDING:
+            yield self.loop, self._home_thread
+            yield from self._homes_beside
+            for source in self.sources:
+                yield from source._homes()
+
+    def _refuse_idle_loop(self) -> None:
+        """Raise WouldBlockLoop if a loop has to run that is this thread's, which waits."""
+        here = threading.get_ident()
+        for loop, thread in self._homes():
+            if thread == here and loop is not None and not (loop.is_running() or loop.is_closed()):
+                raise WouldBlockLoop(
+                    f"wait() on {self.describe()} would never end: this thread is to run the loop that has to settle "
+                    "it, and waits; run `await future` on that loop, as `loop.run_until_complete(...)` does"
+                )
 
     def __await__(self) -> Generator[Any, None, T]:
         if self._state == PENDING:
@@ -412,20 +477,27 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         Where: in this thread if it has settled, in a pool thread if it stands for a call, else in the thread that
         settles it; never in one that runs a loop, which hands it to another. Callbacks run one after the other, in
-        their order, those of `then` among them. Errors of the callback are logged. The callback may block, and make
-        blocking calls.
+        their order, those of `then` among them. Errors of the callback are logged, but for Ctrl-C in the main thread,
+        which goes on to whoever does there what runs it. The callback may block, and make blocking calls.
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
         self.when_settled(_UserCallback(callback, self.executor))
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error."""
+        """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error.
+
+        Of the Future of a call it is logged if nobody looks at it, as the error of the call would be.
+        """
         if not callable(callback):
             raise TypeError(f"then(): incompatible function arguments: {callback!r} is not callable")
         child: Future[S] = Future(devices=self._devices)
         child.subject = f"then({getattr(callback, '__qualname__', callback)!s}) of {self.subject}"
+        child.site = self.site  # what it fails with has been looked at by the callback alone
         child.loop, child.executor = self.loop, self.executor
+        child._home_thread = self._home_thread
+        if self.sources:
+            child._homes_beside = tuple(self._homes())
 
         marks = self._marks
         child._marks = marks
@@ -437,6 +509,8 @@ class Future(torch.futures.Future[T], Generic[T]):
                 child.settle(value)
             except BaseException as error:
                 child.settle(None, error)
+                if foreign.is_interrupt(error):
+                    raise
 
         self.when_settled(_UserCallback(run, self.executor))
         return child
@@ -457,29 +531,59 @@ class Future(torch.futures.Future[T], Generic[T]):
 
     def _run_callbacks(self, apart: bool = False) -> None:
         callbacks = self._callbacks
+        taken: list[_Registered] = []
         users: list[_UserCallback] = []
-        while callbacks:
-            try:
-                callback = callbacks.pop(0)
-            except IndexError:
-                break
+        try:
+            while callbacks:
+                taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost
+                callback = taken[0]
+                kind = type(callback)
+                if kind is tuple:  # a task that awaits
+                    loop, waiter = callback
+                    if _running_loop() is not loop:
+                        # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
+                        with contextlib.suppress(RuntimeError):
+                            loop.call_soon_threadsafe(_wake, waiter)
+                    elif not waiter.done():
+                        waiter.set_result(None)
+                elif kind is _LOCK:  # a thread that waits
+                    callback.release()
+                elif kind is _UserCallback:
+                    if apart or _running_loop() is not None:
+                        users.append(callback)
+                    else:
+                        callback(self)
+                elif kind is _Counted:
+                    callback(self)
+                else:
+                    del taken[0]  # nobody knows how far it comes if it is interrupted
+                    callback(self)
+                    continue
+                del taken[0]
+            if users:
+                _hand_over(self, users)
+        except BaseException as error:
+            self._go_on(taken, users)
+            if taken or type(error) is not IndexError:  # else there was nothing to pop: another thread has come first
+                raise
+
+    def _go_on(self, taken: list[_Registered], users: list[_UserCallback]) -> None:
+        """`_run_callbacks` was interrupted: do what it had taken out, which may have been done, and all the rest."""
+        for callback in taken:  # one, or none
             kind = type(callback)
-            if kind is tuple:  # a task that awaits
-                loop, waiter = callback
-                if _running_loop() is not loop:
-                    # A loop that is closed, maybe just now, has no waiters left; the settler must not hear of it.
-                    with contextlib.suppress(RuntimeError):
-                        loop.call_soon_threadsafe(_wake, waiter)
-                elif not waiter.done():
-                    waiter.set_result(None)
-            elif kind is _LOCK:  # a thread that waits
-                callback.release()
-            elif kind is _UserCallback and (apart or _running_loop() is not None):
-                users.append(callback)
-            else:
+            if kind is tuple:
+                with contextlib.suppress(RuntimeError):
+                    callback[0].call_soon_threadsafe(_wake, callback[1])
+            elif kind is _LOCK:
+                with contextlib.suppress(RuntimeError):  # it has been released
+                    callback.release()
+            elif kind is _Counted:
                 callback(self)
+            elif not callback.begun and callback not in users:
+                users.append(callback)
         if users:
-            _hand_over(self, users)
+            _hand_over(self, users)  # again, maybe: they are taken from the same list
+        self._run_callbacks(True)
 
 
 #: What waits for a Future: an internal callback, one of the user's, the loop and the asyncio Future of a task that
@@ -488,28 +592,54 @@ _Registered = Any
 
 
 class _UserCallback:
-    """A callback of the user's, kept off loop threads."""
+    """A callback of the user's, kept off loop threads. begun: whether it has been called."""
 
-    __slots__ = ("autograd", "callback", "executor")
+    __slots__ = ("autograd", "begun", "callback", "executor")
 
     def __init__(self, callback: Callable[[Future[Any]], Any], executor: Executor | None) -> None:
         self.callback = callback
         self.executor = executor
         self.autograd = current_autograd.get()
+        self.begun = False
 
     def __call__(self, future: Future[Any]) -> None:
         token = current_autograd.set(self.autograd)
         try:
+            self.begun = True
             self.callback(future)
         except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
+            if foreign.is_interrupt(error):  # the main thread's, whatever it was doing
+                raise
             foreign.log_error(logger, logging.ERROR, error, "a callback of %s raised", future.describe())
         finally:
             current_autograd.reset(token)
 
 
-def _hand_over(future: Future[Any], callbacks: Sequence[_UserCallback]) -> None:
+class _Counted:
+    """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
+
+    __slots__ = ("futures", "left", "place", "result")
+
+    def __init__(
+        self, place: int, left: dict[int, None], futures: list[AnyFuture], result: Future[list[AnyFuture]]
+    ) -> None:
+        self.place = place
+        self.left = left
+        self.futures = futures
+        self.result = result
+
+    def __call__(self, _: AnyFuture) -> None:
+        self.left.pop(self.place, None)
+        if not self.left:
+            self.result.settle(self.futures)
+
+
+def _hand_over(future: Future[Any], callbacks: list[_UserCallback]) -> None:
     """Have callbacks run in a thread that runs no loop, one after the other in their order."""
-    executor = callbacks[0].executor
+    try:
+        executor = callbacks[0].executor
+    except IndexError:  # it is the second time that they are handed over
+        return
     if executor is not None:
         try:
             executor.submit(_run_all, callbacks, future)
@@ -519,8 +649,12 @@ def _hand_over(future: Future[Any], callbacks: Sequence[_UserCallback]) -> None:
     threading.Thread(target=_run_all, args=(callbacks, future), name="aiorpc-callback", daemon=True).start()
 
 
-def _run_all(callbacks: Sequence[_UserCallback], future: Future[Any]) -> None:
-    for callback in callbacks:
+def _run_all(callbacks: list[_UserCallback], future: Future[Any]) -> None:
+    while callbacks:
+        try:
+            callback = callbacks.pop(0)
+        except IndexError:  # they were handed over twice
+            return
         callback(future)
 
 
@@ -559,6 +693,8 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 
 
 AnyFuture = torch.futures.Future[Any]
+#: A loop, and the thread that made it, where these are known.
+Home = tuple[asyncio.AbstractEventLoop | None, int | None]
 
 
 def when_done(future: AnyFuture, callback: Callable[[AnyFuture], None]) -> None:
@@ -599,16 +735,11 @@ def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
             result.loop = result.loop or future.loop
             result.executor = result.executor or future.executor
     result.sources = [future for future in futures if isinstance(future, Future)]
-    left = iter(range(len(futures) - 1, -1, -1))  # `next` of an iterator is atomic: counts down without a lock
-
-    def one_done(_: AnyFuture) -> None:
-        if next(left) == 0:
-            result.settle(futures)
-
+    left = dict.fromkeys(range(len(futures)))  # to take one out of it is atomic: no lock is needed
     if not futures:
         result.settle(futures)
-    for future in futures:
-        when_done(future, one_done)
+    for place, future in enumerate(futures):
+        when_done(future, _Counted(place, left, futures, result))
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -19,13 +20,16 @@ from typing import Any
 import pytest
 import torch
 
+from aiorpc import futures as futures_module
 from aiorpc.errors import RpcCancelled, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
 from aiorpc.futures import Future, block_observer, collect_all, is_future, outcome, wait_all, when_done
 from tests.conftest import LoopFactory
 from tests.runtime import hostile
+from tests.transport.ends import interrupted, meanwhile
 
 # Long enough that only a hang reaches it.
 LONG = 20.0
+MOST = 3000  # instructions: more than any of this takes
 
 SETTLERS: dict[str, Callable[[Future[Any]], object]] = {
     "set_result": lambda future: future.set_result(1),
@@ -396,6 +400,89 @@ def test_wait_on_the_settling_loop_is_refused(loop_factory: LoopFactory) -> None
         runner.run(main())
 
 
+def test_waiting_for_futures_of_several_loops_is_refused_on_each(loop_factory: LoopFactory) -> None:
+    """On a loop that has to settle any one of them, whichever stands first, and also for what comes of all of them."""
+    home = asyncio.new_event_loop()
+
+    async def main() -> None:
+        other, own, bare = pending(home), pending(asyncio.get_running_loop()), pending()
+        for several in ([other, own], [own, other], [bare, other, own]):
+            for refused in (
+                lambda several=several: wait_all(several),
+                collect_all(several).wait,
+                collect_all([collect_all(several)]).wait,
+                collect_all(several).then(lambda done: done.value()).wait,
+            ):
+                with pytest.raises(WouldBlockLoop):
+                    refused()
+        own.set_result(1)
+        waiters = other.waiters
+
+        def settle() -> None:
+            wait_until(lambda: other.waiters > waiters)
+            other.set_result(2)
+
+        with running(settle):
+            assert wait_all([other, own]) == [2, 1]  # nobody needs this loop any more
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main())
+    finally:
+        home.close()
+
+
+def test_a_thread_that_waits_runs_no_callback_of_others() -> None:
+    """Whenever the answer comes: a callback could take longer than the thread is to wait, or wait for that thread."""
+
+    class Held(Future[Any]):
+        """Its settler is held up for a moment once the outcome can be seen, and before callbacks run."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "_state":
+                seen.set()
+                gone.wait(0.005)
+
+    for at in range(MOST):
+        future, seen, gone, ran = Held(), threading.Event(), threading.Event(), list[int]()
+        future.add_done_callback(lambda _, ran=ran: ran.append(threading.get_ident()))  # type: ignore[misc]  # bound now
+        settlers: list[threading.Thread] = []
+
+        def settle(_: str) -> None:
+            settlers.append(threading.Thread(target=future.settle, args=(7,)))  # noqa: B023  # at once
+            settlers[-1].start()  # noqa: B023
+            assert seen.wait(LONG)  # noqa: B023
+
+        timer = threading.Timer(LONG, future.settle, (None,))
+        timer.start()
+        try:
+            found = meanwhile(lambda future=future: future.wait(0.02), at, settle, futures_module.__file__)  # type: ignore[misc]  # bound now
+        except RpcTimeout:
+            found = False
+        timer.cancel()
+        gone.set()
+        for thread in settlers:
+            thread.join(LONG)
+            assert threading.get_ident() not in ran
+        timer.join(LONG)
+        if not found:
+            break
+    assert at > 30, "there was no such instruction"
+
+
+def test_a_thread_whose_lock_was_lost_looks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever took the lock of a waiting thread and died with it does not keep that from seeing the outcome."""
+    monkeypatch.setattr(futures_module, "_LOOK", 0.01)
+    for timeout in (None, LONG):
+        future = pending()
+        with running(future.wait, timeout) as result:
+            wait_until(lambda future=future: future.waiters == 1)  # type: ignore[misc]  # bound now
+            future._callbacks.pop()
+            future.set_result("here")
+        assert result == ["here"]
+
+
 def test_wait_on_another_loop_is_allowed(loop_factory: LoopFactory) -> None:
     """A thread that runs some other loop may block, as a notebook cell does."""
     home = asyncio.new_event_loop()
@@ -687,6 +774,88 @@ def test_raising_callback_is_logged_and_stops_nobody(error: BaseException, caplo
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("method", ["add_done_callback", "then"])
+def test_ctrl_c_in_a_callback_of_the_main_thread_goes_on(
+    method: str, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends what the main thread does, be that to settle or to register; Future and other callbacks are whole."""
+
+    def interrupted(_: Future[Any]) -> None:
+        raise KeyboardInterrupt
+
+    future = pending()
+    ran = threading.Event()
+    children: list[Future[Any]] = []
+    if late:
+        future.set_result(1)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(future, method)(interrupted)
+    else:
+        children.append(getattr(future, method)(interrupted))
+        future.add_done_callback(lambda _: ran.set())
+        with pytest.raises(KeyboardInterrupt):
+            future.set_result(1)
+        assert ran.wait(LONG)
+        if method == "then":
+            assert isinstance(children[0].exception(), KeyboardInterrupt)
+    assert future.value() == 1 and future.waiters == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no")], ids=["value", "error"])
+def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -> None:
+    """Whatever instruction the signal comes at: it has not begun, or all who wait are told, and callbacks run once."""
+
+    class Call(Future[Any]):
+        _apart = True
+
+    async def awaited(future: Future[Any]) -> tuple[str, object]:
+        with contextlib.suppress(Exception):
+            await future
+        return see(future)
+
+    home = asyncio.new_event_loop()
+    expected = ("value", 7) if error is None else ("ValueError", "no")
+    value = 7 if error is None else None
+    ended = []
+    with running(home.run_forever):
+        try:
+            for at in range(MOST):
+                future, ran, seen = Call(), list[int](), list[tuple[str, object]]()
+                future.site = (made_here.__code__, 0)
+                task = asyncio.run_coroutine_threadsafe(awaited(future), home)
+                wait_until(lambda future=future: future.waiters == 1)  # type: ignore[misc]  # bound now
+                all_of_it = collect_all([future])
+                child = future.then(lambda done, seen=seen: seen.append(see(done)))  # type: ignore[misc]  # bound now
+                for number in range(2):
+                    future.add_done_callback(lambda _, ran=ran, number=number: ran.append(number))  # type: ignore[misc]  # bound now
+                with running(outcome_of, future) as result:
+                    wait_until(lambda future=future: future.waiters == 6)  # type: ignore[misc]  # bound now
+                    where = interrupted(lambda future=future: future.settle(value, error), at, futures_module.__file__)  # type: ignore[misc]  # bound now
+                    ended.append(not future.settle(value, error))
+                    wait_until(lambda ran=ran: len(ran) >= 2)  # type: ignore[misc]  # bound now
+                    wait_until(lambda several=(all_of_it, child): all(future.done() for future in several))  # type: ignore[misc]  # bound now
+                    assert all_of_it.wait(LONG) == [future], where
+                    assert task.result(LONG) == expected, where
+                assert result == seen == [expected], where
+                assert sorted(ran) == [0, 1] and future.waiters == 0, where
+                assert torch._C.Future.done(future), where
+                if where is None:
+                    break
+        finally:
+            home.call_soon_threadsafe(home.stop)
+    home.close()
+    assert len(ended) > 100 and set(ended) == {False, True}, "it was not interrupted"
+
+
+def outcome_of(future: Future[Any]) -> tuple[str, object]:
+    """Wait for it, and say how it ended."""
+    with contextlib.suppress(ValueError):
+        future.wait(LONG)
+    return see(future)
+
+
 @pytest.mark.parametrize("method", ["add_done_callback", "then"])
 def test_callbacks_must_be_callable(method: str) -> None:
     """What cannot be called is refused when it is given."""
@@ -929,6 +1098,19 @@ def test_failure_seen_the_moment_it_is_there_is_not_logged(caplog: pytest.LogCap
     del future
     gc.collect()
     assert not caplog.records
+
+
+def test_what_a_callback_of_then_raises_is_logged_if_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:
+    """It has looked at the error of the call, which is then the child's, with the place of the call; once."""
+    future = made_here()
+    child = future.then(lambda done: done.value())
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        future.settle(None, ValueError("lost in space"))
+        del future, child
+        gc.collect()
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "then(" in message and "in made_here" in message and "ValueError: lost in space" in message
 
 
 def raises_value_error(look: Callable[[], object]) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from aiorpc.runtime.engine.alarm import Alarm
 from aiorpc.runtime.engine.pool import ThreadPool
 from tests.conditions import unmet
 from tests.limits import busy
+from tests.transport.ends import interrupted
 
 LIMIT_S = 20.0
 AWAKE = 0.05  # seconds that a thread stays awake: more than a busy machine keeps it from its first look
@@ -843,3 +845,74 @@ def test_no_job_is_lost_beside_threads_that_stand_by(
     for thread in threads:
         thread.join(LIMIT_S)
     assert any(source.brought for source in two)
+
+
+# Interruption.
+
+MOST = 2000  # instructions: more than any `submit` takes
+
+
+@pytest.mark.parametrize("idle", ["nobody", "asleep", "standing by"])
+def test_an_interrupted_submit_stops_no_job(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source], idle: str
+) -> None:
+    """Whatever instruction the signal comes at: later jobs run, the job itself at most once, threads are counted."""
+    places = []
+    for at in range(MOST):
+        pool = pools(1)
+        if idle == "asleep":
+            pool.submit(lambda: None)
+            wait_until(lambda pool=pool: pool.idle == 1)  # type: ignore[misc]  # no type for a default
+        elif idle == "standing by":
+            pool.submit(sources(pool).run)
+            wait_until(lambda pool=pool: standing(pool) == 1)  # type: ignore[misc]  # no type for a default
+        ran: list[int] = []
+        later = threading.Event()
+        where = interrupted(partial(pool.submit, ran.append, 1), at, pool_module.__file__)
+        pool.submit(later.set)
+        assert later.wait(LIMIT_S), where
+        wait_until(lambda pool=pool: pool.threads == pool.idle == 1)  # type: ignore[misc]  # no type for a default
+        assert ran in ([], [1]) and pool.queued == 0, where
+        assert pool.close(LIMIT_S) == 0, where
+        if where is None:
+            break
+        places.append((where, ran))
+    assert len(places) > 30 and [1] in [ran for _, ran in places], "it was not interrupted"
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_job_whose_submit_was_interrupted_waits_for_no_other(pools: Callable[..., ThreadPool], idle: bool) -> None:
+    """Once it is in the queue it runs, though nobody submits anything after it."""
+    for at in range(MOST):
+        pool = pools(1)
+        if idle:
+            pool.submit(lambda: None)
+            wait_until(lambda pool=pool: pool.idle == 1)  # type: ignore[misc]  # no type for a default
+        where = interrupted(partial(pool.submit, lambda: None), at, pool_module.__file__)
+        wait_until(lambda pool=pool: pool.queued == 0 and pool.idle == pool.threads)  # type: ignore[misc]  # as above
+        assert pool.close(LIMIT_S) == 0, where
+        if where is None:
+            return
+    raise AssertionError("it was never done")
+
+
+def test_threads_that_are_woken_for_nothing_sleep_again(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
+) -> None:
+    """An interruption wakes everybody, those at work too: they go on, stay counted, and stand by as before."""
+    pool = pools(3)
+    source, gate = sources(pool), Gate()
+    pool.submit(source.run)
+    wait_until(lambda: standing(pool) == 1)
+    pool.submit(gate)
+    gate.wait_entered(1)
+    for at in range(60):
+        interrupted(partial(pool.submit, lambda: None), at, pool_module.__file__)
+    gate.open.set()
+    wait_until(lambda: pool.idle == pool.threads <= 3 and pool.queued == 0)
+    for number in range(len(source.threads) + 1, 10):
+        wait_until(lambda: pool.idle == pool.threads)
+        source.put()
+        # Where none stands by, the loop reads.
+        wait_until(lambda expected=number: len(source.threads) == expected or source.drain() < 0)  # type: ignore[misc]  # as above
+    wait_until(lambda: pool.idle == pool.threads <= 3)

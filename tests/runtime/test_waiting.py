@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker, rpc_async, rpc_sync
+from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker, init, rpc_async, rpc_sync
+from aiorpc import futures as futures_module
 from aiorpc.errors import PeerLost, RpcError, WouldBlockLoop
 from aiorpc.futures import wait_all
 from aiorpc.protocol.frames import ERROR, REPLY
@@ -20,6 +22,7 @@ from aiorpc.runtime.caller.peer import Peer
 from aiorpc.runtime.engine.observing import Passage
 from aiorpc.testing import cluster
 from tests import scripts
+from tests.conftest import LoopFactory
 
 from .waiting import LIMIT, until
 
@@ -332,3 +335,38 @@ async def test_the_end_of_a_peer_ends_a_wait_that_is_awake(awake: list[Worker]) 
         service.connection.abort()
     with pytest.raises(PeerLost):
         await waiting
+
+
+def test_a_thread_that_is_to_run_the_loop_and_does_not_is_told_so(
+    loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two runs of the loop a blocking call would never end: it is refused, and says what to do."""
+    monkeypatch.setattr(futures_module, "_LOOK", 0.01)
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        loop = runner.get_loop()
+        worker = init("alone", store=HashStore())
+        runner.run(worker.start())
+        try:
+            with pytest.raises(WouldBlockLoop, match=r"loop\.run_until_complete"):
+                rpc_sync("alone", echo, (1,))
+            future = rpc_async("alone", echo, (2,))
+            for wait in (future.wait, future.then(lambda done: done.value()).wait, partial(wait_all, [future])):
+                with pytest.raises(WouldBlockLoop, match=r"loop\.run_until_complete"):
+                    wait()
+            assert runner.run(answered(future)) == 2
+            assert runner.run(asyncio.to_thread(rpc_sync, "alone", echo, (3,))) == 3
+            thread = threading.Thread(target=loop.run_forever)  # from now on the loop is another thread's
+            thread.start()
+            try:
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT)
+                worker.node.engine.refuse_on_loop("nothing", "nothing")
+            finally:
+                loop.call_soon_threadsafe(loop.stop)
+                thread.join(LIMIT)
+        finally:
+            runner.run(worker.shutdown())
+
+
+async def answered(future: Future[Any]) -> Any:
+    """Its value."""
+    return await future

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -124,6 +125,10 @@ class CallFuture(Future[Any]):
         return self.peer.engine.pool
 
     @property
+    def _home_thread(self) -> int:  # type: ignore[override]  # an attribute there; here it is the peer's
+        return self.peer.engine.thread
+
+    @property
     def _marks(self) -> Marks | None:  # type: ignore[override]  # an attribute there; here it is the peer's
         return self.peer.marks if self.peer.devices else None
 
@@ -175,9 +180,11 @@ class CallFuture(Future[Any]):
                 elif frame.call_id in pending:
                     loop(link.take_over, frame)
             connection.read_on_loop()
-            # This thread had taken that call out of `pending` and was about to settle it: nobody else will.
+            # This thread had taken that call out of `pending` and was about to settle it: nobody else will. Had it
+            # begun to, the call is complete, and this changes nothing.
             if current is not None and current.call_id not in pending:
-                current.settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
+                with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
+                    current.settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
             raise
 
     if not TYPE_CHECKING:  # for a checker there is nothing

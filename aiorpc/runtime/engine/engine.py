@@ -108,9 +108,17 @@ class Engine:
         return self.default_timeout if value < 0 else seconds(value, "timeout")
 
     def refuse_on_loop(self, verb: str, instead: str) -> None:
-        """Raise WouldBlockLoop if this thread runs the worker's loop; nothing has been sent then."""
-        if threading.get_ident() == self.thread and self.on_loop:
+        """Raise WouldBlockLoop if this thread runs the worker's loop, or would have to; nothing has been sent then."""
+        if threading.get_ident() != self.thread:
+            return
+        if self.on_loop:
             raise WouldBlockLoop(f"{verb} would block the event loop that has to bring the answer; use `{instead}`")
+        if not (self.loop.is_running() or self.loop.is_closed()):  # another thread may have taken it over
+            raise WouldBlockLoop(
+                f"{verb} would never end: the loop of worker {self.name!r} is this thread's, and does not run now; "
+                f"run `{instead}` on it, as `loop.run_until_complete(...)` does, or let the worker have a loop and a "
+                "thread of its own (option dedicated_loop)"
+            )
 
     # --- handing work over, from any thread ---------------------------------------------------------------------------
 

@@ -9,10 +9,19 @@ A thread without a job may stand by for the next one at its source (`stand_by`):
 what has come, and so runs it without having been woken by another thread. These are the leader and the followers of
 Schmidt, Stal, Rohnert and Buschmann (Pattern-Oriented Software Architecture 2), but for the loop, which goes on with
 all other sources. Such a thread is idle like any other, is woken last, and in place of it a new one is started.
+
+``submit`` may be called in the main thread, where a signal handler may raise between any two instructions. It changes
+nothing then that the pool could not go on from. The number of threads (`_threads`) is changed by threads of the pool
+alone, where no handler runs; a thread that is to be started is announced by an object of its own in `_starting`, which
+the thread takes out itself when it counts itself, and which who was interrupted takes out, too: whether or not the
+thread comes, it is counted once. To be woken says no more than "look again": who wakes up takes itself out of the idle
+ones if it is there still, so that everybody may be woken at any time. After an interruption everybody is (`_mend`),
+and so nobody sleeps on who was to be woken, and each job that was appended runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -24,6 +33,7 @@ from typing import Any, Protocol
 from ... import foreign
 from ...errors import WorkerClosed
 from ...futures import block_observer
+from ...transport.writing import is_owned
 from .alarm import Alarm, Source
 from .forked import end_child
 
@@ -48,6 +58,10 @@ class JobSource(Source, Protocol):
     @property
     def bring(self) -> Callable[[], None]:
         """Called when there is something, for which jobs are to be submitted now."""
+
+
+class _NoThread(RuntimeError):
+    """The system, or an interpreter that ends, gives no more threads."""
 
 
 class _Local(threading.local):
@@ -97,9 +111,12 @@ class ThreadPool:
         self._most_standing = _MOST_STANDING
         self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
         self._local = _Local()
-        self._lock = threading.Lock()
+        self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
+        # Reentrant: who is interrupted gives it back, and a signal handler may submit something, too.
+        self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
-        self._threads = 0
+        self._threads = 0  # those that have begun
+        self._starting: set[object] = set()  # one object for each thread that has not
         self._blocked = 0
         self._numbered = 0
         self._waking = False
@@ -111,8 +128,8 @@ class ThreadPool:
 
     @property
     def threads(self) -> int:
-        """Threads alive."""
-        return self._threads
+        """Threads alive, and those that are being started."""
+        return self._threads + len(self._starting)
 
     @property
     def idle(self) -> int:
@@ -138,19 +155,23 @@ class ThreadPool:
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
         """Run ``fn(*args)`` once, in a thread of the pool, after all jobs submitted before.
 
-        ``fn`` should not raise; what it raises is logged. WorkerClosed after ``close`` and in a forked child.
+        ``fn`` should not raise; what it raises is logged. WorkerClosed after ``close`` and in a forked child. If a
+        signal handler raises meanwhile, ``fn`` runs or does not.
         """
         if self._closed or os.getpid() != self._pid:
             raise WorkerClosed(self._why_unusable())
         job = (fn, args)
-        self._jobs.append(job)
-        # One thread at a time is being woken; when it arrives it wakes the next if jobs are left. A burst of jobs
-        # then costs the submitter one system call, and no crowd of threads contends for the interpreter lock.
-        if not self._waking:
-            try:
+        try:
+            self._jobs.append(job)
+            # One thread at a time is being woken; when it arrives it wakes the next if jobs are left. A burst of jobs
+            # then costs the submitter one system call, and no crowd of threads contends for the interpreter lock.
+            if not self._waking:
                 self._kick()
-            except RuntimeError:
-                self._take_back(job)
+        except _NoThread:
+            self._take_back(job)
+        except BaseException:  # a signal handler has raised it
+            self._mend()
+            raise
 
     def stand_by(self, source: JobSource) -> None:
         """Have the calling thread of the pool wait for jobs from there, too, the next time it finds none."""
@@ -218,8 +239,8 @@ class ThreadPool:
         self._wake_all()
         own = int(self.is_pool_thread())
         with self._ended:
-            self._ended.wait_for(lambda: self._threads <= own, timeout)
-            return max(0, self._threads - own - len(self._idle)) + len(self._jobs)
+            self._ended.wait_for(lambda: self.threads <= own, timeout)
+            return max(0, self.threads - own - len(self._idle)) + len(self._jobs)
 
     def in_forked_child(self) -> None:
         """In a forked child: if the thread that lives on in it is one of the pool, it ends with its job."""
@@ -229,11 +250,11 @@ class ThreadPool:
 
     def _busy(self) -> int:
         """How many threads count against the limit now, including those that were woken or are starting."""
-        return self._threads - len(self._idle) - self._blocked
+        return self._threads + len(self._starting) - len(self._idle) - self._blocked
 
     def _kick(self) -> None:
         """Wake an idle thread, or start one, where the limit allows."""
-        if self._threads - len(self._idle) - self._blocked >= self._limit:  # as `_busy`
+        if self._threads + len(self._starting) - len(self._idle) - self._blocked >= self._limit:  # as `_busy`
             return
         idle = self._idle
         try:
@@ -244,13 +265,17 @@ class ThreadPool:
             self._grow()
             return
         self._waking = True
-        wake.release()
+        try:
+            wake.release()
+        except RuntimeError as error:  # everybody has been woken, and this one has not noticed yet
+            if type(error) is not RuntimeError:
+                raise
 
     def _grow_beside(self) -> bool:
         """Start a thread, as all that are idle stand by; False if there can be none."""
         try:
             return self._grow()
-        except RuntimeError:
+        except _NoThread:
             return False
 
     def _look_again(self) -> None:
@@ -258,31 +283,42 @@ class ThreadPool:
         if self._jobs and not self._waking:
             try:
                 self._kick()
-            except RuntimeError as error:
+            except _NoThread as error:
                 logger.warning("pool %s cannot start a thread, %d go on: %s", self._name, self._threads, error)
 
+    def _mend(self) -> None:
+        """Go on after this thread was interrupted in the midst of anything: see the module."""
+        if is_owned(self._lock):
+            self._lock.release()
+        self._waking = False
+        self._wake_all()
+        self._look_again()
+
     def _grow(self) -> bool:
-        with self._lock:
-            if self._threads - self._blocked >= self._limit:
-                return False
-            self._threads += 1
-            self._numbered += 1
-            number = self._numbered
-        self._waking = True
-        thread = threading.Thread(target=self._work, name=f"aiorpc-{self._name}-{number}", daemon=True)
+        announced = object()
         try:
+            with self._lock:
+                if self._threads + len(self._starting) - self._blocked >= self._limit:
+                    return False
+                self._starting.add(announced)
+                self._numbered += 1
+                name = f"aiorpc-{self._name}-{self._numbered}"
+            self._waking = True
+            thread = threading.Thread(target=self._work, args=(announced,), name=name, daemon=True)
             thread.start()
-        except RuntimeError:
+        except BaseException as error:  # the thread is not there, or a signal handler has raised it: then it may be
             with self._ended:
-                self._threads -= 1
+                self._starting.discard(announced)
                 self._ended.notify_all()
             self._waking = False
+            if isinstance(error, RuntimeError):
+                raise _NoThread(*error.args) from error
             raise
         return True
 
     def _take_back(self, job: _Job) -> None:
         """No thread could be started: fine while others live to run the job; else the job is withdrawn."""
-        if self._threads > 0:
+        if self.threads > 0:
             return
         for index in range(len(self._jobs)):
             # By identity: comparing arguments could mean comparing tensors.
@@ -297,19 +333,26 @@ class ThreadPool:
 
     # A thread's life.
 
-    def _work(self) -> None:
+    def _work(self, announced: object) -> None:
+        wake = threading.Lock()
+        wake.acquire()
+        with self._lock:
+            self._threads += 1
+            self._starting.discard(announced)
+            self._wakes.add(wake)
         self._local.depth = 0
         block_observer.set(self)
         if self._prepare is not None:
             self._prepare()
         local = self._local
-        wake = threading.Lock()
-        wake.acquire()
         fresh = True
         self._waking = False
         while True:
             # In place, and not in a function of its own: this is what every call to a `def` handler pays.
-            if self._jobs and self._threads - len(self._idle) - self._blocked <= self._limit:  # as `_busy`
+            if (
+                self._jobs
+                and self._threads + len(self._starting) - len(self._idle) - self._blocked <= self._limit  # as `_busy`
+            ):
                 try:
                     fn, args = self._jobs.popleft()
                 except IndexError:  # another thread has come first
@@ -328,7 +371,7 @@ class ThreadPool:
                         end_child(f"a thread of {self._name}")
                     continue
             if self._closed and not self._jobs:
-                self._leave()
+                self._leave(wake)
                 return
             if local.source is not None:
                 self._stand_by()
@@ -345,8 +388,10 @@ class ThreadPool:
                 wake.acquire()
             return True
         while True:
-            surplus = self._threads - self._blocked > self._limit
+            surplus = self._threads + len(self._starting) - self._blocked > self._limit
             if wake.acquire(timeout=self._linger if surplus else -1):
+                if wake in self._idle:  # we have been woken with everybody
+                    self._unpark(wake)
                 return True
             if self._retire(wake):
                 return False
@@ -356,7 +401,8 @@ class ThreadPool:
         local, standing = self._local, self._standing
         source, local.source = local.source, None
         assert source is not None, "somebody has asked for it"
-        if len(standing) >= self._most_standing or self._threads - self._blocked > self._limit:
+        surplus = self._threads + len(self._starting) - self._blocked > self._limit
+        if surplus or len(standing) >= self._most_standing:
             return
         try:
             alarm = local.alarm
@@ -368,6 +414,7 @@ class ThreadPool:
                 if alarm is None:
                     self._most_standing = 0
                     return
+                self._wakes.add(alarm)
                 if not alarm.watch(source):
                     return
             del source  # what has ended meanwhile need not be there until we wake up
@@ -383,6 +430,9 @@ class ThreadPool:
                     self._idle.remove(alarm)  # as `_unpark`
                 except ValueError:
                     alarm.take()  # somebody has taken us from the list, and says so
+                else:
+                    if found and alarm.event in (found[0][0], found[-1][0]):
+                        alarm.take()  # we have been woken with everybody
             if found and (len(found) > 1 or found[0][0] != alarm.event):
                 watched: JobSource | None = alarm.watched()
                 if watched is not None:
@@ -402,31 +452,36 @@ class ThreadPool:
 
     def _retire(self, wake: threading.Lock) -> bool:
         with self._ended:
-            if self._threads - self._blocked <= self._limit or not self._unpark(wake):
+            if self._threads + len(self._starting) - self._blocked <= self._limit or not self._unpark(wake):
                 return False
-            self._threads -= 1
-            self._ended.notify_all()
+            self._end(wake)
         self._close_alarm()
         # Between leaving the list and the count we looked busy: a job may have been left for us.
         self._look_again()
         return True
 
-    def _close_alarm(self) -> None:
-        if self._local.alarm is not None:
-            self._local.alarm.close()
+    def _end(self, wake: threading.Lock) -> None:
+        """This thread counts no more. With the lock held."""
+        self._wakes.discard(wake)
+        self._threads -= 1
+        self._ended.notify_all()
 
-    def _leave(self) -> None:
+    def _close_alarm(self) -> None:
+        alarm = self._local.alarm
+        if alarm is not None:
+            self._wakes.discard(alarm)
+            alarm.close()
+
+    def _leave(self, wake: threading.Lock) -> None:
         self._close_alarm()
         with self._ended:
-            self._threads -= 1
-            self._ended.notify_all()
+            self._end(wake)
         self._look_again()
         # Threads that went idle above the limit while jobs were left have not seen that the pool is done.
         self._wake_all()
 
     def _wake_all(self) -> None:
-        while True:
-            try:
-                self._idle.pop().release()
-            except IndexError:
-                return
+        """Have all threads look again, whether or not they sleep."""
+        for wake in list(self._wakes):
+            with contextlib.suppress(RuntimeError):  # it has been woken already
+                wake.release()
