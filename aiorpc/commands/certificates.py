@@ -51,39 +51,72 @@ def make(
 ) -> list[Path]:
     """A certificate with its key for each name, and the authority if it is not there yet: the certificates' paths.
 
-    start: when they begin to be good; an hour ago if None. RpcUsageError if a name makes no file
-    name; OSError if files cannot be written. Certificates that are there are replaced.
+    start: when they begin to be good; an hour ago if None. Certificates that are there are replaced. RpcUsageError, and
+    nothing is written, if a name makes no file name or no certificate, if two names make the same file, or if the days
+    are none, or more than the authority that is there has left. OSError if files cannot be written.
     """
-    from cryptography import x509
-
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     begin = start or datetime.datetime.now(datetime.UTC) - _PAST
-    end = begin + datetime.timedelta(days=days) + _PAST
+    end = _after(begin, days)
+    stems = _stems(names)
+    said = {name: _said(name) for name in names}
     authority, key = _authority(directory, begin, end)
     made = [directory / "ca.pem"]
-    for name in names:
-        parts = name.split(",")
-        stem = parts[0].replace("*", "_").replace(":", "_")
-        if not name or stem != os.path.basename(stem) or stem in ("ca", ".", ".."):
-            raise RpcUsageError(f"{name!r} is no name that a file can have")
-        said: list[x509.GeneralName] = [
-            x509.UniformResourceIdentifier(ROLE + part.removeprefix("role:"))
-            if part.startswith("role:")
-            else x509.DNSName(part)
-            for part in parts
-        ]
+    for stem, name in stems.items():
         own = _new_key()
-        certificate = _signed(name, own, authority.subject, key, begin, end, said=said)
+        certificate = _signed(name, own, authority.subject, key, begin, end, said=said[name])
         _write(directory / f"{stem}.key", _private(own), 0o600)
         _write(directory / f"{stem}.pem", _public(certificate), 0o644)
         made.append(directory / f"{stem}.pem")
     return made
 
 
+def _after(begin: datetime.datetime, days: float) -> datetime.datetime:
+    """When certificates end that are good for so many days. RpcUsageError if there is no such date."""
+    if not days > 0:
+        raise RpcUsageError(f"certificates have to be good for some days, and not for {days}")
+    try:
+        return begin + datetime.timedelta(days=days) + _PAST
+    except OverflowError:
+        raise RpcUsageError(f"there is no date that is {days} days from now") from None
+
+
+def _stems(names: Sequence[str]) -> dict[str, str]:
+    """The names, by those of their files without the suffix. RpcUsageError if that cannot be."""
+    found: dict[str, str] = {}
+    for name in names:
+        parts = name.split(",")
+        stem = parts[0].replace("*", "_").replace(":", "_")
+        if not all(parts) or stem != os.path.basename(stem) or stem in ("ca", ".", ".."):
+            raise RpcUsageError(f"{name!r} is no name that a file can have")
+        if stem in found:
+            raise RpcUsageError(
+                f"{found[stem]!r} and {name!r} would both be {stem}.pem: make one of them in another directory, with a "
+                "copy of ca.pem and ca.key"
+            )
+        found[stem] = name
+    return found
+
+
+def _said(name: str) -> list[x509.GeneralName]:
+    """What a certificate says of a worker. RpcUsageError if none can say that."""
+    from cryptography import x509
+
+    try:
+        return [
+            x509.UniformResourceIdentifier(ROLE + part.removeprefix("role:"))
+            if part.startswith("role:")
+            else x509.DNSName(part)
+            for part in name.split(",")
+        ]
+    except ValueError:
+        raise RpcUsageError(f"{name!r} is no name of a worker: use ASCII letters and digits, -, _ and :") from None
+
+
 def _authority(
     directory: Path, begin: datetime.datetime, end: datetime.datetime
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """The authority in that directory; a new one if there is none."""
+    """The authority in that directory; a new one if there is none. RpcUsageError if it ends before `end`."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -97,9 +130,20 @@ def _authority(
             raise RpcUsageError(f"{certificate_path} and {key_path} are no authority: {error}") from None
         if not isinstance(held, ec.EllipticCurvePrivateKey):
             raise RpcUsageError(f"{key_path} is no key of this command")
+        last = certificate.not_valid_after_utc
+        if last < end:  # behind that its certificates are good for nothing, whatever they say
+            left = (last - datetime.datetime.now(datetime.UTC)).days
+            less = f"give --days {left} at most, or " if left > 0 else ""
+            raise RpcUsageError(
+                f"the authority {certificate_path} is good until {last:%Y-%m-%d %H:%M} UTC, and certificates until "
+                f"{end:%Y-%m-%d %H:%M} were asked for: {less}make a new authority with all certificates in another "
+                "directory"
+            )
         return certificate, held
     key = _new_key()
-    certificate = _signed("aiorpc test authority", key, None, key, begin, end)
+    # Twice as long, so that others can be made for a while, and for as many days.
+    last = _after(end, (end - begin) / datetime.timedelta(days=1))
+    certificate = _signed("aiorpc test authority", key, None, key, begin, last)
     _write(key_path, _private(key), 0o600)
     _write(certificate_path, _public(certificate), 0o644)
     return certificate, key

@@ -55,6 +55,8 @@ NONCE_SIZE = HASH_SIZE = 32
 WRONG_SECRET = "the shared secret does not match (AIORPC_SECRET, or another group of workers)"
 # Longest body taken from somebody who has not proved anything yet, in bytes.
 MAX_BODY = 16 * 1024
+# Characters of what somebody else has said that are shown.
+SHOWN = 300
 
 
 class Hello(NamedTuple):
@@ -209,7 +211,8 @@ class Handshake:
 
     def _feed(self, frame: Frame) -> list[Buffer]:
         if frame.kind == Kind.REFUSED:
-            raise PeerRefused(f"the other side refused the connection: {frame.body[:500].decode('utf-8', 'replace')}")
+            said = bytes(frame.body[:500]).decode("utf-8", "replace")
+            raise PeerRefused(f"the other side refused the connection: {shown(said)}")
         if self.state is HandshakeState.START and not self._opener and frame.kind == Kind.HELLO:
             self._theirs = read_hello(frame.body).introduction
             self._candidate = self._check_introduction()
@@ -312,6 +315,11 @@ def _hashes(record: WorkerRecord) -> tuple[bytes, bytes]:
     return hashlib.sha256(record.incarnation.encode()).digest(), hashlib.sha256(whole).digest()
 
 
+def shown(said: str) -> str:
+    """What somebody else has said, for logs and errors: one line of bounded length, whatever the words are."""
+    return "".join(each if each.isprintable() else "?" for each in said[:SHOWN])
+
+
 def refusal(reason: str) -> list[Buffer]:
     """The frame that tells the other side why its connection is closed."""
     return encode_frame(Kind.REFUSED, 0, reason.encode()[:500])
@@ -359,7 +367,9 @@ def _fields(data: Buffer, kind: type[Introduction | Challenge]) -> list[Any]:
     fields = _unpack(data)
     match fields:
         case [version, *_] if version != VERSION:
-            theirs = f"version {version!r:.40} of the protocol"
+            # A number alone is shown: what else stands there is a stranger's, who may nest lists as deep as he likes.
+            said = str(version) if type(version) is int else f"({type(version).__name__})"
+            theirs = f"version {said} of the protocol"
             raise PeerRefused(f"it speaks {theirs}, we speak {VERSION}; use one aiorpc everywhere")
     if len(fields) != len(kind._fields):
         raise ProtocolError("a HELLO that is none")

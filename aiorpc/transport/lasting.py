@@ -27,6 +27,7 @@ class LastingConnection(Connection):
     on_resumed: Callable[[], None] | None = None
     silent_for = 0.0
     _full = False  # nothing is written until something has come
+    _untold = False  # it was halted, and whoever mends it has not heard of that
     _ack: Sequence[Buffer] = ()  # the last one that was queued
 
     def last(self, limit: int) -> None:
@@ -132,9 +133,19 @@ class LastingConnection(Connection):
         self.silent_for = 0.0
 
     def halt(self) -> None:
-        """The other end has a new socket for it: nothing that comes over the old one counts. `go_on` follows."""
+        """The other end has a new socket for it: nothing that comes over the old one counts.
+
+        `go_on` follows, and whoever mends it need not hear of this; or `stay`, if that cannot be.
+        """
         if self.lasting is not None and not self.suspended:
             self._suspend(self.lasting)
+            self._untold = True
+
+    def stay(self, cause: OSError) -> None:
+        """It does not go on after `halt`: it is mended or ends as any other that is suspended."""
+        untold, self._untold = self._untold, False
+        if untold and self.suspended and self.on_suspended is not None:
+            self.on_suspended(cause)
 
     def _suspend(self, session: Session) -> None:
         session.enter(SessionEvent.BROKEN)
@@ -194,6 +205,7 @@ class LastingConnection(Connection):
             other._fd = -1
             other.on_frames = other.on_closed = other.on_drained = other.on_open = None
             self._full = self._blocked = not opener
+        self._untold = False
         if not self._paused:
             self._loop.add_reader(self._fd, self._readable)
         if self.on_resumed is not None:

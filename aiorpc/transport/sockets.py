@@ -145,7 +145,8 @@ def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
         except OSError as error:
             sock.close()
             failure = error
-    raise OSError(f"no port to listen on at {host} in {ports}: {failure}") from failure
+    within = f" in {ports}" if ports else ""
+    raise OSError(f"no port to listen on at {host}{within}: {failure}") from failure
 
 
 def is_wildcard(host: str) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import re
 import stat
 from pathlib import Path
 
 import pytest
 
 from aiorpc.__main__ import main
+from aiorpc.commands.certificates import make
 from aiorpc.options import Tls
 from aiorpc.transport.certificates import Credentials
 
@@ -35,7 +38,45 @@ def test_the_authority_stays(tmp_path: Path) -> None:
     Credentials(Tls(tmp_path / "w0.pem", tmp_path / "w0.key", tmp_path / "ca.pem"), "w0")
 
 
-@pytest.mark.parametrize("name", ["../w0", "a/b", "ca", ""])
+def test_an_authority_that_ends_too_soon_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it signs is good for nothing behind that; the error says what to do. Nothing that is there is touched."""
+    begun = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=20)
+    make(tmp_path, ["w0"], start=begun)
+    assert main(["certificates", str(tmp_path), "w1"]) == 0
+    capsys.readouterr()
+    before = (tmp_path / "w1.pem").read_bytes()
+    assert main(["certificates", str(tmp_path), "w1", "w2", "--days", "365"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(r"ca.pem is good until \d.* give --days (39|40) at most, or make a new authority", said)
+    assert (tmp_path / "w1.pem").read_bytes() == before and not (tmp_path / "w2.pem").exists()
+    make(tmp_path / "old", ["w0"], days=1, start=begun)
+    assert main(["certificates", str(tmp_path / "old"), "w0", "--days", "1"]) == 1
+    assert re.search(r"were asked for: make a new authority", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["w0", "--days", "-5"], "certificates have to be good for some days, and not for -5"),
+        (["w0", "--days", "0"], "certificates have to be good for some days, and not for 0"),
+        (["w0", "--days", "9999999"], "there is no date that is 9999999 days from now"),
+        (["w0", "--days", "9999999999999"], "there is no date that is 9999999999999 days from now"),
+        (["w0", "w\xf6rker"], "'w\xf6rker' is no name of a worker"),
+        (["w0,role:l\xf6rner"], "'w0,role:l\xf6rner' is no name of a worker"),
+        (["ps:0", "ps_0"], "'ps:0' and 'ps_0' would both be ps_0.pem"),
+        (["w,role:a", "w,role:b"], "'w,role:a' and 'w,role:b' would both be w.pem"),
+    ],
+)
+def test_what_cannot_be_made_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    """In one line, and nothing is written: not the others that were asked for, nor an authority."""
+    assert main(["certificates", str(tmp_path), *arguments]) == 1
+    assert re.fullmatch(rf"python -m aiorpc certificates: {re.escape(text)}.*\n", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../w0", "a/b", "ca", "", "w0,"])
 def test_names_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """Nothing is written outside of the folder, nor over the authority."""
     assert main(["certificates", str(tmp_path / "in"), name]) == 1

@@ -12,6 +12,7 @@ import pytest
 
 import aiorpc
 from aiorpc.__main__ import main
+from aiorpc.runtime.meeting.stores import serve
 from tests.runtime.test_rendezvous import server_made_once  # noqa: F401  # a fixture
 
 
@@ -31,6 +32,26 @@ async def test_groups_meet_there_until_it_is_ended(number: signal.Signals) -> No
         process.send_signal(number)
         code = await asyncio.wait_for(process.wait(), 60)
     assert code == 0
+
+
+def dual() -> bool:
+    """Whether this host has addresses of both kinds, and a socket may take both."""
+    if not socket.has_dualstack_ipv6():
+        return False
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not dual(), reason="this host has no IPv6")
+def test_all_addresses_are_those_of_both_kinds() -> None:
+    """A store at ``::`` takes those who come over IPv4, too."""
+    store, port = serve("::", 0)
+    for host in ("127.0.0.1", "::1"):
+        socket.create_connection((host, port), 20).close()
+    del store
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", "99999"), ("no such host", "0"), ("127.0.0.1", "")])

@@ -250,6 +250,27 @@ def test_other_version_is_refused_by_name() -> None:
             side.feed(frame)
 
 
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [
+        (b"\x91" * 1010 + b"\x01", "(list)"),
+        (msgpack.packb("5\n"), "(str)"),
+        (msgpack.packb(True), "(bool)"),
+        (msgpack.packb(-(1 << 63)), str(-(1 << 63))),
+    ],
+)
+def test_a_version_that_is_no_number_is_refused_by_its_type(version: bytes, shown: str) -> None:
+    """However deep it is nested: nothing that stands there is shown but a number."""
+    frame = Frame(Kind.HELLO, 0, msgpack.packb([b"\x91" + version, b""]))
+    opener = opening()
+    opener.start()
+    for side in (opener, accepting()):
+        with pytest.raises(PeerRefused) as caught:
+            side.feed(frame)
+        assert f"speaks version {shown} of the protocol" in str(caught.value)
+        assert side.state is HandshakeState.FAILED
+
+
 @pytest.mark.parametrize("other", [replace(ACCEPTOR, name="other"), replace(ACCEPTOR, incarnation="3c")])
 def test_wrong_worker_is_refused(other: WorkerRecord) -> None:
     """Another name, or the same name started again, is not whom the opener wanted."""
@@ -329,7 +350,16 @@ def test_refusal_is_short_whatever_the_reason() -> None:
     assert len(refused.body) <= 500
     with pytest.raises(PeerRefused) as caught:
         opening().feed(Frame(Kind.REFUSED, 0, b"\xff" * 10_000))
-    assert len(str(caught.value)) < 600
+    assert len(str(caught.value)) < 400
+
+
+def test_a_refusal_is_one_line_whatever_its_text() -> None:
+    """Whoever is on the way may have written it: no lines of his own, nor what controls a terminal."""
+    with pytest.raises(PeerRefused) as caught:
+        opening().feed(Frame(Kind.REFUSED, 0, "no\nCRITICAL all is lost\r\x1b[2J\x9b\u202e\u2028é".encode()))
+    said = str(caught.value)
+    assert said.endswith("refused the connection: no?CRITICAL all is lost??[2J???é")
+    assert said.isprintable()
 
 
 def sides() -> dict[str, Handshake]:

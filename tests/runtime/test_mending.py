@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,13 @@ import torch
 
 import aiorpc as rpc
 from aiorpc import Worker
-from aiorpc.protocol.states import PeerState
+from aiorpc.protocol.frames import Buffer, Frame
+from aiorpc.protocol.handshake import Handshake
+from aiorpc.protocol.states import HandshakeState, PeerState
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
+from aiorpc.transport.lasting import LastingConnection
 from tests.authority import Authority
 from tests.cuts import cut
 from tests.processes import bodies
@@ -281,6 +286,74 @@ async def test_a_listener_that_is_gone_is_a_loss_at_once() -> None:
         cut()
         with pytest.raises(rpc.PeerLost, match="worker1"):
             await asyncio.wait_for(call, 60)
+
+
+@contextlib.contextmanager
+def unnoticed() -> Any:
+    """Whoever gives a TCP connection up here leaves its other end as it is, as where somebody on the way is silent."""
+    held = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.is_socket():
+                held.append(socket.socket(fileno=os.dup(int(entry.name))))
+    try:
+        yield
+    finally:
+        for each in held:
+            each.close()
+
+
+async def give_up_the_socket(worker: Worker, other: Worker) -> None:
+    """Of the connection over which one calls the other: the one connects again, and the other has noticed nothing."""
+    link = worker.node.peers.of(other.node.engine.record).link
+    assert link is not None and isinstance(link.connection, LastingConnection)
+    link.connection.break_off(0.0)
+
+
+@pytest.mark.parametrize("way", ["bytes behind the proof", "a number that cannot be"])
+async def test_what_cannot_go_on_is_a_loss_at_both_ends(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the acceptor had let go of its old socket for the new one, and nothing else tells it of the end."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=0.2)) as workers:
+        call = workers[0].call("worker1", bodies.ablock)
+        await until(lambda: workers[1].statistics().calls_running)
+        feed = Handshake.feed
+
+        def feed_and_more(self: Handshake, frame: Frame) -> list[Buffer]:
+            reply = feed(self, frame)
+            return [*reply, bytes(4)] if self.resumes and self.state is HandshakeState.PROVED else reply
+
+        with unnoticed():
+            if way == "bytes behind the proof":
+                monkeypatch.setattr(Handshake, "feed", feed_and_more)
+            else:
+                monkeypatch.setattr(LastingConnection, "received", property(lambda _: 1 << 40))
+            await give_up_the_socket(*workers)
+            with pytest.raises(rpc.PeerLost, match="worker1"):
+                await call
+            await until(lambda: not workers[1].statistics().calls_running)
+        assert workers[1].statistics().connections_suspended == 1
+
+
+async def test_what_cannot_go_on_at_first_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The acceptor's new socket breaks before it could be used: it waits for the next one, as for any other."""
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP)) as workers:
+        assert await workers[0].call("worker1", count, 1) == 1
+        go_on = LastingConnection.go_on
+        failed: list[bool] = []
+
+        def fail_once(self: LastingConnection, other: LastingConnection, received: int, *, opener: bool) -> None:
+            if not opener and not failed:
+                failed.append(self.suspended)
+                raise ConnectionError("the other side takes nothing")
+            go_on(self, other, received, opener=opener)
+
+        monkeypatch.setattr(LastingConnection, "go_on", fail_once)
+        with unnoticed():
+            await give_up_the_socket(*workers)
+            assert await workers[0].call("worker1", count, 2) == 2
+        assert failed == [True]
+        there = workers[1].statistics()
+        assert there.connections_suspended == there.connections_resumed > 0
 
 
 @pytest.mark.parametrize("graces", [(0.0, 20.0), (20.0, 0.0)])

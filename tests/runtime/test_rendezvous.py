@@ -547,13 +547,18 @@ def test_rank_and_world_size_may_stand_in_the_url() -> None:
         ("tcp://a:4000?rank=x", None, 1, "rank in init_method must be an integer"),
         ("http://a:4000", 0, 1, "must start with env://, tcp:// or file://"),
         ("file://", 0, 1, "names no path"),
+        ("tcp://[::1:4000", 0, 1, r"init_method is no URL .*'tcp://\[::1:4000'"),
         ("tcp://a:4000", None, 2, "rank is needed"),
         ("tcp://a:4000", -1, 2, "must not be negative"),
         ("tcp://a:4000", 0, 0, "world_size must be at least 1"),
+        ("tcp://a:4000", "0", 1, "rank must be an integer, not '0'"),
+        ("tcp://a:4000", 0.5, 1, r"rank must be an integer, not 0\.5"),
+        ("tcp://a:4000", True, 2, "rank must be an integer, not True"),
+        ("tcp://a:4000", 0, "1", "world_size must be an integer, not '1'"),
     ],
 )
-def test_a_url_that_makes_no_sense_is_a_usage_error(method: str, rank: int | None, size: int, text: str) -> None:
-    """Said at once, without trying anything."""
+def test_a_url_that_makes_no_sense_is_a_usage_error(method: str, rank: Any, size: Any, text: str) -> None:
+    """Said at once, without trying anything; so are numbers that are none."""
     with pytest.raises(RpcUsageError, match=text):
         Rendezvous.open(method, rank=rank, world_size=size, timeout=5)
 

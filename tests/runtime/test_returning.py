@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,12 +27,17 @@ from aiorpc import (
     WorkerLost,
     WorkerReplaced,
 )
+from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import group as handlers
-from aiorpc.runtime.meeting.membership import Member
+from aiorpc.runtime.meeting.membership import Member, Proof
+from aiorpc.runtime.meeting.rendezvous import Rendezvous
+from aiorpc.runtime.meeting.returning import PlacesInStore
+from aiorpc.runtime.meeting.stores import Board
 from aiorpc.runtime.node import registry
 from aiorpc.testing import cluster
+from tests.runtime.test_rendezvous import ELSEWHERE, PATIENCE, make_record, together
 from tests.runtime.waiting import until
 
 LONG = 10.0
@@ -220,6 +227,42 @@ async def test_the_place_of_one_that_lives_is_refused() -> None:
             await here.come_back(2, "x")
         await here.come_back(2)
         assert await workers[0].call("worker1", abs, -3) == 3
+
+
+def on_host(rank: int, host: str, port: int) -> WorkerRecord:
+    """A record that says that the worker listens there."""
+    return replace(make_record(f"w{rank}", rank, host=host), tcp_port=port)
+
+
+def test_a_listener_of_ones_own_is_no_sign_of_life() -> None:
+    """Behind a reboot, or in a new container, a newcomer listens where the one before did; somebody else is a sign."""
+    places = PlacesInStore(Board(HashStore(), "here"), 1, 2, Proof(None, False, False))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        before = on_host(0, ELSEWHERE, port)
+        assert places.sign_of_life(before, on_host(0, "", port)) == ""
+        assert places.sign_of_life(before, on_host(0, "", port + 1)) == f"it takes connections at 127.0.0.1:{port}"
+        here = replace(on_host(0, "", port), tcp_host="other-address")
+        assert places.sign_of_life(before, here) == f"it takes connections at 127.0.0.1:{port}"
+
+
+def test_after_a_reboot_of_all_hosts_the_next_generation_forms() -> None:
+    """With the same addresses and ports as before, and a store that was elsewhere."""
+    store = HashStore()
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        ports = [each.getsockname()[1] for each in listeners]
+
+        def join(rank: int, host: str) -> int:
+            opened = Rendezvous.open(
+                "env://", rank=rank, world_size=2, timeout=PATIENCE, store=store, require_secret=False
+            )
+            with contextlib.closing(opened):
+                opened.join(lambda number: on_host(number, host, ports[rank]))
+                return opened.generation
+
+        for host, generation in ((ELSEWHERE, 1), ("", 2)):  # those of the first generation have not left
+            assert together(*(partial(join, rank, host) for rank in range(2))) == [generation] * 2
 
 
 async def test_who_was_replaced_is_waited_for_as_any_member() -> None:

@@ -197,6 +197,27 @@ async def test_an_end_that_is_no_break_is_final() -> None:
     assert pair.opener.connection.ended and not pair.opener.connection.suspended
 
 
+async def test_who_mends_it_is_told_that_it_stays() -> None:
+    """It was halted for a new socket, which was of no use: it is suspended as any other then, and that is told once."""
+    pair = Pair()
+    acceptor = pair.acceptor
+    acceptor.connection.halt()
+    assert (acceptor.connection.suspended, acceptor.suspended) == (True, 0)
+    for _ in range(2):
+        acceptor.connection.stay(ConnectionResetError("of no use"))
+    assert acceptor.connection.suspended and acceptor.suspended == 1
+    await until(lambda: pair.opener.suspended == 1)
+    pair.mend()
+    acceptor.connection.stay(ConnectionResetError("it goes on"))
+    assert (acceptor.connection.suspended, acceptor.suspended) == (False, 1)
+    acceptor.connection.halt()
+    await until(lambda: pair.opener.suspended == 2)
+    pair.mend()  # nobody has to hear of one that goes on
+    acceptor.connection.stay(ConnectionResetError("it goes on"))
+    assert (acceptor.connection.suspended, acceptor.suspended) == (False, 1)
+    pair.close()
+
+
 async def test_a_number_that_cannot_be_leaves_it_suspended() -> None:
     """The other end claims to have received what was not sent."""
     pair = Pair()

@@ -13,7 +13,7 @@ from functools import partial
 from ... import foreign
 from ...errors import PeerRefused, ProtocolError
 from ...protocol import handshake
-from ...protocol.frames import Frame
+from ...protocol.frames import Buffer, Frame
 from ...protocol.handshake import Handshake
 from ...protocol.identity import WorkerRecord
 from ...protocol.states import HandshakeState
@@ -28,8 +28,6 @@ from .mending import Line
 
 logger = logging.getLogger("aiorpc")
 
-# Characters of a reason to refuse somebody that go into the log.
-REASON_LIMIT = 300
 # So many refusals are logged in so many seconds; all are counted (`Statistics.connections_refused`).
 REFUSALS_LOGGED, REFUSALS_EVERY = 100, 60.0
 # Of the descriptors that the process may have, strangers take none beyond this share: handlers open files and sockets.
@@ -137,6 +135,13 @@ class Acceptor:
         connection.halt()
         return connection.received
 
+    def stays(self, record: WorkerRecord, link_number: int, pipe: bool, cause: BaseException | None) -> None:
+        """After `goes_on`: the new socket has ended before it could be used, and the connection has none."""
+        why = handshake.shown(foreign.text_of(cause)) if cause is not None else "that was closed here"
+        with contextlib.suppress(PeerRefused):  # it has ended meanwhile
+            connection = self.broken(record, link_number, pipe)
+            connection.stay(ConnectionResetError(f"it could not go on over its new socket: {why}"))
+
     def broken(self, record: WorkerRecord, link_number: int, pipe: bool) -> LastingConnection:
         """The connection that its opener has a new socket for. Raises PeerRefused if there is none."""
         link = self.home.links.find(record, link_number, opener=False)
@@ -154,8 +159,7 @@ class Acceptor:
         self._logged += 1
         if self._logged > REFUSALS_LOGGED:
             return
-        # Some of it may be the stranger's own words: it is one line of bounded length, whatever they are.
-        said = "".join(each if each.isprintable() else "?" for each in reason[:REASON_LIMIT])
+        said = handshake.shown(reason)  # some of it may be the stranger's own words
         last = "; more of them are only counted for now" if self._logged == REFUSALS_LOGGED else ""
         logger.warning("worker %s refused a connection: %s%s", self._engine.name, said, last)
 
@@ -193,7 +197,7 @@ class Acceptor:
         self._engine.counters.add_connection(service.connection)
         service.close()
         if isinstance(cause, ProtocolError) and not service.sure:  # who was lost, and why, may be told by another sign
-            text = foreign.text_of(cause)[:REASON_LIMIT]
+            text = handshake.shown(foreign.text_of(cause))
             logger.warning("worker %s ended a connection of %s: %s", self._name, service.record.name, text)
         if cause is not None:
             self.home.group.on_broken(service, f"its connection broke: {foreign.text_of(cause)}")
@@ -239,7 +243,7 @@ class _Accepting:
     def _on_frames(self, frames: list[Frame]) -> None:
         try:
             for frame in frames:
-                reply = self.handshake.feed(frame)
+                reply = self._fed(frame)
                 if self.handshake.sealed and self.handshake.state is HandshakeState.READY:
                     ours, theirs = self.handshake.keys()
                     self.connection.unseal(theirs)
@@ -272,6 +276,20 @@ class _Accepting:
             service = self.acceptor.serve(record, self.connection, self.handshake.link, sure)
             self._serving = partial(self.acceptor.served, service)
 
+    def _fed(self, frame: Frame) -> list[Buffer]:
+        """What the handshake says to a frame. Whatever else a stranger has brought about is a ProtocolError, too.
+
+        Other errors are logged with their tracebacks, which nobody counts: he would fill the log.
+        """
+        try:
+            return self.handshake.feed(frame)
+        except (PeerRefused, ProtocolError, OSError):
+            raise
+        except Exception as error:
+            if self.handshake.proved:  # a member's, or a mistake of ours: the traceback is wanted
+                raise
+            raise ProtocolError(f"its handshake cannot be read: {foreign.said(error)}") from error
+
     def _become_pipe(self, record: WorkerRecord) -> None:
         link = self._home.links.find(record, self.handshake.link, opener=False)
         if link is None:  # its first connection has ended meanwhile
@@ -286,6 +304,8 @@ class _Accepting:
     def _on_closed(self, cause: BaseException | None) -> None:
         self._timer.cancel()
         self.acceptor.ended(self)
+        if self.handshake.resumes and self.handshake.peer is not None:
+            self.acceptor.stays(self.handshake.peer, self.handshake.link, self.handshake.pipe, cause)
         if self._serving is not None:
             self._serving(cause)
         elif cause is not None and not isinstance(cause, (ConnectionResetError, BrokenPipeError)):

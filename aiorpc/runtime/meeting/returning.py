@@ -219,11 +219,13 @@ class PlacesInStore:
                 return False
         return True
 
-    def sign_of_life(self, record: WorkerRecord) -> str:
-        """What shows from here that a worker lives; "" if nothing does."""
+    def sign_of_life(self, record: WorkerRecord, newcomer: WorkerRecord) -> str:
+        """What shows from here that a worker lives, to the newcomer that wants its place; "" if nothing does."""
         if record.host == self._here:
             alive = not provably_dead(record, self._here)
             return f"process {record.pid} of this host runs" if alive else ""
+        if (record.tcp_host, record.tcp_port) == (newcomer.tcp_host, newcomer.tcp_port):
+            return ""  # whoever takes connections there is the newcomer itself, as behind a reboot with the same ports
         try:
             if record.tcp_port:
                 socket.create_connection((record.tcp_host, record.tcp_port), _ANSWER).close()
@@ -318,7 +320,7 @@ class Return:
             places.board.check_open()
             if time.monotonic() - looked < _LOOK_PAUSE:
                 continue
-            sign = places.sign_of_life(self._before)
+            sign = places.sign_of_life(self._before, self.record)
             over = places.board.number("generation") > places.generation or places.is_over(self.record)
             if over and not sign:
                 places.end(self._before)  # whoever comes in its place is the proof of that

@@ -90,7 +90,10 @@ def parse(init_method: str, rank: int | None, world_size: int | None, environ: M
 
     Raises RpcUsageError for a URL or number that makes no sense, RendezvousError for a missing environment variable.
     """
-    url = urlsplit(init_method)
+    try:
+        url = urlsplit(init_method)
+    except ValueError as error:
+        raise RpcUsageError(f"init_method is no URL ({error}): {init_method!r}") from None
     query = {key: values[-1] for key, values in parse_qs(url.query).items()}
     rank = _number(query["rank"], "rank in init_method") if rank is None and "rank" in query else rank
     if world_size is None and "world_size" in query:
@@ -110,7 +113,10 @@ def parse(init_method: str, rank: int | None, world_size: int | None, environ: M
 
 
 def check_ranks(rank: int | None, world_size: int | None) -> None:
-    """RpcUsageError if the two cannot belong together, whatever the others say."""
+    """RpcUsageError if the two are no numbers or cannot belong together, whatever the others say."""
+    for name, number in (("rank", rank), ("world_size", world_size)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise RpcUsageError(f"{name} must be an integer, not {number!r}")
     if world_size is not None and world_size < 1:
         raise RpcUsageError(f"world_size must be at least 1, not {world_size}")
     if rank is not None and rank < 0:
@@ -315,7 +321,8 @@ def serve(host: str, port: int) -> tuple[Store, int]:
     if not 0 <= port < 1 << 16:
         raise RendezvousError(f"cannot listen at {host!r}, port {port}: ports are from 0 to 65535")
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        family, dual = socket.AF_INET6 if ":" in host else socket.AF_INET, host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=dual)
     except OSError as error:
         raise RendezvousError(f"cannot listen at {host!r}, port {port}: {error}") from None
     with listener:
