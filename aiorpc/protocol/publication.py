@@ -253,7 +253,7 @@ def check_name(name: object) -> str:
 def needed(quorum: float | None, readers: int) -> int:
     """How many readers a quorum is: a number of them, or a share above 0 and up to 1.0 of those there are; None: all.
 
-    Raises RpcUsageError for what is neither.
+    A share is one reader at least, where there is any. Raises RpcUsageError for what is neither.
     """
     if quorum is None:
         return readers
@@ -263,4 +263,6 @@ def needed(quorum: float | None, readers: int) -> int:
         return quorum
     if quorum > 1:
         raise RpcUsageError(f"quorum={quorum!r} is no share, which is at most 1.0; a number of readers is an int")
-    return math.ceil(quorum * readers)
+    if not readers:
+        return 0
+    return max(1, math.ceil(quorum * readers - 1e-9))  # of ten 0.3 are three, not four

@@ -269,6 +269,7 @@ class Life:
                     complete = await node.group.leave(timeout)
                 except asyncio.CancelledError:  # see `shutdown`; later calls of it are not cancelled, they get a report
                     complete = False
+            node.publications.leave()
             node.references.flush()
             for link in node.links.all():
                 link.flush()  # give back the memory that we have released: this process may live on, and they need it

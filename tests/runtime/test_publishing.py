@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import Message, SubscriptionClosed, VersionsReleased, Want
-from aiorpc.runtime.publication.shelf import Key
+from aiorpc.protocol.publication import Latest, Message, SubscriptionClosed, VersionsReleased, Want
+from aiorpc.runtime.publication import feed
+from aiorpc.runtime.publication.shelf import MOST_HELD, Key
 from aiorpc.testing import cluster
 from tests.processes.workers import until
 
@@ -178,6 +181,61 @@ async def test_the_last_tensor_gives_the_slot_back_after_the_subscription(pair: 
     await pair[0].publish("policy", weights(2))
     assert slots_of(pair[0]) == 2 and kept.unique().tolist() == [1]
     del kept
+    await until(lambda: slots_of(pair[0]) == 1)
+
+
+async def test_what_is_released_as_a_subscription_ends_is_told_at_once(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message of the end names only versions whose tensors live: a worker that leaves next says nothing else."""
+    publications = pair[1].node.publications
+    held: list[list[int]] = []
+
+    def tell(record: WorkerRecord, message: Message) -> None:
+        if isinstance(message, SubscriptionClosed):
+            held.append(message.held)
+        if not isinstance(message, VersionsReleased):
+            told(record, message)
+
+    told = publications.tell
+    monkeypatch.setattr(publications, "tell", tell)
+    await pair[0].publish("policy", weights(1))
+    async with pair[1].subscribe("policy") as versions:
+        kept = (await anext(versions)).value
+    await until(lambda: held == [[1]])
+    async with pair[1].subscribe("policy") as versions:
+        await anext(versions)
+    await until(lambda: held == [[1], []])
+    await pair[0].publish("policy", weights(2))
+    assert slots_of(pair[0]) == 2 and number_of(kept) == 1
+    async with pair[1].subscribe("policy") as versions:
+        assert (await anext(versions)).version == 2
+    await until(lambda: held == [[1], [], []])
+    await pair[0].publish("policy", weights(3))
+    await until(lambda: slots_of(pair[0]) == 2)  # of the first one, which is kept, and of the newest
+
+
+async def test_a_subscription_that_ends_while_it_copies_lets_go(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the version that it was copying stays lent, nor does the subscription stay known."""
+    copying = asyncio.Event()
+
+    async def copy(*_: object) -> None:
+        copying.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(feed, "in_background", copy)
+    kept = []
+    async with pair[1].subscribe("policy") as versions:
+        for number in range(1, MOST_HELD + 1):
+            await pair[0].publish("policy", weights(number))
+            kept.append((await anext(versions)).value)
+        await pair[0].publish("policy", weights(MOST_HELD + 1))
+        async with asyncio.timeout(20):
+            await copying.wait()
+    kept.clear()
+    await until(lambda: not pair[1].node.publications.feeds)
     await until(lambda: slots_of(pair[0]) == 1)
 
 
@@ -345,6 +403,43 @@ async def test_an_answer_that_cannot_be_made_is_the_error_of_its_reader(
             await future
 
 
+async def test_what_no_reader_could_read_is_not_published() -> None:
+    """A value that just fits into a message does not fit into one that also says where its tensors lie."""
+    limit = 20_000
+    async with cluster(2, options=RpcBackendOptions(max_frame_bytes=limit)) as workers:
+        read = refused = 0
+        for size in range(limit - 1500, limit, 50):
+            value = ["a" * size, *[torch.zeros(2000)] * 3]
+            try:
+                await workers[0].publish("policy", value)
+            except rpc.SerializationError as error:
+                assert "max_frame_bytes" in str(error)
+                refused += 1
+            else:
+                async with workers[1].subscribe("policy", timeout=20) as versions:
+                    assert (await anext(versions)).value[0] == value[0]
+                read += 1
+        assert read and refused
+
+
+async def test_a_publish_that_fails_unseen_is_logged(pair: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
+    """With the place that it was made at, as a call that fails; what somebody has looked at is not."""
+
+    def logged() -> list[str]:
+        gc.collect()
+        return [line.getMessage() for line in caplog.records if "nobody looked" in line.getMessage()]
+
+    await pair[0].publish("policy", weights(1))
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        with pytest.raises(rpc.RpcUsageError):
+            await pair[1].publish("policy", weights(1))
+        assert logged() == []
+        pair[1].publish("policy", weights(1))
+        await until(logged)
+    (line,) = logged()
+    assert line.startswith(f"publishing 'policy' (made at {__file__}:") and "is published by worker 'worker0'" in line
+
+
 async def test_the_blocking_form(pair: list[Worker]) -> None:
     """A thread publishes with ``wait`` and reads with ``for``; on the loop that is refused."""
     publisher, reader = pair
@@ -388,7 +483,7 @@ async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) 
 async def test_a_reference_is_not_published(pair: list[Worker]) -> None:
     """It is counted for one receiver, and there is none."""
     reference = pair[0].remote("worker1", weights, 1)
-    with pytest.raises(rpc.SerializationError, match="published as 'policy'"):
+    with pytest.raises(rpc.SerializationError, match=r"published as 'policy' .*a reference is sent to one worker"):
         await pair[0].publish("policy", {"reference": reference})
     await reference
 
@@ -452,6 +547,32 @@ async def test_a_worker_that_leaves_ends_its_subscriptions_and_waits() -> None:
         workers[1].publish("value", weights(1))
 
 
+async def test_who_is_about_to_leave_holds_nothing(pair: list[Worker]) -> None:
+    """Its subscriptions end while their publishers can be told so, as its process may live on."""
+    async with pair[1].subscribe("policy") as versions:
+        await pair[0].publish("policy", weights(1))
+        await anext(versions)
+        pair[1].node.publications.leave()
+        with pytest.raises(rpc.WorkerClosed):
+            await anext(versions)
+        await until(lambda: not pair[0].node.publications.publishers["policy"].subscribers)
+        await pair[0].publish("policy", weights(2))
+        assert slots_of(pair[0]) == 1
+
+
+async def test_who_has_left_holds_nothing_though_its_process_lives() -> None:
+    """Its publishers heard before it left that its subscriptions end."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (first,):
+        for number in range(3):
+            async with Worker("second", store=store) as second:
+                versions = second.subscribe("policy")
+                await first.publish("policy", weights(number))
+                await anext(versions)
+        await first.publish("policy", weights(3))
+        await until(lambda: slots_of(first) == 1)
+
+
 async def test_newcomers_of_a_free_group_read_and_publish() -> None:
     """They hear who publishes what when they join, and may take a name over from one that has left."""
     store = HashStore()
@@ -468,3 +589,92 @@ async def test_newcomers_of_a_free_group_read_and_publish() -> None:
             await third.publish("policy", weights(2))
         assert (await third.publish("value", weights(2))).version == 2
         await third.shutdown()
+
+
+@asynccontextmanager
+async def three_of_a_free_group() -> AsyncIterator[tuple[Worker, Worker, Worker]]:
+    """Of whom the first may leave meanwhile."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (third,):
+        second = await Worker("second", store=store)
+        first = await Worker("first", store=store)
+        yield first, second, third
+        await first.shutdown()
+        await second.shutdown()
+
+
+@pytest.mark.parametrize("value", [torch.ones(LARGE), torch.ones(64, 4), {"step": 3}], ids=["large", "small", "none"])
+async def test_the_last_version_stays_with_its_readers(value: Any) -> None:
+    """Whoever subscribes after its publisher has left gets it from a reader, whether it has large tensors or none."""
+    async with three_of_a_free_group() as (first, reader, late):
+        await first.publish("policy", value)
+        async with reader.subscribe("policy") as versions:
+            assert (await anext(versions)).version == 1
+            await first.shutdown()
+            async with late.subscribe("policy", timeout=20) as others:
+                got = await anext(others)
+        assert (got.version, got.publisher) == (1, first.info)
+        assert torch.equal(got.value, value) if isinstance(value, torch.Tensor) else got.value == value
+
+
+def too_busy(_: str) -> Latest:
+    """In place of what a worker has of a name; whoever asks gets no more of it than if nothing were said in time."""
+    raise rpc.Overloaded("not now")
+
+
+async def test_versions_go_up_past_a_reader_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes the name over counts on behind whatever such a reader may have, so it gets the next version."""
+    async with (
+        three_of_a_free_group() as (first, second, reader),
+        reader.subscribe("policy", timeout=20) as versions,
+    ):
+        for number in (1, 2, 3):
+            await first.publish("policy", weights(number))
+            assert (await anext(versions)).version == number
+        await first.shutdown()
+        monkeypatch.setattr(reader.node.publications, "latest", too_busy)
+        published = await second.publish("policy", weights(4))
+        delivered = published.delivered(quorum=1, timeout=20)
+        got = await anext(versions)
+        assert (got.version, got.publisher, number_of(got.value)) == (published.version, second.info, 4)
+        assert got.version > 3 and (await delivered).has == (reader.info,)
+        published = await second.publish("policy", weights(5))
+        assert published.version == got.version + 1
+        assert (await anext(versions)).version == published.version
+
+
+async def test_a_new_publisher_is_followed_whatever_its_first_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that was on its way to a reader as the name was taken over keeps it from no later one."""
+    async with (
+        three_of_a_free_group() as (first, second, reader),
+        reader.subscribe("policy", timeout=20) as versions,
+    ):
+        kept = []
+        for number in (1, 2, 3):
+            await first.publish("policy", weights(number))
+            kept.append((await anext(versions)).value)
+        await first.shutdown()
+        monkeypatch.setattr(reader.node.publications, "latest", lambda name: Latest(name, 1, 0))
+        for number in (2, 3, 4):
+            published = await second.publish("policy", weights(10 * number))
+            assert published.version == number
+            got = await anext(versions)
+            assert (got.version, got.publisher, number_of(got.value)) == (number, second.info, 10 * number)
+            assert (await published.delivered(quorum=1, timeout=20)).has == (reader.info,)
+            kept.append(got.value)
+        assert [number_of(value) for value in kept] == [1, 2, 3, 20, 30, 40]
+
+
+async def test_a_publisher_forgets_whom_it_has_told_once_they_are_gone() -> None:
+    """However many workers come and leave, it keeps no more than those that are there."""
+    store = HashStore()
+    async with cluster(1, dynamic=True, store=store) as (first,):
+        await first.publish("policy", weights(1))
+        publisher = first.node.publications.publishers["policy"]
+        for number in range(3):
+            guest = await Worker(f"guest{number}", store=store)
+            async with guest.subscribe("policy", timeout=20) as versions:
+                assert (await anext(versions)).version == 1
+            assert len(publisher.told) == 1
+            await guest.shutdown()
+            await until(lambda: not publisher.told)

@@ -25,6 +25,10 @@ from ...protocol.reference_messages import PassedReference
 from ..calls.values import decode, encode
 from ..engine.engine import Engine
 
+# Bytes of an answer that brings a version, beside what is said of the value: most of them name the slots that there
+# are. And those for where one buffer lies.
+_ROOM, _ROOM_FOR_BUFFER = 512, 19
+
 
 @dataclass(frozen=True)
 class _AnyReader:
@@ -68,12 +72,21 @@ def take_apart(name: str, value: object, engine: Engine, driver: Accelerator | N
     except SerializationError as error:
         raise SerializationError(f"{what} {error}") from error.__cause__
     spans, size = lay_out(map(len, found))
+    bodies = (body,) if other_body == body else (body, other_body)
+    # Both forms go to each reader, in one message with where the bytes are.
+    room = _ROOM + len(engine.record.main) + _ROOM_FOR_BUFFER * len(spans)
+    needs = sum(map(len, bodies)) + room
+    if needs > options.max_frame_bytes:
+        raise SerializationError(
+            f"{what} is too large: for a reader the message takes up to {needs} bytes, tensors and arrays apart, and "
+            f"the limit is {options.max_frame_bytes} (max_frame_bytes). Publish large data as tensors or arrays"
+        )
     if size > options.max_tensor_bytes:
         raise SerializationError(
             f"{what} takes {size} bytes; the limit is {options.max_tensor_bytes} (max_tensor_bytes)"
         )
     buffers, marks = (found, ()) if driver is None else _bring_to_host(driver, found)
-    return Content((body,) if other_body == body else (body, other_body), buffers, spans, size, marks)
+    return Content(bodies, buffers, spans, size, marks)
 
 
 def _to_host(driver: Accelerator) -> Route:

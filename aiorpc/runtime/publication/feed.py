@@ -28,6 +28,7 @@ from ...futures import Future
 from ...protocol.identity import WorkerInfo, WorkerRecord
 from ...protocol.publication import (
     AskLeader,
+    Claim,
     Edition,
     Message,
     SlotOffer,
@@ -70,6 +71,9 @@ class PublicationsForFeed(Protocol):
 
     def known(self, worker_id: int) -> WorkerRecord | None:
         """The record of a member, which may have gone; None if it is not known any more."""
+
+    def claim(self, name: str) -> Claim | None:
+        """The latest claim to a name that is known here."""
 
     def publishes(self, record: WorkerRecord, name: str) -> bool:
         """Whether that worker is known as the one that publishes a name, and lives."""
@@ -114,12 +118,14 @@ class Feed:
         self.kept: ArrivedVersion | None = None
         self._publications = publications
         self.newest = 0
+        self._made_by = -1  # the id of the worker that has published the newest one
         self._maps = False
         self._views: dict[int, SlotView] = {}
         self._source: WorkerRecord | None = None  # the worker whose slots these are
         self._leader: WorkerRecord | None = None  # who fetches for this host
         self._trouble = ""  # why nothing has come
-        self._lent: dict[int, tuple[SlotView, WorkerRecord]] = {}  # by version
+        # What is lent, and by whom. By view, as two publishers may have versions of the same number.
+        self._lent: dict[SlotView, tuple[int, WorkerRecord]] = {}
         self._ready: ArrivedVersion | None = None
         self._error: Exception | None = None
         self._unsaid: list[tuple[int, WorkerRecord]] = []  # versions that were released, and whose they are
@@ -190,6 +196,7 @@ class Feed:
             self.end(error)
 
     async def _fetch(self, record: WorkerRecord) -> None:
+        self._follow(record)
         publisher, record = record, self._leader or record
         if self._source != record:
             self._source, self._views = record, {}
@@ -240,6 +247,16 @@ class Feed:
         plain = any(map(self.engine.rights.limited, roles))
         self._arrived(ArrivedVersion(edition, bodies, data, plain, view, mapped, info))
 
+    def _follow(self, publisher: WorkerRecord) -> None:
+        """Take all versions of a publisher for newer than those of the ones before, whatever numbers they have.
+
+        Whoever takes a name over asks for the newest version that anybody has; but one that was under way to this
+        worker just then has nobody, and whoever waited for more than its number would wait for long.
+        """
+        claim = self._publications.claim(self.name)
+        if claim is not None and claim.publisher == publisher.id != self._made_by:
+            self.newest = min(self.newest, claim.first - 1)
+
     def _map(self, edition: Edition, offer: SlotOffer, record: WorkerRecord) -> tuple[SlotView, Bytes] | None:
         """The bytes of a version in a slot, with the view of it; None if this worker cannot map it."""
         view = self._views.get(offer.slot)
@@ -254,7 +271,7 @@ class Feed:
         except (OSError, ValueError, ProtocolError) as error:
             logger.info("worker %s cannot map what %s publishes: %s", self.engine.name, record.describe(), error)
             return None
-        self._lent[version] = view, record
+        self._lent[view] = version, record
         self._drop_idle(edition.slots)
         return view, data
 
@@ -266,8 +283,11 @@ class Feed:
                 del self._views[number]
 
     def _arrived(self, arrival: ArrivedVersion) -> None:
-        self.newest, self._size, self._trouble = arrival.edition.version, arrival.edition.size, ""
-        self.kept = arrival if arrival.view is not None else None
+        edition = arrival.edition
+        self.newest, self._made_by, self._size, self._trouble = edition.version, edition.publisher, edition.size, ""
+        # The bytes of a version without a slot are the reader's own, which may have written to them. A version that has
+        # no bytes of that kind stands in its message, which nobody changes.
+        self.kept = arrival if arrival.view is not None or not edition.size else None
         with self._lock:
             self._ready = arrival
         self._wake()
@@ -295,18 +315,17 @@ class Feed:
         def forget() -> None:  # giving pages back takes milliseconds
             for view, _, _ in released:
                 view.forget()
-            self.engine.call_on_loop(self._tell_released, [(version, record) for _, version, record in released])
+            self.engine.call_on_loop(self._tell_released, released)
 
         self.engine.in_background(forget)
 
-    def _tell_released(self, released: list[tuple[int, WorkerRecord]]) -> None:
-        for version, _ in released:
-            self._lent.pop(version, None)
-        if not self._unsaid:
+    def _tell_released(self, released: list[tuple[SlotView, int, WorkerRecord]]) -> None:
+        unsaid = [(version, record) for view, version, record in released if self._lent.pop(view, None) is not None]
+        if unsaid and not self._unsaid:
             # A message for each version and reader costs a publisher of small versions as much as the copy.
             pause = 0.0 if self.closed or self._size > _LARGE else _PATIENCE
             self._saying = self.engine.loop.call_later(pause, self._say_released)
-        self._unsaid += released
+        self._unsaid += unsaid
         self._look_whether_over()
 
     def _say_released(self) -> None:
@@ -328,6 +347,8 @@ class Feed:
         self.closed = True
         if self._task is not None:
             self._task.cancel()
+            # It ends with an error, whose traceback has the frames that it ended in, and what these were about to copy.
+            self._task = None
         with self._lock:
             self._ready = None
         self.kept = None
@@ -336,13 +357,18 @@ class Feed:
         self._wake()
         self._views = {}
         if self._source is not None:
-            held = [version for version, (_, record) in self._lent.items() if record == self._source]
+            # What was released is not held, although that was not told yet. If this worker is about to leave this is
+            # the last that is heard of it, as its process may live on and with it whatever it is taken to hold.
+            for view in [view for view, (_, record) in self._lent.items() if record == self._source]:
+                if not view.adopted:
+                    del self._lent[view]
+            held = [version for version, record in self._lent.values() if record == self._source]
             self._publications.tell(self._source, SubscriptionClosed(self.name, self.number, held))
         self._look_whether_over()
 
     def let_go(self) -> None:
         """The worker ends: nobody is told any more of what is released."""
-        for view, _ in self._lent.values():
+        for view in self._lent:
             view.let_go()
         self._lent.clear()
         self._released.clear()

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, cast
@@ -18,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from ...errors import Overloaded, RendezvousError, RpcError, RpcUsageError
-from ...futures import Future
+from ...futures import CallSite, Future, call_site
 from ...options import seconds
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
@@ -60,6 +61,9 @@ logger = logging.getLogger("aiorpc")
 
 # Names that other workers publish, as far as this one keeps who does.
 _MOST_NAMES = 65_536
+# So many versions are skipped by who takes a name over while a member says nothing, which may have newer ones than all
+# others: more than anybody publishes in that time. Versions shall go up, and nobody waits until it answers.
+_SKIPPED = 1_000_000_000
 
 
 class Home(Protocol):
@@ -103,6 +107,7 @@ class Publications:
         self._engine.lifetime.check_open()
         content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
         future: Future[Publication] = self._future(f"publishing {name!r}")
+        future.site = _site_of_user()  # so a failure that nobody looks at is logged
         self._begin(future, lambda: self._publish(name, content, future))
         return future
 
@@ -189,7 +194,18 @@ class Publications:
             raise taken(name, known.worker, known.publisher)
         newest = 0
         if await self._engine.steps.run(partial(find_claim, home.rendezvous, name)) is not None:
-            newest = max(latest.newest for _, latest in await self._ask_all(name))
+            found = await self._ask_all(name)
+            newest = max((latest.newest for _, latest in found if latest is not None), default=0)
+            silent = [record for record, latest in found if latest is None and not home.group.is_gone(record)]
+            if silent:
+                newest += _SKIPPED
+                logger.warning(
+                    "worker %s takes over %r and skips %d versions, as it has not heard which ones there were from %s",
+                    self._engine.name,
+                    name,
+                    _SKIPPED,
+                    ", ".join(record.describe() for record in silent),
+                )
         gone = {member.id for member in home.group.members.values() if home.group.is_gone(member)}
         return await self._engine.steps.run(partial(make_claim, home.rendezvous, name, record, newest, gone))
 
@@ -201,6 +217,7 @@ class Publications:
                 if record.incarnation not in publisher.told and record.id != self._engine.id:
                     publisher.tell(record)
                     self._engine.tasks.spawn(self._tell_claim(publisher, record))
+            publisher.told.intersection_update(record.incarnation for record in group.live())
             publisher.forget_gone([record for record in group.members.values() if group.is_gone(record)])
         for shelf in self._shelves():
             for record in shelf.on_gone(group.is_gone):
@@ -288,19 +305,20 @@ class Publications:
                 if record is not None:
                     self._hear(claim)
                     return record
-        record, latest = max(await self._ask_all(name), key=lambda found: found[1].kept)
-        return record if latest.kept else None
+        kept = [(latest.kept, record) for record, latest in await self._ask_all(name) if latest is not None]
+        newest, record = max(kept, key=lambda each: each[0])
+        return record if newest else None
 
-    async def _ask_all(self, name: str) -> list[tuple[WorkerRecord, Latest]]:
-        """What each member that lives has of a name, this one as well."""
+    async def _ask_all(self, name: str) -> list[tuple[WorkerRecord, Latest | None]]:
+        """What each member that lives has of a name, this one as well; None of who does not say."""
 
-        async def ask(record: WorkerRecord) -> tuple[WorkerRecord, Latest]:
+        async def ask(record: WorkerRecord) -> tuple[WorkerRecord, Latest | None]:
             try:
                 said, limit = write(LatestWanted(name)), self._engine.bounds.vouch
                 answer = await self._home.peers.of(record).call(latest, (said,), None, limit, system=True)
                 return record, read(Latest, answer)
             except RpcError:
-                return record, Latest(name, 0, 0)
+                return record, None
 
         return await asyncio.gather(*map(ask, self._home.group.live()))
 
@@ -342,10 +360,14 @@ class Publications:
 
     def latest(self, name: str) -> Latest:
         """What this worker has of a name."""
-        publisher = self.publishers.get(name)
+        shelf = self.shelf_of(name)
         feeds = [feed for feed in self.feeds.values() if feed.name == name]
-        newest = max([0 if publisher is None else publisher.newest, *(feed.newest for feed in feeds)])
+        newest = max([0 if shelf is None else shelf.newest, *(feed.newest for feed in feeds)])
         return Latest(name, newest, max((feed.kept.edition.version for feed in feeds if feed.kept), default=0))
+
+    def claim(self, name: str) -> Claim | None:
+        """The latest claim to a name that is known here."""
+        return self._claims.get(name)
 
     def publishes(self, record: WorkerRecord, name: str) -> bool:
         """Whether that worker is known as the one that publishes a name, and lives."""
@@ -359,13 +381,15 @@ class Publications:
     async def _hand_on(self, message: Want) -> Results:
         kept = [feed.kept for feed in self.feeds.values() if feed.name == message.name and feed.kept is not None]
         newest = max(kept, key=lambda each: each.edition.version, default=None)
-        if newest is None or newest.view is None or newest.edition.version <= message.have:
+        if newest is None or newest.edition.version <= message.have:
             raise RpcUsageError(
                 f"worker {self._engine.name!r} neither publishes {message.name!r} nor has a version of it"
             )
         edition = newest.edition._replace(offer=None, copy=False, slots=[])
-        data = await in_background(self._engine, partial(newest.view.read, edition.size))
-        return Results((write(edition), *newest.bodies, *((torch.from_numpy(data),) if edition.size else ())))
+        data: tuple[torch.Tensor, ...] = ()
+        if newest.view is not None:  # else all of it is in the bodies
+            data = (torch.from_numpy(await in_background(self._engine, partial(newest.view.read, edition.size))),)
+        return Results((write(edition), *newest.bodies, *data))
 
     def _living(self, claim: Claim) -> WorkerRecord | None:
         return self.member(claim.publisher)
@@ -424,12 +448,19 @@ class Publications:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """This worker leaves: nobody waits here any more."""
+    def leave(self) -> None:
+        """This worker is about to leave: its subscriptions end. Those who publish are told so if it makes calls still,
+        which is how they learn that nothing is held here any more, as its process may live on. Again: nothing."""
         error = self._engine.lifetime.why_closed()
         for feed in list(self.feeds.values()):
             feed.end(error)
             feed.close()
+
+    def close(self) -> None:
+        """This worker has left: nobody waits here any more."""
+        error, feeds = self._engine.lifetime.why_closed(), list(self.feeds.values())
+        self.leave()
+        for feed in feeds:
             feed.let_go()
         for publisher in self.publishers.values():
             publisher.close(error)
@@ -442,6 +473,14 @@ class Publications:
     def close_in_child(self) -> None:
         """In a forked child: let go of the descriptors, which are the parent's."""
         self._watch.close_in_child()
+
+
+def _site_of_user() -> CallSite:
+    """Where the program has called the verb that calls this: the nearest frame outside of the package."""
+    frame, package = sys._getframe(1), __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame = frame.f_back
+    return call_site(frame)
 
 
 class _NodeThatPublishes(Protocol):

@@ -70,6 +70,11 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
     began are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions; taking one that
     is cancelled loses none. It ends when it is closed, by ``async with``, ``with``, `close`, or when it is dropped.
 
+    Versions go up, also from one publisher to the next. Whoever takes a name over asks all members for the newest that
+    they have; if one that lives does not say so within 5 s, as its loop is blocked, 1,000,000,000 versions are skipped
+    in its place. Only what was on its way to a reader while the name was taken over, from a publisher that ended right
+    then, may have a number that the next publisher gives once more; the reader gets that version of it all the same.
+
     A turn raises RpcTimeout when nothing new has come within the timeout, and may be tried again; WorkerClosed once
     this worker has shut down; NotAllowed for a pickle of a publisher that may not have everything run here (option
     ``serve``); RpcError for a value that cannot be read here. When the publisher has left or was lost nothing

@@ -258,8 +258,9 @@ class References:
         position: where the handle is among the values, if it is a value by itself and not inside of another one.
         RpcUsageError if another worker sends the message than the one whose references these are.
         """
-        if out.target.engine is not self.engine:  # the receiver would not take a fork that the sender has not named
-            raise self._sent_by_another(out.target.engine)
+        sender = getattr(out.target, "engine", None)
+        if sender is not self.engine:  # the receiver would not take a fork that the sender has not named
+            raise self._not_to_be_sent(sender)
         to = self.home.peers.id_of(out.target)
         handle._asked = True  # from now on the receiver may use it
         creation = handle._creation
@@ -284,7 +285,9 @@ class References:
         out.references.append(passed)
         return len(out.references) - 1
 
-    def _sent_by_another(self, sender: Engine) -> RpcUsageError:
+    def _not_to_be_sent(self, sender: Engine | None) -> RpcUsageError:
+        if sender is None:
+            return RpcUsageError("a reference is sent to one worker, which is counted as a holder, and not published")
         lifetime = self.engine.lifetime
         why = lifetime.why_closed() if lifetime.closed else f"only {lifetime.name!r} can, as it counts the holders"
         return RpcUsageError(f"worker {sender.name!r} cannot pass on a reference of another worker: {why}")
