@@ -29,9 +29,9 @@ from typing import Any, Self, TypeVar
 import torch
 
 from .autograd.contexts import make_pass
-from .autograd.parts import Closing, pack_reference
+from .autograd.parts import Closing, Part, pack_reference
 from .autograd.passes import Last
-from .errors import RpcError, RpcTimeout, RpcUsageError
+from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from .futures import Future, block_observer, call_site
 from .protocol.registered import register_safe
 from .runtime.calls.current import check_cancelled, current_call, permits
@@ -124,8 +124,9 @@ class DistributedOptimizer:
         on the worker's loop it does not block: ``await optimizer.backward_and_step(ctx, [loss])``. Any thread.
 
         Between the two nobody can look at the gradients, clip them, or end the step where the pass has failed: when
-        this raises, owners whose part was done by then have stepped, and others have not. An owner that has no part in
-        this pass does not step, also if it has gradients of an earlier one. Otherwise both are as they are alone: see
+        this raises, owners whose part was done by then have stepped, and others have not; so it is if it is cancelled,
+        and one that waits for its turn then does not step. An owner does not step if this pass gives a gradient to none
+        of its parameters, also if they have gradients of an earlier one. Otherwise both are as they are alone: see
         `aiorpc.autograd.backward` and `step` for what they raise; errors name the owner in a note.
         """
         node = _node_of(self.remote_optimizers)
@@ -368,13 +369,13 @@ class _Turns:
         self._changed = threading.Condition(threading.Lock())
         self._claims: list[_Claim] = []
 
-    def take(self, parameters: Sequence[Tensor], seconds: float | None = None) -> _Claim:
+    def take(self, parameters: Sequence[Tensor], seconds: float | None = None, part: Part | None = None) -> _Claim:
         """Within it nobody else has any of them.
 
         seconds: to wait for that, None for no limit. Entering it raises RpcTimeout after them, and RpcCancelled if the
-        caller of a handler gave up meanwhile.
+        caller of a handler gave up meanwhile, or if the part of a backward pass that it is for has ended.
         """
-        return _Claim(self, parameters, seconds)
+        return _Claim(self, parameters, seconds, part)
 
     def enter(self, claim: _Claim) -> None:
         """Wait for the turn."""
@@ -384,6 +385,8 @@ class _Turns:
         try:
             if not free:
                 self._wait(claim)
+            if claim.part is not None and claim.part.over:
+                raise RpcCancelled("the backward pass that was to end with a step has failed, or was cancelled")
             if current_call.get() is not None:
                 check_cancelled()
         except BaseException:
@@ -425,9 +428,12 @@ class _Turns:
 class _Claim:
     """Of one step; a context manager."""
 
-    def __init__(self, turns: _Turns, parameters: Sequence[Tensor], seconds: float | None) -> None:
+    def __init__(
+        self, turns: _Turns, parameters: Sequence[Tensor], seconds: float | None, part: Part | None = None
+    ) -> None:
         self.parameters = frozenset(map(id, parameters))
         self.seconds = seconds
+        self.part = part
         self._turns = turns
 
     def __enter__(self) -> None:
@@ -458,21 +464,23 @@ class LocalOptimizer(Closing):
         """Handler: step with the gradients of a context; for how many parameters there was one."""
         return self.step_on(_serving_node(), context_id)
 
-    def step_on(self, node: Node, context_id: int, seconds: float | None = None) -> int:
-        """The same, on that worker. seconds: as of `_Turns.take`."""
+    def step_on(self, node: Node, context_id: int, seconds: float | None = None, part: Part | None = None) -> int:
+        """The same, on that worker. seconds, part: as of `_Turns.take`."""
         context = node.gradients.find(context_id)
         own = [] if context is None else context.gradients_of(self._parameters)
         count = len(own) - sum(map(operator.is_, own, itertools.repeat(None)))  # `own.count` would compare in torch
         if count:
-            with _turns.take(self._parameters, seconds), _Gradients(self._parameters, own):
+            with _turns.take(self._parameters, seconds, part), _Gradients(self._parameters, own):
                 self.optimizer.step()
                 self._finish(node)
         return count
 
-    def close_part(self, node: Node, context_id: int, seconds: float | None) -> bool:
-        """Step at the end of a part of a backward pass. See `Closing`."""
+    def close_part(self, node: Node, context_id: int, part: Part, seconds: float | None) -> bool:
+        """Step at the end of a part of a backward pass that has reached a parameter. See `Closing`."""
+        if part.reached.isdisjoint(map(id, self._parameters)):
+            return False
         try:
-            return self.step_on(node, context_id, seconds) > 0
+            return self.step_on(node, context_id, seconds, part) > 0
         except BaseException as error:
             error.add_note(f"DistributedOptimizer.backward_and_step(), on worker {node.engine.name!r}")
             raise

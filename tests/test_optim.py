@@ -483,6 +483,76 @@ async def test_backward_and_step_where_nobody_has_a_gradient(apart: list[Worker]
     await run(apart[0], script)
 
 
+async def test_an_owner_steps_only_if_the_pass_has_reached_its_parameters(apart: list[Worker]) -> None:
+    """Gradients of an earlier pass are no reason, neither where the pass is run nor where a part of it is."""
+
+    def script() -> None:
+        own, there, further = (aiorpc.remote(f"worker{owner}", make, owner) for owner in range(3))
+        optimizer = DistributedOptimizer(torch.optim.SGD, [own, there, further], lr=1.0)
+        with autograd.context() as context_id:
+            losses = [scaled(own, 2.0), aiorpc.rpc_sync("worker2", scaled, (further, 2.0))]
+            autograd.backward(context_id, losses)
+            x = torch.ones(4, 4, dtype=torch.float64).requires_grad_()  # a leaf of this worker, which is no parameter
+            loss = aiorpc.rpc_sync("worker2", torch.sum, (aiorpc.rpc_sync("worker1", times, (there, x)),))
+            optimizer.backward_and_step(context_id, [loss])
+        assert torch.equal(here(own), values(0)) and torch.equal(here(further), values(2))
+        assert not torch.equal(here(there), values(1))
+
+    await run(apart[0], script)
+
+
+async def test_backward_and_step_that_is_cancelled(current_pair: list[Worker]) -> None:
+    """An owner does not step if its part of the pass was not done by then."""
+    reached, released = threading.Event(), threading.Event()
+    weight = aiorpc.remote("worker1", make, 0)
+    optimizer = await DistributedOptimizer.create(torch.optim.SGD, [weight], lr=1.0)
+    owned: Tensor = current_pair[1].node.references.value(*weight._rref).wait()
+
+    def wait(gradient: Tensor) -> None:
+        reached.set()
+        released.wait(LIMIT)
+
+    owned.register_hook(wait)
+    async with autograd.context() as ctx:
+        loss = await aiorpc.call("worker1", scaled, weight, 2.0)
+        running = optimizer.backward_and_step(ctx, [loss])
+        await until(reached.is_set)
+        assert running.cancel()
+        parts = current_pair[1].node.gradients.get(ctx).parts
+        await until(lambda: not parts, LIMIT / 3)  # sooner than the time of the pass is up
+        released.set()
+        pool = current_pair[1].node.engine.pool
+        await until(lambda: pool.threads == pool.idle)
+    assert torch.equal((await weight).detach(), values(0))
+
+
+async def test_backward_and_step_that_is_cancelled_as_it_waits_for_its_turn(current_pair: list[Worker]) -> None:
+    """It leaves the parameters alone when its turn comes."""
+    Held.begun = 0
+    Held.let.clear()
+    weight = aiorpc.remote("worker1", make, 0)
+    optimizer = await DistributedOptimizer.create(Held, [weight], lr=1.0)
+    try:
+        async with autograd.context() as ctx:
+            loss = await aiorpc.call("worker1", scaled, weight, 2.0)
+            await ctx.backward([loss], retain_graph=True)
+            first = optimizer.step(ctx)
+            await until(lambda: Held.begun == 1)
+            pool = current_pair[1].node.engine.pool
+            running = optimizer.backward_and_step(ctx, [loss])
+            await until(lambda: pool.blocked == 1)
+            assert running.cancel()
+            parts = current_pair[1].node.gradients.get(ctx).parts
+            await until(lambda: not parts, LIMIT / 3)  # sooner than the time of the pass is up
+            Held.let.set()
+            await first
+            await until(lambda: pool.threads == pool.idle)
+    finally:
+        Held.let.set()
+    assert Held.begun == 1
+    torch.testing.assert_close((await weight).detach(), values(0) - 2)
+
+
 @pytest.mark.parametrize("owner", ["worker0", "worker2"])
 async def test_errors_of_backward_and_step_name_the_owner(apart: list[Worker], owner: str) -> None:
     """What the optimizer raises ends the pass, at the worker that runs it as elsewhere."""

@@ -41,7 +41,12 @@ class Context(int):
         return int, (int(self),)
 
     def backward(self, roots: Sequence[Tensor], retain_graph: bool = False) -> Future[None]:
-        """Start a backward pass; to be awaited, or waited for. See `aiorpc.autograd.backward`."""
+        """Start a backward pass; to be awaited, or waited for. See `aiorpc.autograd.backward`.
+
+        To cancel it ends the pass on all workers. Gradients that were added by then stay in the context, and graphs
+        that it has gone through are gone unless `retain_graph` is set. It does not wait for what runs at that moment,
+        on this worker or another: that ends by itself, and its gradients are dropped.
+        """
         one = make_pass(int(self), roots, retain_graph)
         registry.get().engine.pool.submit(one.start)
         return one.done
@@ -95,7 +100,13 @@ class context:
 
     def _leave(self) -> list[Future[bytes]]:
         """It has ended: here, and on all workers that know of it. Returns what to wait for."""
-        current_autograd.reset(self._token)
+        try:
+            current_autograd.reset(self._token)
+        except ValueError:
+            # Another task or thread leaves it than has entered it, as where a generator is closed for a consumer that
+            # has stopped early. The variable of the one who entered it stays: it names a context that is open nowhere.
+            if current_autograd.get() == self._id:
+                current_autograd.set(None)
         return _Farewell(self._node, self._id).tell(later=True)
 
 

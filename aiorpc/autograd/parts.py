@@ -64,9 +64,10 @@ class Closing(ABC):
     """
 
     @abstractmethod
-    def close_part(self, node: Node, context_id: int, seconds: float | None) -> bool:
+    def close_part(self, node: Node, context_id: int, part: Part, seconds: float | None) -> bool:
         """All gradients of that worker are in the context; whether there was anything to do. In a thread, never on a
-        loop. seconds: for which it may wait. What it raises is the error of the pass."""
+        loop. part: if it is over, nothing is to be done any more. seconds: for which it may wait. What it raises is the
+        error of the pass."""
 
 
 class RunsPass(Protocol):
@@ -85,7 +86,8 @@ class RunsPass(Protocol):
 class Part:
     """What one worker does in one pass. Any thread; `advance` not on a loop.
 
-    over: whether it is DONE or FAILED. error: why it has failed. closed: what `Closing.close_part` has said.
+    over: whether it is DONE or FAILED. error: why it has failed. closed: what `Closing.close_part` has said. reached:
+    `id` of each leaf of this worker that has got a gradient in this pass.
     """
 
     def __init__(self, node: Node, context: AutogradContext, number: int, runs: RunsPass | None) -> None:
@@ -93,6 +95,7 @@ class Part:
         self.over = False
         self.error: BaseException | None = None
         self.closed = False
+        self.reached: set[int] = set()
         self.held: dict[int, Gradients] | None = None  # gradients for others, while they are not to be sent
         self._runs = runs
         self._node = node
@@ -237,6 +240,9 @@ class Part:
         for target, gradient, count in zip(targets, results, holders, strict=True):
             if gradient is not None and isinstance(target, Tensor):
                 leaves.append((target, gradient.clone() if count > _ALONE else _own(gradient, taken)))
+        if self.over:  # it has failed or was given up meanwhile
+            return {}
+        self.reached.update(map(id, map(_LEAF, leaves)))
         self._accumulate(leaves)
         return deliveries
 
@@ -329,9 +335,11 @@ class Part:
 
     def _close(self, closing: Closing) -> None:
         """Do what comes last, in a thread."""
+        if self.over:  # meanwhile
+            return
         try:
             seconds = None if self._until is None else max(0.0, self._until - time.monotonic())
-            self.closed = closing.close_part(self._node, self._context.id, seconds)
+            self.closed = closing.close_part(self._node, self._context.id, self, seconds)
         except BaseException as error:
             self.fail(error)
             return

@@ -17,8 +17,8 @@ Invariants
    targets that are ready share one run of torch's engine, from those entries. So a node only ever sees complete
    gradients, and hooks on targets see them once. So do hooks on tensors that were sent, but for one case, below.
 2. Entries that no root leads to are in no plan: nobody waits for a gradient that does not come.
-3. Whoever fails (an exception, a lost worker, the deadline) ends the pass on all workers. What was accumulated by then
-   stays in the context.
+3. Whoever fails (an exception, a lost worker, the deadline) ends the pass on all workers, and so does who cancels it.
+   What was accumulated by then stays in the context.
 4. The engine never runs on a loop: it runs in the thread that waits for the pass, and in those of the pool.
 
 A node that entries with different targets have in common may run once for each of these runs, always with its whole
@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -102,6 +103,17 @@ class Last(NamedTuple):
     idle: Callable[[], RpcError]
 
 
+class Done(Future[None]):
+    """Of a pass: who cancels it ends the pass. of: the pass, which is not kept by whoever keeps this."""
+
+    of: weakref.ref[Pass]
+
+    def _on_cancel(self) -> None:
+        one = self.of()
+        if one is not None:
+            one.give_up()
+
+
 class Pass:
     """A pass, at the worker that has the roots. Any thread; `start` and `drive` not on a loop."""
 
@@ -115,7 +127,8 @@ class Pass:
         last: Last | None = None,
     ) -> None:
         """last: what is done at the end, if anything. Raises RpcUsageError for roots that cannot be."""
-        self.done: Future[None] = Future()
+        self.done = Done()
+        self.done.of = weakref.ref(self)
         self.done.subject = f"the backward pass of autograd context {context.id}"
         self.done.loop, self.done.executor = node.engine.loop, node.engine.pool
         self._node = node
@@ -150,9 +163,10 @@ class Pass:
         context, part = self._context, self._part
         names = [SentName(-1, place) for place in range(len(self._roots))]
         edges = dict(zip(names, self._roots, strict=True))
-        self._plans = self._close_over(edges.values())
-        for name in self._plans.pop(self._node.engine.id, ()):
+        plans = self._close_over(edges.values())
+        for name in plans.pop(self._node.engine.id, ()):
             edges[name] = context.sent[name]
+        self._plans = plans
         entries: dict[SentName, Entry] = {}
         for name, edge in edges.items():
             entries[name] = _new(Entry, (edge, context.reach.of(edge.node)))
@@ -160,12 +174,14 @@ class Pass:
         part.held = {}
         last = self._last
         part.begin(entries, retain=self._retain, until=self._until, closing=None if last is None else last.here)
-        self._answers = len(self._plans)
-        self._open = dict.fromkeys(self._plans, 1)
+        self._answers = len(plans)
+        self._open = dict.fromkeys(plans, 1)
         part.advance()
         held, part.held = part.held, None
+        if part.error is not None:  # failed, or cancelled; whoever ends it later sees the plans, and tells the others
+            return
         seconds = 0.0 if self._until is None else max(1e-3, self._until - time.monotonic())
-        for worker_id, wanted in self._plans.items():
+        for worker_id, wanted in plans.items():
             given = to_wire(held.pop(worker_id, {}))
             at_end = b"" if last is None else last.there.get(worker_id, b"")
             self._ask(worker_id, plan, pack_names(wanted), self._retain, seconds, at_end, *given)
@@ -273,6 +289,18 @@ class Pass:
         if not self.done.settle(None, error):
             return False
         self._open_gate()
+        self._abort(error)
+        return True
+
+    def give_up(self) -> None:
+        """It was cancelled: it ends here, and the others are told. Any thread, the loop's too."""
+        error = self.done.exception()
+        assert error is not None, "it was cancelled"
+        # The part first: whoever is about to tell the others their plans looks at it after it has made them.
+        self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
+        self._abort(error)
+
+    def _abort(self, error: BaseException) -> None:
         reason = foreign.said(error)
         for worker_id in self._plans:
             try:
@@ -281,7 +309,6 @@ class Pass:
             except RpcError:  # we leave
                 continue
             call.when_settled(lambda future: future.mark_seen())
-        return True
 
     # --- threads ------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -13,14 +15,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker, autograd
+from aiorpc import RpcBackendOptions, RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
 from aiorpc.autograd.parts import go_on, part_of, to_wire
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.gradients.reach import SentName
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
-from tests.runtime.waiting import until
+from tests.runtime.waiting import LIMIT, until
 
 double = torch.float64
 
@@ -1260,6 +1262,80 @@ async def test_leaving_the_context_while_a_pass_runs(workers: list[Worker]) -> N
     async with asyncio.timeout(20):
         with pytest.raises(aiorpc.RpcError):
             await running
+
+
+def at_rest(workers: list[Worker]) -> bool:
+    """Whether no thread of theirs has anything to do."""
+    return all(worker.node.engine.pool.threads == worker.node.engine.pool.idle for worker in workers)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+async def test_a_pass_that_is_cancelled_adds_no_more_gradients(workers: list[Worker], at: int) -> None:
+    """On whichever worker it is at that time: it ends on all of them, and the next pass in that context is whole."""
+    x, weights = vector(), [weight_of(worker, 0) for worker in workers]
+    reached, released = threading.Event(), threading.Event()
+
+    def wait(gradient: Tensor) -> None:
+        reached.set()
+        released.wait(LIMIT)
+
+    hook = weights[at].register_hook(wait)
+    loss = step(step(step(x, weights[0]), weights[1]), weights[2]).sum()
+    try:
+        async with autograd.context() as ctx:
+            y = step(x, weights[0])
+            for name in ("worker1", "worker2"):
+                y = await workers[0].call(name, parts.layer, y)
+            contexts = [worker.node.gradients.get(ctx) for worker in workers]
+            running = ctx.backward([y.sum()], retain_graph=True)
+            await until(reached.is_set)
+            before = [context.gradients() for context in contexts]
+            assert running.cancel() and running.cancelled()
+            await until(lambda: not any(context.parts for context in contexts))
+            released.set()
+            await until(lambda: at_rest(workers))
+            for context, gradients in zip(contexts, before, strict=True):
+                check(context.gradients(), gradients.items())
+            await ctx.backward([y.sum()])
+            wanted = dict(zip([x, *weights], expected(loss, [x, *weights]), strict=True))
+            leaves: list[list[Tensor]] = [[x, weights[0]], [weights[1]], [weights[2]]]
+            for of_one, context, gradients in zip(leaves, contexts, before, strict=True):
+                check(context.gradients(), [(leaf, wanted[leaf] + gradients.get(leaf, 0)) for leaf in of_one])
+    finally:
+        released.set()
+        hook.remove()
+
+
+async def test_a_pass_that_is_cancelled_before_it_began(workers: list[Worker]) -> None:
+    """No other worker is told to go backward; neither by a time limit that has passed."""
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, vector())
+        running = ctx.backward([y.sum()], retain_graph=True)
+        running.cancel("never mind")
+        with pytest.raises(RpcCancelled, match="never mind"):
+            await running
+        await until(lambda: at_rest(workers))
+        assert gradients_of(workers[0], ctx) == gradients_of(workers[1], ctx) == {}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await ctx.backward([y.sum()], retain_graph=True)
+        await until(lambda: at_rest(workers))
+        assert gradients_of(workers[0], ctx) == gradients_of(workers[1], ctx) == {}
+        await ctx.backward([y.sum()])
+        assert len(gradients_of(workers[1], ctx)) == 1
+
+
+async def test_a_pass_that_is_over_cannot_be_cancelled(workers: list[Worker]) -> None:
+    """Nor does its Future keep the pass, with its graph, for as long as somebody has it."""
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, vector())
+        running = ctx.backward([y.sum()])
+        graph = weakref.ref(y.grad_fn)
+        del y
+        await running
+        assert not running.cancel() and not running.cancelled()
+    await until(lambda: gc.collect() >= 0 and graph() is None)
+    await running
 
 
 async def test_the_deadline_of_a_pass() -> None:

@@ -7,7 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -499,6 +499,50 @@ async def test_cancelling_the_task_releases_it_too(workers: list[Worker]) -> Non
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+
+
+async def test_a_context_in_an_async_generator_whose_consumer_stops(workers: list[Worker]) -> None:
+    """The task that closes the generator leaves the context everywhere; the consumer can open another one."""
+    worse: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: worse.append(context))
+
+    async def losses() -> AsyncIterator[float]:
+        while True:
+            async with autograd.context() as ctx:
+                y = await workers[0].call("worker1", parts.via, vector(), "worker2")
+                await ctx.backward([y.sum()])
+                yield y.sum().item()
+
+    for _ in range(3):
+        async for _ in losses():
+            break
+        await until(lambda: not any(len(worker.node.gradients) for worker in workers))
+        async with autograd.context() as ctx:
+            await ctx.backward([(await workers[0].call("worker1", parts.layer, vector())).sum()])
+            assert len(ctx.gradients()) == 1
+    loop.set_exception_handler(None)
+    assert not worse, worse
+
+
+async def test_a_context_that_another_thread_leaves(workers: list[Worker]) -> None:
+    """As a generator is closed by whoever drops it last: it is left everywhere, and that thread has no context then."""
+
+    def enter() -> Iterator[None]:
+        with autograd.context():
+            aiorpc.rpc_sync("worker1", parts.layer, args=(vector(),))
+            yield
+
+    entered = enter()
+    await asyncio.to_thread(next, entered)
+    assert len(workers[1].node.gradients) == 1
+
+    def leave() -> int | None:
+        entered.close()  # type: ignore[attr-defined]  # it is a generator
+        return current_autograd.get()
+
+    assert await asyncio.to_thread(leave) is None
     await until(lambda: not any(len(worker.node.gradients) for worker in workers))
 
 

@@ -66,6 +66,39 @@ def test_gradients_of_sparse_tensors(alone: Any, autograd: Any) -> None:
         assert torch.equal(autograd.get_gradients(context_id)[x].to_dense(), torch.eye(3))
 
 
+def use(x: torch.Tensor, y: Any) -> torch.Tensor:
+    """A Python function: what it is called with is pickled."""
+    assert type(y) is torch.nn.Parameter
+    return x * y
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A script function: it is not."""
+    return x * y
+
+
+def test_parameters_as_arguments(alone: Any, autograd: Any) -> None:
+    """Those of torch's operators and of script functions get gradients, and those of other functions none, as torch
+    has it."""
+    p, x = torch.nn.Parameter(torch.full((3,), 2.0)), torch.full((3,), 3.0, requires_grad=True)
+    calls: list[tuple[Any, float | None, float]] = [
+        (lambda: alone.rpc_sync("me", torch.mul, (p, x)), 3, 2),
+        (lambda: alone.rpc_async("me", torch.mul, (p, x)).wait(), 3, 2),
+        (lambda: alone.remote("me", torch.mul, (p, x)).to_here(), 3, 2),
+        (lambda: alone.rpc_sync("me", torch.mul, (p,), {"other": x}), 3, 2),
+        (lambda: alone.rpc_sync("me", torch.cat, ([p, x * 2, p],)), 2, 2),
+        (lambda: alone.rpc_sync("me", scripted, (p, x)), 3, 2),
+        (lambda: alone.rpc_sync("me", use, (x, p)), None, 2),
+    ]
+    for make, of_p, of_x in calls:
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [make().sum()])
+            found = autograd.get_gradients(context_id)
+            assert torch.equal(found[x], torch.full((3,), of_x))
+            assert p not in found if of_p is None else torch.equal(found[p], torch.full((3,), of_p))
+
+
 def test_errors_of_a_pass(alone: Any, autograd: Any) -> None:
     """torch's types and texts: for arguments that are none, for what a node raises."""
     with autograd.context() as context_id:

@@ -92,6 +92,107 @@ def test_a_module_and_its_forked_child(program: Path, tmp_path: Path) -> None:
     assert run(["-m", "aiorpc.compat.torch", "-m", "program", "fork", str(tmp_path / "store")], tmp_path) == EXPECTED
 
 
+# Parameters that lie elsewhere, as an L2 penalty uses them, and as other values do.
+PENALTY = """
+import os
+import sys
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
+
+WEIGHT = torch.nn.Parameter(torch.ones(2))
+
+
+def fill(module):
+    for parameter in module.local_value().parameters():
+        torch.nn.init.constant_(parameter, 1.0)
+
+
+def weights(module):
+    return [parameter.tolist() for parameter in module.local_value().parameters()]
+
+
+def weight():
+    return WEIGHT
+
+
+def reference():
+    return rpc.RRef(WEIGHT)
+
+
+def references():
+    return rpc.RRef([WEIGHT, WEIGHT])
+
+
+def module():
+    return rpc.RRef(torch.nn.ParameterList([WEIGHT]))
+
+
+def gradient(context_id):
+    found = dist_autograd.get_gradients(context_id).get(WEIGHT)
+    return None if found is None else found.tolist()
+
+
+def run(rank, path):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        module_ = RemoteModule("worker1", torch.nn.Linear, args=(3, 1))
+        parameters = module_.remote_parameters()
+        rpc.rpc_sync("worker1", fill, (module_.get_module_rref(),))
+        optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.25)
+        with dist_autograd.context() as context_id:
+            penalty = sum((each.to_here() ** 2).sum() for each in parameters)
+            dist_autograd.backward(context_id, [module_(torch.ones(1, 3)).sum() + penalty])
+            optimizer.step(context_id)
+        print(rpc.rpc_sync("worker1", weights, (module_.get_module_rref(),)))
+        takers = [
+            (rpc.rpc_sync("worker1", reference), lambda value: value),
+            (rpc.rpc_sync("worker1", references), lambda value: value[1]),
+            (rpc.remote("worker1", torch.mul, (torch.nn.Parameter(torch.ones(2)), 1)), lambda value: value),
+            (rpc.rpc_sync("worker1", module), lambda value: value[0]),
+            (rpc.remote("worker1", weight), lambda value: value),
+        ]
+        for reference_, take in takers:
+            with dist_autograd.context() as context_id:
+                value = take(reference_.to_here())
+                dist_autograd.backward(context_id, [(value * 3).sum()])
+                try:
+                    there = rpc.rpc_sync("worker1", gradient, (context_id,))
+                except RuntimeError:
+                    there = "no context"
+                print(type(value).__name__, value.is_leaf, there)
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    if not os.fork():
+        run(1, sys.argv[1])
+        os._exit(0)
+    run(0, sys.argv[1])
+    os.wait()
+"""
+PENALIZED = [
+    "[[[0.25, 0.25, 0.25]], [0.25]]",
+    "Tensor False [3.0, 3.0]",
+    "Tensor False [3.0, 3.0]",
+    "Tensor False None",
+    "Parameter True None",
+    "Parameter True None",
+]
+
+
+@pytest.mark.slow
+def test_values_of_references_that_are_parameters(tmp_path: Path) -> None:
+    """Those of ``RRef(value)`` and of operators have a past and are no Parameters, and others are some without one."""
+    (tmp_path / "program.py").write_text(PENALTY)
+    found = run(["-m", "aiorpc.compat.torch", "program.py", str(tmp_path / "store")], tmp_path)
+    assert found == PENALIZED
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_install_reaches_spawned_children(program: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ...functions import async_execution
 from ...futures import is_future
 from ...protocol import codec
 from ...runtime.calls.current import permits
+from ...runtime.gradients.contexts import keeps_past
 from .replace import Replacements
 
 ScriptFunction: Any = torch.jit.ScriptFunction
@@ -41,6 +42,7 @@ def by_name(
     return run if wrapped is None else run_async, (name, tuple(args or ()), kwargs or {})
 
 
+@keeps_past
 def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handler: a script function of that name. RuntimeError if there is none here; NotAllowed if it may not be run."""
     rights = permits()
@@ -55,6 +57,7 @@ def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(str(error)) from error
 
 
+@keeps_past
 @async_execution
 def run_async(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handler: a script function that returns a Future, whose value is the answer."""

@@ -20,7 +20,7 @@ from ..calls.failures import encode_error
 from ..calls.values import Destination, Results, encode
 from ..engine.engine import Engine
 from ..engine.forked import end_child
-from ..gradients.contexts import Gradients, PeerForContexts, Tape
+from ..gradients.contexts import OF_VALUE, Gradients, PeerForContexts, Tape
 from ..links.accelerators import Accelerators
 from ..links.distribution import Prepared
 from ..links.link import FEW, Link
@@ -150,7 +150,13 @@ class Answers:
                     link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
                 return
         try:
-            tape = self._gradients.answers(call.autograd, self._caller) if call.autograd else None
+            tape: Tape | None = None
+            if call.autograd:
+                gradients = self._gradients
+                if gradients.as_torch and call.handler is None and call.arguments.values == OF_VALUE:
+                    tape = gradients.fetched(call.autograd, self._caller, result)
+                else:
+                    tape = gradients.answers(call.autograd, self._caller)
             body, buffers, out = encode(Reply, (), values, self._caller, link.route_back, tape)
             del result, values
         except SerializationError as error:

@@ -219,7 +219,7 @@ class Peer:
         tape: Tape | None = None
         autograd = current_autograd.get()
         if autograd:
-            tape = None if system else self._home.gradients.calls(autograd, self)
+            tape = None if system else self._home.gradients.calls(autograd, self, function)
 
         # What is called, and with which arguments.
         unknown = self.record is None

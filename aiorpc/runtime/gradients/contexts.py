@@ -17,12 +17,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.jit._builtins import _find_builtin
 
 from ...channels.landing import Arrival
 from ...errors import ProtocolError, RpcError, RpcUsageError
@@ -35,6 +36,7 @@ from .reach import Reach, ReceivedTensor, SentName
 from .trailing import Trailing
 
 Tensor = torch.Tensor
+_infer_type: Any = torch._C._jit_try_infer_type
 _new: Any = tuple.__new__  # what Recorded(...) and SentName(...) do, without their calls into Python
 # Contexts that were left are remembered, so that a call that comes late does not open them again.
 _REMEMBERED = 4096
@@ -84,7 +86,8 @@ _make_received: Any = super(torch.autograd.Function, _Received).apply
 class AutogradContext:
     """One context, as this worker sees it.
 
-    anchor: what makes nodes of `_Received` part of a graph. untracked: types of tensors that are sent without a past.
+    anchor: what makes nodes of `_Received` part of a graph. untracked: types of tensors that are sent without a past,
+    if a message does not say otherwise (`Tape`).
     """
 
     def __init__(
@@ -99,20 +102,20 @@ class AutogradContext:
         self.reach = Reach(self.received, _Received._backward_cls)
         self.parts: dict[int, Any] = {}  # of backward passes that are under way, by number (aiorpc.autograd.passes)
         self.passed: dict[int, BaseException | None] = {}  # those that have ended, and why if they failed
+        self.untracked = untracked
         self._anchor = anchor
-        self._untracked = untracked
         self._arrivals: list[Arrival] = []  # of gradients on devices
         self._numbers = itertools.count(1)
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # of leaves, by `id`: a tensor's hash runs in Python
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor]) -> tuple[int, list[int], list[Any]] | None:
+    def send(self, tensors: Sequence[Tensor], untracked: type | tuple[()]) -> tuple[int, list[int], list[Any]] | None:
         """Remember those that require gradients: number of the message, their places, and for each what is behind it.
 
         None if there are none. What is behind a tensor is said as [worker, message, place, ..], or None: ask.
+        untracked: types of tensors that are not remembered.
         """
-        untracked = self._untracked
         places = [at for at, each in enumerate(tensors) if each.requires_grad and not isinstance(each, untracked)]
         if not places:
             return None
@@ -243,10 +246,23 @@ def _named(said: Any) -> Iterator[tuple[int, int, int]]:
     return zip(numbers, numbers, numbers, strict=True)
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+_KEEPS_PAST = "__aiorpc_keeps_past__"
+#: The arguments with which a drop-in fetches the value of ``RRef(value)``: see `Gradients.fetched`.
+OF_VALUE = [True]
+
+
+def keeps_past(function: F) -> F:
+    """A decorator for a handler that stands for functions which torch calls without pickling their arguments."""
+    setattr(function, _KEEPS_PAST, True)
+    return function
+
+
 class Tape:
-    """Records what one message of a context sends."""
+    """Records what one message of a context sends. untracked: types of tensors that it sends without a past."""
 
     def __init__(self, context: AutogradContext) -> None:
+        self.untracked = context.untracked
         self._context = context
 
     def record(self, tensors: Sequence[Tensor], on_unsent: list[Any]) -> Recorded | None:
@@ -254,7 +270,7 @@ class Tape:
 
         on_unsent: a list that gets the function to undo it.
         """
-        sent = self._context.send(tensors)
+        sent = self._context.send(tensors, self.untracked)
         if sent is None:
             return None
         on_unsent.append(partial(self._context.unsend, *sent[:2]))
@@ -282,7 +298,8 @@ class Gradients:
 
     def __init__(self, engine: Engine, *, sink: LeafSink | None = None, as_torch: bool = False) -> None:
         """as_torch: calls under `no_grad` record nothing, and a Parameter that is sent arrives as one, without a past,
-        so that optimizers take what has come in a module."""
+        so that optimizers take what has come in a module. Where torch itself does not pickle it, it has its past, and
+        arrives as another tensor: as an argument of an operator of torch, and as a value of ``RRef(value)``."""
         self.sink = sink
         self.as_torch = as_torch
         self.most_behind = MOST_BEHIND
@@ -334,9 +351,17 @@ class Gradients:
         """A context that is open here; None if there is none of that id."""
         return self._contexts.get(id)
 
-    def calls(self, id: int | None, peer: PeerForContexts) -> Tape | None:
-        """The tape of a call to that peer in context `id`; None outside of any context, or if it was left."""
-        return None if self.as_torch and not torch.is_grad_enabled() else self.answers(id, peer)
+    def calls(self, id: int | None, peer: PeerForContexts, function: object) -> Tape | None:
+        """The tape of a call to that peer in context `id`; None outside of any context, or if it was left.
+
+        function: that is called.
+        """
+        if not self.as_torch:
+            return self.answers(id, peer)
+        tape = self.answers(id, peer) if torch.is_grad_enabled() else None
+        if tape is not None and (_find_builtin(function) is not None or getattr(function, _KEEPS_PAST, False)):
+            tape.untracked = ()
+        return tape
 
     def answers(self, id: int | None, peer: PeerForContexts) -> Tape | None:
         """The tape of an answer to that peer in context `id`, as `calls`, whatever autograd mode this thread is in."""
@@ -345,6 +370,15 @@ class Gradients:
             return None
         context.known.add(peer)
         return Tape(context)
+
+    def fetched(self, id: int, peer: PeerForContexts, value: object) -> Tape | None:
+        """As `answers`, as torch does it for a value that somebody has made a reference to by ``RRef(value)``."""
+        tape = self.answers(id, peer)
+        # One of TorchScript's types it does not pickle; and what has no Parameters itself need not be looked at.
+        kinds = (torch.nn.Parameter, list, tuple, dict)
+        if tape is not None and isinstance(value, kinds) and _infer_type(value).success():
+            tape.untracked = ()
+        return tape
 
     def called(self, id: Any, peer: PeerForContexts) -> int | None:
         """A call from that peer has come in context `id`: returns the id, or None if the context was left by now."""

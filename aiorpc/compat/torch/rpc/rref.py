@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from ....errors import NotInitialized, RpcTimeout, RpcUsageError
-from ....futures import Future
+from ....futures import Future, current_autograd
 from ....protocol.codec import Outgoing
+from ....protocol.messages import Fetch
+from ....runtime.gradients.contexts import OF_VALUE
 from ....runtime.references.rref import RRef as BaseRRef
 from ..autograd import backward_from_value
 
@@ -56,6 +58,15 @@ class PyRRef(BaseRRef[T]):
             f"For UserRRef(rref_id={_id(self._rref)}, fork_id={_id(self._fork)}), can't call localValue() on user "
             f"{me}. Call it on owner {there}"
         )
+
+    def _fetch(self, timeout: float, depth: int) -> Future[T]:
+        # The owner has named it: by `RRef(value)`, if not by a call to itself. torch keeps the past of such a value.
+        if not current_autograd.get() or self._rref.worker != self._owner or self.is_owner():
+            return super()._fetch(timeout, depth + 1)
+        self._check()
+        references = self._references
+        peer = references.peers.by_id(self._owner)
+        return peer.call(Fetch(*self._rref), OF_VALUE, None, references.engine.timeout(timeout), depth=depth)
 
     def confirmed_by_owner(self) -> bool:
         """Whether the owner counts this reference. One that came in a message: waits, for a moment, until it does.
