@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import secrets
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,15 +22,25 @@ from typing import Any, cast
 from .. import foreign
 from ..errors import (
     ItemLost,
+    Overloaded,
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
     ProtocolError,
     QueueEmpty,
     QueueFull,
     QueueShutDown,
+    RendezvousError,
+    RpcCancelled,
     RpcTimeout,
     UnknownObject,
+    UnknownWorker,
+    WorkerClosed,
 )
-from ..futures import Future
+from ..futures import Future, call_site
 from ..protocol.messages import ObjectMethod
+from ..protocol.states import PeerState
+from ..runtime.caller.peer import Peer
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
@@ -39,8 +50,13 @@ from .served import MOST, SHUT
 from .waiting import GetFuture, PutFuture
 
 _ITEMS_AT_ONCE = 256
+_PAUSE = 0.1  # seconds until the owner is told again what it did not take
 # What the items that come with an answer are: `items.Item`.
 _ITEMS = frozenset((Kept, bytes, str))
+# With these a producer may have, and hand over later, what it did not hand over now.
+_PASSING = (Overloaded, RpcTimeout, RpcCancelled, WorkerClosed, RendezvousError)
+# And with these it is gone, and what it has kept with it. Others say of an item that it cannot be had.
+_GONE = (PeerLost, PeerClosed, PeerRefused, UnknownWorker)
 
 
 class Client:
@@ -60,6 +76,7 @@ class Client:
         self._gets: deque[GetFuture] = deque()
         self._get_number = 0  # of the call that takes items; 0: none is under way
         self._lost: deque[ItemLost] = deque()
+        self._peer: Peer | None = None  # the owner, when it was last asked for room or for items
         self._scheduled = False
         self._most_bytes = min(TOGETHER, node.engine.options.max_frame_bytes // 2)
 
@@ -72,6 +89,7 @@ class Client:
     def put(self, item: Any, copy: bool, timeout: float) -> PutFuture:
         """See `QueueHandle.put`."""
         put = PutFuture(self, self._packed(item, copy))
+        put.site = call_site(sys._getframe(2))
         self.node.engine.run_on_loop(self._begin, timeout, put)
         return put
 
@@ -83,6 +101,7 @@ class Client:
     def put_nowait(self, item: Any, copy: bool) -> PutFuture:
         """See `QueueHandle.put_nowait`."""
         put = PutFuture(self, self._packed(item, copy))
+        put.site = call_site(sys._getframe(2))
         self.node.engine.run_on_loop(self._put_now, put)
         return put
 
@@ -263,10 +282,12 @@ class Client:
             return
         fetched: dict[Kept, Any] = {}
         left = len(kept)
+        get.producers = {worker: wanted[0].producer for worker, wanted in kept.items()}
 
         def arrived(wanted: list[Kept], answer: Any, error: BaseException | None) -> None:
             nonlocal left
             left -= 1
+            get.producers.pop(wanted[0].reference._owner, None)
             given = list(answer)[1:] if type(answer) is Results else []
             if error is None and len(given) != 2 * len(wanted):
                 error = ProtocolError("a producer gives something else than its items")
@@ -281,7 +302,8 @@ class Client:
     def _call_peer(self, worker: int, said: list[Any], then: Callable[[Any, Any], None]) -> None:
         def call() -> Future[Any]:
             peer = self.node.peers.by_id(worker)
-            return peer.call(hand_over, said, None, self.node.engine.default_timeout)
+            # The runtime's own, as in `_tell`.
+            return peer.call(hand_over, said, None, self.node.engine.default_timeout, system=True)
 
         self._begin_call(call, then)
 
@@ -291,12 +313,18 @@ class Client:
             return
         values: list[Any] = []
         there: list[Item] = []
+        withheld: list[Item] = []
+        failure: BaseException | None = None
         gone: dict[str, list[BaseException | None]] = {}
         finished = 0
         for item in items:
             found: Any = fetched[item] if isinstance(item, Kept) else item
             try:
                 if isinstance(found, BaseException):
+                    if isinstance(found, _PASSING):
+                        withheld.append(item)
+                        failure = found
+                        continue
                     gone.setdefault(item.producer, []).append(found)
                 elif isinstance(found, str):
                     gone.setdefault(found, []).append(None)
@@ -309,8 +337,10 @@ class Client:
                 self._lost.append(cast(ItemLost, without_frames(error)))  # they have all that has come
             finished += 1
         self._lose(gone, finished)
+        if withheld:  # whoever gets them next may be luckier
+            self.put_back(withheld)
         if not values:
-            get.finish(None, self._lost.popleft())
+            get.finish(None, self._lost.popleft() if self._lost else failure)
             return
         if not get.finish_with(values if get.many else values[0], there):
             self.put_back(there)
@@ -336,11 +366,20 @@ class Client:
 
     def _loss(self, worker: str, causes: Sequence[BaseException | None]) -> ItemLost:
         count, cause = len(causes), causes[0]
-        noun, them = ("an item", "it") if count == 1 else (f"{count} items", "them")
+        noun, them, are = ("an item", "it", "is") if count == 1 else (f"{count} items", "them", "are")
         why = f": {foreign.text_of(cause)}" if cause is not None else ""
+        if cause is None or isinstance(cause, _GONE):
+            text = (
+                f"{noun} of {self.describe()} went with worker {worker!r}, which had put and kept {them}{why}. The "
+                "queue goes on. A worker has to stay until what it has put was got, as `await q.join()` does"
+            )
+        else:
+            text = (
+                f"{noun} of {self.describe()} {are} lost, as worker {worker!r}, which has put and kept {them}, cannot "
+                f"hand {them} over{why}. The queue goes on"
+            )
         error = ItemLost(
-            f"{noun} of {self.describe()} went with worker {worker!r}, which had put and kept {them}{why}. The queue "
-            "goes on. A worker has to stay until what it has put was got, as `await q.join()` does",
+            text,
             queue=self._name,
             worker=worker,
             count=count,
@@ -368,17 +407,24 @@ class Client:
     # --- giving up ----------------------------------------------------------------------------------------------------
 
     def _late(self, waiting: PutFuture | GetFuture, timeout: float) -> None:
-        full = isinstance(waiting, PutFuture)
-        waiting.finish(
-            None,
-            RpcTimeout(
-                f"{self.describe()} {'has been full' if full else 'has had no item'} for {timeout:g} s",
-                worker=self._owner,
-                function=f"{self._name}.{'put' if full else 'get'}",
-                seconds=timeout,
-            ),
-        )
+        text, worker = self._why_late(waiting, f"{timeout:g} s")
+        verb = "put" if isinstance(waiting, PutFuture) else "get"
+        waiting.finish(None, RpcTimeout(text, worker=worker, function=f"{self._name}.{verb}", seconds=timeout))
         self.given_up(waiting)
+
+    def _why_late(self, waiting: PutFuture | GetFuture, time: str) -> tuple[str, str]:
+        """What somebody has waited for all that time in vain, and the name of the worker that it depended on."""
+        if isinstance(waiting, GetFuture) and waiting.producers:
+            names = sorted(waiting.producers.values())
+            noun = "worker" if len(names) == 1 else "workers"
+            text = f"{noun} {', '.join(map(repr, names))} did not hand over within {time} what was taken from"
+            return f"{text} {self.describe()}, which goes back there when it comes", names[0]
+        state, found = (None, False) if self._peer is None else (self._peer.state, self._peer.record is not None)
+        if state is PeerState.CONNECTING or state is PeerState.SUSPENDED:
+            why = f"the connection to it is {state.value}" if found else "no worker of that name has joined"
+            return f"{self.describe()} has not answered for {time}: {why}", self._owner
+        what = "been full" if isinstance(waiting, PutFuture) else "had no item"
+        return f"{self.describe()} has {what} for {time}", self._owner
 
     def given_up(self, waiting: PutFuture | GetFuture) -> None:
         """Somebody waits no longer: if nobody else waits for the call that is under way, it is to end."""
@@ -400,20 +446,27 @@ class Client:
         return self._numbers
 
     def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of the queue whose answer does not matter: if the owner is gone, so is the queue."""
+        """Call a method of the queue whose answer does not matter: if the owner is gone, so is the queue.
+
+        An owner that takes no further calls now is told again: items would be lost by that, too.
+        """
 
         def call() -> Future[Any]:
             peer = self.node.peers.find(self._owner)
             # The runtime's own: it is not refused where users' calls are too many, as items would be lost by that.
             return peer.call(ObjectMethod(self._name, method), args, None, 0.0, system=True)
 
-        self._begin_call(call, _nothing)
+        def told(_: Any, error: BaseException | None) -> None:
+            if isinstance(error, Overloaded):
+                self.node.engine.loop.call_later(_PAUSE, self._tell, method, *args)
+
+        self._begin_call(call, told)
 
     def _call(self, method: str, args: Sequence[Any], then: Callable[[Any, BaseException | None], None]) -> None:
         """Call a method of the queue, for as long as that takes."""
 
         def call() -> Future[Any]:
-            peer = self.node.peers.find(self._owner)
+            peer = self._peer = self.node.peers.find(self._owner)
             return peer.call(ObjectMethod(self._name, method), args, None, 0.0)
 
         self._begin_call(call, then)
@@ -447,7 +500,3 @@ class Client:
             )
         if not self.node.engine.loop.is_closed():
             self.node.engine.run_on_loop(then, value, error)
-
-
-def _nothing(_: Any, error: BaseException | None) -> None:
-    """The answer does not matter."""

@@ -72,7 +72,9 @@ class QueueHandle:
         timeout: seconds, 0 for no limit; None for that of the handle. Past it RpcTimeout is raised; what comes after
         that, or after it was cancelled, stays in the queue, at its front. QueueShutDown once the queue is shut down and
         empty. ItemLost, which names the worker, if the item was one that its producer kept, and that is gone: the next
-        `get` goes on behind it. A worker that dies with an item that it was given takes it along.
+        `get` goes on behind it. Where the producer lives and does not hand the item over now, it stays in the queue,
+        and the reason is raised (RpcTimeout, Overloaded). A worker that dies with an item that it was given takes it
+        along.
         """
         client = self._client()
         return client.get(1, False, self._seconds(client, timeout))
@@ -95,14 +97,19 @@ class QueueHandle:
     # --- finishing ----------------------------------------------------------------------------------------------------
 
     def task_done(self, count: int = 1) -> Future[None]:
-        """So many items that were got are finished, for `join`. ValueError if there are not so many in all."""
+        """So many items that were got are finished, for `join`. ValueError if there are not so many in all.
+
+        By any worker: what is more than it has got itself counts for the others, for those first that have got theirs
+        the longest ago.
+        """
         return self._client().ask("finish_items", count)
 
     def join(self, *, timeout: float | None = None) -> Future[None]:
         """Wait until every item that was put has been got and finished (`task_done`).
 
         timeout: seconds, 0 for no limit; None for that of the handle; past it RpcTimeout. ItemLost if items went with a
-        worker that had got them and had not finished them: those count as finished, and each such worker is told once.
+        worker that had got them and had not finished them: those count as finished, and each such worker is told once,
+        of the last hundred. QueueShutDown if the queue is closed before all is finished.
         """
         client = self._client()
         return client.ask("join_items", timeout=self._seconds(client, timeout))

@@ -24,7 +24,7 @@ from ..protocol.frames import MAX_SEGMENTS
 from ..protocol.messages import Reply, read_values
 from ..protocol.reference_messages import PassedReference
 from ..runtime.caller.peer import Peer
-from ..runtime.calls.functions import inline
+from ..runtime.calls.functions import inline, system
 from ..runtime.calls.values import Results, decode, encode
 from ..runtime.node import Node, registry
 from .items import KeptItem, kept_of
@@ -129,9 +129,13 @@ def _no_references(passed: Sequence[PassedReference]) -> Sequence[Any]:
 # --- from the worker that has it ------------------------------------------------------------------------------------
 
 
+@system
 @inline
 def hand_over(*wanted: Any) -> Results:
-    """Items of queues that this worker has kept, for whoever holds references to them (`items.to_named`)."""
+    """Items of queues that this worker has kept, for whoever holds references to them (`items.to_named`).
+
+    It is the runtime's own, as what was taken from a queue would be lost where users' calls are too many.
+    """
     node: Node = registry.get()
     given: list[Any] = [0]
     try:

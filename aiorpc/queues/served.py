@@ -7,8 +7,10 @@ All of it changes on the loop of the owner alone.
 Invariants
 1. An item is in the queue, or with one getter, or gone for good: `_match` moves it, and nobody else takes one out.
 2. Nobody waits for an item while there is one, or for room while there is some.
-3. What was given to a getter whose call ends before its answer is made goes back to the front.
+3. What was given to a getter whose call ends before its answer is made goes back to the front, or is dropped if the
+   queue was shut down at once.
 4. `_unfinished` is what was put, less what was finished or is gone for good.
+5. `_given` has no more items than were got and are not finished, whoever has said of them that they are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import ItemLost, RpcUsageError
+from ..errors import ItemLost, QueueShutDown, RpcUsageError
 from ..protocol.identity import WorkerInfo
 from ..rights import exposed
 from ..runtime.calls.current import caller
@@ -32,6 +34,7 @@ from .packing import SMALL, TOGETHER
 #: How an answer to `take_items` begins: with the items, or with nothing, as the queue is shut down and has none.
 HERE, SHUT = 0, 1
 MOST = 1024  # items that one call puts or takes
+MOST_TOLD = 100  # workers that took items along, the last ones, of which those who join are told
 
 
 class _Waiter:
@@ -69,10 +72,12 @@ class ServedQueue:
         self._putters: deque[_Waiter] = deque()
         self._waiting: dict[tuple[int, int], _Waiter] = {}  # by worker and by the number of its call
         self._shut = False
+        self._emptied = False  # whether it was shut down at once: what there is, and what comes back, is dropped
+        self._ended = False
         self._unfinished = 0
         self._given: dict[int, int] = {}  # items that each worker has got and not finished
         self._taken_along: dict[str, int] = {}  # of those, what went with workers that are gone, by their names
-        self._joiners: list[asyncio.Future[None]] = []
+        self._joiners: list[asyncio.Future[bool]] = []  # of whether all is finished; if not, the queue was closed
 
     # --- putting and getting ------------------------------------------------------------------------------------------
 
@@ -91,6 +96,7 @@ class ServedQueue:
         self._putters.append(putter)
         self._match()
         if not putter.future.done() and not wait:
+            self._putters.pop()  # it is still the last one
             putter.give(0)
         put: int = await self._settled(putter, number, self._putters)
         return put
@@ -108,6 +114,7 @@ class ServedQueue:
         self._getters.append(getter)
         self._match()
         if not getter.future.done() and not wait:
+            self._getters.pop()  # as above
             getter.give([])
         items: list[Item] | None = await self._settled(getter, number, self._getters)
         if items is None:
@@ -193,6 +200,10 @@ class ServedQueue:
         self._put_back(items)
 
     def _put_back(self, items: Sequence[Item]) -> None:
+        if self._emptied:
+            self._unfinished -= len(items)
+            self._look_at_joiners()
+            return
         self._items.extendleft(reversed(items))
         self._match()
 
@@ -215,31 +226,57 @@ class ServedQueue:
         self._finish(count, caller().id)
 
     def _finish(self, count: int, worker: int) -> None:
-        left = self._given.get(worker, 0) - count
-        if left > 0:
-            self._given[worker] = left
-        else:
-            self._given.pop(worker, None)
+        """So many items are finished, says that worker: those that it has got, and beyond that those of others.
+
+        Nobody knows whose; most likely of those who have had theirs the longest. If they stayed with whoever got them,
+        they would be told as lost when it leaves.
+        """
+        rest = self._take_share(worker, count)
+        while rest and self._given:
+            rest = self._take_share(next(iter(self._given)), rest)
         self._unfinished -= count
         self._look_at_joiners()
 
+    def _take_share(self, worker: int, count: int) -> int:
+        """Of what that worker has got so many items count no longer; returns how many it had too few."""
+        left = self._given.get(worker, 0) - count
+        if left > 0:
+            self._given[worker] = left
+            return 0
+        self._given.pop(worker, None)
+        return -left
+
     def _look_at_joiners(self) -> None:
-        if self._unfinished <= 0:
+        if self._unfinished <= 0 or self._ended:
             joiners, self._joiners = self._joiners, []
             for each in joiners:
                 if not each.done():
-                    each.set_result(None)
+                    each.set_result(self._unfinished <= 0)
+
+    def _end(self) -> None:
+        self._shut_down(True)
+        self._ended = True
+        self._look_at_joiners()
 
     async def join_items(self) -> None:
-        """Wait until all items are finished. ItemLost if some went with workers that had got them; once for each."""
-        if self._unfinished > 0:
-            joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Wait until all items are finished. QueueShutDown if the queue is closed before that.
+
+        ItemLost if some went with workers that had got them; once for each.
+        """
+        finished = self._unfinished <= 0
+        if not finished and not self._ended:
+            joined: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._joiners.append(joined)
             try:
-                await joined
+                finished = await joined
             finally:
                 if joined in self._joiners:
                     self._joiners.remove(joined)
+        if not finished:
+            raise QueueShutDown(
+                f"queue {self.name!r} of worker {self._worker!r} was closed before all was finished that was put into "
+                f"it: {self._unfinished} of its items were got, and are not"
+            )
         if self._taken_along:
             worker, count = self._taken_along.popitem()
             raise ItemLost(
@@ -251,9 +288,11 @@ class ServedQueue:
             )
 
     def _on_gone(self, worker: WorkerInfo) -> None:
-        count = min(self._given.pop(worker.id, 0), self._unfinished)
-        if count:
-            self._taken_along[worker.name] = self._taken_along.get(worker.name, 0) + count
+        count = min(self._given.pop(worker.id, 0), self._unfinished - len(self._items))
+        if count > 0:
+            self._taken_along[worker.name] = self._taken_along.pop(worker.name, 0) + count
+            if len(self._taken_along) > MOST_TOLD:  # nobody joins, so nobody wants to know
+                del self._taken_along[next(iter(self._taken_along))]
             self._unfinished -= count
             self._look_at_joiners()
 
@@ -278,6 +317,7 @@ class ServedQueue:
     def _shut_down(self, immediate: bool) -> None:
         self._shut = True
         if immediate:
+            self._emptied = True
             self._unfinished -= len(self._items)
             self._items.clear()
             self._look_at_joiners()
@@ -307,4 +347,4 @@ async def watch(queue: ServedQueue, news: Listener) -> None:
 
 def end(queue: ServedQueue) -> None:
     """Nobody can reach the queue any more: whoever waits there waits no longer."""
-    queue._shut_down(True)
+    queue._end()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-from ..futures import Future
+from ..errors import RpcCancelled
+from ..futures import ERROR, Future
 from ..runtime.node import Node
 from .items import Item
 
@@ -69,7 +72,12 @@ class GetFuture(WaitingFuture):
     """Up to `count` items that somebody wants; many: as a list. items: those that it was given, until they are taken.
 
     It begins when somebody waits for it, as the coroutine of ``asyncio.Queue.get`` does. Else an item could be given to
-    a Future that nobody has any more, as that of a task that was cancelled before it ran.
+    a Future that nobody has any more, as that of a task that was cancelled before it ran. producers: the names of those
+    who have yet to hand over items that it was given, by their ids.
+
+    Its items are taken once: by the first who gets its value, or by a callback, which is sure to run. If the last one
+    who waits leaves without the value, which may come in the turn of the loop in which its task was cancelled, they go
+    back, and the Future has no value any more. All this is decided under `_lock`, as several threads may wait.
     """
 
     def __init__(self, client: ClientForWaiting, count: int, many: bool, begin: Callable[[GetFuture], object]) -> None:
@@ -78,7 +86,11 @@ class GetFuture(WaitingFuture):
         self.count = count
         self.many = many
         self.items: Sequence[Item] = ()
+        self.producers: dict[int, str] = {}
         self._begin: Callable[[GetFuture], object] | None = begin
+        self._lock = threading.RLock()  # the garbage collector may end a task that waits here, and run `_leave` within
+        self._waiting = 0  # tasks and threads that are inside of `__await__` and `wait`
+        self._taken = False
 
     def begin(self) -> None:
         """Somebody waits for it. Any thread. WorkerClosed if the worker has shut down."""
@@ -89,6 +101,8 @@ class GetFuture(WaitingFuture):
 
     def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
         """As of any Future."""
+        with self._lock:
+            self._taken = True
         super().when_settled(callback)
         self.begin()
 
@@ -97,45 +111,76 @@ class GetFuture(WaitingFuture):
         super().add_done_callback(callback)
         self.begin()
 
+    def value(self) -> Any:
+        """As of any Future."""
+        with self._lock:
+            value = super().value()
+            self._taken = True
+        return value
+
     def __await__(self) -> Generator[Any, None, Any]:
-        self.begin()
+        self._enter()
+        taken = False
         try:
+            self.begin()
             value = yield from super().__await__()
-        except (asyncio.CancelledError, GeneratorExit):
-            # The items may have come in the turn of the loop in which the task was cancelled.
-            if not self.waiters:
-                self._put_back()
-            raise
-        else:
-            self.items = ()
+            taken = True
             return value
         finally:
+            self._leave(taken)
             del self  # the traceback of its error holds this frame, see `Future`
 
     def wait(self, timeout: float | None = None) -> Any:
-        """As of any Future; but one that has been waited for in vain is given up, so that it takes no item with it."""
-        self.begin()
+        """As of any Future; but one that all have waited for in vain is given up, so that it takes no item with it."""
+        self._enter()
+        taken = False
         try:
+            self.begin()
             value = super().wait(timeout)
-        except BaseException:
-            self.cancel()
-            self._put_back()
-            raise
-        else:
-            self.items = ()
+            taken = True
             return value
+        except BaseException:
+            if self._waiting == 1 and not self.waiters:
+                self.cancel()
+            raise
         finally:
+            self._leave(taken)
             del self
 
-    def _put_back(self) -> None:
-        items, self.items = self.items, ()
+    def _enter(self) -> None:
+        with self._lock:
+            self._waiting += 1
+
+    def _leave(self, taken: bool) -> None:
+        with self._lock:
+            self._waiting -= 1
+            self._taken = self._taken or taken
+            items = self._left()
         if items:
             self._client.node.engine.call_on_loop(self._client.put_back, items)
 
     def finish_with(self, value: Any, items: Sequence[Item]) -> bool:
         """Give it those items; False if nobody waits for them any more. On the loop."""
-        self.items = items
-        if self.finish(value):
-            return True
-        self.items = ()
-        return False
+        if not self.finish(value):
+            return False
+        with self._lock:
+            self.items = items
+            return not self._left()
+
+    def _left(self) -> Sequence[Item]:
+        """The items that it was given, once nobody will take them; it forgets them. Under the lock."""
+        if self._waiting and not self._taken:
+            return ()
+        items, self.items = self.items, ()
+        if self._taken or not items:
+            return ()
+        text = f"{self.describe()} was cancelled as its value came, which went back into the queue"
+        self._error = RpcCancelled(text)
+        self._value = None
+        self._state = ERROR
+        self._set_unwrap_func(partial(_raise_cancelled, text))  # torch's half keeps the value
+        return items
+
+
+def _raise_cancelled(text: str, _: object) -> None:
+    raise RpcCancelled(text)

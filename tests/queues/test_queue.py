@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import pickle
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,8 +28,12 @@ from aiorpc import (
 )
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
+from aiorpc.queues import packing
+from aiorpc.queues.client import Client
 from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems
 from aiorpc.queues.packing import hand_over
+from aiorpc.queues.served import ServedQueue
+from aiorpc.queues.waiting import GetFuture
 from aiorpc.runtime.callee.answers import Answers
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.links.distribution import LOOP_COPY
@@ -296,6 +301,22 @@ async def test_a_full_queue_makes_its_producers_wait(trio: list[Worker]) -> None
     assert isinstance(raised.value, QueueEmpty)
 
 
+async def test_what_is_refused_at_once_leaves_nothing_behind(pair: list[Worker]) -> None:
+    """Neither the item of a `put_nowait` at a full queue, nor who has asked an empty one with `get_nowait`."""
+    queue, mine = make(pair[0], maxsize=1), handle(pair[1])
+    for _ in range(3):
+        with pytest.raises(QueueEmpty):
+            await mine.get_nowait()
+    assert not queue._served._getters
+    await mine.put("first")
+    for item in ("small", torch.ones(LARGE)):
+        with pytest.raises(QueueFull):
+            await mine.put_nowait(item)
+    assert not queue._served._putters
+    await until_no_references(pair)
+    assert await mine.get() == "first" and await queue.empty()
+
+
 async def test_a_put_that_settles_does_not_wait_for_those_behind_it(pair: list[Worker]) -> None:
     """Several are sent together; the queue has room for one."""
     make(pair[0], maxsize=1)
@@ -323,6 +344,39 @@ async def test_who_waits_longer_than_its_timeout_takes_nothing(pair: list[Worker
     await until(lambda: not queue._served._waiting)
 
 
+async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker]) -> None:
+    """It is not known whether its queue is full or has no item, as no worker of that name has joined."""
+    nobody = handle(free[1], owner="nobody", timeout=0.05)
+    for verb, future in (("get", nobody.get()), ("put", nobody.put(1))):
+        with pytest.raises(RpcTimeout, match=r"queue 'q' of worker 'nobody' has not answered for 0\.05 s") as raised:
+            await future
+        assert "no worker of that name has joined" in str(raised.value)
+        assert (raised.value.worker, raised.value.function) == ("nobody", f"q.{verb}")
+    await free[1].drop()  # else it would wait for that worker as it leaves
+
+
+async def test_a_timeout_names_the_producer_that_did_not_hand_over(
+    free: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was an item, which goes back into the queue when it comes."""
+    make(free[0])
+    await handle(free[1]).put(torch.ones(LARGE))
+    mine = handle(free[2])
+    held: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Client, "_call_peer", lambda *call: held.append(call))
+        timeout = 0.05
+        while not held:  # the time has to be long enough for the item to be taken
+            with pytest.raises(RpcTimeout) as raised:
+                await mine.get(timeout=timeout)
+            timeout *= 2
+    assert "'worker1' did not hand over within" in str(raised.value)
+    assert (raised.value.worker, raised.value.function) == ("worker1", "q.get")
+    (call,) = held
+    Client._call_peer(*call)
+    assert (await mine.get()).sum() == LARGE
+
+
 async def test_a_cancelled_get_leaves_the_item_to_others(trio: list[Worker]) -> None:
     """Whatever the moment: before an item is there, with one under way, and with one that has just come."""
     queue = make(trio[0])
@@ -348,6 +402,92 @@ async def test_a_cancelled_get_leaves_the_item_to_others(trio: list[Worker]) -> 
     await until_no_references(trio)
 
 
+@pytest.fixture
+def at_settling(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[GetFuture], object]]:
+    """What is done to a `get` that has just been given its items, before anybody who waits for it runs."""
+    todo: list[Callable[[GetFuture], object]] = []
+    finish_with = GetFuture.finish_with
+
+    def noted(self: GetFuture, value: Any, items: Sequence[Any]) -> bool:
+        given = finish_with(self, value, items)
+        while todo:
+            todo.pop()(self)
+        return given
+
+    monkeypatch.setattr(GetFuture, "finish_with", noted)
+    return todo
+
+
+async def awaited(future: rpc.Future[Any]) -> Any:
+    return await future
+
+
+async def test_who_is_cancelled_as_the_item_comes_leaves_no_value_behind(
+    pair: list[Worker], at_settling: list[Callable[[GetFuture], object]]
+) -> None:
+    """The item goes back into the queue once all tasks are cancelled, and the Future does not give it any more."""
+    queue, mine = make(pair[0]), handle(pair[1])
+    for count in (1, 2):
+        get = mine.get()
+        tasks = [asyncio.ensure_future(awaited(get)) for _ in range(count)]
+        await until(lambda: get.waiters == count)  # noqa: B023  # at once
+        at_settling.extend(lambda _, task=task: task.cancel() for task in tasks)  # type: ignore[misc]  # no types there
+        await queue.put(count)
+        for task in tasks:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        for look in (get.value, super(rpc.Future, get).value):
+            with pytest.raises(rpc.RpcCancelled, match="went back into the queue"):
+                look()
+        with pytest.raises(rpc.RpcCancelled):
+            await get
+        assert get.cancelled() and await mine.get() == count
+
+
+@pytest.mark.parametrize("other", ["task", "thread", "callback", "value"])
+async def test_an_item_that_somebody_else_takes_does_not_go_back(
+    other: str, pair: list[Worker], at_settling: list[Callable[[GetFuture], object]]
+) -> None:
+    """A task is cancelled as the item comes, and another task waits for it, or a thread, or a callback; or has it."""
+    queue, mine = make(pair[0]), handle(pair[1])
+    get, called = mine.get(), asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(awaited(get))
+    await until(lambda: get.waiters == 1)
+    at_settling.append(lambda _: task.cancel())
+    taken: asyncio.Future[Any]
+    if other == "task":
+        taken = asyncio.ensure_future(awaited(get))
+    elif other == "thread":
+        taken = asyncio.ensure_future(asyncio.to_thread(get.wait))
+    else:
+        taken = called
+        loop = asyncio.get_running_loop()
+        if other == "callback":
+            get.add_done_callback(lambda done: loop.call_soon_threadsafe(called.set_result, done.value()))
+        else:
+            at_settling.append(lambda get: called.set_result(get.value()))
+    await until(lambda: other == "value" or get.waiters == 2)
+    await queue.put("first")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await taken == "first" == get.value()
+    await queue.put("second")
+    assert await mine.get() == "second"
+
+
+async def test_a_thread_whose_time_is_up_leaves_the_get_to_those_who_still_wait(pair: list[Worker]) -> None:
+    """It is given up when nobody waits for it any more."""
+    queue, mine = make(pair[0]), handle(pair[1])
+    get = mine.get()
+    task = asyncio.ensure_future(awaited(get))
+    await until(lambda: get.waiters == 1)
+    with pytest.raises(RpcTimeout):
+        await asyncio.to_thread(get.wait, 0.01)
+    assert not get.done()
+    await queue.put("here")
+    assert await task == "here"
+
+
 async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> None:
     """Those before and behind it are, once each."""
     queue = make(pair[0], maxsize=1)
@@ -361,6 +501,28 @@ async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> 
     with pytest.raises(rpc.RpcCancelled):
         await puts[2]
     assert await queue.empty()
+
+
+async def test_a_put_that_fails_and_that_nobody_awaits_is_logged(
+    pair: list[Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the line that has made it, as a call is."""
+    make(pair[0], maxsize=1)
+    mine = handle(pair[1])
+    await mine.put(1)
+    for put in (mine.put_nowait(2), mine.put(3, timeout=0.01)):
+        await until(put.done)
+    del put
+    with pytest.raises(QueueFull):
+        await mine.put_nowait(4)
+
+    def logged() -> list[str]:
+        gc.collect()
+        return [each.getMessage() for each in caplog.records if "nobody looked" in each.getMessage()]
+
+    await until(lambda: len(logged()) == 2)
+    for line, error in zip(sorted(logged()), ("QueueFull", "RpcTimeout"), strict=True):
+        assert line.startswith(f"put() on queue 'q' of worker 'worker0' (made at {__file__}:") and error in line
 
 
 async def test_blocking_forms_wait_in_threads(pair: list[Worker]) -> None:
@@ -404,6 +566,49 @@ async def test_join_waits_until_all_is_finished(pair: list[Worker]) -> None:
             await mine.task_done(bad)  # type: ignore[arg-type]  # on purpose
 
 
+async def test_what_others_have_finished_is_not_lost_with_who_got_it(free: list[Worker]) -> None:
+    """task_done() counts for whoever got the items, so who joins waits for those alone that are still worked on."""
+    queue = make(free[0])
+    gets, works = handle(free[1]), handle(free[2])
+    await put_all(queue, [1, 2, 3])
+    await gets.get_many(3)
+    await queue.task_done(2)
+    await queue.task_done()
+    await queue.join()
+    await put_all(queue, [4, 5, 6, 7])
+    await works.get_many(3)
+    join = queue.join()
+    async with contextlib.aclosing(free[0].node.news.listen()) as news:
+        await free[1].shutdown()
+        await anext(news)
+    await works.task_done(2)
+    assert not join.done()
+    assert await works.get() == 7
+    await works.task_done(2)
+    await join
+    await queue.join()
+
+
+async def test_who_joins_is_told_of_the_last_workers_that_took_items_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many, as a queue that nobody joins must not remember all that ever came and went."""
+    monkeypatch.setattr("aiorpc.queues.served.MOST_TOLD", 2)
+    async with cluster(4, dynamic=True) as workers:
+        queue = make(workers[0])
+        for worker in workers[1:]:
+            await queue.put(1)
+            await handle(worker).get()
+        join = queue.join()
+        for worker in workers[1:]:
+            await worker.shutdown()
+        told = set()
+        for each in (join, queue.join()):
+            with pytest.raises(ItemLost) as raised:
+                await each
+            told.add(raised.value.worker)
+        assert told == {"worker2", "worker3"}
+        await queue.join()
+
+
 async def test_shutdown_lets_go_of_all_who_wait(trio: list[Worker]) -> None:
     """Producers at once, consumers as soon as nothing is left."""
     queue = make(trio[0], maxsize=1)
@@ -441,6 +646,22 @@ async def test_shutdown_at_once_drops_what_there_is(pair: list[Worker]) -> None:
     await until_no_references(pair)
 
 
+async def test_what_comes_back_after_shutdown_at_once_is_dropped(pair: list[Worker]) -> None:
+    """It is not there to be got, and nobody who joins waits for it."""
+    queue, mine = make(pair[0]), handle(pair[1])
+    await put_all(queue, ["first", "second", "third"])
+    peer = pair[1].node.peers.find("worker0")
+    _, _, *items = await peer.call(ObjectMethod("q", "take_items"), (True, 1, 2), None, LONG)
+    join = mine.join()
+    await served(pair[0], "join_items")
+    await queue.shutdown(immediate=True)
+    await peer.call(ObjectMethod("q", "return_items"), items, None, LONG)
+    await join
+    assert await queue.empty()
+    with pytest.raises(QueueShutDown):
+        await mine.get()
+
+
 async def test_a_queue_that_is_closed_is_not_there_any_more(pair: list[Worker]) -> None:
     """Whoever waits is told, then whoever asks; its name can be taken again."""
     with make(pair[0]) as queue:
@@ -455,6 +676,25 @@ async def test_a_queue_that_is_closed_is_not_there_any_more(pair: list[Worker]) 
     with make(pair[0]):
         await handle(pair[1]).put(1)
         assert await handle(pair[1]).get() == 1
+
+
+async def test_a_queue_that_is_closed_lets_go_of_those_who_join(pair: list[Worker]) -> None:
+    """What was got can be finished no more; what was not got is gone, and nobody waits for that."""
+    for got in (0, 1):
+        with make(pair[0]) as queue:
+            mine = handle(pair[1])
+            await put_all(queue, [1, 2])
+            for _ in range(got):
+                await mine.get()
+            joins = [queue.join(timeout=0), mine.join(timeout=0)]
+            await until(lambda: len(queue._served._joiners) == 2)
+        await until(lambda: all(join.done() for join in joins))  # noqa: B023  # at once
+        for join in joins:
+            if got:
+                with pytest.raises(QueueShutDown, match=r"was closed before all was finished.*1 of its items"):
+                    await join
+            else:
+                await join
 
 
 async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
@@ -564,6 +804,92 @@ async def test_a_producer_that_leaves_takes_along_what_it_kept(free: list[Worker
     await until_no_references([free[0], free[2]])
 
 
+@pytest.mark.parametrize("limit", ["max_pending_calls", "max_queued_calls", "max_call_rate"])
+async def test_items_are_fetched_where_calls_are_too_many(limit: str) -> None:
+    """Where the consumer makes no further call, and where the producer takes none, items come all the same."""
+    limits = {"max_pending_calls": RpcBackendOptions(max_pending_calls=1)}
+    limits["max_queued_calls"] = RpcBackendOptions(max_queued_calls=1)
+    limits["max_call_rate"] = RpcBackendOptions(max_call_rate=0.01)
+    options = [RpcBackendOptions() for _ in range(3)]
+    options[2 if limit == "max_pending_calls" else 1] = limits[limit]
+    async with cluster(3, options=options) as workers:
+        make(workers[0])
+        consumer = handle(workers[2])
+        await put_all(handle(workers[1]), [torch.ones(LARGE) for _ in range(2)])
+        stays = workers[2].call("worker1", stay)
+        await until(lambda: any(service.calls for service in workers[1].node.services))
+        with pytest.raises(rpc.Overloaded):
+            await workers[2].call("worker1", abs, 1)
+        for _ in range(2):
+            assert (await consumer.get()).sum() == LARGE
+        stays.cancel()
+
+
+async def stay() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("error", [rpc.Overloaded("not now"), RpcTimeout("not in time")])
+async def test_an_item_that_is_not_handed_over_now_stays_in_the_queue(
+    error: Exception, trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its producer lives; `get` raises why, and `get_many` gives what there is. Later somebody gets it."""
+    queue, mine = make(trio[0]), handle(trio[2])
+    await put_all(handle(trio[1]), [torch.ones(LARGE), "small"])
+
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "kept_of", refuse)
+        with pytest.raises(type(error), match="not"):
+            await mine.get()
+        with pytest.raises(type(error), match="not"):
+            await queue.get_nowait()
+        assert await mine.get_many(2) == ["small"]
+    assert (await handle(trio[1]).get()).sum() == LARGE
+    await queue.task_done(2)
+    await queue.join()
+    await until_no_references(trio)
+
+
+async def test_an_item_that_its_producer_cannot_hand_over_is_lost(pair: list[Worker]) -> None:
+    """It would be in the way of those behind it for ever. Its producer is not said to be gone."""
+    queue, other = make(pair[0]), handle(pair[1])
+    item = [torch.ones(LARGE)]
+    await other.put(item, copy=False)
+    item.append(iter_nothing())  # type: ignore[arg-type]  # on purpose
+    await other.put("next")
+    with pytest.raises(ItemLost, match=r"is lost, as worker 'worker1', .* cannot hand it over: .*generator") as raised:
+        await queue.get()
+    assert (raised.value.worker, raised.value.count) == ("worker1", 1)
+    assert await queue.get() == "next"
+    await queue.task_done()
+    await queue.join()
+
+
+async def test_items_that_an_owner_does_not_take_back_now_are_given_back_later(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that has too many calls loses none."""
+    queue, mine = make(pair[0]), handle(pair[1])
+    return_items = ServedQueue.return_items
+    tries: list[Any] = []
+
+    async def refuse_first(self: ServedQueue, *said: Any) -> None:
+        tries.append(said)
+        if len(tries) < 3:
+            raise rpc.Overloaded("not now")
+        await return_items(self, *said)
+
+    monkeypatch.setattr(ServedQueue, "return_items", refuse_first)
+    await queue.put("here")
+    client = mine._client()
+    _, _, item = await client.ask("take_items", True, 1, 1)
+    client.node.engine.call_on_loop(client.put_back, [item])
+    assert await mine.get() == "here" and len(tries) == 3
+
+
 async def test_what_a_consumer_has_got_goes_with_it(free: list[Worker]) -> None:
     """An item that it was given is given to nobody else, and who joins is told; what it waits for stays."""
     queue = make(free[0])
@@ -664,6 +990,6 @@ async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:
     await queue.task_done()
     for reference, place in ((RRef(1), 0), (pair[1].node.references.refer_to(KeptItems([KeptItem(None)])), 1)):
         await peer.call(ObjectMethod("q", "put_items"), (True, 1, reference, place), None, LONG)
-        with pytest.raises(ItemLost, match=r"went with worker 'worker1'.*this is none"):
+        with pytest.raises(ItemLost, match=r"worker 'worker1', .* cannot hand it over.*this is none"):
             await queue.get()
     await queue.join()
