@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -408,7 +409,7 @@ def test_waiting_for_futures_of_several_loops_is_refused_on_each(loop_factory: L
         other, own, bare = pending(home), pending(asyncio.get_running_loop()), pending()
         for several in ([other, own], [own, other], [bare, other, own]):
             for refused in (
-                lambda several=several: wait_all(several),
+                partial(wait_all, several),
                 collect_all(several).wait,
                 collect_all([collect_all(several)]).wait,
                 collect_all(several).then(lambda done: done.value()).wait,
@@ -435,6 +436,8 @@ def test_waiting_for_futures_of_several_loops_is_refused_on_each(loop_factory: L
 def test_a_thread_that_waits_runs_no_callback_of_others() -> None:
     """Whenever the answer comes: a callback could take longer than the thread is to wait, or wait for that thread."""
 
+    seen, gone = threading.Event(), threading.Event()
+
     class Held(Future[Any]):
         """Its settler is held up for a moment once the outcome can be seen, and before callbacks run."""
 
@@ -444,20 +447,23 @@ def test_a_thread_that_waits_runs_no_callback_of_others() -> None:
                 seen.set()
                 gone.wait(0.005)
 
-    for at in range(MOST):
-        future, seen, gone, ran = Held(), threading.Event(), threading.Event(), list[int]()
-        future.add_done_callback(lambda _, ran=ran: ran.append(threading.get_ident()))  # type: ignore[misc]  # bound now
+    def wait(at: int) -> bool:
+        """It settles at that instruction of who waits for it; False if there is none."""
+        future, ran = Held(), list[int]()
+        seen.clear()
+        gone.clear()
+        future.add_done_callback(lambda _: ran.append(threading.get_ident()))
         settlers: list[threading.Thread] = []
 
         def settle(_: str) -> None:
-            settlers.append(threading.Thread(target=future.settle, args=(7,)))  # noqa: B023  # at once
-            settlers[-1].start()  # noqa: B023
-            assert seen.wait(LONG)  # noqa: B023
+            settlers.append(threading.Thread(target=future.settle, args=(7,)))
+            settlers[-1].start()
+            assert seen.wait(LONG)
 
         timer = threading.Timer(LONG, future.settle, (None,))
         timer.start()
         try:
-            found = meanwhile(lambda future=future: future.wait(0.02), at, settle, futures_module.__file__)  # type: ignore[misc]  # bound now
+            found = meanwhile(partial(future.wait, 0.02), at, settle, futures_module.__file__)
         except RpcTimeout:
             found = False
         timer.cancel()
@@ -466,21 +472,22 @@ def test_a_thread_that_waits_runs_no_callback_of_others() -> None:
             thread.join(LONG)
             assert threading.get_ident() not in ran
         timer.join(LONG)
-        if not found:
-            break
-    assert at > 30, "there was no such instruction"
+        return bool(found)
+
+    found = list(takewhile(bool, map(wait, range(MOST))))
+    assert 30 < len(found) < MOST, "there was no such instruction"
 
 
-def test_a_thread_whose_lock_was_lost_looks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("timeout", [None, LONG])
+def test_a_thread_whose_lock_was_lost_looks_for_itself(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever took the lock of a waiting thread and died with it does not keep that from seeing the outcome."""
     monkeypatch.setattr(futures_module, "_LOOK", 0.01)
-    for timeout in (None, LONG):
-        future = pending()
-        with running(future.wait, timeout) as result:
-            wait_until(lambda future=future: future.waiters == 1)  # type: ignore[misc]  # bound now
-            future._callbacks.pop()
-            future.set_result("here")
-        assert result == ["here"]
+    future = pending()
+    with running(future.wait, timeout) as result:
+        wait_until(lambda: future.waiters == 1)
+        future._callbacks.pop()
+        future.set_result("here")
+    assert result == ["here"]
 
 
 def test_wait_on_another_loop_is_allowed(loop_factory: LoopFactory) -> None:
@@ -818,35 +825,36 @@ def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -
     home = asyncio.new_event_loop()
     expected = ("value", 7) if error is None else ("ValueError", "no")
     value = 7 if error is None else None
-    ended = []
+
+    def settle(at: int) -> tuple[str | None, bool]:
+        """Interrupted at that instruction: where that is, None behind the last, and whether it had begun."""
+        future, ran, seen = Call(), list[int](), list[tuple[str, object]]()
+        future.site = (made_here.__code__, 0)
+        task = asyncio.run_coroutine_threadsafe(awaited(future), home)
+        wait_until(lambda: future.waiters == 1)
+        all_of_it = collect_all([future])
+        child = future.then(lambda done: seen.append(see(done)))
+        future.add_done_callback(lambda _: ran.append(0))
+        future.add_done_callback(lambda _: ran.append(1))
+        with running(outcome_of, future) as result:
+            wait_until(lambda: future.waiters == 6)
+            where = interrupted(partial(future.settle, value, error), at, futures_module.__file__)
+            begun = not future.settle(value, error)
+            wait_until(lambda: len(ran) >= 2 and all_of_it.done() and child.done())
+            assert all_of_it.wait(LONG) == [future], where
+            assert task.result(LONG) == expected, where
+        assert result == seen == [expected], where
+        assert sorted(ran) == [0, 1] and future.waiters == 0, where
+        assert torch._C.Future.done(future), where
+        return where, begun
+
     with running(home.run_forever):
         try:
-            for at in range(MOST):
-                future, ran, seen = Call(), list[int](), list[tuple[str, object]]()
-                future.site = (made_here.__code__, 0)
-                task = asyncio.run_coroutine_threadsafe(awaited(future), home)
-                wait_until(lambda future=future: future.waiters == 1)  # type: ignore[misc]  # bound now
-                all_of_it = collect_all([future])
-                child = future.then(lambda done, seen=seen: seen.append(see(done)))  # type: ignore[misc]  # bound now
-                for number in range(2):
-                    future.add_done_callback(lambda _, ran=ran, number=number: ran.append(number))  # type: ignore[misc]  # bound now
-                with running(outcome_of, future) as result:
-                    wait_until(lambda future=future: future.waiters == 6)  # type: ignore[misc]  # bound now
-                    where = interrupted(lambda future=future: future.settle(value, error), at, futures_module.__file__)  # type: ignore[misc]  # bound now
-                    ended.append(not future.settle(value, error))
-                    wait_until(lambda ran=ran: len(ran) >= 2)  # type: ignore[misc]  # bound now
-                    wait_until(lambda several=(all_of_it, child): all(future.done() for future in several))  # type: ignore[misc]  # bound now
-                    assert all_of_it.wait(LONG) == [future], where
-                    assert task.result(LONG) == expected, where
-                assert result == seen == [expected], where
-                assert sorted(ran) == [0, 1] and future.waiters == 0, where
-                assert torch._C.Future.done(future), where
-                if where is None:
-                    break
+            found = list(takewhile(lambda found: found[0] is not None, map(settle, range(MOST))))
         finally:
             home.call_soon_threadsafe(home.stop)
     home.close()
-    assert len(ended) > 100 and set(ended) == {False, True}, "it was not interrupted"
+    assert 100 < len(found) < MOST and {begun for _, begun in found} == {False, True}, "it was not interrupted"
 
 
 def outcome_of(future: Future[Any]) -> tuple[str, object]:

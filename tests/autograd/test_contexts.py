@@ -7,7 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import Any
 
 import pytest
@@ -529,7 +529,7 @@ async def test_a_context_in_an_async_generator_whose_consumer_stops(workers: lis
 async def test_a_context_that_another_thread_leaves(workers: list[Worker]) -> None:
     """As a generator is closed by whoever drops it last: it is left everywhere, and that thread has no context then."""
 
-    def enter() -> Iterator[None]:
+    def enter() -> Generator[None, None, None]:
         with autograd.context():
             aiorpc.rpc_sync("worker1", parts.layer, args=(vector(),))
             yield
@@ -539,7 +539,7 @@ async def test_a_context_that_another_thread_leaves(workers: list[Worker]) -> No
     assert len(workers[1].node.gradients) == 1
 
     def leave() -> int | None:
-        entered.close()  # type: ignore[attr-defined]  # it is a generator
+        entered.close()
         return current_autograd.get()
 
     assert await asyncio.to_thread(leave) is None

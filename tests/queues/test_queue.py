@@ -422,26 +422,26 @@ async def awaited(future: rpc.Future[Any]) -> Any:
     return await future
 
 
+@pytest.mark.parametrize("count", [1, 2])
 async def test_who_is_cancelled_as_the_item_comes_leaves_no_value_behind(
-    pair: list[Worker], at_settling: list[Callable[[GetFuture], object]]
+    pair: list[Worker], at_settling: list[Callable[[GetFuture], object]], count: int
 ) -> None:
     """The item goes back into the queue once all tasks are cancelled, and the Future does not give it any more."""
     queue, mine = make(pair[0]), handle(pair[1])
-    for count in (1, 2):
-        get = mine.get()
-        tasks = [asyncio.ensure_future(awaited(get)) for _ in range(count)]
-        await until(lambda: get.waiters == count)  # noqa: B023  # at once
-        at_settling.extend(lambda _, task=task: task.cancel() for task in tasks)  # type: ignore[misc]  # no types there
-        await queue.put(count)
-        for task in tasks:
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        for look in (get.value, super(rpc.Future, get).value):
-            with pytest.raises(rpc.RpcCancelled, match="went back into the queue"):
-                look()
-        with pytest.raises(rpc.RpcCancelled):
-            await get
-        assert get.cancelled() and await mine.get() == count
+    get = mine.get()
+    tasks = [asyncio.ensure_future(awaited(get)) for _ in range(count)]
+    await until(lambda: get.waiters == count)
+    at_settling.append(lambda _: [task.cancel() for task in tasks])
+    await queue.put(count)
+    for task in tasks:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    for look in (get.value, super(rpc.Future, get).value):
+        with pytest.raises(rpc.RpcCancelled, match="went back into the queue"):
+            look()
+    with pytest.raises(rpc.RpcCancelled):
+        await get
+    assert get.cancelled() and await mine.get() == count
 
 
 @pytest.mark.parametrize("other", ["task", "thread", "callback", "value"])
@@ -678,23 +678,23 @@ async def test_a_queue_that_is_closed_is_not_there_any_more(pair: list[Worker]) 
         assert await handle(pair[1]).get() == 1
 
 
-async def test_a_queue_that_is_closed_lets_go_of_those_who_join(pair: list[Worker]) -> None:
+@pytest.mark.parametrize("got", [0, 1])
+async def test_a_queue_that_is_closed_lets_go_of_those_who_join(pair: list[Worker], got: int) -> None:
     """What was got can be finished no more; what was not got is gone, and nobody waits for that."""
-    for got in (0, 1):
-        with make(pair[0]) as queue:
-            mine = handle(pair[1])
-            await put_all(queue, [1, 2])
-            for _ in range(got):
-                await mine.get()
-            joins = [queue.join(timeout=0), mine.join(timeout=0)]
-            await until(lambda: len(queue._served._joiners) == 2)
-        await until(lambda: all(join.done() for join in joins))  # noqa: B023  # at once
-        for join in joins:
-            if got:
-                with pytest.raises(QueueShutDown, match=r"was closed before all was finished.*1 of its items"):
-                    await join
-            else:
+    with make(pair[0]) as queue:
+        mine = handle(pair[1])
+        await put_all(queue, [1, 2])
+        for _ in range(got):
+            await mine.get()
+        joins = [queue.join(timeout=0), mine.join(timeout=0)]
+        await until(lambda: len(queue._served._joiners) == 2)
+    await until(lambda: all(join.done() for join in joins))
+    for join in joins:
+        if got:
+            with pytest.raises(QueueShutDown, match=r"was closed before all was finished.*1 of its items"):
                 await join
+        else:
+            await join
 
 
 async def test_bad_input_is_refused_before_anything_is_sent(pair: list[Worker]) -> None:
@@ -856,9 +856,9 @@ async def test_an_item_that_is_not_handed_over_now_stays_in_the_queue(
 async def test_an_item_that_its_producer_cannot_hand_over_is_lost(pair: list[Worker]) -> None:
     """It would be in the way of those behind it for ever. Its producer is not said to be gone."""
     queue, other = make(pair[0]), handle(pair[1])
-    item = [torch.ones(LARGE)]
+    item: list[Any] = [torch.ones(LARGE)]
     await other.put(item, copy=False)
-    item.append(iter_nothing())  # type: ignore[arg-type]  # on purpose
+    item.append(iter_nothing())
     await other.put("next")
     with pytest.raises(ItemLost, match=r"is lost, as worker 'worker1', .* cannot hand it over: .*generator") as raised:
         await queue.get()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -857,43 +858,45 @@ def test_an_interrupted_submit_stops_no_job(
     pools: Callable[..., ThreadPool], sources: Callable[..., Source], idle: str
 ) -> None:
     """Whatever instruction the signal comes at: later jobs run, the job itself at most once, threads are counted."""
-    places = []
-    for at in range(MOST):
+
+    def submit(at: int) -> tuple[str | None, list[int]]:
+        """Interrupted at that instruction: where that is, None behind the last, and whether the job has run."""
         pool = pools(1)
         if idle == "asleep":
             pool.submit(lambda: None)
-            wait_until(lambda pool=pool: pool.idle == 1)  # type: ignore[misc]  # no type for a default
+            wait_until(lambda: pool.idle == 1)
         elif idle == "standing by":
             pool.submit(sources(pool).run)
-            wait_until(lambda pool=pool: standing(pool) == 1)  # type: ignore[misc]  # no type for a default
+            wait_until(lambda: standing(pool) == 1)
         ran: list[int] = []
         later = threading.Event()
         where = interrupted(partial(pool.submit, ran.append, 1), at, pool_module.__file__)
         pool.submit(later.set)
         assert later.wait(LIMIT_S), where
-        wait_until(lambda pool=pool: pool.threads == pool.idle == 1)  # type: ignore[misc]  # no type for a default
+        wait_until(lambda: pool.threads == pool.idle == 1)
         assert ran in ([], [1]) and pool.queued == 0, where
         assert pool.close(LIMIT_S) == 0, where
-        if where is None:
-            break
-        places.append((where, ran))
-    assert len(places) > 30 and [1] in [ran for _, ran in places], "it was not interrupted"
+        return where, ran
+
+    places = list(takewhile(lambda found: found[0] is not None, map(submit, range(MOST))))
+    assert 30 < len(places) < MOST and [1] in [ran for _, ran in places], "it was not interrupted"
 
 
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_job_whose_submit_was_interrupted_waits_for_no_other(pools: Callable[..., ThreadPool], idle: bool) -> None:
     """Once it is in the queue it runs, though nobody submits anything after it."""
-    for at in range(MOST):
+
+    def submit(at: int) -> str | None:
         pool = pools(1)
         if idle:
             pool.submit(lambda: None)
-            wait_until(lambda pool=pool: pool.idle == 1)  # type: ignore[misc]  # no type for a default
+            wait_until(lambda: pool.idle == 1)
         where = interrupted(partial(pool.submit, lambda: None), at, pool_module.__file__)
-        wait_until(lambda pool=pool: pool.queued == 0 and pool.idle == pool.threads)  # type: ignore[misc]  # as above
+        wait_until(lambda: pool.queued == 0 and pool.idle == pool.threads)
         assert pool.close(LIMIT_S) == 0, where
-        if where is None:
-            return
-    raise AssertionError("it was never done")
+        return where
+
+    assert None in map(submit, range(MOST)), "it was never done"
 
 
 def test_threads_that_are_woken_for_nothing_sleep_again(
@@ -910,9 +913,12 @@ def test_threads_that_are_woken_for_nothing_sleep_again(
         interrupted(partial(pool.submit, lambda: None), at, pool_module.__file__)
     gate.open.set()
     wait_until(lambda: pool.idle == pool.threads <= 3 and pool.queued == 0)
+
+    def read(number: int) -> bool:  # where none stands by, the loop reads
+        return len(source.threads) == number or source.drain() < 0
+
     for number in range(len(source.threads) + 1, 10):
         wait_until(lambda: pool.idle == pool.threads)
         source.put()
-        # Where none stands by, the loop reads.
-        wait_until(lambda expected=number: len(source.threads) == expected or source.drain() < 0)  # type: ignore[misc]  # as above
+        wait_until(partial(read, number))
     wait_until(lambda: pool.idle == pool.threads <= 3)

@@ -93,7 +93,7 @@ class Interruption(BaseException):
     """Raised where a signal handler might."""
 
 
-def interrupted(work: Callable[[], None], at: int, *files: str) -> str | None:
+def interrupted(work: Callable[[], object], at: int, *files: str) -> str | None:
     """Run `work`, and raise before the instruction of that number in those files: the place, None if it is done."""
     place = None
 
@@ -107,7 +107,7 @@ def interrupted(work: Callable[[], None], at: int, *files: str) -> str | None:
     return place
 
 
-def meanwhile(work: Callable[[], None], at: int, act: Callable[[str], None], *files: str) -> bool:
+def meanwhile(work: Callable[[], object], at: int, act: Callable[[str], None], *files: str) -> bool:
     """Run `work`, and `act` once, before the instruction of that number in those files, as another thread might.
 
     `act` is told the place. False if there was no such instruction.
