@@ -23,6 +23,7 @@ import multiprocessing
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -112,6 +113,7 @@ class Actors:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOAD])
         self._processes: dict[str, ForkServerProcess] = {}
+        self._changing = threading.Lock()  # a process may be replaced in a thread as the run ends
 
     def __enter__(self) -> Actors:
         return self
@@ -130,11 +132,12 @@ class Actors:
 
     def replace(self, name: str) -> None:
         """Kill the process of that name, and start another one."""
-        process = self._processes.pop(name)
-        process.kill()
-        process.join(EXIT_TIMEOUT)
-        process.close()
-        self._start(name)
+        with self._changing:
+            process = self._processes.pop(name)
+            process.kill()
+            process.join(EXIT_TIMEOUT)
+            process.close()
+            self._start(name)
 
     def check(self) -> None:
         """Raise WorkerFailed if an actor has ended that nobody has killed."""
@@ -144,16 +147,18 @@ class Actors:
 
     def join(self) -> None:
         """Wait for all of them, and kill those who do not end."""
-        deadline = time.monotonic() + EXIT_TIMEOUT
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
+        with self._changing:
+            deadline = time.monotonic() + EXIT_TIMEOUT
+            for process in self._processes.values():
+                process.join(max(0.0, deadline - time.monotonic()))
 
     def __exit__(self, *exc_info: object) -> None:
-        for process in self._processes.values():
-            if process.is_alive():
-                process.kill()
-            process.join(EXIT_TIMEOUT)
-            process.close()
+        with self._changing:
+            for process in self._processes.values():
+                if process.is_alive():
+                    process.kill()
+                process.join(EXIT_TIMEOUT)
+                process.close()
 
 
 # --- the learner --------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from aiorpc import (
 )
 from aiorpc.runtime.fanout.barriers import come_to_barrier
 from aiorpc.testing import Faults, cluster
-from tests.runtime.waiting import until, until_no_references
+from tests.runtime.waiting import until, until_no_references, wait_until
 
 _gates: dict[str, asyncio.Event] = {}
 _begun: list[str] = []
@@ -228,6 +228,16 @@ async def test_a_thread_that_may_block_maps_by_for(four: list[Worker]) -> None:
     assert await asyncio.to_thread(ahead) <= 5  # two for each member, and the one that was given
     await until(lambda: not four[0].pending_calls())
 
+    def taken_for_another() -> int:
+        with group.map(name_of, items()) as results:
+            next(results)
+            wait_until(lambda: not four[0].pending_calls())
+            before = len(taken)
+            next(results)
+            return len(taken) - before
+
+    assert await asyncio.to_thread(taken_for_another) == 1  # although results are there that could be given first
+
 
 async def test_a_blocking_map_raises_in_its_place_and_calls_off_the_rest(four: list[Worker]) -> None:
     """An error of an item, and one of the items themselves, behind the results before it."""
@@ -341,6 +351,25 @@ async def test_a_thread_that_may_block_takes_streams_by_for(four: list[Worker]) 
     await until(lambda: sorted(_closed) == ["worker1", "worker2", "worker3"])
     with pytest.raises(WouldBlockLoop, match="async for"):
         list(four[0].group("worker3").stream(count, 1))
+
+
+async def never() -> AsyncIterator[int]:
+    await asyncio.Event().wait()
+    yield 1
+
+
+@pytest.mark.parametrize("verb", ["stream", "map"])
+async def test_a_turn_that_is_cancelled_does_not_look_like_the_end(four: list[Worker], verb: str) -> None:
+    """It ends all that is under way; who goes on is told that something is missing."""
+    group = four[0].group("worker[12]")
+    given: Any = group.stream(never) if verb == "stream" else group.map(asyncio.sleep, [60.0])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await anext(given)
+    for _ in range(2):
+        with pytest.raises(aiorpc.RpcCancelled, match="before its last item"):
+            await anext(given)
+    await until(lambda: not four[0].pending_calls())
 
 
 async def test_leaving_a_stream_stops_all_producers(four: list[Worker]) -> None:

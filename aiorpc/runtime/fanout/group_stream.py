@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import WorkerClosed
+from ...errors import RpcCancelled, WorkerClosed
 from ..caller.stream import Stream
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
@@ -28,13 +28,27 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
         self._engine = engine
         self._streams = streams
         self._items = _merged(function, streams)
+        self._cut = False  # whether a turn was cancelled
 
     def __aiter__(self) -> GroupStream:
         return self
 
     async def __anext__(self) -> tuple[str, Any]:
-        """The next item of any member. GroupError behind the last one, with the errors of those that failed."""
-        return await anext(self._items)
+        """The next item of any member. GroupError behind the last one, with the errors of those that failed.
+
+        Cancelling it stops the producers: RpcCancelled in the next turn, as items are missing.
+        """
+        try:
+            return await anext(self._items)
+        except asyncio.CancelledError:
+            self._cut = True
+            raise
+        except StopAsyncIteration:
+            if self._cut:
+                raise RpcCancelled(
+                    "a turn of this stream was cancelled, which has ended it before its last item"
+                ) from None
+            raise
 
     async def aclose(self) -> None:
         """Stop all producers and drop what has arrived. Idempotent; does not wait for the producers."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from ...errors import RpcUsageError
+from ...errors import RpcCancelled, RpcUsageError
 from ...futures import Future
 from ..engine.engine import Engine
 
@@ -29,18 +29,29 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
         self._engine = engine
         self._call, self._items, self._ahead = call, items, ahead
         self._awaited: AsyncGenerator[Any] | None = None
+        self._cut = False  # whether a turn was cancelled
         self._blocking: Generator[Any] | None = None
 
     def __aiter__(self) -> GroupMap:
         return self
 
     async def __anext__(self) -> Any:
-        """The next result."""
+        """The next result. Cancelling it ends all: RpcCancelled in the next turn, as results are missing."""
         if self._awaited is None:
             if self._blocking is not None:
                 raise RpcUsageError("results of this map() are taken by `for` already")
             self._awaited = _awaited(self._call, self._items, self._ahead)
-        return await anext(self._awaited)
+        try:
+            return await anext(self._awaited)
+        except asyncio.CancelledError:
+            self._cut = True
+            raise
+        except StopAsyncIteration:
+            if self._cut:
+                raise RpcCancelled(
+                    "a turn of this map() was cancelled, which has ended it before its last item"
+                ) from None
+            raise
 
     def __iter__(self) -> GroupMap:
         self._engine.refuse_on_loop("iterating over map()", "async for")
@@ -90,8 +101,11 @@ def _blocking(call: _Call, items: Iterable[Any], ahead: _Ahead) -> Generator[Any
     try:
         source = iter(items)
         while True:
-            while begun and (begun[0].done() or len(begun) >= ahead()):
+            if begun and (begun[0].done() or len(begun) >= ahead()):
                 yield begun.popleft().wait()
+            if begun and len(begun) >= ahead():  # it may be less than before
+                continue
+            # An item for each result: whoever has given one is not to wait until all others are taken.
             try:
                 begun.append(call(next(source)))
             except StopIteration:
