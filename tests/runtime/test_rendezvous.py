@@ -29,6 +29,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from aiorpc.devices import DeviceClaims, to_device_map, to_devices
 from aiorpc.errors import DeviceMapError, RendezvousError, RpcUsageError, SerializationError, StoreGone
 from aiorpc.protocol.identity import WorkerRecord
+from aiorpc.runtime.meeting import stores
 from aiorpc.runtime.meeting.membership import Member
 from aiorpc.runtime.meeting.rendezvous import Rendezvous, host_identity
 from aiorpc.runtime.meeting.secret import Secret, make_key
@@ -207,6 +208,29 @@ def test_only_rank_0_hosts_a_tcp_store() -> None:
     assert {opened.rank: opened.hosts_store for opened in group.opened} == {0: True, 1: False, 2: False}
     assert {opened.local_address() for opened in group.opened} == {"127.0.0.1"}
     group.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "means", "connected", "address"),
+    [
+        ("node0", "10.0.0.7", True, "10.0.0.1"),
+        ("node0", "127.0.1.1", True, "172.16.0.9"),  # its own name, on a host as Debian sets it up
+        ("node0", "127.0.1.1", False, "127.0.0.1"),
+        ("localhost", "127.0.0.1", True, "127.0.0.1"),
+        ("127.0.1.1", "127.0.1.1", True, "127.0.0.1"),
+        ("", "", True, "127.0.0.1"),
+    ],
+)
+def test_others_are_led_to_an_address_that_they_can_reach(
+    host: str, means: str, connected: bool, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a host's own name stands for its loopback address, which leads others to themselves."""
+    own = {"10.0.0.7": "10.0.0.1", "127.0.1.1": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
+    if connected:
+        own["192.0.2.1"] = "172.16.0.9"
+    monkeypatch.setattr(stores, "_addresses", lambda _: [means])
+    monkeypatch.setattr(stores, "_own_address", lambda to, _: own.get(to))
+    assert stores.local_address(stores.MeetingPlace(0, 2, host=host, port=4000)) == address
 
 
 def test_a_name_used_twice_is_an_error_on_every_rank(group: Group) -> None:

@@ -27,6 +27,8 @@ from .watch import FileWatch, ServerWatch, Watch, other_language, stranger
 _FIRST_PAUSE, LAST_PAUSE = 0.002, 0.05
 _LONGEST_ATTEMPT = 30.0
 _CLOSING = "closing"
+# Addresses that nobody has (RFC 5737, RFC 3849): they stand for the rest of the world where a route is asked for.
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _DIGITS = 18
 _CAN_WRITE = (
     "Whoever reaches that store can write there, and so keep a group from forming, but not join it: another program "
@@ -461,15 +463,29 @@ def is_loopback(place: MeetingPlace) -> bool:
 
 
 def local_address(place: MeetingPlace) -> str:
-    """Address of the interface that reaches the place; 127.0.0.1 where there is no network in between."""
-    for address in _addresses(place) if place.host else ():
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        # Connecting a datagram socket sends nothing; it only asks the kernel for the route.
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, place.port))
-            own = str(probe.getsockname()[0])
-            return "127.0.0.1" if ipaddress.ip_address(own).is_loopback else own
+    """Address of the interface that reaches the place; 127.0.0.1 where there is no network in between.
+
+    Where the name of this host stands for a loopback address here, as with Debian, others are led to that of the
+    interface towards the rest of the world.
+    """
+    addresses = _addresses(place) if place.host else []
+    if place.host and not is_loopback(place):
+        addresses += _ELSEWHERE
+    for address in addresses:
+        own = _own_address(address, place.port)
+        if own is not None and not ipaddress.ip_address(own).is_loopback:
+            return own
     return "127.0.0.1"
+
+
+def _own_address(address: str, port: int) -> str | None:
+    """The address from which this host reaches another one; None if it does not."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Connecting a datagram socket sends nothing; it only asks the kernel for the route.
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
+    return None
 
 
 def _addresses(place: MeetingPlace) -> list[str]:
