@@ -21,6 +21,8 @@ BACKLOG = 1024
 SECRET_SUFFIX = ".secret"
 # A broken network between hosts is noticed after this many seconds of unanswered data or probes.
 TCP_TIMEOUT = 20
+# Seconds for each address of a name but the last, which has all the time that is left.
+_EACH = 2.0
 # Longest pause between two tries of the system to get something across, in milliseconds, so that it notices soon that a
 # network is back; Linux 6.15 and later let one say that, others wait for up to two minutes.
 _RTO_MAX_MS = getattr(socket, "TCP_RTO_MAX_MS", 44)
@@ -179,10 +181,13 @@ async def connect_tcp(host: str, port: int) -> socket.socket:
     loop = asyncio.get_running_loop()
     failure: OSError | None = None
     # A name may stand for several addresses (localhost: ::1 and 127.0.0.1), of which the listener bound one.
-    for family, kind, proto, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for place, (family, kind, proto, _, address) in enumerate(found, 1):
         sock = socket.socket(family, kind, proto)
         try:
-            await _connect(sock, address)
+            # One that swallows packets, as behind a firewall, is not to take all the time that there is.
+            async with asyncio.timeout(_EACH if place < len(found) else None):
+                await _connect(sock, address)
         except OSError as error:
             failure = error
             continue

@@ -272,11 +272,13 @@ async def test_connect_tcp_notices_dead_networks(host: str) -> None:
 
 
 async def test_second_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a name's first address refuses, the next one is used; where all do, the error is the last one's."""
+    """Where a name's first address refuses or is silent, the next one is used; where all do, the last one's error."""
+    monkeypatch.setattr(sockets, "_EACH", 0.05)
     with sockets.listen_tcp("127.0.0.1", None) as listener, sockets.listen_tcp("127.0.0.1", None) as closed:
         good, bad = listener.getsockname(), closed.getsockname()
         closed.close()
-        addresses = [bad, good]
+        silent = ("127.0.0.2", 1)
+        addresses = [silent, bad, good]
 
         async def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
@@ -284,13 +286,18 @@ async def test_second_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch
         class Loop:
             def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
                 self.getaddrinfo = getaddrinfo
-                self.sock_connect = loop.sock_connect
+                self._loop = loop
+
+            async def sock_connect(self, sock: socket.socket, address: tuple[str, int]) -> None:
+                if address == silent:
+                    await asyncio.Event().wait()
+                await self._loop.sock_connect(sock, address)
 
         loop = Loop(asyncio.get_running_loop())
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
         with await sockets.connect_tcp("name", 1) as sock:
             assert sock.getpeername() == good
-        addresses.pop()
+        assert addresses.pop() == good
         with pytest.raises(ConnectionRefusedError):
             await sockets.connect_tcp("name", 1)
         addresses.clear()
