@@ -452,7 +452,7 @@ def _check_items(call: ServedCall, made: object) -> None:
     """What a wrapper of a generator function has given is what the call is for: items, or one result."""
     assert call.handler is not None, "it runs"
     if call.credit is None:
-        if inspect.isgenerator(made) or inspect.isasyncgen(made):
+        if not inspect.isawaitable(made) and (inspect.isgenerator(made) or inspect.isasyncgen(made)):
             raise _wrong_verb(call, True)
     elif not hasattr(made, "__next__" if call.handler.mode is Mode.GENERATOR else "__anext__"):
         raise RpcUsageError(
