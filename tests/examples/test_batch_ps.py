@@ -22,7 +22,12 @@ SMALL: dict[str, Any] = {
     "model": "resnet18", "world_size": 3, "num_steps": 8, "batch_size": 8, "image_size": 32, "lr": 0.03,
     "show": False, "timeout": LIMIT,
 }  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {"batched": {}, "batched again": {"num_steps": 2}, "unbatched": {"batch": False}}
+# Unbatched, the order in which gradients come in decides on each loss: after more steps the fall is clear in any order.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "batched again": {"num_steps": 2},
+    "unbatched": {"batch": False, "num_steps": 12},
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_the_loss_falls(results: dict[str, dict[str, Any]], name: str) -> None:
     """Two trainers teach one model: the last steps are better than the first ones."""
     losses = results[name]["losses"]
-    assert len(losses) == 8
+    assert len(losses) == {**SMALL, **VARIANTS[name]}["num_steps"]
     assert sum(losses[-2:]) / 2 < sum(losses[:2]) / 2 - 0.2
     assert results[name]["samples_per_s"] > 0
 
