@@ -263,6 +263,9 @@ def needed(quorum: float | None, readers: int) -> int:
         return quorum
     if quorum > 1:
         raise RpcUsageError(f"quorum={quorum!r} is no share, which is at most 1.0; a number of readers is an int")
-    if not readers:
-        return 0
-    return max(1, math.ceil(quorum * readers - 1e-9))  # of ten 0.3 are three, not four
+    return share_of(quorum, readers)
+
+
+def share_of(share: float, members: int) -> int:
+    """How many of so many a share asks for, rounded up: one at least, where there is any."""
+    return min(members, max(1, math.ceil(share * members - 1e-9)))  # of ten 0.3 are three, not four

@@ -7,12 +7,13 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import RpcCancelled, WorkerClosed
+from ...errors import WorkerClosed
 from ..caller.stream import Stream
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from ..engine.loops import block_for
 from .outcomes import Outcome, Outcomes
+from .turns import Turns
 
 _END = object()
 
@@ -27,8 +28,7 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
     def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream]]) -> None:
         self._engine = engine
         self._streams = streams
-        self._items = _merged(function, streams)
-        self._cut = False  # whether a turn was cancelled
+        self._turns = Turns(_merged(function, streams), "this stream")
 
     def __aiter__(self) -> GroupStream:
         return self
@@ -38,21 +38,11 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
 
         Cancelling it stops the producers: RpcCancelled in the next turn, as items are missing.
         """
-        try:
-            return await anext(self._items)
-        except asyncio.CancelledError:
-            self._cut = True
-            raise
-        except StopAsyncIteration:
-            if self._cut:
-                raise RpcCancelled(
-                    "a turn of this stream was cancelled, which has ended it before its last item"
-                ) from None
-            raise
+        return await self._turns.next()
 
     async def aclose(self) -> None:
         """Stop all producers and drop what has arrived. Idempotent; does not wait for the producers."""
-        await self._items.aclose()
+        await self._turns.items.aclose()
         for _, stream in self._streams:
             await stream.aclose()
 
@@ -74,7 +64,7 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
             self._wait(self.aclose())
 
     async def _next(self) -> Any:
-        return await anext(self._items, _END)
+        return await anext(self._turns.items, _END)
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run it on the worker's loop, where items arrive, and block for what it gives."""

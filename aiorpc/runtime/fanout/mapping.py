@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any
 
-from ...errors import RpcCancelled, RpcUsageError
+from ...errors import RpcUsageError
 from ...futures import Future
 from ..engine.engine import Engine
+from .turns import Turns
 
 _Call = Callable[[Any], Future[Any]]
 _Ahead = Callable[[], int]
@@ -28,8 +29,7 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
             raise RpcUsageError(f"map() takes an iterable of items, not {type(items).__qualname__}")
         self._engine = engine
         self._call, self._items, self._ahead = call, items, ahead
-        self._awaited: AsyncGenerator[Any] | None = None
-        self._cut = False  # whether a turn was cancelled
+        self._awaited: Turns[Any] | None = None
         self._blocking: Generator[Any] | None = None
 
     def __aiter__(self) -> GroupMap:
@@ -40,18 +40,8 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
         if self._awaited is None:
             if self._blocking is not None:
                 raise RpcUsageError("results of this map() are taken by `for` already")
-            self._awaited = _awaited(self._call, self._items, self._ahead)
-        try:
-            return await anext(self._awaited)
-        except asyncio.CancelledError:
-            self._cut = True
-            raise
-        except StopAsyncIteration:
-            if self._cut:
-                raise RpcCancelled(
-                    "a turn of this map() was cancelled, which has ended it before its last item"
-                ) from None
-            raise
+            self._awaited = Turns(_awaited(self._call, self._items, self._ahead), "this map()")
+        return await self._awaited.next()
 
     def __iter__(self) -> GroupMap:
         self._engine.refuse_on_loop("iterating over map()", "async for")
@@ -71,8 +61,8 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
     async def aclose(self) -> None:
         """Call off what is under way, and give no more results. Idempotent."""
         if self._awaited is None:
-            self._awaited = _awaited(self._call, (), self._ahead)
-        await self._awaited.aclose()
+            self._awaited = Turns(_awaited(self._call, (), self._ahead), "this map()")
+        await self._awaited.items.aclose()
 
     def close(self) -> None:
         """The same where results are taken by ``for``."""

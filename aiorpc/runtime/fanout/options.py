@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from ...errors import RpcUsageError
+from ...protocol.publication import share_of
 from ..caller.retrying import RetryOptions
 
 Quorum = int | float
@@ -34,7 +34,7 @@ def check_quorum(quorum: Any) -> Quorum | None:
 def count_of(quorum: Quorum | None, members: int) -> int | None:
     """How many of so many members a quorum asks for. RpcUsageError if it is more than there are."""
     if type(quorum) is float:
-        return max(1, math.ceil(quorum * members - 1e-9))  # of ten 0.3 are three, not four
+        return share_of(quorum, members)
     if quorum is not None and quorum > members:
         raise RpcUsageError(f"a quorum of {quorum} is more than the group has, which is {members}; nothing was sent")
     return quorum  # type: ignore[return-value]  # an int or None, as was just seen
