@@ -18,6 +18,7 @@ from .api import (
     subscribe,
     wait_for,
 )
+from .collecting import collect_all, wait_all
 from .errors import (
     DeviceMapError,
     GroupError,
@@ -46,7 +47,7 @@ from .errors import (
     WouldBlockLoop,
 )
 from .functions import async_execution, batched
-from .futures import Future, collect_all, wait_all
+from .futures import Future
 from .options import RpcBackendOptions, Tls
 from .protocol.identity import WorkerInfo
 from .protocol.registered import register_safe

@@ -22,29 +22,27 @@ Invariants
 6. Settling runs no code of a value's or an error's class (`foreign.py`): whatever that raised would be the settler's.
 7. A settler may be interrupted at any instruction, and settle the call of another thread. It then does the rest before
    it lets the exception go on: who waits is woken, once more if need be, and callbacks of users run, elsewhere. Only an
-   internal callback that was interrupted itself does not run again, but for those of `collect_all`, which may.
+   internal callback that was interrupted itself does not run again, but for those that are `Repeatable`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from types import CodeType, FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from . import foreign
-from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
-
-logger = logging.getLogger("aiorpc")
+from .callbacks import Executor, Repeatable, UserCallback, block_observer, hand_over
+from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError, WouldBlockLoop
+from .sites import CallSite, Unobserved, describe_site
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -61,36 +59,6 @@ _FIRST = (0,)
 _LOOK = 1.0
 
 
-class BlockObserver(Protocol):
-    """Told when a thread of a pool begins and ends to wait, so that the pool can run another thread meanwhile."""
-
-    def enter_blocked(self) -> None: ...
-
-    def exit_blocked(self) -> None: ...
-
-
-class Executor(Protocol):
-    """Where callbacks of users run if the thread that settles must not run them (`ThreadPool`).
-
-    It also says in which threads it pays to wait without sleeping. may_stay_awake: whether there may be any.
-    """
-
-    @property
-    def may_stay_awake(self) -> bool: ...
-
-    def submit(self, fn: Callable[..., None], *args: object) -> None: ...
-
-    def stay_awake(
-        self, look: Callable[[Callable[[], bool]], None], done: Callable[[], bool], timeout: float | None
-    ) -> None:
-        """Call `look(enough)` where a wait without sleeping pays, with a function that says when to stop it."""
-        ...
-
-    def waited(self, seconds: float) -> None:
-        """This thread has waited for so many seconds, asleep or awake."""
-        ...
-
-
 class ArrivalForFuture(Protocol):
     """The tensors of a value that are still being made on streams of devices."""
 
@@ -99,52 +67,6 @@ class ArrivalForFuture(Protocol):
 
 
 Marks = Callable[[Any], ArrivalForFuture | None]
-
-
-# Set in the threads of a handler pool; a wait there does not use up the pool.
-block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
-
-
-# The id of the autograd context that code runs in (runtime/gradients/contexts.py); 0 or None if there is none.
-# Callbacks take it along.
-current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default=None)
-
-# Where in the user's program a call was made: code and instruction. The line is computed only when somebody asks.
-CallSite = tuple[CodeType, int]
-
-
-def call_site(frame: FrameType) -> CallSite:
-    """The place that a frame is at."""
-    return frame.f_code, frame.f_lasti
-
-
-def describe_site(site: CallSite | None) -> str:
-    """A place as text: file, line, function; empty where it is not known."""
-    if site is None:
-        return ""
-    code, instruction = site
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= instruction < end and number is not None:
-            line = number
-    return f"{code.co_filename}:{line} in {code.co_qualname}"
-
-
-class Unobserved:
-    """Logs a failure when it is collected before anybody looked at it. what: has failed. seen: set by who looks."""
-
-    __slots__ = ("error", "seen", "what")
-
-    def __init__(self, what: str, error: BaseException) -> None:
-        self.what = what
-        self.error = error
-        self.seen = False
-
-    def __del__(self) -> None:
-        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged. It has seen
-        # nothing at all if a signal handler has raised before it was made.
-        if not getattr(self, "seen", True) and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
-            logger.error("%s failed and nobody looked: %s", self.what, foreign.said(self.error))
 
 
 class Future(torch.futures.Future[T], Generic[T]):
@@ -482,7 +404,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not callable(callback):
             raise TypeError(f"add_done_callback(): incompatible function arguments: {callback!r} is not callable")
-        self.when_settled(_UserCallback(callback, self.executor))
+        self.when_settled(UserCallback(callback, self.executor))
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A Future of `callback(self)`, run once this one settles; its error becomes the new Future's error.
@@ -512,7 +434,7 @@ class Future(torch.futures.Future[T], Generic[T]):
                 if foreign.is_interrupt(error):
                     raise
 
-        self.when_settled(_UserCallback(run, self.executor))
+        self.when_settled(UserCallback(run, self.executor))
         return child
 
     def when_settled(self, callback: Callable[[Future[Any]], None]) -> None:
@@ -532,7 +454,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     def _run_callbacks(self, apart: bool = False) -> None:
         callbacks = self._callbacks
         taken: list[_Registered] = []
-        users: list[_UserCallback] = []
+        users: list[UserCallback] = []
         try:
             while callbacks:
                 taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost
@@ -548,12 +470,12 @@ class Future(torch.futures.Future[T], Generic[T]):
                         waiter.set_result(None)
                 elif kind is _LOCK:  # a thread that waits
                     callback.release()
-                elif kind is _UserCallback:
+                elif kind is UserCallback:
                     if apart or _running_loop() is not None:
                         users.append(callback)
                     else:
                         callback(self)
-                elif kind is _Counted:
+                elif isinstance(callback, Repeatable):
                     callback(self)
                 else:
                     del taken[0]  # nobody knows how far it comes if it is interrupted
@@ -561,13 +483,13 @@ class Future(torch.futures.Future[T], Generic[T]):
                     continue
                 del taken[0]
             if users:
-                _hand_over(self, users)
+                hand_over(self, users)
         except BaseException as error:
             self._go_on(taken, users)
             if taken or type(error) is not IndexError:  # else there was nothing to pop: another thread has come first
                 raise
 
-    def _go_on(self, taken: list[_Registered], users: list[_UserCallback]) -> None:
+    def _go_on(self, taken: list[_Registered], users: list[UserCallback]) -> None:
         """`_run_callbacks` was interrupted: do what it had taken out, which may have been done, and all the rest."""
         for callback in taken:  # one, or none
             kind = type(callback)
@@ -577,85 +499,18 @@ class Future(torch.futures.Future[T], Generic[T]):
             elif kind is _LOCK:
                 with contextlib.suppress(RuntimeError):  # it has been released
                     callback.release()
-            elif kind is _Counted:
+            elif isinstance(callback, Repeatable):
                 callback(self)
             elif not callback.begun and callback not in users:
                 users.append(callback)
         if users:
-            _hand_over(self, users)  # again, maybe: they are taken from the same list
+            hand_over(self, users)  # again, maybe: they are taken from the same list
         self._run_callbacks(True)
 
 
 #: What waits for a Future: an internal callback, one of the user's, the loop and the asyncio Future of a task that
 #: awaits it, or the lock at which a thread waits. The latter two are no functions, to run one less for each call.
 _Registered = Any
-
-
-class _UserCallback:
-    """A callback of the user's, kept off loop threads. begun: whether it has been called."""
-
-    __slots__ = ("autograd", "begun", "callback", "executor")
-
-    def __init__(self, callback: Callable[[Future[Any]], Any], executor: Executor | None) -> None:
-        self.callback = callback
-        self.executor = executor
-        self.autograd = current_autograd.get()
-        self.begun = False
-
-    def __call__(self, future: Future[Any]) -> None:
-        token = current_autograd.set(self.autograd)
-        try:
-            self.begun = True
-            self.callback(future)
-        except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
-            if foreign.is_interrupt(error):  # the main thread's, whatever it was doing
-                raise
-            foreign.log_error(logger, logging.ERROR, error, "a callback of %s raised", future.describe())
-        finally:
-            current_autograd.reset(token)
-
-
-class _Counted:
-    """The callback of `collect_all` for one of its Futures. It may run twice: it counts places, and not its calls."""
-
-    __slots__ = ("futures", "left", "place", "result")
-
-    def __init__(
-        self, place: int, left: dict[int, None], futures: list[AnyFuture], result: Future[list[AnyFuture]]
-    ) -> None:
-        self.place = place
-        self.left = left
-        self.futures = futures
-        self.result = result
-
-    def __call__(self, _: AnyFuture) -> None:
-        self.left.pop(self.place, None)
-        if not self.left:
-            self.result.settle(self.futures)
-
-
-def _hand_over(future: Future[Any], callbacks: list[_UserCallback]) -> None:
-    """Have callbacks run in a thread that runs no loop, one after the other in their order."""
-    try:
-        executor = callbacks[0].executor
-    except IndexError:  # it is the second time that they are handed over
-        return
-    if executor is not None:
-        try:
-            executor.submit(_run_all, callbacks, future)
-            return
-        except WorkerClosed:  # its worker has shut down, which may be what settled the Future
-            pass
-    threading.Thread(target=_run_all, args=(callbacks, future), name="aiorpc-callback", daemon=True).start()
-
-
-def _run_all(callbacks: list[_UserCallback], future: Future[Any]) -> None:
-    while callbacks:
-        try:
-            callback = callbacks.pop(0)
-        except IndexError:  # they were handed over twice
-            return
-        callback(future)
 
 
 class _Failure:
@@ -716,40 +571,3 @@ def outcome(future: AnyFuture) -> tuple[Any, BaseException | None]:
         return future.value(), None
     except BaseException as error:
         return None, error
-
-
-def collect_all(futures: Sequence[AnyFuture]) -> Future[list[AnyFuture]]:
-    """A Future of the list of `futures`, complete when all of them are, whether they failed or not.
-
-    Unlike ``torch.futures.collect_all`` it keeps their Python identity, and its callbacks stay off loop threads.
-    TypeError if one is no torch Future.
-    """
-    futures = list(futures)
-    for future in futures:
-        if not is_future(future):
-            raise TypeError(f"collect_all() takes torch Futures, not {type(future).__name__}")
-    result: Future[list[AnyFuture]] = Future()
-    result.subject = f"collect_all of {len(futures)} Futures"
-    for future in futures:
-        if isinstance(future, Future):
-            result.loop = result.loop or future.loop
-            result.executor = result.executor or future.executor
-    result.sources = [future for future in futures if isinstance(future, Future)]
-    left = dict.fromkeys(range(len(futures)))  # to take one out of it is atomic: no lock is needed
-    if not futures:
-        result.settle(futures)
-    for place, future in enumerate(futures):
-        when_done(future, _Counted(place, left, futures, result))
-    return result
-
-
-def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
-    """Block until all are complete and return their values in order; raises the first error in that order.
-
-    WouldBlockLoop on the thread that runs the loop which has to settle one of them; TypeError as for `collect_all`.
-    """
-    done = collect_all(list(futures)).wait()
-    for future in done:
-        if isinstance(future, Future):
-            future.mark_seen()
-    return [future.wait() for future in done]

@@ -31,12 +31,14 @@ import torch
 from .autograd.contexts import make_pass
 from .autograd.parts import Closing, Part, pack_reference
 from .autograd.passes import Last
+from .callbacks import block_observer
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError
-from .futures import Future, block_observer, call_site
+from .futures import Future
 from .protocol.registered import register_safe
 from .runtime.calls.current import check_cancelled, current_call, permits
 from .runtime.node import Node, node_of, registry, serving
 from .runtime.references.rref import RRef
+from .sites import call_site
 
 __all__ = ["DistributedOptimizer", "NoGradients"]
 

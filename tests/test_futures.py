@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import logging
 import signal
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -22,15 +17,25 @@ import pytest
 import torch
 
 from aiorpc import futures as futures_module
-from aiorpc.errors import RpcCancelled, RpcTimeout, RpcUsageError, WorkerClosed, WouldBlockLoop
-from aiorpc.futures import Future, block_observer, collect_all, is_future, outcome, wait_all, when_done
+from aiorpc.callbacks import block_observer
+from aiorpc.collecting import collect_all, wait_all
+from aiorpc.errors import RpcCancelled, RpcTimeout, RpcUsageError, WouldBlockLoop
+from aiorpc.futures import Future, is_future, outcome
 from tests.conftest import LoopFactory
 from tests.runtime import hostile
-from tests.transport.ends import interrupted, meanwhile
-
-# Long enough that only a hang reaches it.
-LONG = 20.0
-MOST = 3000  # instructions: more than any of this takes
+from tests.settling import (
+    LONG,
+    MOST,
+    all_at_once,
+    arriving,
+    pending,
+    running,
+    see,
+    settled,
+    until,
+    wait_until,
+)
+from tests.transport.ends import meanwhile
 
 SETTLERS: dict[str, Callable[[Future[Any]], object]] = {
     "set_result": lambda future: future.set_result(1),
@@ -39,77 +44,6 @@ SETTLERS: dict[str, Callable[[Future[Any]], object]] = {
     "answer": lambda future: future.settle(2),
     "failure": lambda future: future.settle(None, KeyError("lost")),
 }
-
-
-def pending(loop: asyncio.AbstractEventLoop | None = None) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.loop = loop
-    return future
-
-
-def settled(value: Any = None, error: Exception | None = None) -> Future[Any]:
-    future: Future[Any] = Future()
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
-    return future
-
-
-def see(future: Future[Any]) -> tuple[str, object]:
-    """How the Future ended: name of the error's type or "value", and its text or the value."""
-    value, error = outcome(future)
-    return ("value", value) if error is None else (type(error).__name__, str(error))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once the condition holds; fail after LONG seconds."""
-    limit = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < limit, "waited too long"
-        time.sleep(0.001)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """The same on a loop."""
-    async with asyncio.timeout(LONG):
-        while not condition():  # noqa: ASYNC110  # nothing announces these conditions
-            await asyncio.sleep(0.001)
-
-
-@contextmanager
-def running(target: Callable[..., object], *args: object) -> Iterator[list[Any]]:
-    """Run `target` in a thread meanwhile; what it returned or raised is in the list once the block is left."""
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            result.append(target(*args))
-        except BaseException as error:
-            result.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield result
-    finally:
-        thread.join(LONG)
-        assert not thread.is_alive()
-
-
-def all_at_once(*jobs: Callable[[], object]) -> list[Any]:
-    """Start the jobs in one thread each, as nearly together as can be; what they returned or raised."""
-    barrier = threading.Barrier(len(jobs))
-
-    def run(job: Callable[[], object]) -> object:
-        barrier.wait(LONG)
-        try:
-            return job()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return [done.result(LONG) for done in [pool.submit(run, job) for job in jobs]]
 
 
 # --- transitions ------------------------------------------------------------------------------------------------------
@@ -749,237 +683,7 @@ def test_answer_for_a_loop_that_is_gone(loop_factory: LoopFactory) -> None:
     coroutine.close()
 
 
-# --- callbacks and then -----------------------------------------------------------------------------------------------
-
-
-def test_callbacks_run_in_order() -> None:
-    """Callbacks run in the order of registration, in the settling thread when that runs no loop."""
-    future = pending()
-    ran: list[tuple[int, int]] = []
-    for number in range(5):
-        future.add_done_callback(lambda _, number=number: ran.append((number, threading.get_ident())))  # type: ignore[misc]  # a default that it is never called without
-    future.set_result(None)
-    assert ran == [(number, threading.get_ident()) for number in range(5)]
-    future.add_done_callback(lambda done: ran.append((99, 0)))
-    assert ran[-1] == (99, 0)
-
-
-@pytest.mark.parametrize("error", [ValueError("callback"), SystemExit(3), asyncio.CancelledError()])
-def test_raising_callback_is_logged_and_stops_nobody(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    """What a callback raises is logged; the settler and the other callbacks go on."""
-
-    def broken(_: Future[Any]) -> None:
-        raise error
-
-    future = pending()
-    ran: list[int] = []
-    future.add_done_callback(broken)
-    future.add_done_callback(lambda done: ran.append(done.value()))
-    with caplog.at_level(logging.ERROR, "aiorpc"):
-        future.set_result(1)
-    assert ran == [1]
-    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("method", ["add_done_callback", "then"])
-def test_ctrl_c_in_a_callback_of_the_main_thread_goes_on(
-    method: str, late: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It ends what the main thread does, be that to settle or to register; Future and other callbacks are whole."""
-
-    def interrupted(_: Future[Any]) -> None:
-        raise KeyboardInterrupt
-
-    future = pending()
-    ran = threading.Event()
-    children: list[Future[Any]] = []
-    if late:
-        future.set_result(1)
-        with pytest.raises(KeyboardInterrupt):
-            getattr(future, method)(interrupted)
-    else:
-        children.append(getattr(future, method)(interrupted))
-        future.add_done_callback(lambda _: ran.set())
-        with pytest.raises(KeyboardInterrupt):
-            future.set_result(1)
-        assert ran.wait(LONG)
-        if method == "then":
-            assert isinstance(children[0].exception(), KeyboardInterrupt)
-    assert future.value() == 1 and future.waiters == 0
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("error", [None, ValueError("no")], ids=["value", "error"])
-def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -> None:
-    """Whatever instruction the signal comes at: it has not begun, or all who wait are told, and callbacks run once."""
-
-    class Call(Future[Any]):
-        _apart = True
-
-    async def awaited(future: Future[Any]) -> tuple[str, object]:
-        with contextlib.suppress(Exception):
-            await future
-        return see(future)
-
-    home = asyncio.new_event_loop()
-    expected = ("value", 7) if error is None else ("ValueError", "no")
-    value = 7 if error is None else None
-
-    def settle(at: int) -> tuple[str | None, bool]:
-        """Interrupted at that instruction: where that is, None behind the last, and whether it had begun."""
-        future, ran, seen = Call(), list[int](), list[tuple[str, object]]()
-        future.site = (made_here.__code__, 0)
-        task = asyncio.run_coroutine_threadsafe(awaited(future), home)
-        wait_until(lambda: future.waiters == 1)
-        all_of_it = collect_all([future])
-        child = future.then(lambda done: seen.append(see(done)))
-        future.add_done_callback(lambda _: ran.append(0))
-        future.add_done_callback(lambda _: ran.append(1))
-        with running(outcome_of, future) as result:
-            wait_until(lambda: future.waiters == 6)
-            where = interrupted(partial(future.settle, value, error), at, futures_module.__file__)
-            begun = not future.settle(value, error)
-            wait_until(lambda: len(ran) >= 2 and all_of_it.done() and child.done())
-            assert all_of_it.wait(LONG) == [future], where
-            assert task.result(LONG) == expected, where
-        assert result == seen == [expected], where
-        assert sorted(ran) == [0, 1] and future.waiters == 0, where
-        assert torch._C.Future.done(future), where
-        return where, begun
-
-    with running(home.run_forever):
-        try:
-            found = list(takewhile(lambda found: found[0] is not None, map(settle, range(MOST))))
-        finally:
-            home.call_soon_threadsafe(home.stop)
-    home.close()
-    assert 100 < len(found) < MOST and {begun for _, begun in found} == {False, True}, "it was not interrupted"
-
-
-def outcome_of(future: Future[Any]) -> tuple[str, object]:
-    """Wait for it, and say how it ended."""
-    with contextlib.suppress(ValueError):
-        future.wait(LONG)
-    return see(future)
-
-
-@pytest.mark.parametrize("method", ["add_done_callback", "then"])
-def test_callbacks_must_be_callable(method: str) -> None:
-    """What cannot be called is refused when it is given."""
-    with pytest.raises(TypeError, match="not callable"):
-        getattr(pending(), method)(None)
-
-
-async def test_callbacks_never_run_on_a_loop_thread() -> None:
-    """Settled on a loop, or registered on one after that: the callback runs elsewhere, off any loop, and may block."""
-    other = pending()
-
-    def blocking(_: Future[Any]) -> tuple[int, Any]:
-        with pytest.raises(RuntimeError):
-            asyncio.get_running_loop()
-        return threading.get_ident(), other.wait(LONG)
-
-    early, done = pending(asyncio.get_running_loop()), pending()
-    first = early.then(blocking)
-    early.set_result(None)
-    done.set_result(None)
-    second = done.then(blocking)
-    await asyncio.sleep(0)
-    assert not first.done()
-    other.set_result("free")
-    async with asyncio.timeout(LONG):
-        results = [await first, await second]
-    assert [value for _, value in results] == ["free", "free"]
-    assert threading.get_ident() not in [thread for thread, _ in results]
-
-
-async def test_callbacks_go_to_the_executor() -> None:
-    """With an executor the callback goes there; when that is closed it still runs."""
-    jobs: list[tuple[Any, ...]] = []
-
-    class Threads:
-        may_stay_awake = True
-
-        def stay_awake(self, look: Any, done: Any, timeout: float | None) -> None:
-            raise AssertionError("nobody waits")
-
-        def waited(self, seconds: float) -> None:
-            raise AssertionError("nobody waits")
-
-    class Open(Threads):
-        def submit(self, fn: Callable[..., None], *args: object) -> None:
-            jobs.append((fn, *args))
-
-    class Closed(Threads):
-        def submit(self, fn: Callable[..., None], *args: object) -> None:
-            raise WorkerClosed("closed")
-
-    ran: list[Any] = []
-    future = pending()
-    future.executor = Open()
-    future.add_done_callback(lambda done: ran.append(done.value()))
-    future.set_result(1)
-    assert ran == []
-    ((job, *args),) = jobs
-    await asyncio.to_thread(job, *args)
-    assert ran == [1]
-
-    future = pending()
-    future.executor = Closed()
-    future.add_done_callback(lambda done: ran.append(done.value()))
-    future.set_result(2)
-    await until(lambda: ran == [1, 2])
-
-
-def test_then_makes_a_future_of_ours() -> None:
-    """then gives a Future of the callback's result, with everything ours can do, and chains."""
-    parent = pending()
-    child = parent.then(lambda done: done.value() + 1).then(lambda done: done.wait() * 10)
-    assert type(child) is Future
-    assert not child.done()
-    parent.set_result(1)
-    assert child.wait(LONG) == 20
-    assert "then" in child.describe()
-
-
-def test_then_passes_errors_on() -> None:
-    """The callback sees the parent's error; what it raises, even what is no Exception, fails the child."""
-    parent = pending()
-    seen = parent.then(lambda done: type(done.exception()))
-    raised = parent.then(lambda done: done.value())
-
-    def leave(_: Future[Any]) -> None:
-        raise SystemExit(3)
-
-    left = parent.then(leave)
-    error = ValueError("no")
-    parent.set_exception(error)
-    assert seen.wait(LONG) is ValueError
-    assert raised.exception() is error
-    assert isinstance(left.exception(), SystemExit)
-
-
-def test_cancelled_child_does_not_stop_its_parent() -> None:
-    """Cancelling what `then` gave leaves the parent alone, and the callback's late result is dropped."""
-    parent = pending()
-    child = parent.then(lambda done: done.value())
-    assert child.cancel()
-    assert not parent.done()
-    parent.set_result(1)
-    assert child.cancelled()
-
-
 # --- torch's helpers, and ours on torch's Futures ---------------------------------------------------------------------
-
-
-def torch_future(value: Any = None, error: Exception | None = None) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
-    return future
 
 
 def test_torch_sees_ours() -> None:
@@ -1011,172 +715,7 @@ def test_is_a_torch_future() -> None:
     assert isinstance(Future(devices=[]), torch.futures.Future)
 
 
-def test_our_helpers_take_bare_torch_futures() -> None:
-    """wait_all, collect_all, when_done and outcome take any torch Future, also the C++ base that torch's then gives."""
-    source: torch.futures.Future[int] = torch.futures.Future()
-    bare = source.then(lambda done: done.value() + 1)
-    ran: list[Any] = []
-    when_done(bare, lambda done: ran.append(outcome(done)))
-    both = collect_all([settled(1), bare])
-    assert not both.done()
-    source.set_result(4)
-    assert both.wait(LONG)[1] is bare
-    assert ran == [(5, None)]
-    assert wait_all([settled(1), bare, torch_future(2)]) == [1, 5, 2]
-    error = ValueError("no")
-    assert outcome(torch_future(error=error)) == (None, error)
-
-
-def test_wait_all_raises_the_first_error_after_all_are_done() -> None:
-    """wait_all waits for all, then raises the first error in the order of the list."""
-    first, second, third = pending(), pending(), torch_future(error=KeyError("third"))
-    with running(wait_all, [first, second, third]) as result:
-        second.set_exception(ValueError("second"))
-        wait_until(lambda: first.waiters == 1)
-        assert not result
-        first.set_result(0)
-    assert repr(result[0]) == "ValueError('second')"
-
-
-def test_collect_all_keeps_identity_and_refuses_others() -> None:
-    """The list holds the very Futures that were given; none at all is complete at once; other things are refused."""
-    futures = [settled(1), settled(error=ValueError("no"))]
-    assert all(mine is theirs for mine, theirs in zip(collect_all(futures).wait(LONG), futures, strict=True))
-    assert collect_all([]).wait(LONG) == []
-    with pytest.raises(TypeError, match="not int"):
-        collect_all([1])  # type: ignore[list-item]  # misuse
-
-
-def test_collect_all_completes_once_when_many_threads_settle() -> None:
-    """However many threads settle its members at once, the collection completes once, after the last."""
-
-    def race() -> None:
-        futures = [pending() for _ in range(8)]
-        done: list[bool] = []
-        collect_all(futures).add_done_callback(lambda all_of: done.append(all(f.done() for f in all_of.value())))
-        all_at_once(*(partial(future.set_result, None) for future in futures))
-        wait_until(lambda: bool(done))
-        assert done == [True]
-
-    for _ in range(30):
-        race()
-
-
-# --- failures nobody looked at ----------------------------------------------------------------------------------------
-
-
-def made_here() -> Future[Any]:
-    future = pending()
-    future.subject = "the call of f"
-    future.site = (made_here.__code__, 0)
-    return future
-
-
-def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
-    """A failed call that nobody looked at is logged when it is dropped: what, where made, which error."""
-    future = made_here()
-    future.settle(None, ValueError("lost in space"))
-    with caplog.at_level(logging.ERROR, "aiorpc"):
-        del future
-        gc.collect()
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert "the call of f" in message
-    assert f"{__file__}:" in message
-    assert "in made_here" in message
-    assert "ValueError: lost in space" in message
-
-
-def test_failure_seen_the_moment_it_is_there_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A thread that polls done() may look at the error before its settler is through; it has been looked at."""
-
-    seen: list[BaseException | None] = []
-
-    class Watched(Future[int]):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value)
-            if self.done() and not seen:  # as another thread may, from here on
-                seen.append(self.exception())
-
-    future = Watched()
-    future.site = (Watched.__setattr__.__code__, 0)
-    error = ValueError("seen")
-    future.settle(None, error)
-    assert seen == [error]
-    del future
-    gc.collect()
-    assert not caplog.records
-
-
-def test_what_a_callback_of_then_raises_is_logged_if_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:
-    """It has looked at the error of the call, which is then the child's, with the place of the call; once."""
-    future = made_here()
-    child = future.then(lambda done: done.value())
-    with caplog.at_level(logging.ERROR, "aiorpc"):
-        future.settle(None, ValueError("lost in space"))
-        del future, child
-        gc.collect()
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert "then(" in message and "in made_here" in message and "ValueError: lost in space" in message
-
-
-def raises_value_error(look: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match="seen"):
-        look()
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda future: future.exception(),
-        lambda future: outcome(future),
-        lambda future: future.then(lambda done: done.exception()),
-        lambda future: raises_value_error(future.wait),
-        lambda future: raises_value_error(future.value),
-        lambda future: raises_value_error(lambda: wait_all([future])),
-    ],
-)
-def test_observed_failure_is_not_logged(
-    look: Callable[[Future[Any]], object], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whoever looked at the error, in whatever way, has dealt with it."""
-    future = made_here()
-    future.settle(None, ValueError("seen"))
-    look(future)
-    del future
-    gc.collect()
-    assert not caplog.records
-
-
-def test_cancelled_and_answered_calls_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A cancelled call is nobody's surprise, nor is one that was answered or never ended."""
-    futures = [made_here() for _ in range(3)]
-    futures[0].cancel()
-    futures[1].set_result(1)
-    futures.clear()
-    gc.collect()
-    assert not caplog.records
-
-
 # --- values on devices ------------------------------------------------------------------------------------------------
-
-
-class Joined:
-    """An arrival that remembers the threads that joined."""
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-
-    def join(self) -> None:
-        self.threads.append(threading.get_ident())
-
-
-def arriving(value: Any = 1) -> tuple[Future[Any], Joined]:
-    """A pending Future of a value that is still being made on some streams."""
-    future, joined = pending(), Joined()
-    future.arrival = joined
-    return future, joined
 
 
 @pytest.mark.parametrize("take", [Future.wait, Future.value, outcome, lambda future: wait_all([future])])
@@ -1219,18 +758,6 @@ def test_callback_that_takes_a_value_joins_its_streams(method: str) -> None:
         pass
     assert len(joined.threads) == 1
     assert joined.threads != [threading.get_ident()]
-
-
-def test_collect_all_leaves_the_joining_to_its_members() -> None:
-    """The collection is a list of Futures: whoever takes a value from one of them joins that one's streams."""
-    (first, one), (second, two) = arriving(), arriving()
-    both = collect_all([first, second])
-    first.settle(1)
-    second.settle(2)
-    members = both.wait(LONG)
-    assert one.threads + two.threads == []
-    assert members[1].value() == 2
-    assert (len(one.threads), len(two.threads)) == (0, 1)
 
 
 def test_failure_has_no_streams_to_join() -> None:
@@ -1285,13 +812,3 @@ def test_settling_with_an_error_that_raises_when_touched(place: str, raised: typ
             assert type(got) is type(error)
         else:
             pytest.fail("it has a value")
-
-
-def test_an_unobserved_error_without_a_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The line that nobody looked says what it can."""
-    future: Future[int] = Future()
-    future.site = (test_an_unobserved_error_without_a_text_is_logged.__code__, 0)
-    future.settle(None, hostile.make("__str__", SystemExit))
-    del future
-    gc.collect()
-    assert "nobody looked: Hostile_str_SystemExit: <its text cannot be made: SystemExit>" in caplog.text

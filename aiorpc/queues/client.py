@@ -37,13 +37,14 @@ from ..errors import (
     UnknownWorker,
     WorkerClosed,
 )
-from ..futures import Future, call_site
+from ..futures import Future
 from ..protocol.messages import ObjectMethod
 from ..protocol.states import PeerState
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
+from ..sites import call_site
 from .items import KEPT_BYTES, KEPT_ITEMS, Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
 from .packing import TOGETHER, hand_over, pack, unpack
 from .served import MOST, SHUT

@@ -11,7 +11,7 @@ import pytest
 
 import aiorpc
 from aiorpc import RpcCancelled, Worker
-from aiorpc.futures import block_observer
+from aiorpc.callbacks import block_observer
 from aiorpc.runtime.calls.values import LARGE_PICKLE
 from tests.runtime.waiting import LIMIT, until, until_no_references
 

@@ -15,8 +15,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 
 from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, Worker, init, rpc_async, rpc_sync
 from aiorpc import futures as futures_module
+from aiorpc.collecting import wait_all
 from aiorpc.errors import PeerLost, RpcError, WouldBlockLoop
-from aiorpc.futures import wait_all
 from aiorpc.protocol.frames import ERROR, REPLY
 from aiorpc.runtime.caller.peer import Peer
 from aiorpc.runtime.engine.observing import Passage

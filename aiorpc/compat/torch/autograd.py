@@ -13,8 +13,8 @@ import torch
 from ...autograd import backward as run_pass
 from ...autograd import context as aiorpc_context
 from ...autograd import get_gradients as gradients_of
+from ...callbacks import current_autograd
 from ...errors import RpcError, RpcUsageError
-from ...futures import current_autograd
 from ...runtime.gradients import contexts as gradients
 from ...runtime.gradients.contexts import AutogradContext
 from ...runtime.node import registry

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ... import foreign
+from ...collecting import collect_all as all_done
 from ...errors import RpcUsageError
 from ...futures import AnyFuture, Future, outcome, when_done
-from ...futures import collect_all as all_done
 from ...runtime.calls.functions import is_loaded, resolve
 
 __all__ = ["collect_all", "error_of_call", "torch_then", "wait_all"]

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ...futures import block_observer
+from ...callbacks import block_observer
 from ..calls.current import ServedCall
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 
 from ... import foreign
+from ...callbacks import Executor
 from ...errors import ProtocolError, RpcCancelled, RpcError
-from ...futures import PENDING, UNCLAIMED, Executor, Future, Marks
+from ...futures import PENDING, UNCLAIMED, Future, Marks
 from ...protocol.frames import PARCEL, RELEASE, Frame
 from ...transport.connection import Connection
 from ..engine.engine import Engine

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ...errors import RpcUsageError
-from ...futures import Future, call_site
+from ...futures import Future
 from ...protocol.retries import check_backoff, check_retries
+from ...sites import call_site
 from ..references.rref import RRef
 from .objects import Home, ObjectHandle, not_tried_again
 from .peers import To

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from ...channels.landing import Arrival
 from ...errors import RpcError
-from ...futures import CallSite
+from ...sites import CallSite
 from .future import OwedForFuture
 from .known import FunctionEntry
 

@@ -6,10 +6,11 @@ import sys
 from typing import Any, NamedTuple, Protocol
 
 from ...errors import RpcUsageError
-from ...futures import Future, call_site
+from ...futures import Future
 from ...protocol.identity import check_object_name
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
+from ...sites import call_site
 from ..references.references import References
 from .peers import Peers, To
 from .retrying import Retries, RetryOptions

@@ -19,13 +19,13 @@ import torch
 from ... import foreign
 from ...channels.landing import Landing
 from ...errors import RpcError, RpcTimeout
-from ...futures import describe_site
 from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Values, read_error, read_values
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PeerState
+from ...sites import describe_site
 from ..calls.current import CommonHome
 from ..calls.failures import decode_error, without_frames
 from ..calls.pending import PendingCall

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ... import foreign
+from ...callbacks import current_autograd
 from ...channels.shm import Copies
 from ...errors import Overloaded, PeerClosed, RpcError, RpcUsageError, SerializationError, WorkerClosed
-from ...futures import CallSite, current_autograd
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
@@ -42,6 +42,7 @@ from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMe
 from ...protocol.packing import PLAIN
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
+from ...sites import CallSite
 from ...transport.connection import Connection
 from ..calls.current import current_call
 from ..calls.failures import absence_behind

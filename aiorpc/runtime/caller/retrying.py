@@ -18,11 +18,13 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from ... import foreign
+from ...callbacks import current_autograd
 from ...errors import Overloaded, PeerClosed, PeerLost, PeerRefused, RpcUsageError, UnknownObject, WorkerClosed
-from ...futures import CallSite, Future, current_autograd
+from ...futures import Future
 from ...protocol.messages import ObjectMethod
 from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
+from ...sites import CallSite
 from ..calls.current import CommonHome, current_call
 from ..calls.functions import describe
 from ..engine.engine import Engine

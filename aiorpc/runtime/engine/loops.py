@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from ...callbacks import block_observer
 from ...errors import WorkerClosed
-from ...futures import block_observer
 
 T = TypeVar("T")
 

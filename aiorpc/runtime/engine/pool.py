@@ -31,8 +31,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ... import foreign
+from ...callbacks import block_observer
 from ...errors import WorkerClosed
-from ...futures import block_observer
 from ...transport.writing import is_owned
 from .alarm import Alarm, Source
 from .forked import end_child

@@ -27,7 +27,8 @@ from typing import Any
 
 from ... import foreign
 from ...errors import RpcCancelled
-from ...futures import ArrivalForFuture, CallSite, Future
+from ...futures import ArrivalForFuture, Future
+from ...sites import CallSite
 from ..caller.member_call import MemberCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine

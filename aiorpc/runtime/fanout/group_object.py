@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...futures import CallSite, call_site
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
+from ...sites import CallSite, call_site
 from .proxies import GroupProxy
 
 

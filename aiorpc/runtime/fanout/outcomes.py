@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, overload
 
 from ... import foreign
 from ...errors import GroupError, PeerClosed, PeerLost, PeerRefused, RpcError
-from ...futures import Unobserved
+from ...sites import Unobserved
 from ..calls.failures import came_from_afar
 
 _GONE = (PeerLost, PeerClosed, PeerRefused)

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ...errors import RpcUsageError
-from ...futures import CallSite, Future, call_site
+from ...futures import Future
 from ...protocol.identity import WorkerInfo, check_object_name
 from ...protocol.messages import ObjectMethod
+from ...sites import CallSite, call_site
 from ..caller.peer import Peer, Try
 from ..caller.peers import Peers
 from ..caller.retrying import Retries

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...futures import CallSite, call_site
+from ...sites import CallSite, call_site
 
 Make = Callable[[str, tuple[Any, ...], dict[str, Any], CallSite], Any]
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, overload
 
 from ...errors import RpcUsageError
-from ...futures import CallSite, Future, call_site
+from ...futures import Future
 from ...protocol.messages import Fetch, Method
+from ...sites import CallSite, call_site
 from ..caller.member_call import MemberCall
 from ..caller.peer import Try
 from ..caller.peers import Peers

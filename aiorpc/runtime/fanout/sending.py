@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, Protocol
 
+from ...callbacks import current_autograd
 from ...channels.shm import Copies
 from ...errors import RpcError, RpcUsageError, SerializationError
-from ...futures import CallSite, Future, current_autograd
+from ...futures import Future
 from ...protocol.frames import CALL, HEAD, MAGIC, encode_frame
 from ...protocol.messages import ByName, Call, Function, Method, ObjectMethod, with_head, without_head, write_plain
+from ...sites import CallSite
 from ..caller.future import name_argument
 from ..caller.known import FunctionEntry
 from ..caller.member_call import MemberCall

@@ -25,9 +25,9 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.jit._builtins import _find_builtin
 
+from ...callbacks import current_autograd as current_autograd
 from ...channels.landing import Arrival
 from ...errors import ProtocolError, RpcError, RpcUsageError
-from ...futures import current_autograd as current_autograd
 from ...protocol.codec import Past
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Recorded

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, cast
@@ -19,7 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from ...errors import Overloaded, RendezvousError, RpcError, RpcUsageError
-from ...futures import CallSite, Future, call_site
+from ...futures import Future
 from ...options import seconds
 from ...protocol.identity import WorkerRecord
 from ...protocol.publication import (
@@ -37,6 +36,7 @@ from ...protocol.publication import (
     read,
     write,
 )
+from ...sites import call_site, outside
 from ..caller.peers import Peers
 from ..calls import current
 from ..calls.current import current_call
@@ -107,7 +107,7 @@ class Publications:
         self._engine.lifetime.check_open()
         content = take_apart(name, value, self._engine, self._home.links.accelerators.accelerator)
         future: Future[Publication] = self._future(f"publishing {name!r}")
-        future.site = _site_of_user()  # so a failure that nobody looks at is logged
+        future.site = call_site(outside("aiorpc"))  # so a failure that nobody looks at is logged
         self._begin(future, lambda: self._publish(name, content, future))
         return future
 
@@ -473,14 +473,6 @@ class Publications:
     def close_in_child(self) -> None:
         """In a forked child: let go of the descriptors, which are the parent's."""
         self._watch.close_in_child()
-
-
-def _site_of_user() -> CallSite:
-    """Where the program has called the verb that calls this: the nearest frame outside of the package."""
-    frame, package = sys._getframe(1), __name__.partition(".")[0]
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame = frame.f_back
-    return call_site(frame)
 
 
 class _NodeThatPublishes(Protocol):

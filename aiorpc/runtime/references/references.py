@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 
 from ... import foreign
 from ...errors import Overloaded, ProtocolError, RpcError, RpcUsageError
-from ...futures import Future, describe_site
+from ...futures import Future
 from ...protocol import codec
 from ...protocol.frames import Kind
 from ...protocol.messages import Method
@@ -48,6 +48,7 @@ from ...protocol.reference_messages import (
     fork_of_creator,
 )
 from ...protocol.references import ReferenceTable
+from ...sites import describe_site
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine

@@ -8,11 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from ...errors import RpcError, RpcUsageError
-from ...futures import Future, call_site, describe_site
+from ...futures import Future
 from ...protocol import codec
 from ...protocol.identity import WorkerInfo
 from ...protocol.messages import Fetch, Method
 from ...protocol.reference_messages import LENT, ReferenceId
+from ...sites import call_site, describe_site
 from ..calls.current import registry
 from ..engine.engine import Engine
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from ....collecting import wait_all
 from ....errors import NotInitialized, Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
-from ....futures import Future, wait_all
+from ....futures import Future
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
 from ....runtime.caller.peer import Peer

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ....callbacks import current_autograd
 from ....errors import NotInitialized, RpcTimeout, RpcUsageError
-from ....futures import Future, current_autograd
+from ....futures import Future
 from ....protocol.codec import Outgoing
 from ....protocol.messages import Fetch
 from ....runtime.gradients.contexts import OF_VALUE

@@ -1,0 +1,120 @@
+"""Callbacks of users, kept off the threads of loops, and what a pool is told of threads that wait.
+
+A list of them that is handed over is run by one thread, in order. It may be handed over twice, by a settler that was
+interrupted (`futures.py`, invariant 7): each is taken from the list by an atomic ``list.pop``, so each runs once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from . import foreign
+from .errors import WorkerClosed
+
+logger = logging.getLogger("aiorpc")
+
+
+class Settled(Protocol):
+    """A Future that has settled, as far as running its callbacks takes."""
+
+    def describe(self) -> str: ...
+
+
+class BlockObserver(Protocol):
+    """Told when a thread of a pool begins and ends to wait, so that the pool can run another thread meanwhile."""
+
+    def enter_blocked(self) -> None: ...
+
+    def exit_blocked(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Where callbacks of users run if the thread that settles must not run them (`ThreadPool`).
+
+    It also says in which threads it pays to wait without sleeping. may_stay_awake: whether there may be any.
+    """
+
+    @property
+    def may_stay_awake(self) -> bool: ...
+
+    def submit(self, fn: Callable[..., None], *args: object) -> None: ...
+
+    def stay_awake(
+        self, look: Callable[[Callable[[], bool]], None], done: Callable[[], bool], timeout: float | None
+    ) -> None:
+        """Call `look(enough)` where a wait without sleeping pays, with a function that says when to stop it."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """This thread has waited for so many seconds, asleep or awake."""
+        ...
+
+
+# Set in the threads of a handler pool; a wait there does not use up the pool.
+block_observer: ContextVar[BlockObserver | None] = ContextVar("aiorpc_block_observer", default=None)
+
+
+# The id of the autograd context that code runs in (runtime/gradients/contexts.py); 0 or None if there is none.
+# Callbacks take it along.
+current_autograd: ContextVar[int | None] = ContextVar("aiorpc_autograd", default=None)
+
+
+class Repeatable:
+    """An internal callback that may run twice: whoever was interrupted as he ran it runs it again."""
+
+    __slots__ = ()
+
+    def __call__(self, future: Any) -> None:
+        raise NotImplementedError
+
+
+class UserCallback:
+    """A callback of the user's, kept off loop threads. begun: whether it has been called."""
+
+    __slots__ = ("autograd", "begun", "callback", "executor")
+
+    def __init__(self, callback: Callable[[Any], Any], executor: Executor | None) -> None:
+        self.callback = callback
+        self.executor = executor
+        self.autograd = current_autograd.get()
+        self.begun = False
+
+    def __call__(self, future: Settled) -> None:
+        token = current_autograd.set(self.autograd)
+        try:
+            self.begun = True
+            self.callback(future)
+        except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
+            if foreign.is_interrupt(error):  # the main thread's, whatever it was doing
+                raise
+            foreign.log_error(logger, logging.ERROR, error, "a callback of %s raised", future.describe())
+        finally:
+            current_autograd.reset(token)
+
+
+def hand_over(future: Settled, callbacks: list[UserCallback]) -> None:
+    """Have callbacks run in a thread that runs no loop, one after the other in their order."""
+    try:
+        executor = callbacks[0].executor
+    except IndexError:  # it is the second time that they are handed over
+        return
+    if executor is not None:
+        try:
+            executor.submit(_run_all, callbacks, future)
+            return
+        except WorkerClosed:  # its worker has shut down, which may be what settled the Future
+            pass
+    threading.Thread(target=_run_all, args=(callbacks, future), name="aiorpc-callback", daemon=True).start()
+
+
+def _run_all(callbacks: list[UserCallback], future: Settled) -> None:
+    while callbacks:
+        try:
+            callback = callbacks.pop(0)
+        except IndexError:  # they were handed over twice
+            return
+        callback(future)

@@ -1,0 +1,57 @@
+"""Where in the user's program something was made, and what is logged of a failure that nobody looked at."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import CodeType, FrameType
+
+from . import foreign
+from .errors import RpcCancelled, WorkerClosed
+
+logger = logging.getLogger("aiorpc")
+
+# Where in the user's program a call was made: code and instruction. The line is computed only when somebody asks.
+CallSite = tuple[CodeType, int]
+
+
+def call_site(frame: FrameType) -> CallSite:
+    """The place that a frame is at."""
+    return frame.f_code, frame.f_lasti
+
+
+def describe_site(site: CallSite | None) -> str:
+    """A place as text: file, line, function; empty where it is not known."""
+    if site is None:
+        return ""
+    code, instruction = site
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{code.co_filename}:{line} in {code.co_qualname}"
+
+
+def outside(package: str) -> FrameType:
+    """The nearest frame on the stack that runs no code of that module or package: the program's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(f"{package}."):
+        frame = frame.f_back
+    return frame
+
+
+class Unobserved:
+    """Logs a failure when it is collected before anybody looked at it. what: has failed. seen: set by who looks."""
+
+    __slots__ = ("error", "seen", "what")
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        self.what = what
+        self.error = error
+        self.seen = False
+
+    def __del__(self) -> None:
+        # A failure that this worker has brought about itself, by cancelling or by leaving, is not logged. It has seen
+        # nothing at all if a signal handler has raised before it was made.
+        if not getattr(self, "seen", True) and not foreign.is_a(self.error, (RpcCancelled, WorkerClosed)):
+            logger.error("%s failed and nobody looked: %s", self.what, foreign.said(self.error))

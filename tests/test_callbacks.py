@@ -1,0 +1,246 @@
+"""Callbacks of Futures: their order, their threads, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc import callbacks, collecting, futures, sites
+from aiorpc.collecting import collect_all
+from aiorpc.errors import WorkerClosed
+from aiorpc.futures import Future
+from tests.settling import (
+    LONG,
+    MOST,
+    made_here,
+    outcome_of,
+    pending,
+    running,
+    see,
+    until,
+    wait_until,
+)
+from tests.transport.ends import interrupted
+
+# Where an exception is raised before each instruction.
+SETTLING = futures.__file__, callbacks.__file__, collecting.__file__, sites.__file__
+
+
+def test_callbacks_run_in_order() -> None:
+    """Callbacks run in the order of registration, in the settling thread when that runs no loop."""
+    future = pending()
+    ran: list[tuple[int, int]] = []
+    for number in range(5):
+        future.add_done_callback(lambda _, number=number: ran.append((number, threading.get_ident())))  # type: ignore[misc]  # a default that it is never called without
+    future.set_result(None)
+    assert ran == [(number, threading.get_ident()) for number in range(5)]
+    future.add_done_callback(lambda done: ran.append((99, 0)))
+    assert ran[-1] == (99, 0)
+
+
+@pytest.mark.parametrize("error", [ValueError("callback"), SystemExit(3), asyncio.CancelledError()])
+def test_raising_callback_is_logged_and_stops_nobody(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """What a callback raises is logged; the settler and the other callbacks go on."""
+
+    def broken(_: Future[Any]) -> None:
+        raise error
+
+    future = pending()
+    ran: list[int] = []
+    future.add_done_callback(broken)
+    future.add_done_callback(lambda done: ran.append(done.value()))
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        future.set_result(1)
+    assert ran == [1]
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [error]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("method", ["add_done_callback", "then"])
+def test_ctrl_c_in_a_callback_of_the_main_thread_goes_on(
+    method: str, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends what the main thread does, be that to settle or to register; Future and other callbacks are whole."""
+
+    def interrupted(_: Future[Any]) -> None:
+        raise KeyboardInterrupt
+
+    future = pending()
+    ran = threading.Event()
+    children: list[Future[Any]] = []
+    if late:
+        future.set_result(1)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(future, method)(interrupted)
+    else:
+        children.append(getattr(future, method)(interrupted))
+        future.add_done_callback(lambda _: ran.set())
+        with pytest.raises(KeyboardInterrupt):
+            future.set_result(1)
+        assert ran.wait(LONG)
+        if method == "then":
+            assert isinstance(children[0].exception(), KeyboardInterrupt)
+    assert future.value() == 1 and future.waiters == 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no")], ids=["value", "error"])
+def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -> None:
+    """Whatever instruction the signal comes at: it has not begun, or all who wait are told, and callbacks run once."""
+
+    class Call(Future[Any]):
+        _apart = True
+
+    async def awaited(future: Future[Any]) -> tuple[str, object]:
+        with contextlib.suppress(Exception):
+            await future
+        return see(future)
+
+    home = asyncio.new_event_loop()
+    expected = ("value", 7) if error is None else ("ValueError", "no")
+    value = 7 if error is None else None
+
+    def settle(at: int) -> tuple[str | None, bool]:
+        """Interrupted at that instruction: where that is, None behind the last, and whether it had begun."""
+        future, ran, seen = Call(), list[int](), list[tuple[str, object]]()
+        future.site = (made_here.__code__, 0)
+        task = asyncio.run_coroutine_threadsafe(awaited(future), home)
+        wait_until(lambda: future.waiters == 1)
+        all_of_it = collect_all([future])
+        child = future.then(lambda done: seen.append(see(done)))
+        future.add_done_callback(lambda _: ran.append(0))
+        future.add_done_callback(lambda _: ran.append(1))
+        with running(outcome_of, future) as result:
+            wait_until(lambda: future.waiters == 6)
+            where = interrupted(partial(future.settle, value, error), at, *SETTLING)
+            begun = not future.settle(value, error)
+            wait_until(lambda: len(ran) >= 2 and all_of_it.done() and child.done())
+            assert all_of_it.wait(LONG) == [future], where
+            assert task.result(LONG) == expected, where
+        assert result == seen == [expected], where
+        assert sorted(ran) == [0, 1] and future.waiters == 0, where
+        assert torch._C.Future.done(future), where
+        return where, begun
+
+    with running(home.run_forever):
+        try:
+            found = list(takewhile(lambda found: found[0] is not None, map(settle, range(MOST))))
+        finally:
+            home.call_soon_threadsafe(home.stop)
+    home.close()
+    assert 100 < len(found) < MOST and {begun for _, begun in found} == {False, True}, "it was not interrupted"
+
+
+@pytest.mark.parametrize("method", ["add_done_callback", "then"])
+def test_callbacks_must_be_callable(method: str) -> None:
+    """What cannot be called is refused when it is given."""
+    with pytest.raises(TypeError, match="not callable"):
+        getattr(pending(), method)(None)
+
+
+async def test_callbacks_never_run_on_a_loop_thread() -> None:
+    """Settled on a loop, or registered on one after that: the callback runs elsewhere, off any loop, and may block."""
+    other = pending()
+
+    def blocking(_: Future[Any]) -> tuple[int, Any]:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        return threading.get_ident(), other.wait(LONG)
+
+    early, done = pending(asyncio.get_running_loop()), pending()
+    first = early.then(blocking)
+    early.set_result(None)
+    done.set_result(None)
+    second = done.then(blocking)
+    await asyncio.sleep(0)
+    assert not first.done()
+    other.set_result("free")
+    async with asyncio.timeout(LONG):
+        results = [await first, await second]
+    assert [value for _, value in results] == ["free", "free"]
+    assert threading.get_ident() not in [thread for thread, _ in results]
+
+
+async def test_callbacks_go_to_the_executor() -> None:
+    """With an executor the callback goes there; when that is closed it still runs."""
+    jobs: list[tuple[Any, ...]] = []
+
+    class Threads:
+        may_stay_awake = True
+
+        def stay_awake(self, look: Any, done: Any, timeout: float | None) -> None:
+            raise AssertionError("nobody waits")
+
+        def waited(self, seconds: float) -> None:
+            raise AssertionError("nobody waits")
+
+    class Open(Threads):
+        def submit(self, fn: Callable[..., None], *args: object) -> None:
+            jobs.append((fn, *args))
+
+    class Closed(Threads):
+        def submit(self, fn: Callable[..., None], *args: object) -> None:
+            raise WorkerClosed("closed")
+
+    ran: list[Any] = []
+    future = pending()
+    future.executor = Open()
+    future.add_done_callback(lambda done: ran.append(done.value()))
+    future.set_result(1)
+    assert ran == []
+    ((job, *args),) = jobs
+    await asyncio.to_thread(job, *args)
+    assert ran == [1]
+
+    future = pending()
+    future.executor = Closed()
+    future.add_done_callback(lambda done: ran.append(done.value()))
+    future.set_result(2)
+    await until(lambda: ran == [1, 2])
+
+
+def test_then_makes_a_future_of_ours() -> None:
+    """then gives a Future of the callback's result, with everything ours can do, and chains."""
+    parent = pending()
+    child = parent.then(lambda done: done.value() + 1).then(lambda done: done.wait() * 10)
+    assert type(child) is Future
+    assert not child.done()
+    parent.set_result(1)
+    assert child.wait(LONG) == 20
+    assert "then" in child.describe()
+
+
+def test_then_passes_errors_on() -> None:
+    """The callback sees the parent's error; what it raises, even what is no Exception, fails the child."""
+    parent = pending()
+    seen = parent.then(lambda done: type(done.exception()))
+    raised = parent.then(lambda done: done.value())
+
+    def leave(_: Future[Any]) -> None:
+        raise SystemExit(3)
+
+    left = parent.then(leave)
+    error = ValueError("no")
+    parent.set_exception(error)
+    assert seen.wait(LONG) is ValueError
+    assert raised.exception() is error
+    assert isinstance(left.exception(), SystemExit)
+
+
+def test_cancelled_child_does_not_stop_its_parent() -> None:
+    """Cancelling what `then` gave leaves the parent alone, and the callback's late result is dropped."""
+    parent = pending()
+    child = parent.then(lambda done: done.value())
+    assert child.cancel()
+    assert not parent.done()
+    parent.set_result(1)
+    assert child.cancelled()

@@ -1,0 +1,85 @@
+"""Many Futures as one: `collect_all` and `wait_all`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc.collecting import collect_all, wait_all
+from aiorpc.futures import outcome, when_done
+from tests.settling import (
+    LONG,
+    all_at_once,
+    arriving,
+    pending,
+    running,
+    settled,
+    torch_future,
+    wait_until,
+)
+
+
+def test_our_helpers_take_bare_torch_futures() -> None:
+    """wait_all, collect_all, when_done and outcome take any torch Future, also the C++ base that torch's then gives."""
+    source: torch.futures.Future[int] = torch.futures.Future()
+    bare = source.then(lambda done: done.value() + 1)
+    ran: list[Any] = []
+    when_done(bare, lambda done: ran.append(outcome(done)))
+    both = collect_all([settled(1), bare])
+    assert not both.done()
+    source.set_result(4)
+    assert both.wait(LONG)[1] is bare
+    assert ran == [(5, None)]
+    assert wait_all([settled(1), bare, torch_future(2)]) == [1, 5, 2]
+    error = ValueError("no")
+    assert outcome(torch_future(error=error)) == (None, error)
+
+
+def test_wait_all_raises_the_first_error_after_all_are_done() -> None:
+    """wait_all waits for all, then raises the first error in the order of the list."""
+    first, second, third = pending(), pending(), torch_future(error=KeyError("third"))
+    with running(wait_all, [first, second, third]) as result:
+        second.set_exception(ValueError("second"))
+        wait_until(lambda: first.waiters == 1)
+        assert not result
+        first.set_result(0)
+    assert repr(result[0]) == "ValueError('second')"
+
+
+def test_collect_all_keeps_identity_and_refuses_others() -> None:
+    """The list holds the very Futures that were given; none at all is complete at once; other things are refused."""
+    futures = [settled(1), settled(error=ValueError("no"))]
+    assert all(mine is theirs for mine, theirs in zip(collect_all(futures).wait(LONG), futures, strict=True))
+    assert collect_all([]).wait(LONG) == []
+    with pytest.raises(TypeError, match="not int"):
+        collect_all([1])  # type: ignore[list-item]  # misuse
+
+
+def test_collect_all_completes_once_when_many_threads_settle() -> None:
+    """However many threads settle its members at once, the collection completes once, after the last."""
+
+    def race() -> None:
+        futures = [pending() for _ in range(8)]
+        done: list[bool] = []
+        collect_all(futures).add_done_callback(lambda all_of: done.append(all(f.done() for f in all_of.value())))
+        all_at_once(*(partial(future.set_result, None) for future in futures))
+        wait_until(lambda: bool(done))
+        assert done == [True]
+
+    for _ in range(30):
+        race()
+
+
+def test_collect_all_leaves_the_joining_to_its_members() -> None:
+    """The collection is a list of Futures: whoever takes a value from one of them joins that one's streams."""
+    (first, one), (second, two) = arriving(), arriving()
+    both = collect_all([first, second])
+    first.settle(1)
+    second.settle(2)
+    members = both.wait(LONG)
+    assert one.threads + two.threads == []
+    assert members[1].value() == 2
+    assert (len(one.threads), len(two.threads)) == (0, 1)

@@ -1,0 +1,132 @@
+"""Failures that nobody looked at are logged, with the place of the call."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from aiorpc.collecting import wait_all
+from aiorpc.futures import Future, outcome
+from aiorpc.sites import outside
+from tests import settling
+from tests.runtime import hostile
+from tests.settling import (
+    made_here,
+)
+
+
+def test_unobserved_failure_is_logged_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """A failed call that nobody looked at is logged when it is dropped: what, where made, which error."""
+    future = made_here()
+    future.settle(None, ValueError("lost in space"))
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        del future
+        gc.collect()
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "the call of f" in message
+    assert f"{settling.__file__}:" in message
+    assert "in made_here" in message
+    assert "ValueError: lost in space" in message
+
+
+def test_the_frame_of_the_program_is_the_nearest_outside() -> None:
+    """Frames of the module that asks, and of others of the same package, are passed over; a like name is another."""
+    here = {"__name__": "pack.one", "outside": outside}
+    exec("def ask(package):\n    return outside(package)\ndef asked(package):\n    return ask(package)", here)
+    there: dict[str, Any] = {"__name__": "packs", "ask": here["asked"]}
+    exec("def between(package):\n    return ask(package)", there)
+    between: Callable[[str], FrameType] = there["between"]
+    assert (
+        outside("pack").f_code.co_name == "test_the_frame_of_the_program_is_the_nearest_outside"
+    )
+    assert between("pack").f_code.co_name == "between"
+    assert between("pack.one").f_code.co_name == "between"
+    assert between("another").f_code.co_name == "ask"
+
+
+def test_failure_seen_the_moment_it_is_there_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A thread that polls done() may look at the error before its settler is through; it has been looked at."""
+
+    seen: list[BaseException | None] = []
+
+    class Watched(Future[int]):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if self.done() and not seen:  # as another thread may, from here on
+                seen.append(self.exception())
+
+    future = Watched()
+    future.site = (Watched.__setattr__.__code__, 0)
+    error = ValueError("seen")
+    future.settle(None, error)
+    assert seen == [error]
+    del future
+    gc.collect()
+    assert not caplog.records
+
+
+def test_what_a_callback_of_then_raises_is_logged_if_nobody_looks(caplog: pytest.LogCaptureFixture) -> None:
+    """It has looked at the error of the call, which is then the child's, with the place of the call; once."""
+    future = made_here()
+    child = future.then(lambda done: done.value())
+    with caplog.at_level(logging.ERROR, "aiorpc"):
+        future.settle(None, ValueError("lost in space"))
+        del future, child
+        gc.collect()
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "then(" in message and "in made_here" in message and "ValueError: lost in space" in message
+
+
+def raises_value_error(look: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="seen"):
+        look()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda future: future.exception(),
+        lambda future: outcome(future),
+        lambda future: future.then(lambda done: done.exception()),
+        lambda future: raises_value_error(future.wait),
+        lambda future: raises_value_error(future.value),
+        lambda future: raises_value_error(lambda: wait_all([future])),
+    ],
+)
+def test_observed_failure_is_not_logged(
+    look: Callable[[Future[Any]], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever looked at the error, in whatever way, has dealt with it."""
+    future = made_here()
+    future.settle(None, ValueError("seen"))
+    look(future)
+    del future
+    gc.collect()
+    assert not caplog.records
+
+
+def test_cancelled_and_answered_calls_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A cancelled call is nobody's surprise, nor is one that was answered or never ended."""
+    futures = [made_here() for _ in range(3)]
+    futures[0].cancel()
+    futures[1].set_result(1)
+    futures.clear()
+    gc.collect()
+    assert not caplog.records
+
+
+def test_an_unobserved_error_without_a_text_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The line that nobody looked says what it can."""
+    future: Future[int] = Future()
+    future.site = (test_an_unobserved_error_without_a_text_is_logged.__code__, 0)
+    future.settle(None, hostile.make("__str__", SystemExit))
+    del future
+    gc.collect()
+    assert "nobody looked: Hostile_str_SystemExit: <its text cannot be made: SystemExit>" in caplog.text
