@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
 
+from . import foreign
 from .autograd.contexts import make_pass
-from .autograd.parts import Closing, Part, pack_reference
+from .autograd.parts import Again, Closing, Part, pack_reference
 from .autograd.passes import Last
 from .callbacks import block_observer
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError
@@ -38,7 +38,7 @@ from .protocol.registered import register_safe
 from .runtime.calls.current import check_cancelled, current_call, permits
 from .runtime.node import Node, node_of, registry, serving
 from .runtime.references.rref import RRef
-from .sites import call_site
+from .sites import call_site, outside
 
 __all__ = ["DistributedOptimizer", "NoGradients"]
 
@@ -303,13 +303,14 @@ class _Gathered(Future[T]):
 
     def __init__(self, node: Node, what: str, finish: Callable[[dict[str, Any]], T]) -> None:
         """finish: from results, by worker and in the order of `add`, to the value; quick, called by whoever
-        reads the last answer."""
+        reads the last answer, and maybe again."""
         super().__init__()
         self.loop, self.executor, self.subject = node.engine.loop, node.engine.pool, what
-        self.site = call_site(_users_frame())
+        self.site = call_site(outside(__name__))
         self._finish = finish
         self._starts: dict[str, Callable[[], Future[Any]]] = {}
         self._calls: dict[str, Future[Any]] = {}
+        self._left: dict[str, None] = {}  # that have not answered; to take one out of it is atomic
 
     def add(self, worker: str, start: Callable[[], Future[Any]]) -> None:
         """One more call, that `begin` will make."""
@@ -322,27 +323,33 @@ class _Gathered(Future[T]):
                 self._calls[name] = start()
             except BaseException as error:
                 self._on_cancel()
-                error.add_note(self._where(name))
+                foreign.add_note(error, self._where(name))
                 raise
-        left = iter(range(len(self._calls) - 1, -1, -1))  # `next` of an iterator is atomic
+        self._left = dict.fromkeys(self._calls)
         self._starts.clear()
         self.sources = [*self._calls.values()]
         for name, call in self._calls.items():
-            call.when_settled(partial(self._answered, name, left))
+            call.when_settled(Again(self._answered, name))
         return self
 
-    def _answered(self, name: str, left: Iterator[int], call: Future[Any]) -> None:
+    def _answered(self, name: str, call: Future[Any]) -> None:
+        """It runs again where a signal handler has raised in it: so it counts names, and not its calls."""
         error = call.exception()
         if error is not None:
-            error.add_note(self._where(name))
+            note = self._where(name)
+            if note not in foreign.field(error, "__dict__").get("__notes__", ()):
+                foreign.add_note(error, note)
             self.settle(None, error)
-        elif next(left) == 0:
-            try:
-                value = self._finish({name: call._value for name, call in self._calls.items()})
-            except RpcError as wrong:
-                self.settle(None, wrong)
-            else:
-                self.settle(value)
+            return
+        self._left.pop(name, None)
+        if self._left:
+            return
+        try:
+            value = self._finish({name: call._value for name, call in self._calls.items()})
+        except RpcError as wrong:
+            self.settle(None, wrong)
+        else:
+            self.settle(value)
 
     def _where(self, name: str) -> str:
         return f"{self.subject}, on worker {name!r}"
@@ -350,14 +357,6 @@ class _Gathered(Future[T]):
     def _on_cancel(self) -> None:
         for call in self._calls.values():
             call.cancel()
-
-
-def _users_frame() -> Any:
-    """The nearest frame outside of this module."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back
-    return frame
 
 
 # --- on an owner ------------------------------------------------------------------------------------------------------
@@ -484,7 +483,7 @@ class LocalOptimizer(Closing):
         try:
             return self.step_on(node, context_id, seconds, part) > 0
         except BaseException as error:
-            error.add_note(f"DistributedOptimizer.backward_and_step(), on worker {node.engine.name!r}")
+            foreign.add_note(error, f"DistributedOptimizer.backward_and_step(), on worker {node.engine.name!r}")
             raise
 
     def _finish(self, node: Node) -> None:
@@ -536,8 +535,17 @@ class _Gradients:
         self._before = [parameter.grad for parameter in parameters]
 
     def __enter__(self) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+        try:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                try:
+                    parameter.grad = gradient
+                except RuntimeError:  # of another type, or moved, since its gradient was computed; torch refuses that
+                    if gradient is None:
+                        raise
+                    parameter.grad = gradient.to(parameter)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
         for parameter, gradient in zip(self._parameters, self._before, strict=True):

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 import time
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import pytest
 import torch
 
 import aiorpc
-from aiorpc import PeerLost, RpcError, RpcTimeout, RpcUsageError, RRef, Worker, WouldBlockLoop, autograd
+from aiorpc import (
+    PeerLost,
+    RpcError,
+    RpcTimeout,
+    RpcUsageError,
+    RRef,
+    Worker,
+    WouldBlockLoop,
+    autograd,
+    futures,
+    optim,
+)
 from aiorpc.optim import DistributedOptimizer, NoGradients
 from tests.processes import workers as processes
+from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
 from tests.scripts import as_script, run
+from tests.transport.ends import interrupted
 
+MOST = 3000  # instructions: more than any of this takes
 Tensor = torch.Tensor
 
 
@@ -58,6 +75,16 @@ def grad_of(weight: RRef[Tensor]) -> Tensor | None:
 def set_grad(weight: RRef[Tensor], value: float) -> None:
     """Somebody's own gradient."""
     weight.local_value().grad = torch.full_like(weight.local_value(), value)
+
+
+def retype(weight: RRef[Tensor]) -> None:
+    """The parameter is of another type from now on."""
+    weight.local_value().data = weight.local_value().data.float()
+
+
+def shorten(weight: RRef[Tensor]) -> None:
+    """The parameter is of another shape from now on."""
+    weight.local_value().data = weight.local_value().data[0]
 
 
 def scaled(weight: RRef[Tensor], factor: float) -> Tensor:
@@ -398,6 +425,110 @@ async def test_errors_of_a_step_name_the_owner(apart: list[Worker]) -> None:
                 optimizer.step(context_id)
         assert "worker 'worker2'" in caught.value.__notes__[-1]
         assert aiorpc.rpc_sync("worker2", grad_of, (weight,)) is None
+
+    await run(apart[0], script)
+
+
+class Hurtful(torch.optim.SGD):
+    """Raises what breaks whoever adds a note to it."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Fail."""
+        raise hostile.make("add_note", ValueError)
+
+
+@pytest.mark.parametrize("owner", ["worker0", "worker1"])
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_errors_that_take_no_note(apart: list[Worker], owner: str, at_once: bool) -> None:
+    """The step ends with them all the same."""
+
+    def script() -> None:
+        weight = aiorpc.remote(owner, make, 0)
+        optimizer = DistributedOptimizer(Hurtful, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            loss = aiorpc.rpc_sync(owner, scaled, (weight, 2.0))
+            with pytest.raises(hostile.Hostile):
+                if at_once:
+                    optimizer.backward_and_step(context_id, [loss])
+                autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+
+    await run(apart[0], script)
+
+
+@pytest.mark.parametrize(
+    ("answers", "wanted"),
+    [((1, 0), None), ((0, 0), NoGradients), ((0, ArithmeticError("no")), ArithmeticError)],
+    ids=["value", "no gradients", "error"],
+)
+async def test_an_interrupted_answer_is_not_lost(current_pair: list[Worker], answers: Any, wanted: Any) -> None:
+    """Whatever instruction a signal comes at in who reads it: the step ends with what all answers come to."""
+    weights = [aiorpc.remote(worker.name, make, 0) for worker in current_pair]
+    optimizer = await DistributedOptimizer.create(torch.optim.SGD, weights, lr=1.0)
+    files = [module.__file__ or "" for module in (optim, futures)]
+
+    def step(at: int) -> str | None:
+        """The last answer comes and is interrupted at that instruction: where that is, None behind the last."""
+        done = optimizer.step(ctx)
+        first, last = done.sources
+        first.settle(answers[0])
+        failed = isinstance(answers[1], BaseException)
+        answer = partial(last.settle, None, copy.copy(answers[1])) if failed else partial(last.settle, answers[1])
+        where = interrupted(answer, at, *files)
+        answer()  # if it had not begun
+        assert done.done() and done.waiters == 0, where
+        error = done.exception()
+        assert type(error) is (wanted or type(None)), where
+        if error is not None and failed:
+            assert error.__notes__ == ["DistributedOptimizer.step(), on worker 'worker1'"], where
+        return where
+
+    async with autograd.context() as ctx:
+        found = list(takewhile(lambda where: where is not None, map(step, range(MOST))))
+        await until(lambda: all(worker.is_idle() for worker in current_pair))
+    assert 50 < len(found) < MOST and any("_answered" in where for where in found if where), "it was not interrupted"
+
+
+@pytest.mark.parametrize("owner", ["worker0", "worker2"])
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_parameter_of_another_type_since_the_forward_pass(
+    apart: list[Worker], owner: str, at_once: bool
+) -> None:
+    """It steps with its gradient in the type that it has now; also Adam, which takes no other."""
+
+    def script() -> Tensor:
+        weight = aiorpc.remote(owner, make, 0)
+        optimizer = DistributedOptimizer(torch.optim.Adam, [weight], lr=1.0)
+        with autograd.context() as context_id:
+            loss = aiorpc.rpc_sync(owner, scaled, (weight, 2.0))
+            aiorpc.rpc_sync(owner, retype, (weight,))
+            if at_once:
+                optimizer.backward_and_step(context_id, [loss])
+            else:
+                autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+        assert aiorpc.rpc_sync(owner, grad_of, (weight,)) is None
+        return here(weight)
+
+    torch.testing.assert_close(await run(apart[0], script), (values(0) - 1).float())
+
+
+async def test_a_gradient_that_fits_no_more(apart: list[Worker]) -> None:
+    """A parameter of another shape since the forward pass: the error names its owner, and `.grad` is put back."""
+
+    def script() -> None:
+        weights = [aiorpc.remote("worker1", make, seed) for seed in range(2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=1.0)
+        with autograd.context() as context_id:
+            losses = [aiorpc.rpc_sync("worker1", scaled, (weight, 2.0)) for weight in weights]
+            aiorpc.rpc_sync("worker1", shorten, (weights[1],))
+            autograd.backward(context_id, [sum(losses)])
+            with pytest.raises(RuntimeError, match="size") as caught:
+                optimizer.step(context_id)
+        assert "worker 'worker1'" in caught.value.__notes__[-1]
+        for weight in weights:
+            assert aiorpc.rpc_sync("worker1", grad_of, (weight,)) is None
+        torch.testing.assert_close(here(weights[0]), values(0))
 
     await run(apart[0], script)
 

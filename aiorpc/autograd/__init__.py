@@ -28,6 +28,9 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     retain_graph: keep the graph, for another pass. Gradients are added to those that the context has, at the worker of
     each leaf. Parts of the graph that the roots do not depend on are left alone: nobody waits for them.
 
+    As with torch's own ``backward``, a leaf that was frozen since the forward pass (``requires_grad_(False)``) gets no
+    gradient, and one of another type or on another device since gets one of the type, and where, it was then.
+
     Raises RpcUsageError for roots that are none, or no such context; what a node of the graph raises, on whichever
     worker (its notes say where); PeerLost if a worker that takes part is lost; RpcTimeout after the worker's
     ``rpc_timeout``. After an error part of the gradients may be there. From any thread but the loop's, where

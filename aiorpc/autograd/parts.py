@@ -30,6 +30,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
+from .. import foreign
+from ..callbacks import Repeatable
 from ..channels.landing import Arrival
 from ..channels.layout import EMBEDDED_SIZE
 from ..errors import RpcError, RpcUsageError
@@ -39,7 +41,7 @@ from ..runtime.calls.current import current_call, permits
 from ..runtime.calls.functions import async_execution, inline, intrinsic
 from ..runtime.calls.values import Results
 from ..runtime.gradients.contexts import AutogradContext, LeafSink, current_autograd
-from ..runtime.gradients.reach import FOREIGN, ReceivedTensor, SentName, Target
+from ..runtime.gradients.reach import FOREIGN, Leaf, ReceivedTensor, SentName, Target
 from ..runtime.node import Node, serving
 
 Tensor = torch.Tensor
@@ -47,7 +49,7 @@ Tensor = torch.Tensor
 Wire = Results
 Gradients = dict[SentName, Tensor | None]
 _new: Any = tuple.__new__  # what SentName(...) and Entry(...) do, without their calls into Python
-_LEAF, _GRADIENT = operator.itemgetter(0), operator.itemgetter(1)
+_LEAF, _GRADIENT, _EDGE = operator.itemgetter(0), operator.itemgetter(1), operator.attrgetter("edge")
 
 
 class Entry(NamedTuple):
@@ -78,6 +80,12 @@ class RunsPass(Protocol):
 
     def part_over(self, part: Part) -> None:
         """The part of this worker is over. Any thread."""
+
+
+class Again(partial[None], Repeatable):
+    """``partial(function, ...)`` for `Future.when_settled`, of a function that may run twice with the same call."""
+
+    __slots__ = ()
 
 
 # --- a part -----------------------------------------------------------------------------------------------------------
@@ -159,8 +167,8 @@ class Part:
 
     def fail(self, error: BaseException) -> None:
         """It cannot be done; the first reason counts."""
-        if self._end(error):
-            self._refuse()
+        self._end(error)
+        self._refuse()
         self._kept(failed=True)
 
     def _end(self, error: BaseException | None) -> bool:
@@ -169,9 +177,9 @@ class Part:
             if self.over:
                 return False
             self.error = error
-            self.over = True
-        self._context.passed[self._number] = error
-        self._context.parts.pop(self._number, None)
+            self._context.passed[self._number] = error
+            self._context.parts.pop(self._number, None)
+            self.over = True  # the last of these: who is interrupted before it does them again
         if self._runs is not None:
             self._runs.part_over(self)
         return True
@@ -189,8 +197,9 @@ class Part:
                 last = ready == self._left and not waiting
                 used = []
                 for name, entry in self._entries.items():
-                    if entry.mask & ready:
-                        used.append((entry.edge, self._gradients[name]))
+                    if not entry.mask & ready:
+                        continue
+                    used.append((entry.edge, self._gradients[name]))
                 arrivals, self._arrivals = self._arrivals, []
             try:
                 deliveries = self._run(used, ready, self._retain or not last, arrivals)
@@ -218,7 +227,7 @@ class Part:
         for arrival in arrivals:
             arrival.join()
         targets = self._context.reach.targets_of(ready)
-        if any(map(_IS_FOREIGN, targets)):  # `in` would compare each leaf with it, in torch
+        if any(map(_IS_FOREIGN, targets)):  # `in` would compare each target with it
             raise RpcUsageError(
                 "the graph goes on in a tensor that was received in another autograd context. Contexts do not mix: "
                 "call again in this one; a @batched function must not gather calls of several contexts that go backward"
@@ -229,36 +238,45 @@ class Part:
             if gradient is not None:
                 given.append((edge, gradient))
                 taken.add(_memory_of(gradient))
-        results = _evaluate(given, targets, retain)
+        try:
+            results = _evaluate(given, targets, retain)
+        except BaseException as error:
+            _say_what_changed(error, targets)
+            raise
         holders = _references(results)
         deliveries: dict[int, Gradients] = {}
-        leaves: list[tuple[Tensor, Tensor]] = []
+        leaves: list[tuple[Leaf, Tensor]] = []
         for target, gradient in zip(targets, results, strict=True):
             if isinstance(target, ReceivedTensor):
                 deliveries.setdefault(target.sender, {})[target.name] = gradient
                 taken.add(_memory_of(gradient))
         for target, gradient, count in zip(targets, results, holders, strict=True):
-            if gradient is not None and isinstance(target, Tensor):
+            # A leaf that was frozen since the graph was made gets none: its own node would not accumulate any either.
+            if gradient is not None and isinstance(target, Leaf) and target.tensor.requires_grad:
                 leaves.append((target, gradient.clone() if count > _ALONE else _own(gradient, taken)))
         if self.over:  # it has failed or was given up meanwhile
             return {}
-        self.reached.update(map(id, map(_LEAF, leaves)))
-        self._accumulate(leaves)
+        if leaves:
+            self._accumulate(leaves)
         return deliveries
 
-    def _accumulate(self, leaves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _accumulate(self, leaves: list[tuple[Leaf, Tensor]]) -> None:
         sink, gradients = self._node.gradients.sink, list(map(_GRADIENT, leaves))
-        hooks = self._context.reach.hooks
-        if sink is not None and leaves:
+        pairs: Sequence[tuple[Tensor, Tensor]] = [(leaf.tensor, gradient) for leaf, gradient in leaves]
+        self.reached.update(map(id, map(_LEAF, pairs)))
+        if sink is not None:
             self._sink = sink
-            leaves = sink.take(self._context, leaves)
-        hooked = any(map(hooks.__getitem__, map(id, map(_LEAF, leaves))))
+            pairs = sink.take(self._context, pairs)
+            left = set(map(id, map(_LEAF, pairs)))
+            leaves = [each for each in leaves if id(each[0].tensor) in left]
+        hooked = [leaf for leaf, _ in leaves if leaf.prehooks or leaf.posthooks]
         if hooked:
-            leaves = [(leaf, hooks[id(leaf)].before(gradient)) for leaf, gradient in leaves]
-        self._context.accumulate(leaves, arrival_of(self._node, gradients))
+            leaves = [(leaf, leaf.before(gradient)) for leaf, gradient in leaves]
+            pairs = [(leaf.tensor, gradient) for leaf, gradient in leaves]
+        self._context.accumulate(pairs, arrival_of(self._node, gradients))
         if hooked:
             for leaf, gradient in leaves:
-                hooks[id(leaf)].after(gradient)
+                leaf.after(gradient)
 
     def _kept(self, failed: bool) -> Sequence[tuple[Tensor, Tensor]]:
         """What the sink has kept, once it is at rest; nothing the second time."""
@@ -415,7 +433,7 @@ def _evaluate(
     if not entries:
         return [None] * len(targets)
     outputs, gradients = zip(*entries, strict=True)
-    inputs = tuple([target.edge if isinstance(target, ReceivedTensor) else target for target in targets])
+    inputs = tuple(map(_EDGE, targets))
     # What `torch.autograd.grad` comes to for edges, with a quarter of its functions: the engine compares shapes and
     # types of the gradients by itself.
     results: Sequence[Tensor | None] = _engine_run_backward(
@@ -453,17 +471,25 @@ _IS_FOREIGN = partial(operator.is_, FOREIGN)
 _ALONE = _references((torch.empty(0),))[0]
 
 
+def _say_what_changed(error: BaseException, targets: Sequence[Target]) -> None:
+    """Note each leaf that has changed since the forward pass: what a node has saved of it does not fit then."""
+    for target in targets:
+        change = target.change() if isinstance(target, Leaf) else None
+        if change is not None:
+            foreign.add_note(error, change)
+
+
 def _say_where(error: BaseException, worker: str) -> None:
     """Note worker and node, which the error itself says nothing of."""
     node = None
-    traceback = error.__traceback__
+    traceback = foreign.field(error, "__traceback__")
     while traceback is not None:
         code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
         first = names.get(code.co_varnames[0]) if code.co_argcount and code.co_varnames else None
         if isinstance(first, torch.autograd.graph.Node):
             node = first.name()
         traceback = traceback.tb_next
-    error.add_note(f"in the backward pass on worker {worker!r}" + (f", at node {node}" if node else ""))
+    foreign.add_note(error, f"in the backward pass on worker {worker!r}" + (f", at node {node}" if node else ""))
 
 
 # --- calls between workers --------------------------------------------------------------------------------------------

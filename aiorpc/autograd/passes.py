@@ -51,6 +51,7 @@ from ..runtime.node import Node
 from .parts import (
     MORE,
     NOT_CLOSED,
+    Again,
     Closing,
     Entry,
     Gradients,
@@ -145,7 +146,7 @@ class Pass:
         self._open: dict[int, int] = {}  # how many questions each worker has not answered
         self._answers = 0  # that are missing, of all of them
         self._over: set[int] = set()  # workers whose parts are done
-        self._calls: dict[int, Future[Wire | bytes]] = {}  # the last question to each worker
+        self._calls: set[Future[Wire | bytes]] = set()  # questions whose answers were not used
         self._lock = threading.Lock()
         self._jobs: deque[Callable[[], None]] = deque()
         self._gate: Future[None] | None = None  # of the thread that drives it
@@ -189,8 +190,9 @@ class Pass:
     def _ask(self, worker_id: int, function: Any, *said: Any) -> None:
         """A question that counts already."""
         said = (self._context.id, self._number, *said)
-        call = self._calls[worker_id] = ask(self._node, worker_id, function, *said, until=self._until)
-        call.when_settled(partial(self._answered, worker_id))
+        call = ask(self._node, worker_id, function, *said, until=self._until)
+        self._calls.add(call)
+        call.when_settled(Again(self._answered, worker_id))
 
     def _close_over(self, roots: Iterable[GradientEdge]) -> dict[int, list[SentName]]:
         """The entries of each worker that a gradient will come to."""
@@ -231,14 +233,20 @@ class Pass:
     # --- what follows from the answers --------------------------------------------------------------------------------
 
     def _answered(self, worker_id: int, call: Future[Wire | bytes]) -> None:
+        """It runs again where a signal handler has raised in it, in a thread that reads answers of others as well."""
         error = call.exception()
         if error is not None:
             self._fail(error)
         else:
-            self._do(partial(self._use, worker_id, call.value()))
+            self._do(partial(self._use, worker_id, call))
 
-    def _use(self, worker_id: int, answer: Wire | bytes) -> None:
+    def _use(self, worker_id: int, call: Future[Wire | bytes]) -> None:
         """Not on a loop: a worker says what came out of its part; a lone result comes by itself."""
+        try:
+            self._calls.remove(call)
+        except KeyError:  # the second time
+            return
+        answer = call.value()
         names, *gradients = (answer,) if isinstance(answer, bytes) else answer
         if gradients:
             self._part.take(from_wire(names, *gradients), arrival_of(self._node, gradients))
@@ -285,8 +293,8 @@ class Pass:
             self._part.fail(RpcError(f"the backward pass has failed: {foreign.text_of(error)}"))
 
     def _end(self, error: BaseException) -> bool:
-        """It has failed, and the others are told; False if it had ended before."""
-        if not self.done.settle(None, error):
+        """It has failed, and the others are told; False if it had ended before, but with this error."""
+        if not self.done.settle(None, error) and self.done._error is not error:
             return False
         self._open_gate()
         self._abort(error)
@@ -336,15 +344,19 @@ class Pass:
         self._driven = True
         try:
             self.start()
-            while self._jobs or not self.done.done():
+            while True:
+                if not self._jobs and self.done.done():
+                    break
                 gate: Future[None] = Future()
                 gate.loop, gate.executor, gate.subject = self.done.loop, self.done.executor, self.done.subject
-                gate.sources = [*self._calls.values()]
+                gate.sources = [*self._calls]
                 self._gate = gate
                 if self._jobs:
                     self._guarded(self._jobs.popleft())
-                elif not self.done.done():
-                    gate.wait()
+                    continue
+                if self.done.done():
+                    break
+                gate.wait()
         finally:
             self._driven = False
             for job in self._jobs:  # interrupted: somebody else has to

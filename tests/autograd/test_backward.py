@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import re
 import threading
 import weakref
 from collections import Counter
+from functools import partial
+from itertools import takewhile
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,16 +20,23 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
-from aiorpc.autograd.parts import go_on, part_of, to_wire
+from aiorpc import Future, RpcBackendOptions, RpcCancelled, RpcTimeout, RpcUsageError, Worker, autograd
+from aiorpc.autograd import parts as autograd_parts
+from aiorpc.autograd import passes
+from aiorpc.autograd.contexts import make_pass
+from aiorpc.autograd.parts import abort, go_on, part_of, to_wire
+from aiorpc.autograd.passes import Pass
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.gradients.reach import SentName
 from aiorpc.testing import cluster
 from tests.autograd import parts
 from tests.autograd.parts import SIZE, Tensor, apply, check, expected, gradients_of, step, vector, weight_of
-from tests.runtime.waiting import LIMIT, until
+from tests.runtime import hostile
+from tests.runtime.waiting import LIMIT, until, wait_until
+from tests.transport.ends import Interruption, meanwhile
 
 double = torch.float64
+MOST = 3000  # instructions: more than any of this takes
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
@@ -854,6 +866,23 @@ async def test_exceptions_of_hooks_on_nodes_of_leaves(workers: list[Worker], reg
     assert "in the backward pass on worker 'worker1'" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+async def test_errors_that_take_no_note(workers: list[Worker], at: int) -> None:
+    """They end the pass like others, though nobody learns where."""
+
+    def fail(*_: object) -> None:
+        raise hostile.make("add_note", ValueError)
+
+    x = vector()
+    leaf = x if at == 0 else weight_of(workers[1], 0)
+    leaf.register_hook(fail)
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, x)
+        with pytest.raises(hostile.Hostile):
+            async with asyncio.timeout(LIMIT):
+                await ctx.backward([y.sum()])
+
+
 async def test_a_hook_on_the_node_of_a_leaf_may_not_change_the_shape(workers: list[Worker]) -> None:
     """What it returns is added to a gradient of the leaf's shape."""
     x = vector()
@@ -863,6 +892,155 @@ async def test_a_hook_on_the_node_of_a_leaf_may_not_change_the_shape(workers: li
         y = await workers[0].call("worker1", parts.layer, x)
         with pytest.raises(RuntimeError, match=r"AccumulateGrad node changed the shape of a gradient from \(\d+,\) to"):
             await ctx.backward([y.sum()])
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [None, ArithmeticError("no")], ids=["value", "error"])
+async def test_an_interrupted_answer_is_not_lost(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Whatever instruction a signal comes at in who reads it: the pass ends, in the thread that waits for it."""
+    asked: list[tuple[object, Future[Any]]] = []
+
+    def ask(node: Any, worker_id: int, function: object, *args: Any, **options: Any) -> Future[Any]:
+        asked.append((function, Future()))
+        return asked[-1][1]
+
+    def drive(one: Pass, ended: threading.Event) -> None:
+        with contextlib.suppress(ArithmeticError):
+            one.drive()
+        ended.set()
+
+    def read(at: int) -> str | None:
+        """The answer is interrupted at that instruction: where that is, None behind the last."""
+        asked.clear()
+        one, ended = make_pass(ctx, [root], True), threading.Event()
+        ((_, part),) = context.parts.items()
+        where = None
+
+        def interrupt(place: str) -> None:
+            nonlocal where
+            where = place
+            if not part._lock.locked():  # else maybe at either end of a `with`, where Python looks for no signals
+                raise Interruption
+
+        thread = threading.Thread(target=drive, args=(one, ended), daemon=True)
+        thread.start()
+        wait_until(lambda: asked and asked[0][1].waiters)
+        answer = partial(asked[0][1].settle, None if error else to_wire({}), error)
+        with contextlib.suppress(Interruption):
+            meanwhile(answer, at, interrupt, *files)
+        assert ended.wait(LIMIT), where
+        thread.join(LIMIT)
+        assert one.done.exception() is error, where
+        assert not context.parts, where
+        assert error is None or abort in [function for function, _ in asked], where
+        return where
+
+    files = [module.__file__ or "" for module in (passes, autograd_parts)]
+    async with autograd.context() as ctx:
+        context = workers[0].node.gradients.get(ctx)
+        root = (await workers[0].call("worker1", parts.layer, vector().detach())).sum()
+        with monkeypatch.context() as patched:
+            patched.setattr(passes, "ask", ask)
+            found = list(takewhile(lambda where: where is not None, map(read, range(MOST))))
+    assert 10 < len(found) < MOST and any("_answered" in where for where in found if where), "it was not interrupted"
+
+
+# --- leaves that change after the forward pass ------------------------------------------------------------------------
+
+
+def _freeze(leaf: Tensor) -> None:
+    leaf.requires_grad_(False)
+
+
+def _freeze_and_thaw(leaf: Tensor) -> None:
+    leaf.requires_grad_(False)
+    leaf.requires_grad_()
+
+
+def _retype(leaf: Tensor) -> None:
+    leaf.data = leaf.data.float()
+
+
+def _retype_a_module(leaf: Tensor) -> None:
+    assert isinstance(leaf, torch.nn.Parameter)
+    torch.nn.ParameterList([leaf]).to(torch.bfloat16)
+
+
+def _shifted(x: Tensor, w: Tensor) -> Tensor:
+    """Saves no leaf for the way back, on which torch refuses one that has changed."""
+    return (x + w * 2).tanh()
+
+
+def _shift(x: Tensor) -> Tensor:
+    return _shifted(x, parts.weight(0))
+
+
+@pytest.mark.parametrize("change", [_freeze, _freeze_and_thaw, _retype, _retype_a_module])
+async def test_leaves_that_change_after_the_forward_pass(workers: list[Worker], change: Any) -> None:
+    """A worker's own, and another's: they get what torch's `backward` gives them in one process, and so do others."""
+    changed = v, w = torch.nn.Parameter(vector().detach()), weight_of(workers[1], 0)
+    alike = [torch.nn.Parameter(leaf.detach().clone()) for leaf in changed]
+    x, y = vector(1), vector(1)
+    loss = _shifted(_shifted(y, alike[0]), alike[1]).sum()
+    for leaf in alike:
+        change(leaf)
+    loss.backward()
+    async with autograd.context() as ctx:
+        result = await workers[0].call("worker1", _shift, _shifted(x, v))
+        for leaf in changed:
+            change(leaf)
+        await ctx.backward([result.sum()])
+        found = {**gradients_of(workers[0], ctx), **gradients_of(workers[1], ctx)}
+    wanted = {leaf: twin.grad for leaf, twin in zip((x, v, w), (y, *alike), strict=True) if twin.grad is not None}
+    assert len(wanted) == (1 if change is _freeze else 3)
+    assert found.keys() == wanted.keys()
+    for each, gradient in wanted.items():
+        torch.testing.assert_close(found[each], gradient)
+    assert all(each.grad is None for each in (x, v, w))
+
+
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        (_retype, r"shape \(4, 4\), torch\.float32 on cpu"),
+        (lambda leaf: setattr(leaf, "data", leaf.data[:2]), r"shape \(2, 4\), torch\.float64 on cpu"),
+    ],
+)
+async def test_an_error_names_leaves_that_do_not_fit_any_more(workers: list[Worker], change: Any, now: str) -> None:
+    """What torch raises of a node that has saved one says which, where, and what to do."""
+    async with autograd.context() as ctx:
+        y = await workers[0].call("worker1", parts.layer, vector())
+        change(weight_of(workers[1], 0))
+        with pytest.raises(RuntimeError) as caught:
+            await ctx.backward([y.sum()])
+    said = "".join(caught.value.__notes__)
+    assert "on worker 'worker1'" in said
+    assert re.search(rf"a leaf of {now} was of shape \(4, 4\), torch\.float64 on cpu in the forward pass: go ", said)
+
+
+async def test_a_leaf_that_changes_between_two_uses(workers: list[Worker]) -> None:
+    """It has two nodes then: both gradients count, and hooks on each see that of their own."""
+    x, w = vector(), weight_of(workers[1], 0)
+    v = w.detach().clone().requires_grad_()
+    seen: list[list[Tensor]] = [[], []]
+    async with autograd.context() as ctx:
+        before = await workers[0].call("worker1", _shift, x)
+        nodes = [get_gradient_edge(w).node]
+        _retype(w)
+        after = await workers[0].call("worker1", _shift, x.float())
+        nodes.append(get_gradient_edge(w).node)
+        for node, gradients in zip(nodes, seen, strict=True):
+            node.register_prehook(gradients.extend)
+        await ctx.backward([before.sum() + after.double().sum()])
+        of_double = expected(_shifted(x, v).sum(), [v])
+        v = v.detach().float().requires_grad_()
+        of_float = expected(_shifted(x.float(), v).sum(), [v])
+        torch.testing.assert_close(gradients_of(workers[1], ctx)[w], of_double[0] + of_float[0])
+    torch.testing.assert_close(seen, [of_double, of_float])
 
 
 async def test_nodes_run_outside_of_the_loop(workers: list[Worker]) -> None:
@@ -1308,19 +1486,31 @@ async def test_a_pass_that_is_cancelled_adds_no_more_gradients(workers: list[Wor
 
 async def test_a_pass_that_is_cancelled_before_it_began(workers: list[Worker]) -> None:
     """No other worker is told to go backward; neither by a time limit that has passed."""
+    pool, jobs = workers[0].node.engine.pool, list[tuple[Any, ...]]()
+
+    def started_late(*job: Any) -> None:
+        jobs.append(job)
+
+    async def begin_late() -> None:
+        while jobs:
+            pool.submit(*jobs.pop())
+        await until(lambda: at_rest(workers))
+        assert gradients_of(workers[0], ctx) == gradients_of(workers[1], ctx) == {}
+
     async with autograd.context() as ctx:
         y = await workers[0].call("worker1", parts.layer, vector())
-        running = ctx.backward([y.sum()], retain_graph=True)
-        running.cancel("never mind")
-        with pytest.raises(RpcCancelled, match="never mind"):
-            await running
-        await until(lambda: at_rest(workers))
-        assert gradients_of(workers[0], ctx) == gradients_of(workers[1], ctx) == {}
-        with pytest.raises(TimeoutError):
+        with mock.patch.object(pool, "submit", started_late):
+            running = ctx.backward([y.sum()], retain_graph=True)
+            running.cancel("never mind")
+            with pytest.raises(RpcCancelled, match="never mind"):
+                await running
+        assert len(jobs) == 1
+        await begin_late()
+        with mock.patch.object(pool, "submit", started_late), pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
                 await ctx.backward([y.sum()], retain_graph=True)
-        await until(lambda: at_rest(workers))
-        assert gradients_of(workers[0], ctx) == gradients_of(workers[1], ctx) == {}
+        assert len(jobs) == 1
+        await begin_late()
         await ctx.backward([y.sum()])
         assert len(gradients_of(workers[1], ctx)) == 1
 

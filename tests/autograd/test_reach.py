@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from aiorpc.runtime.gradients.contexts import AutogradContext
-from aiorpc.runtime.gradients.reach import Reach, ReceivedTensor, SentName
+from aiorpc.runtime.gradients.reach import Leaf, Reach, ReceivedTensor, SentName
 
 Tensor = torch.Tensor
 
@@ -23,8 +24,9 @@ def leaf() -> Tensor:
 
 
 def reached(reach: Reach, tensor: Tensor) -> list[Any]:
-    """What a tensor's node leads to."""
-    return reach.targets_of(reach.of(get_gradient_edge(tensor).node))
+    """What a tensor's node leads to; of leaves, the tensors."""
+    found = reach.targets_of(reach.of(get_gradient_edge(tensor).node))
+    return [each.tensor if isinstance(each, Leaf) else each for each in found]
 
 
 def same(found: list[Any], *wanted: Any) -> bool:
@@ -42,6 +44,32 @@ def test_leaves() -> None:
     assert same(reached(reach, x * torch.ones(2)), x)
     assert same(reached(reach, z), z)  # a leaf leads to itself
     assert len(reach.targets) == 3
+
+
+def test_a_leaf_of_another_type_has_another_node() -> None:
+    """What a program does to a leaf does not change the edges that a graph has of it; its next graph has others."""
+    reach, (x, y) = Reach({}), (leaf(), leaf())
+    edge, product = get_gradient_edge(x), x * y
+    x.data = x.data.double()
+    y.requires_grad_(False)
+    assert same(reached(reach, product), x, y)
+    assert same(reached(reach, x * 2), x)
+    of_x = [target for target in reach.targets if isinstance(target, Leaf) and target.tensor is x]
+    nodes = [target.edge.node for target in of_x]
+    assert nodes == [edge.node, get_gradient_edge(x).node] and len(set(nodes)) == 2
+    changes = [target.change() for target in of_x]
+    assert changes[1] is None and str(changes[0]).startswith("a leaf of shape (2,), torch.float64 on cpu was of shape")
+
+
+def test_a_frozen_leaf_and_one_without_a_shape_have_not_changed() -> None:
+    """What is told of a leaf is shape, type and device."""
+    reach, x = Reach({}), leaf()
+    with warnings.catch_warnings(action="ignore"):  # torch's, of a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True)
+    reached(reach, x * 2)
+    reached(reach, nested * 2)
+    x.requires_grad_(False)
+    assert [target.change() for target in reach.targets if isinstance(target, Leaf)] == [None, None]
 
 
 def test_detached_parts_are_not_reached() -> None:

@@ -425,7 +425,7 @@ class Gradients:
         """A context has ended: drop what is kept for it. Returns the workers that may know it, too."""
         with self._lock:
             self._left[id] = None
-            while len(self._left) > _REMEMBERED:
+            if len(self._left) > _REMEMBERED:  # one was added
                 self._left.popitem(last=False)
         context = self._contexts.pop(id, None)
         if context is None:

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 Tensor = torch.Tensor
+_new: Any = tuple.__new__  # what Leaf(...) and GradientEdge(...) do, without their calls into Python
 
 
 class SentName(NamedTuple):
@@ -42,25 +43,40 @@ class Foreign:
 FOREIGN = Foreign()
 
 
-class LeafHooks:
-    """What a program registered on a leaf's ``AccumulateGrad`` node, now or later.
+Hooks = Mapping[int, Callable[..., Any]]
 
-    Passes do not run that node, which would write to ``.grad``; they run its hooks, as it would.
+
+class Leaf(NamedTuple):
+    """A leaf as one graph has it: the tensor, the edge of its ``AccumulateGrad`` node, and the hooks of that.
+
+    A pass goes by the edge. The tensor has lost that node where a program has frozen it since the graph was made; given
+    another type, or moved to another device, it has a new one, and both may be in the graphs of a context.
+
+    Passes do not run the node, which would write to ``.grad``; they run its hooks, as it would. prehooks, posthooks:
+    what a program registered on it, now or later.
     """
 
-    __slots__ = ("_after", "_before")
+    tensor: Tensor
+    edge: GradientEdge
+    prehooks: Hooks
+    posthooks: Hooks
 
-    def __init__(self, node: Node) -> None:
-        self._before = _registered(node.register_prehook)
-        self._after = _registered(node.register_hook)
-
-    def __bool__(self) -> bool:
-        return bool(self._before or self._after)
+    def change(self) -> str | None:
+        """How the tensor differs from what it was as the graph was made, in words; None if it does not."""
+        if self.tensor.is_nested:  # it has no shape to tell of
+            return None
+        was, now = _described(self.edge.node._input_metadata[0]), _described(self.tensor)
+        if was == now:
+            return None
+        return (
+            f"a leaf of {now} was of {was} in the forward pass: go backward before you change it, or forward once more "
+            "after it"
+        )
 
     def before(self, gradient: Tensor) -> Tensor:
         """Run those that come before the gradient is added: what is to be added, in memory of its own."""
         given = gradient
-        for hook in list(self._before.values()):
+        for hook in list(self.prehooks.values()):
             changed = hook((given,))
             if changed is not None:
                 (given,) = changed if isinstance(changed, tuple) else (changed,)
@@ -69,15 +85,28 @@ class LeafHooks:
                 f"a hook of an AccumulateGrad node changed the shape of a gradient from {tuple(gradient.shape)} to "
                 f"{tuple(given.shape)}"
             )
-        return given.clone() if self._before else given
+        return given.clone() if self.prehooks else given
 
     def after(self, gradient: Tensor) -> None:
         """Run those that come when it was added."""
-        for hook in list(self._after.values()):
+        for hook in list(self.posthooks.values()):
             hook((), (gradient,))
 
 
-def _registered(register: Callable[[Callable[..., None]], Any]) -> Mapping[int, Callable[..., Any]]:
+def _described(tensor: Any) -> str:
+    """Of a tensor, or of what the graph knows of one."""
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+
+
+def _leaf_of(node: Any) -> Leaf:
+    """What an ``AccumulateGrad`` node stands for."""
+    # An edge without what `get_gradient_edge` adds to keep such a node alive: it has the node itself.
+    edge = _new(GradientEdge, (node, 0, None))
+    leaf: Leaf = _new(Leaf, (node.variable, edge, _registered(node.register_prehook), _registered(node.register_hook)))
+    return leaf
+
+
+def _registered(register: Callable[[Callable[..., None]], Any]) -> Hooks:
     """torch's own dictionary of a node's hooks, which only the handle of a hook tells of."""
     handle = register(_nothing)
     hooks: dict[int, Callable[..., Any]] = handle.hooks_dict_ref()
@@ -90,8 +119,8 @@ def _nothing(*_: Any) -> None:
 
 
 # A leaf, or what stands for the past of a tensor that was received.
-Target = Tensor | ReceivedTensor | Foreign
-_Leaf: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
+Target = Leaf | ReceivedTensor | Foreign
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 class Reach:
@@ -103,7 +132,6 @@ class Reach:
     def __init__(self, received: Mapping[Node, ReceivedTensor], kind: type | tuple[()] = ()) -> None:
         """received: the nodes that stand for the past of received tensors; it may grow. kind: of such nodes."""
         self.targets: list[Target] = []  # by bit
-        self.hooks: dict[int, LeafHooks] = {}  # of the leaves among them, by `id`: a tensor's hash runs in Python
         self._received = received
         self._kind = kind
         self._masks: dict[Node, int] = {}  # keeps the nodes: torch makes new objects for those that nobody holds
@@ -122,9 +150,8 @@ class Reach:
             if node in masks:
                 stack.pop()
                 continue
-            if isinstance(node, _Leaf):
-                target = node.variable
-                self.hooks[id(target)] = LeafHooks(node)
+            if isinstance(node, _AccumulateGrad):
+                target = _leaf_of(node)
             else:
                 target = self._received.get(node)
                 if target is None and isinstance(node, self._kind):
