@@ -1,9 +1,8 @@
 """One worker's side of a queue: what it puts and gets there, gathered into few calls.
 
 A handle has at most one call under way that puts items, and one that takes some. What is put or wanted meanwhile goes
-together in the next one. The calls have no deadline, and nobody cancels them: an answer that brings items must not be
-dropped. Who waits here has a deadline of its own (`waiting`). When nobody waits any more for what a call is for, the
-owner is asked to end it (`withdraw`), and items that come all the same are put back to the front.
+together in the next one. The calls have no deadline (`calls`); who waits here has one of its own (`waiting`). When
+nobody waits any more for what a call is for, it is to end, and items that come all the same are put back to the front.
 
 All of it is on the loop of the worker, but where a method says otherwise.
 """
@@ -11,11 +10,10 @@ All of it is on the loop of the worker, but where a method says otherwise.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import secrets
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -33,25 +31,24 @@ from ..errors import (
     RendezvousError,
     RpcCancelled,
     RpcTimeout,
-    UnknownObject,
+    SerializationError,
     UnknownWorker,
     WorkerClosed,
 )
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
 from ..protocol.states import PeerState
-from ..runtime.caller.peer import Peer
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
 from ..sites import call_site
+from .calls import Calls
 from .items import KEPT_BYTES, KEPT_ITEMS, Item, Kept, KeptItem, KeptItems, from_wire, gone_with, to_named, to_wire
-from .packing import TOGETHER, hand_over, pack, unpack
+from .packing import TOGETHER, pack, unpack
 from .served import MOST, SHUT
 from .waiting import GetFuture, PutFuture
 
 _ITEMS_AT_ONCE = 256
-_PAUSE = 0.1  # seconds until the owner is told again what it did not take
 # What the items that come with an answer are: `items.Item`.
 _ITEMS = frozenset((Kept, bytes, str))
 # With these a producer may have, and hand over later, what it did not hand over now.
@@ -61,14 +58,15 @@ _GONE = (PeerLost, PeerClosed, PeerRefused, UnknownWorker)
 
 
 class Client:
-    """What one handle of a queue puts and gets. `put`, `get` and `ask` from any thread, the rest on the loop."""
+    """What one handle of a queue puts and gets. See the module."""
 
     def __init__(self, node: Node, name: str, owner: str) -> None:
         self.node = node
         self._name = name
         self._owner = owner
         self._described = f"queue {name!r} of worker {owner!r}"
-        self._context = contextvars.Context()  # no call and no context of autograd: whoever puts next has another one
+        self._here = node.peers.by_id(node.engine.id)
+        self._calls = Calls(node, name, owner)
         self._numbers = secrets.randbits(42) << 20  # other handles of this worker have others
         self._puts: deque[PutFuture] = deque()
         self._putting: Sequence[PutFuture] = ()
@@ -77,7 +75,6 @@ class Client:
         self._gets: deque[GetFuture] = deque()
         self._get_number = 0  # of the call that takes items; 0: none is under way
         self._lost: deque[ItemLost] = deque()
-        self._peer: Peer | None = None  # the owner, when it was last asked for room or for items
         self._scheduled = False
         self._most_bytes = min(TOGETHER, node.engine.options.max_frame_bytes // 2)
 
@@ -119,11 +116,20 @@ class Client:
 
     def _packed(self, item: Any, copy: bool) -> Item:
         self.node.engine.lifetime.check_open()
-        packed = pack(item, self.node.peers.find(self._owner), copy, self.node.memory.keep)
+        try:
+            owner, keep = self.node.peers.find(self._owner), self.node.memory.keep
+            packed = pack(item, self._here, owner, self._may_be_read_by_others, copy, keep)
+        except SerializationError as error:
+            raise SerializationError(f"an item for {self.describe()} {error}") from error.__cause__
         if type(packed) is not KeptItem or packed.size < KEPT_BYTES:
             return packed
         (item,) = self._kept([packed])  # alone; and here, as tensors in it are on this thread's streams
         return item
+
+    def _may_be_read_by_others(self) -> bool:
+        """Whether a worker that runs another main module may get an item. To a free group one may come at any time."""
+        main = self.node.engine.record.main
+        return self.node.rendezvous.dynamic or any(record.main != main for record in self.node.group.live())
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
@@ -161,7 +167,7 @@ class Client:
             self._put_number = self._next_number()
             self._refer_to(batch)
             items = to_wire([put.item for put in batch])
-            self._call("put_items", (True, self._put_number, *items), self._on_put)
+            self._calls.call("put_items", True, self._put_number, items, self._on_put)
 
     def _refer_to(self, batch: Sequence[PutFuture]) -> None:
         """Items that are to be kept here: make references to them, each for as many as it may have."""
@@ -207,7 +213,8 @@ class Client:
 
     def _put_now(self, put: PutFuture) -> None:
         self._refer_to([put])
-        self._call("put_items", (False, 0, *to_wire([put.item])), partial(self._on_put_now, put))
+        put.number = self._next_number()
+        self._calls.call("put_items", False, put.number, to_wire([put.item]), partial(self._on_put_now, put))
 
     def _on_put_now(self, future: PutFuture, put: Any, error: BaseException | None) -> None:
         if error is None and put == 0:
@@ -225,7 +232,7 @@ class Client:
             return
         wanted = sum(get.count for get in self._gets if not get.done())
         self._get_number = self._next_number()
-        self._call("take_items", (True, self._get_number, min(wanted, MOST)), self._on_got)
+        self._calls.call("take_items", True, self._get_number, (min(wanted, MOST),), self._on_got)
 
     def _on_got(self, got: Any, error: BaseException | None) -> None:
         self._get_number = 0
@@ -246,7 +253,8 @@ class Client:
         self._send_gets()
 
     def _get_now(self, get: GetFuture) -> None:
-        self._call("take_items", (False, 0, 1), partial(self._on_got_now, get))
+        get.number = self._next_number()
+        self._calls.call("take_items", False, get.number, (1,), partial(self._on_got_now, get))
 
     def _on_got_now(self, get: GetFuture, got: Any, error: BaseException | None) -> None:
         items, error = self._items(got, error)
@@ -289,6 +297,8 @@ class Client:
             nonlocal left
             left -= 1
             get.producers.pop(wanted[0].reference._owner, None)
+            if isinstance(error, RpcTimeout):  # it names a function that nobody has called
+                error = self._not_handed_over(wanted[0].producer, error)
             given = list(answer)[1:] if type(answer) is Results else []
             if error is None and len(given) != 2 * len(wanted):
                 error = ProtocolError("a producer gives something else than its items")
@@ -298,15 +308,7 @@ class Client:
                 self._give(get, items, fetched)
 
         for worker, wanted in kept.items():
-            self._call_peer(worker, to_named(wanted), partial(arrived, wanted))
-
-    def _call_peer(self, worker: int, said: list[Any], then: Callable[[Any, Any], None]) -> None:
-        def call() -> Future[Any]:
-            peer = self.node.peers.by_id(worker)
-            # The runtime's own, as in `_tell`.
-            return peer.call(hand_over, said, None, self.node.engine.default_timeout, system=True)
-
-        self._begin_call(call, then)
+            self._calls.fetch(worker, to_named(wanted), partial(arrived, wanted))
 
     def _give(self, get: GetFuture, items: Sequence[Item], fetched: dict[Kept, Any]) -> None:
         if get.done():  # nobody waits any more
@@ -350,7 +352,7 @@ class Client:
         """An item as it was put. found: its bytes, or what its producer has given for it: whether packed, and that."""
         try:
             packed, content = (True, found) if isinstance(found, bytes) else found
-            return unpack(content, self.node.engine.safe) if packed else content
+            return unpack(content, self.node.engine.safe, self.node.engine.record.main) if packed else content
         except BaseException as broken:
             raise ItemLost(
                 f"an item of {self.describe()} cannot be read here, and is gone: {foreign.said(broken)}",
@@ -363,7 +365,7 @@ class Client:
         """Tell of items that are gone, by the workers that had them. finished: how many the owner waits for in vain."""
         self._lost.extend(self._loss(worker, causes) for worker, causes in gone.items())
         if finished:
-            self._tell("finish_items", finished)
+            self._calls.tell("finish_items", finished)
 
     def _loss(self, worker: str, causes: Sequence[BaseException | None]) -> ItemLost:
         count, cause = len(causes), causes[0]
@@ -379,12 +381,7 @@ class Client:
                 f"{noun} of {self.describe()} {are} lost, as worker {worker!r}, which has put and kept {them}, cannot "
                 f"hand {them} over{why}. The queue goes on"
             )
-        error = ItemLost(
-            text,
-            queue=self._name,
-            worker=worker,
-            count=count,
-        )
+        error = ItemLost(text, queue=self._name, worker=worker, count=count)
         error.__cause__ = cause
         return error
 
@@ -402,7 +399,7 @@ class Client:
                 gone.setdefault(item.producer, []).append(None)
                 finished += 1
         if there:
-            self._tell("return_items", *to_wire(there))
+            self._calls.tell("return_items", *to_wire(there))
         self._lose(gone, finished)
 
     # --- giving up ----------------------------------------------------------------------------------------------------
@@ -417,87 +414,51 @@ class Client:
         """What somebody has waited for all that time in vain, and the name of the worker that it depended on."""
         if isinstance(waiting, GetFuture) and waiting.producers:
             names = sorted(waiting.producers.values())
-            noun = "worker" if len(names) == 1 else "workers"
-            text = f"{noun} {', '.join(map(repr, names))} did not hand over within {time} what was taken from"
-            return f"{text} {self.describe()}, which goes back there when it comes", names[0]
-        state, found = (None, False) if self._peer is None else (self._peer.state, self._peer.record is not None)
-        if state is PeerState.CONNECTING or state is PeerState.SUSPENDED:
-            why = f"the connection to it is {state.value}" if found else "no worker of that name has joined"
-            return f"{self.describe()} has not answered for {time}: {why}", self._owner
-        what = "been full" if isinstance(waiting, PutFuture) else "had no item"
-        return f"{self.describe()} has {what} for {time}", self._owner
+            return self._keeps_back(names, time), names[0]
+        peer, queue = self._calls.peer, self.describe()
+        if peer is not None and (peer.state is PeerState.CONNECTING or peer.state is PeerState.SUSPENDED):
+            found = peer.record is not None
+            why = f"the connection to it is {peer.state.value}" if found else "no worker of that name has joined"
+            return f"{queue} has not answered for {time}: {why}", self._owner
+        text = f"{queue} has {'been full' if isinstance(waiting, PutFuture) else 'had no item'} for {time}"
+        if self._owner != self.node.engine.name:  # an owner that is silent looks like one that has nothing to say
+            text += (
+                f", or worker {self._owner!r} is busy or stopped, as it is connected and has not answered. Which of "
+                f"them it is, `await rpc.queue({self._name!r}, owner={self._owner!r}).qsize()` tells: a queue answers "
+                "that at once"
+            )
+        return text, self._owner
+
+    def _keeps_back(self, workers: Sequence[str], time: str) -> str:
+        noun = "worker" if len(workers) == 1 else "workers"
+        return (
+            f"{noun} {', '.join(map(repr, workers))} did not hand over within {time} what was taken from "
+            f"{self.describe()}, so that it goes back there: busy or stopped. A later `get` finds it"
+        )
+
+    def _not_handed_over(self, worker: str, cause: RpcTimeout) -> RpcTimeout:
+        """That worker keeps items, and has not answered. cause: the timeout of the call for them."""
+        text = self._keeps_back([worker], f"{cause.seconds:g} s (rpc_timeout)")
+        error = RpcTimeout(text, worker=worker, function=f"{self._name}.get", seconds=cause.seconds)
+        error.__cause__ = without_frames(cause)
+        return error
 
     def given_up(self, waiting: PutFuture | GetFuture) -> None:
         """Somebody waits no longer: if nobody else waits for the call that is under way, it is to end."""
         waiting.stop_timer()
-        if isinstance(waiting, PutFuture):
-            if waiting in self._putting:
-                self._tell("withdraw", self._put_number)
-            else:
+        if waiting.number:
+            self._calls.take_back(waiting.number)
+        elif isinstance(waiting, PutFuture):
+            if waiting not in self._putting:
                 with contextlib.suppress(ValueError):  # it has been put
                     self._puts.remove(waiting)
+            elif self._calls.withdraw(self._put_number):
+                self._on_put(0, None)
         elif self._get_number and all(get.done() for get in self._gets):
             self._gets.clear()
-            self._tell("withdraw", self._get_number)
-
-    # --- calls --------------------------------------------------------------------------------------------------------
+            if self._calls.withdraw(self._get_number):
+                self._get_number = 0
 
     def _next_number(self) -> int:
         self._numbers += 1
         return self._numbers
-
-    def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of the queue whose answer does not matter: if the owner is gone, so is the queue.
-
-        An owner that takes no further calls now is told again: items would be lost by that, too.
-        """
-
-        def call() -> Future[Any]:
-            peer = self.node.peers.find(self._owner)
-            # The runtime's own: it is not refused where users' calls are too many, as items would be lost by that.
-            return peer.call(ObjectMethod(self._name, method), args, None, 0.0, system=True)
-
-        def told(_: Any, error: BaseException | None) -> None:
-            if isinstance(error, Overloaded):
-                self.node.engine.loop.call_later(_PAUSE, self._tell, method, *args)
-
-        self._begin_call(call, told)
-
-    def _call(self, method: str, args: Sequence[Any], then: Callable[[Any, BaseException | None], None]) -> None:
-        """Call a method of the queue, for as long as that takes."""
-
-        def call() -> Future[Any]:
-            peer = self._peer = self.node.peers.find(self._owner)
-            return peer.call(ObjectMethod(self._name, method), args, None, 0.0)
-
-        self._begin_call(call, then)
-
-    def _begin_call(self, call: Callable[[], Future[Any]], then: Callable[[Any, BaseException | None], None]) -> None:
-        try:
-            future = self._context.run(call)
-        except Exception as error:
-            # Its frames lead to who waits, and who waits to the error: nothing would ever free what they have.
-            failure = without_frames(error)
-            if self.node.engine.closed:  # the loop may stop soon
-                then(None, failure)
-            else:
-                self.node.engine.loop.call_soon(then, None, failure)
-            return
-        future.when_settled(lambda future: self._ended(future, then))
-
-    def _ended(self, future: Future[Any], then: Callable[[Any, BaseException | None], None]) -> None:
-        """Any thread."""
-        future.mark_seen()
-        # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
-        value, error = future._value, future._error
-        if isinstance(error, UnknownObject):
-            known = f"; it serves {', '.join(map(repr, error.names))}" if error.names else ""
-            error = UnknownObject(
-                f"worker {self._owner!r} has no queue {self._name!r}{known}. There it has to be made: "
-                f"rpc.Queue({self._name!r})",
-                worker=self._owner,
-                name=self._name,
-                names=error.names,
-            )
-        if not self.node.engine.loop.is_closed():
-            self.node.engine.run_on_loop(then, value, error)

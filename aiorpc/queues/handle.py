@@ -53,6 +53,7 @@ class QueueHandle:
         raised. Cancelling gives up. After both the item is in the queue if it had come there by then, else it will not
         be. Items that one handle puts keep their order. QueueShutDown after `shutdown`. Raised here, with nothing sent:
         SerializationError, NotInitialized, WorkerClosed.
+        Whatever script the worker runs that gets the item, it can read what is defined in ``__main__`` here, by value.
         An item of more than 32 KiB stays with this worker until somebody gets it, so the worker has to stay until then.
         copy: whether it is copied for that; if not, it must not change until somebody has got it.
         """

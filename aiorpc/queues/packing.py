@@ -5,6 +5,11 @@ What is packed is the body of a message and its buffers, one behind the other. I
 Else it stays with the worker that has put it (`items`), where it can be lent from if there is room (`Memory.keep`); and
 so does an item that has references or tensors on devices inside of it, as itself. Whoever gets the item fetches it from
 there (`hand_over`).
+
+Nobody knows beforehand which worker that is. What the main module of its producer defines goes by name to a worker that
+runs the same one, and by value to any other: an item that names such a thing is packed in both forms, and whoever
+unpacks it takes the one for itself. All other items have one form, and so have all items of a group of fixed size whose
+members run the same main module: what goes by value takes many times as long to write.
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from .. import foreign
 from ..channels.accelerator import DeviceBuffer
 from ..channels.arena import Span, lay_out
 from ..channels.segments import Bytes
-from ..errors import ProtocolError, RpcUsageError
+from ..errors import ProtocolError, RpcUsageError, SerializationError
+from ..protocol.codec import load_main
 from ..protocol.frames import MAX_SEGMENTS
-from ..protocol.messages import Reply, read_values
+from ..protocol.messages import Reply, Values, read_values, write
 from ..protocol.reference_messages import PassedReference
 from ..runtime.caller.peer import Peer
 from ..runtime.calls.functions import inline, system
@@ -35,19 +42,37 @@ SMALL = 32 * 1024
 TOGETHER = 8 * SMALL
 # Bytes of the body, and how many buffers there are; the bytes of each follow.
 _HEAD = struct.Struct("<QQ")
+# How a pickle calls what it has by name from the main module.
+_BY_NAME = load_main.__name__.encode()
+# What the body of an item in two forms says: which main module its producer runs, the body for those that run it, the
+# one for all others, or why there is none, and how many buffers either has: the first ones, and the last ones.
+_FORMS = (str, bytes, bytes | str, int, int)
 
 
-def pack(item: Any, owner: Peer, copy: bool, keep: Callable[[int], torch.Tensor]) -> bytes | KeptItem:
+def pack(
+    item: Any,
+    here: Peer,
+    owner: Peer,
+    others: Callable[[], bool],
+    copy: bool,
+    keep: Callable[[int], torch.Tensor],
+) -> bytes | KeptItem:
     """An item for a queue of `owner`. Any thread. Raises SerializationError; nothing was sent then.
 
-    Who gets the item is not known yet; it is written as for the owner. copy: whether one that is kept is kept as it is
-    now; else it is written, as it is then, when it is fetched. keep: memory of so many bytes for one that is kept.
+    Who gets the item is not known yet; it is written as for this worker itself, which is `here`. others: whether a
+    worker that runs another main module may get it. copy: whether one that is kept is kept as it is now; else it is
+    written, as it is then, when it is fetched. keep: memory of so many bytes for one that is kept.
     """
-    body, buffers, out = encode(Reply, (), [item], owner, owner.route)
+    body, buffers, out = encode(Reply, (), [item], here, owner.route)
     if out is not None or DeviceBuffer in map(type, buffers):
         if out is not None:  # references: whoever gets the item has to be named in them
             out.unsend()
         return KeptItem(None, item)
+    if _BY_NAME in body and others():
+        forms = _in_two_forms(item, body, buffers, here, owner)
+        if forms is None:
+            return KeptItem(None, item)
+        body, buffers = forms
     layout = layout_of(len(body), [*map(len, buffers)])
     size = layout.size
     if size <= min(SMALL, owner.max_body // 16):
@@ -56,9 +81,53 @@ def pack(item: Any, owner: Peer, copy: bool, keep: Callable[[int], torch.Tensor]
         return bytes(small)
     if not copy:
         return KeptItem(None, item, size)
+    if size > here.max_segment:  # nobody could take it from here
+        raise SerializationError(
+            f"is too large: it is kept in one piece of {size} bytes, and the limit is {here.max_segment} "
+            "(max_tensor_bytes). Put less at a time, or with copy=False"
+        )
     packed = keep(size)
     join(body, buffers, layout, packed.numpy())
     return KeptItem(packed, None, size)
+
+
+def _in_two_forms(
+    item: Any, body: bytes, buffers: Sequence[Any], here: Peer, owner: Peer
+) -> tuple[bytes, Sequence[Any]] | None:
+    """Body and buffers of an item that names what our main module defines, with its form for those that run another.
+
+    body, buffers: of the form for those that run ours. None if the other one has references or tensors on devices, as
+    what goes by value may. Where it cannot be written at all, only those that run our main module can read the item; if
+    the owner of the queue is none of them, SerializationError is raised.
+    """
+    other: bytes | str
+    others: Sequence[Any]
+    try:
+        other, others, out = encode(Reply, (), [item], here, owner.route, other_main=True)
+    except SerializationError as error:
+        if not owner.same_main:
+            raise
+        other, others, out = foreign.text_of(error), (), None
+    if out is not None or DeviceBuffer in map(type, others):
+        if out is not None:
+            out.unsend()
+        return None
+    if other == body:  # it was but a text that looked like a name
+        return body, buffers
+    # A class that goes by value may bring tensors of its own; most have none, and both forms have the same buffers.
+    same = not others or _are_equal(buffers, others)
+    assert here.record is not None, "a worker knows itself"
+    forms = [here.record.main, body, other, len(buffers), len(others)]
+    return write(Reply(Values(forms))), buffers if same else [*buffers, *others]
+
+
+def _are_equal(buffers: Sequence[Any], others: Sequence[Any]) -> bool:
+    if [*map(len, buffers)] != [*map(len, others)]:
+        return False
+    return all(
+        numpy.array_equal(numpy.frombuffer(one, numpy.uint8), numpy.frombuffer(other, numpy.uint8))
+        for one, other in zip(buffers, others, strict=True)
+    )
 
 
 def join(body: bytes, buffers: Sequence[Any], layout: Layout, into: Bytes) -> None:
@@ -71,17 +140,22 @@ def join(body: bytes, buffers: Sequence[Any], layout: Layout, into: Bytes) -> No
         into[start : start + length] = numpy.frombuffer(each, numpy.uint8)
 
 
-def unpack(packed: bytes | torch.Tensor, safe: bool) -> Any:
-    """The item again, in the memory that it came in. safe: whether no pickles are read.
+def unpack(packed: bytes | torch.Tensor, safe: bool, main: str) -> Any:
+    """The item again, in the memory that it came in. safe: whether no pickles are read. main: our main module.
 
-    Raises ProtocolError for what is no item, and whatever unpickling raises.
+    Raises ProtocolError for what is no item, SerializationError for one that only workers with another main module can
+    read, and whatever unpickling raises.
     """
     if type(packed) is not bytes and not (type(packed) is torch.Tensor and packed.dtype is torch.uint8):
         raise ProtocolError("an item of a queue that is no bytes")
     # What is given to a program may be written to, and bytes may not.
     memory = memoryview(bytearray(packed)) if isinstance(packed, bytes) else _memory(packed)
     body, buffers = split(memory)
-    values = decode(read_values(body), buffers, _no_references, None, None, safe)
+    said = read_values(body)
+    if len(said.values) == len(_FORMS):
+        body, buffers = choose(said.values, buffers, main)
+        said = read_values(body)
+    values = decode(said, buffers, _no_references, None, None, safe)
     if len(values) != 1:
         raise ProtocolError(f"an item of a queue that is {len(values)} values")
     return values[0]
@@ -91,8 +165,8 @@ def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
     """The body and the buffers of an item. Raises ProtocolError if it is none."""
     try:
         body, count = _HEAD.unpack_from(packed)
-        if count > MAX_SEGMENTS:
-            raise ProtocolError(f"an item of a queue with {count} buffers; the limit is {MAX_SEGMENTS}")
+        if count > 2 * MAX_SEGMENTS:  # of two forms
+            raise ProtocolError(f"an item of a queue with {count} buffers; the limit is {2 * MAX_SEGMENTS}")
         lengths = struct.unpack_from(f"<{count}Q", packed, _HEAD.size)
     except struct.error as error:
         raise ProtocolError(f"an item of a queue that is none: {error}") from None
@@ -101,6 +175,25 @@ def split(packed: memoryview) -> tuple[bytes, list[memoryview]]:
         raise ProtocolError(f"an item of a queue of {len(packed)} bytes that says it has {layout.size}")
     buffers = [packed[start : start + length] for start, length in layout.buffers]
     return bytes(packed[layout.body : layout.body + body]), buffers
+
+
+def choose(forms: Sequence[Any], buffers: list[memoryview], main: str) -> tuple[bytes, list[memoryview]]:
+    """Of an item in two forms, the body and the buffers of the one for workers that run this main module.
+
+    Raises ProtocolError for what is no item, and SerializationError if there is no such form.
+    """
+    if not all(isinstance(said, kind) for said, kind in zip(forms, _FORMS, strict=True)):
+        raise ProtocolError("an item of a queue in two forms that are none")
+    origin, named, other, count, others = forms
+    if not (0 <= count <= len(buffers) and 0 <= others <= len(buffers)):
+        raise ProtocolError(f"an item of a queue with {count} and {others} of {len(buffers)} buffers")
+    if origin == main:
+        return named, buffers[:count]
+    if type(other) is not bytes:
+        raise SerializationError(
+            f"its producer runs another main module, which defines what is in it, and by value the item {other}"
+        )
+    return other, buffers[len(buffers) - others :]
 
 
 class Layout(NamedTuple):

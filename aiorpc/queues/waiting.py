@@ -30,9 +30,13 @@ class ClientForWaiting(Protocol):
 
 
 class WaitingFuture(Future[Any]):
-    """The Future of a `put` or a `get`. timer: of its timeout, on the loop."""
+    """The Future of a `put` or a `get`.
+
+    timer: of its timeout, on the loop. number: of its call, if it has one for itself; else 0.
+    """
 
     timer: asyncio.TimerHandle | None = None
+    number = 0
 
     def __init__(self, client: ClientForWaiting, verb: str) -> None:
         super().__init__()

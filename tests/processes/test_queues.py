@@ -1,4 +1,4 @@
-"""Queues between processes, of which one is killed: nothing hangs, nothing is handed out twice, nothing stays lent."""
+"""Queues between processes: of different scripts; and where one is killed, nothing hangs, comes twice or stays lent."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import aiorpc as rpc
 from aiorpc.protocol.reference_messages import Counts
 from tests.limits import busy
 
+from .test_scripts import HEADER, run_ranks
 from .workers import LIMIT, Link, Place, meeting_file, processes, rounds, until
 
 LARGE = 200_000  # bytes: such an item stays with its producer, and goes to its consumer by shared memory
@@ -173,3 +174,117 @@ async def test_a_death_at_a_random_moment_harms_nobody_else(victim: str, seed: i
                 assert await asyncio.wait_for(children[name].ahear(), LIMIT) == "nothing left"
             await until(nothing_left_of(worker))
         await asyncio.to_thread(lambda: children.check_ended(but=(victim,)))
+
+
+# What each of the scripts has in its main module. A queue is named after the worker that reads it.
+COMMON = f"""{HEADER}
+import torch
+
+LIMIT = {60 * busy()}
+READERS = dict(owner=("owner", "twin", "consumer"), producer=("twin", "consumer"))  # by the owners of their queues
+
+def find(name, owner):
+    queue = rpc.queue(name, owner=owner, timeout=LIMIT)
+    while True:
+        try:
+            queue.qsize().wait()
+            return queue
+        except rpc.UnknownObject:  # its owner is about to make it
+            pass
+
+def read(name):
+    for owner, readers in READERS.items():
+        if name not in readers:
+            continue
+        queue = find(name, owner)
+        by_name = name == "twin"
+        for number in range(5):
+            point, *others = queue.get().wait()
+            kind = "Weighted" if number == 4 else "Point"
+            assert type(point).__name__ == kind and point.total() == 42, (name, number, point)
+            assert (type(point) is globals().get(kind)) == by_name, (name, number)
+            assert all(each.sum() == 100_000 for each in others if isinstance(each, torch.Tensor)), (name, number)
+        function = queue.get().wait()
+        assert function(point) == 84 and (function is globals().get("doubled")) == by_name
+        assert queue.get().wait() == "plain"
+        queue.task_done(7).wait()
+"""
+
+OWNER = f"""{COMMON}
+if __name__ == "__main__":
+    rpc.init_rpc("owner")
+    for name in READERS["owner"]:
+        rpc.Queue(name)
+    read("owner")
+    rpc.shutdown()
+"""
+
+PRODUCER = f"""{COMMON}
+SCALE = 10
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+    def total(self):
+        return self.x * SCALE + 2
+
+class Weighted(Point):
+    weights = torch.full((20_000,), 2.0)  # they travel with the class, where that goes by value
+
+    def __init__(self, x):
+        super().__init__(x)
+        self.mine = torch.full((20_000,), 40.0)
+
+    def total(self):
+        return int(self.mine.mean() + self.weights.mean())
+
+def doubled(point):
+    return 2 * point.total()
+
+def write(queue):
+    large = torch.ones(100_000, dtype=torch.uint8)
+    for copy, item in (
+        (True, [Point(4)]),
+        (True, [Point(4), large]),
+        (False, [Point(4), large]),
+        (True, [Point(4), rpc.RRef(1)]),
+        (True, [Weighted(4)]),
+        (True, doubled),
+        (True, "plain"),
+    ):
+        queue.put(item, copy=copy).wait()
+
+if __name__ == "__main__":
+    name = ("owner", "producer", "twin")[int(os.environ["RANK"])]
+    rpc.init_rpc(name)
+    if name == "twin":
+        read("twin")
+    else:
+        for reader in READERS["producer"]:
+            rpc.Queue(reader)
+        queues = [find(reader, owner) for owner, readers in READERS.items() for reader in readers]
+        for queue in queues:
+            write(queue)
+        for queue in queues:
+            queue.join().wait()
+    rpc.shutdown()
+"""
+
+CONSUMER = f"""{COMMON}
+if __name__ == "__main__":
+    rpc.init_rpc("consumer")
+    read("consumer")
+    rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long  # tests/queues/test_queue.py has the same in one process
+def test_whichever_script_gets_an_item_can_read_what_the_script_of_its_producer_defines(tmp_path: Path) -> None:
+    """By name where it is the same script, else by value, whatever the owner of the queue runs."""
+    paths = [tmp_path / name for name in ("owner.py", "producer.py", "consumer.py")]
+    for path, text in zip(paths, (OWNER, PRODUCER, CONSUMER), strict=True):
+        path.write_text(text)
+    owner, producer, consumer = paths
+    run_ranks([owner, producer, producer, consumer])

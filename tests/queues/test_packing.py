@@ -8,12 +8,14 @@ import numpy
 import pytest
 import torch
 
-from aiorpc.errors import ProtocolError
+from aiorpc.errors import ProtocolError, SerializationError
 from aiorpc.protocol.messages import Reply, Values, write
 from aiorpc.queues.packing import join, layout_of, split, unpack
 
 BODY = write(Reply(Values([1])))
 BUFFERS = [b"a" * 100, b"", b"bcd"]
+MAIN = "file:/here.py"
+OTHER = write(Reply(Values([2])))
 
 
 def joined(body: bytes, buffers: list[bytes]) -> bytes:
@@ -31,8 +33,26 @@ def test_an_item_is_what_was_joined(buffers: list[bytes]) -> None:
     assert (body, [bytes(each) for each in found]) == (BODY, buffers)
     for each in buffers:
         assert not each or item.index(each) % 64 == 0
-    assert unpack(item, safe=True) == 1
-    assert unpack(torch.frombuffer(bytearray(item), dtype=torch.uint8), safe=False) == 1
+    assert unpack(item, safe=True, main=MAIN) == 1
+    assert unpack(torch.frombuffer(bytearray(item), dtype=torch.uint8), safe=False, main=MAIN) == 1
+
+
+def in_two_forms(*forms: object) -> bytes:
+    return joined(write(Reply(Values([*forms]))), BUFFERS)
+
+
+@pytest.mark.parametrize(("main", "value"), [(MAIN, 1), ("file:/there.py", 2)])
+def test_of_two_forms_the_one_for_the_main_module_here_is_read(main: str, value: int) -> None:
+    """The first one where that is the main module of the producer, and the other one anywhere else."""
+    assert unpack(in_two_forms(MAIN, BODY, OTHER, 3, 1), safe=True, main=main) == value
+
+
+def test_an_item_without_a_form_for_this_main_module_says_why() -> None:
+    """It is there for those that run the same script as its producer."""
+    item = in_two_forms(MAIN, BODY, "(a Point) cannot be serialised: it has a lock", 3, 0)
+    assert unpack(item, safe=True, main=MAIN) == 1
+    with pytest.raises(SerializationError, match=r"another main module.*by value the item \(a Point\) .* has a lock"):
+        unpack(item, safe=True, main="file:/there.py")
 
 
 @pytest.mark.parametrize(
@@ -48,17 +68,25 @@ def test_an_item_is_what_was_joined(buffers: list[bytes]) -> None:
         joined(b"no body", []),
         joined(write(Reply(Values([1, 2]))), []),
         joined(write(Reply(Values([]))), []),
+        in_two_forms(MAIN, BODY, OTHER, 4, 1),
+        in_two_forms(MAIN, BODY, OTHER, -1, 1),
+        in_two_forms(MAIN, BODY, OTHER, 1, 4),
+        in_two_forms(MAIN, BODY, OTHER, "1", 1),
+        in_two_forms(MAIN, BODY, None, 1, 1),
+        in_two_forms(MAIN, OTHER.decode("latin-1"), OTHER, 1, 1),
+        in_two_forms(MAIN, b"no body", b"no body", 1, 1),
+        in_two_forms(MAIN, write(Reply(Values([MAIN, BODY, OTHER, 3, 1]))), OTHER, 1, 1),
     ],
     ids=str,
 )
 def test_what_is_no_item_is_refused(item: bytes) -> None:
     """Before memory is taken for it."""
     with pytest.raises(ProtocolError):
-        unpack(item, safe=False)
+        unpack(item, safe=False, main=MAIN)
 
 
 def test_a_tensor_that_is_no_bytes_is_refused() -> None:
     """A producer may give what it likes."""
     for found in (torch.ones(3), [1, 2], "text"):
         with pytest.raises(ProtocolError):
-            unpack(found, safe=False)  # type: ignore[arg-type]  # on purpose
+            unpack(found, safe=False, main=MAIN)  # type: ignore[arg-type]  # on purpose

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import pickle
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -28,14 +29,15 @@ from aiorpc import (
 )
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.messages import ObjectMethod
-from aiorpc.queues import packing
-from aiorpc.queues.client import Client
+from aiorpc.queues import calls, packing
+from aiorpc.queues.calls import Calls
 from aiorpc.queues.items import KEPT_BYTES, KEPT_ITEMS, KeptItem, KeptItems
 from aiorpc.queues.packing import hand_over
-from aiorpc.queues.served import ServedQueue
+from aiorpc.queues.served import HERE, ServedQueue
 from aiorpc.queues.waiting import GetFuture
 from aiorpc.runtime.callee.answers import Answers
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.calls.values import Results, encode
 from aiorpc.runtime.links.distribution import LOOP_COPY
 from aiorpc.testing import cluster
 from tests.runtime.joining import unheard_of
@@ -335,13 +337,46 @@ async def test_who_waits_longer_than_its_timeout_takes_nothing(pair: list[Worker
         await mine.get(timeout=0.05)
     assert (raised.value.worker, raised.value.function, raised.value.seconds) == ("worker0", "q.get", 0.05)
     await queue.put("first")
-    with pytest.raises(TimeoutError, match=r"has been full for 0\.05 s"):
+    assert "or worker 'worker0' is busy or stopped" in str(raised.value)
+    with pytest.raises(TimeoutError, match=r"has been full for 0\.05 s, or worker 'worker0' is busy or stopped"):
         await mine.put("late", timeout=0.05)
+    with pytest.raises(TimeoutError, match=r"has been full for 0\.05 s$"):  # the owner itself knows
+        await queue.put("late", timeout=0.05)
     assert await queue.get() == "first"
     await queue.put("second")
     assert await mine.get() == "second"
     assert await queue.empty()
     await until(lambda: not queue._served._waiting)
+
+
+async def test_a_timeout_does_not_take_a_silent_owner_for_an_empty_or_a_full_queue(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is connected and does not answer: the text leaves that open, and says how to find out."""
+    queue, mine = make(pair[0]), handle(pair[1])
+    await mine.put("an item")
+    goes_on = asyncio.Event()
+
+    async def nothing_put(self: ServedQueue, *_: Any) -> int:
+        await goes_on.wait()
+        return 0
+
+    async def nothing_taken(self: ServedQueue, *_: Any) -> Results:
+        await goes_on.wait()
+        return Results((HERE, None))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ServedQueue, "put_items", nothing_put)
+        patched.setattr(ServedQueue, "take_items", nothing_taken)
+        for verb, future in (("get", mine.get(timeout=0.05)), ("put", mine.put(1, timeout=0.05))):
+            with pytest.raises(RpcTimeout) as raised:
+                await future
+            assert "or worker 'worker0' is busy or stopped, as it is connected and has not" in str(raised.value)
+            assert "`await rpc.queue('q', owner='worker0').qsize()`" in str(raised.value)
+            assert (raised.value.worker, raised.value.function) == ("worker0", f"q.{verb}")
+        goes_on.set()
+        await until(pair[1].node.is_idle)
+    assert await mine.get() == "an item" and await queue.empty()
 
 
 async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker]) -> None:
@@ -352,7 +387,47 @@ async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker])
             await future
         assert "no worker of that name has joined" in str(raised.value)
         assert (raised.value.worker, raised.value.function) == ("nobody", f"q.{verb}")
-    await free[1].drop()  # else it would wait for that worker as it leaves
+
+
+@pytest.mark.parametrize("verb", ["get", "put", "get_nowait", "put_nowait"])
+async def test_who_leaves_does_not_wait_for_an_owner_that_nobody_waits_for(verb: str) -> None:
+    """Its name was never seen; what was to be put or got there was given up, and nothing of it was sent."""
+    options = RpcBackendOptions(rpc_timeout=LONG, newcomer_grace=100 * LONG)
+    async with cluster(1, dynamic=True, options=options) as (worker,):
+        nobody = handle(worker, owner="nobody")
+        args = (1,) if verb.startswith("put") else ()
+        if verb.endswith("nowait"):
+            future = getattr(nobody, verb)(*args)
+            waits = asyncio.ensure_future(future)
+            await until(lambda: future.waiters and not worker.node.is_idle())
+            waits.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waits
+        else:
+            with pytest.raises(RpcTimeout):
+                await getattr(nobody, verb)(*args, timeout=0.05)
+        async with asyncio.timeout(LONG):
+            await worker.shutdown()
+
+
+async def test_what_nobody_has_given_up_waits_on_for_the_owner() -> None:
+    """Though what was to be sent together with it is taken back: that is neither in the queue, nor takes an item."""
+    store = HashStore()
+    served_later = ServedQueue("q", 0, "owner", 1 << 20)
+    async with cluster(1, dynamic=True, store=store, options=RpcBackendOptions(rpc_timeout=LONG)) as (worker,):
+        mine = handle(worker, owner="owner")
+        puts = [mine.put(number, timeout=0.05 if number == 1 else LONG) for number in range(3)]
+        gets = [asyncio.ensure_future(mine.get(timeout=0.05 if number == 0 else LONG)) for number in range(2)]
+        for given_up in (puts.pop(1), gets.pop(0)):
+            with pytest.raises(RpcTimeout):
+                await given_up
+        again = asyncio.ensure_future(mine.get())
+        owner = Worker("owner", store=store)
+        owner.serve("q", served_later)
+        async with owner:
+            await asyncio.gather(*puts)
+            assert [await gets[0], await again] == [0, 2]
+            assert await mine.empty()
 
 
 async def test_a_timeout_names_the_producer_that_did_not_hand_over(
@@ -364,7 +439,7 @@ async def test_a_timeout_names_the_producer_that_did_not_hand_over(
     mine = handle(free[2])
     held: list[Any] = []
     with monkeypatch.context() as patched:
-        patched.setattr(Client, "_call_peer", lambda *call: held.append(call))
+        patched.setattr(Calls, "fetch", lambda *call: held.append(call))
         timeout = 0.05
         while not held:  # the time has to be long enough for the item to be taken
             with pytest.raises(RpcTimeout) as raised:
@@ -373,7 +448,7 @@ async def test_a_timeout_names_the_producer_that_did_not_hand_over(
     assert "'worker1' did not hand over within" in str(raised.value)
     assert (raised.value.worker, raised.value.function) == ("worker1", "q.get")
     (call,) = held
-    Client._call_peer(*call)
+    Calls.fetch(*call)
     assert (await mine.get()).sum() == LARGE
 
 
@@ -825,8 +900,27 @@ async def test_items_are_fetched_where_calls_are_too_many(limit: str) -> None:
         stays.cancel()
 
 
-async def stay() -> None:
+async def stay(*_: Any) -> None:
     await asyncio.Event().wait()
+
+
+async def test_who_waits_in_vain_for_a_producer_hears_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the time of the call for the item is over, and not that of the `get`: the item goes back, which it is told."""
+    options = [RpcBackendOptions(), RpcBackendOptions(), RpcBackendOptions(rpc_timeout=0.2)]
+    async with cluster(3, options=options) as workers:
+        make(workers[0])
+        await handle(workers[1]).put(torch.ones(LARGE))
+        mine = handle(workers[2])
+        with monkeypatch.context() as patched:
+            patched.setattr(calls, "hand_over", stay)
+            with pytest.raises(RpcTimeout) as raised:
+                await mine.get()
+        text = str(raised.value)
+        assert "worker 'worker1' did not hand over within 0.2 s (rpc_timeout) what was taken from queue 'q'" in text
+        assert "of worker 'worker0'" in text and "A later `get` finds it" in text and "stay" not in text
+        assert (raised.value.worker, raised.value.function, raised.value.seconds) == ("worker1", "q.get", 0.2)
+        assert (await handle(workers[0]).get()).sum() == LARGE
+        await until_no_references(workers)
 
 
 @pytest.mark.parametrize("error", [rpc.Overloaded("not now"), RpcTimeout("not in time")])
@@ -955,6 +1049,143 @@ async def test_rights_and_values_without_pickle_hold_for_queues() -> None:
         assert small["x"].sum() == 2 and large.sum() == LARGE
         with pytest.raises(rpc.SerializationError):
             mine.put(HashStore())
+
+
+LOCK = threading.Lock()
+
+
+def main_function() -> int:
+    """Of the main module, as far as pickles see it."""
+    return 42
+
+
+def with_lock() -> bool:
+    """As that; it cannot travel by value."""
+    return LOCK.locked()
+
+
+class Weighted:
+    """As those; its tensor travels with it, where it goes by value."""
+
+    weights = torch.full((2_000,), 2.0)
+
+    def __init__(self) -> None:
+        self.mine = torch.full((LARGE,), 3.0)
+
+
+@pytest.fixture
+async def scripts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Worker]]:
+    """Three workers in a group without a size, of which "other" says that it runs another main module."""
+    module = sys.modules["__main__"]
+    each: Any
+    for each in (main_function, with_lock, Weighted):
+        monkeypatch.setattr(each, "__module__", "__main__")
+        monkeypatch.setattr(module, each.__name__, each, raising=False)
+    store, options = HashStore(), RpcBackendOptions(rpc_timeout=LONG)
+    async with (
+        rpc.init("first", store=store, options=options) as first,
+        rpc.init("twin", store=store, options=options) as twin,
+    ):
+        monkeypatch.setattr("aiorpc.runtime.life.main_identity", lambda: "file:another")
+        async with rpc.init("other", store=store, options=options) as other:
+            yield [first, twin, other]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("owner", ["twin", "other"])
+async def test_what_the_main_module_defines_goes_by_name_where_that_is_run_and_else_by_value(
+    owner: str, kept: bool, scripts: list[Worker]
+) -> None:
+    """Whoever gets the item, and whatever the owner of its queue runs."""
+    first, twin, other = scripts
+    make(twin if owner == "twin" else other)
+    item = (main_function, torch.ones(LARGE if kept else 1))
+    for reader in scripts:
+        await handle(first, owner=owner).put(item)
+        function, tensor = await handle(reader, owner=owner).get()
+        assert (function is main_function) == (reader is not other)
+        assert function() == 42 and torch.equal(tensor, item[1])
+
+
+async def test_a_class_that_travels_by_value_brings_its_own_tensors(scripts: list[Worker]) -> None:
+    """The forms of its instance have other tensors then, and each has its own in the item."""
+    first, twin, other = scripts
+    make(twin)
+    for reader in (twin, other):
+        await handle(first, owner="twin").put(Weighted())
+        got = await handle(reader, owner="twin").get()
+        assert torch.equal(got.mine, torch.full((LARGE,), 3.0)) and torch.equal(got.weights, torch.full((2_000,), 2.0))
+
+
+async def test_what_cannot_travel_by_value_is_for_those_with_the_same_main_module(scripts: list[Worker]) -> None:
+    """Another one is told why it cannot read the item; a queue whose owner is such a one does not take it."""
+    first, twin, other = scripts
+    make(twin)
+    make(other, "elsewhere")
+    mine = handle(first, owner="twin")
+    await put_all(mine, [with_lock, with_lock])
+    assert await handle(first, owner="twin").get() is with_lock
+    with pytest.raises(ItemLost, match=r"runs another main module.*by value the item \(a function\).*lock"):
+        await handle(other, owner="twin").get()
+    with pytest.raises(rpc.SerializationError, match=r"an item for queue 'elsewhere' of worker 'other' \(a function\)"):
+        handle(first, "elsewhere", "other").put(with_lock)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was encoded as an item of a queue, once for each time."""
+    times: list[Any] = []
+
+    def note(kind: Any, head: Any, values: list[Any], *args: Any, **options: Any) -> Any:
+        times.extend(values)
+        return encode(kind, head, values, *args, **options)
+
+    monkeypatch.setattr("aiorpc.queues.packing.encode", note)
+    return times
+
+
+async def test_only_what_names_the_main_module_is_packed_twice(scripts: list[Worker], encoded: list[Any]) -> None:
+    """All other items cost what they cost before; tensors are in an item once, whatever else is in it."""
+    first, twin, _ = scripts
+    queue = make(twin)
+    plain = [1, {"a": [2.0]}, torch.ones(3), [torch.ones(LARGE)], threading.Thread, torch.device("cpu")]
+    await put_all(handle(first, owner="twin"), plain)
+    assert len(encoded) == len(plain)
+    assert [type(each) for each in await queue.get_many(len(plain))] == [*map(type, plain)]
+    await handle(first, owner="twin").put("load_main")
+    assert await queue.get() == "load_main"
+    await handle(first, owner="twin").put([main_function, torch.ones(LARGE)])
+    (kept,) = [future.value() for future in first.node.references._values.values()]
+    assert kept[0].size < 1.1 * 4 * LARGE
+    await queue.get()
+
+
+@pytest.mark.parametrize("other", ["one script", "another script"])
+async def test_in_a_group_of_fixed_size_it_depends_on_its_members(
+    other: str, encoded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all of them run the same main module nobody needs what it defines by value."""
+    mains = iter(["one script", other])
+    monkeypatch.setattr("aiorpc.runtime.life.main_identity", lambda: next(mains))
+    monkeypatch.setattr(main_function, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "main_function", main_function, raising=False)
+    async with cluster(2) as workers:
+        queue = make(workers[0])
+        await handle(workers[1]).put(main_function)
+        assert len(encoded) == (1 if other == "one script" else 2)
+        assert (await queue.get() is main_function) == (other == "one script")
+
+
+async def test_an_item_that_would_be_longer_than_anything_may_be_is_refused() -> None:
+    """It is kept in one piece, which nobody could fetch, though each of its tensors may be sent by itself."""
+    options = RpcBackendOptions(max_tensor_bytes=1 << 20)
+    async with cluster(2, options=options) as workers:
+        queue, mine = make(workers[0]), handle(workers[1])
+        item = [torch.ones(600_000, dtype=torch.uint8) for _ in range(2)]
+        with pytest.raises(rpc.SerializationError, match=r"an item for queue 'q' .* too large.*max_tensor_bytes"):
+            mine.put(item)
+        await mine.put(item, copy=False)
+        assert all(map(torch.equal, await queue.get(), item))
 
 
 async def test_nonsense_is_refused_by_the_owner(pair: list[Worker]) -> None:

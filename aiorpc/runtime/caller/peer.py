@@ -53,7 +53,7 @@ from ..engine.observing import Passage
 from ..gradients.contexts import Gradients, Tape
 from ..links.link import FEW, KindMethod, Link
 from ..links.observed import ask, frame_passage
-from .future import CallFuture, name_argument
+from .future import CallFuture, cannot_send
 from .known import FunctionEntry, KnownFunctions
 from .misuse import OF_VERBS, check_keywords, no_function, warn_of_copy
 from .owed import Home as OwedHome
@@ -274,8 +274,8 @@ class Peer:
                     caller = sys._getframe(depth)
                     site = (caller.f_code, caller.f_lasti) if one_try is None else one_try.site
                     return self._ended(CallFuture(self, entry, call_id, now, deadline, system), site, stream, absence)
-                what = name_argument(error.position, named is None, len(args), names, entry.name)
-                raise SerializationError(f"{what} for worker {self.name!r} {error}") from error.__cause__
+                target = f"worker {self.name!r}"
+                raise cannot_send(error, entry.name, target, named is None, len(args), names) from error.__cause__
             if unknown:
                 otherwise = self._for_other_main(entry, function, head, values, tape, Form(body, buffers, out))
 
@@ -339,8 +339,8 @@ class Peer:
         try:
             other = Form(*encode(Call, head, values, self, self.route, tape, other_main=True))
         except SerializationError as error:
-            named = name_argument(error.position, head[0] is None, 0, None, entry.name)
-            return SerializationError(f"{named} for worker {self.name!r}, which runs another main module, {error}")
+            target = f"worker {self.name!r}, which runs another main module,"
+            return cannot_send(error, entry.name, target, head[0] is None, 0, None)
         if other.body == form.body:
             self._unsend(other)
             return None
@@ -507,15 +507,24 @@ class Peer:
 
     def call_off(self, call_id: int) -> None:
         """A call has ended without its answer: take it back, or tell the callee. Any thread."""
-        # A call to a worker that has not joined yet is just taken back. No reference can be inside of it, because
-        # encoding one needs the worker's id (`Peers.id_of`).
-        with self._lock:
-            taken_back = self.record is None and self._waiting.take_back(call_id)
-        if not taken_back:
+        if not self._take_back(call_id):
             link = self.link
             if link is not None:
                 link.distribution.give_up(call_id)
             self.send(Kind.CANCEL, call_id, b"")
+
+    def take_back(self, call_id: int) -> bool:
+        """Forget a call that waits for its worker to join, so that it is not sent; its Future never settles then.
+
+        False if the call may have been sent, or has ended. Any thread.
+        """
+        return self._take_back(call_id) and self.owed.take(call_id) is not None
+
+    def _take_back(self, call_id: int) -> bool:
+        # To a worker that has not joined yet. No reference can be inside of such a call, because encoding one needs the
+        # worker's id (`Peers.id_of`).
+        with self._lock:
+            return self.record is None and self._waiting.take_back(call_id)
 
     def turn_away(self, before: float, error: Callable[[], RpcError]) -> None:
         """Nobody of that name is there: the calls made before that time end, but for those that wait. On the loop."""
@@ -571,16 +580,20 @@ class Peer:
         with self._lock:
             link = self.link
             assert link is not None, "it was made when the connection was"
-            while self._waiting:  # in order; whoever calls meanwhile waits for the lock
+            while True:  # in order; whoever calls meanwhile waits for the lock
+                if not self._waiting:
+                    break
                 for each in self._waiting.take_all():
                     if isinstance(each, WaitingFrame):
                         self._send_waiting(link, each)
                         continue
                     call = self._formed(each)
-                    if call is not None and link.distribution.too_long_for_loop(call.buffers):
+                    if call is None:
+                        continue
+                    if link.distribution.too_long_for_loop(call.buffers):
                         self.engine.in_background(self.post, link, call)
-                    elif call is not None:
-                        self.post(link, call)
+                        continue
+                    self.post(link, call)
             self.connection = connection
             self.state = PEER.next(self.state, PeerEvent.CONNECTED)
 

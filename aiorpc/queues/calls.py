@@ -1,0 +1,134 @@
+"""The calls that one handle of a queue makes: to the owner of the queue, and to those who have kept items of it.
+
+The calls that put and take items have no deadline, and nobody cancels them once they were sent: an answer that brings
+items must not be dropped. When nobody waits any more for what one is for, the owner is asked to end it (`withdraw`); or
+it is taken back, if it was not sent, as the owner has not joined. Else whoever leaves would wait for a call that was
+given up.
+
+All of it is on the loop of the worker, but where a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import Overloaded, UnknownObject
+from ..futures import Future
+from ..protocol.messages import ObjectMethod
+from ..runtime.caller.future import CallFuture
+from ..runtime.caller.peer import Peer
+from ..runtime.calls.failures import without_frames
+from ..runtime.node import Node
+from .packing import hand_over
+
+_PAUSE = 0.1  # seconds until the owner is told again what it did not take
+
+#: What is called with the value of a call, or with its error.
+Then = Callable[[Any, BaseException | None], None]
+
+
+class Calls:
+    """See the module. peer: the owner, when it was last asked for room or for items; None before that."""
+
+    def __init__(self, node: Node, queue: str, owner: str) -> None:
+        self.peer: Peer | None = None
+        self._node = node
+        self._queue = queue
+        self._owner = owner
+        self._context = contextvars.Context()  # no call and no context of autograd: whoever puts next has another one
+        self._under_way: dict[int, tuple[Peer, CallFuture]] = {}  # those that can be taken back, by their numbers
+
+    def call(self, method: str, wait: bool, number: int, args: Sequence[Any], then: Then) -> None:
+        """Call a method of the queue that puts or takes items, for as long as that takes.
+
+        wait: whether it is to wait at the owner until `withdraw`. number: no other call of this worker has it.
+        """
+
+        def call() -> Future[Any]:
+            peer = self.peer = self._node.peers.find(self._owner)
+            # What does not wait there cannot be withdrawn there, so that its number does not matter.
+            said = (wait, number if wait else 0, *args)
+            future = peer.call(ObjectMethod(self._queue, method), said, None, 0.0)
+            self._under_way[number] = peer, future
+            return future
+
+        self._begin(call, then, number)
+
+    def take_back(self, number: int) -> bool:
+        """Nobody wants that call any more. True if it was not sent and is over by that; its `then` is not called."""
+        found = self._under_way.get(number)
+        if found is None:
+            return False
+        peer, future = found
+        if not peer.take_back(future.call_id):
+            return False
+        del self._under_way[number]
+        return True
+
+    def withdraw(self, number: int) -> bool:
+        """As `take_back`; if the call was sent, the owner is asked to end it."""
+        if self.take_back(number):
+            return True
+        if number in self._under_way:  # else its answer is there
+            self.tell("withdraw", number)
+        return False
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of the queue whose answer does not matter: if the owner is gone, so is the queue.
+
+        An owner that takes no further calls now is told again: items would be lost by that, too.
+        """
+
+        def call() -> Future[Any]:
+            peer = self._node.peers.find(self._owner)
+            # The runtime's own: it is not refused where users' calls are too many, as items would be lost by that.
+            return peer.call(ObjectMethod(self._queue, method), args, None, 0.0, system=True)
+
+        def told(_: Any, error: BaseException | None) -> None:
+            if isinstance(error, Overloaded):
+                self._node.engine.loop.call_later(_PAUSE, self.tell, method, *args)
+
+        self._begin(call, told)
+
+    def fetch(self, worker: int, named: Sequence[Any], then: Then) -> None:
+        """Have items that the worker of that id has kept. named: as `items.to_named` gives them."""
+
+        def call() -> Future[Any]:
+            peer = self._node.peers.by_id(worker)
+            # The runtime's own, as in `tell`.
+            return peer.call(hand_over, named, None, self._node.engine.default_timeout, system=True)
+
+        self._begin(call, then)
+
+    def _begin(self, call: Callable[[], Future[Any]], then: Then, number: int = 0) -> None:
+        try:
+            future = self._context.run(call)
+        except Exception as error:
+            # Its frames lead to who waits, and who waits to the error: nothing would ever free what they have.
+            failure = without_frames(error)
+            if self._node.engine.closed:  # the loop may stop soon
+                then(None, failure)
+            else:
+                self._node.engine.loop.call_soon(then, None, failure)
+            return
+        future.when_settled(lambda future: self._ended(future, then, number))
+
+    def _ended(self, future: Future[Any], then: Then, number: int) -> None:
+        """Any thread."""
+        self._under_way.pop(number, None)
+        future.mark_seen()
+        # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
+        value, error = future._value, future._error
+        if isinstance(error, UnknownObject):
+            known = f"; it serves {', '.join(map(repr, error.names))}" if error.names else ""
+            error = UnknownObject(
+                f"worker {self._owner!r} has no queue {self._queue!r}{known}. There it has to be made: "
+                f"rpc.Queue({self._queue!r})",
+                worker=self._owner,
+                name=self._queue,
+                names=error.names,
+            )
+        if not self._node.engine.loop.is_closed():
+            self._node.engine.run_on_loop(then, value, error)
