@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def travel(error: BaseException, safe: bool = False) -> BaseException:
     except BaseException as raised:
         said = read_error(write(encode_error(raised, "there", safe)))
     finally:
-        error.__traceback__ = None
+        error.with_traceback(None)
     return decode_error(said, "module:function", safe)
 
 
@@ -60,6 +61,104 @@ class Slotted(Exception):
     __slots__ = ("extra",)
 
 
+class SlottedDefault(Exception):
+    """A call of the type with ``args`` would fill the slot with something else."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, text: str, code: int = 7) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class SlottedBelow(SlottedDefault):
+    """Has slots of its own, one of them private, one empty, and a ``__dict__`` as every exception."""
+
+    __slots__ = ("__hidden", "empty")
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}", code)
+        self.__hidden = [code]
+        self.more = {"code": code}
+
+    @property
+    def hidden(self) -> list[int]:
+        return self.__hidden
+
+
+class SlottedReduced(Exception):
+    """Says itself how it is pickled, and keeps something back."""
+
+    __slots__ = ("code", "lock")
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SlottedReduced, (self.code,)
+
+
+class SlottedReworded(SlottedDefault):
+    """Its pickle brings another text with it."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SlottedReworded, (f"again {self.args[0]}", self.code)
+
+
+class SlottedLock(SlottedDefault):
+    """Holds what cannot be sent."""
+
+    __slots__ = ("lock",)
+    lock: threading.Lock
+
+
+class OwnFile(OSError):
+    """The interpreter keeps the name of the file beside the ``args``."""
+
+    def __init__(self, *, name: str) -> None:
+        super().__init__(2, "no such file", name)
+
+
+class OwnDecode(UnicodeDecodeError):
+    """The interpreter's ``__init__`` fills the fields that its text is made of."""
+
+    def __init__(self, *, at: int) -> None:
+        super().__init__("utf-8", b"12345", at, at + 1, "bad")
+
+
+class OwnImport(ImportError):
+    """The interpreter keeps both names where no ``args`` and no ``__dict__`` have them."""
+
+    def __init__(self, *, module: str) -> None:
+        super().__init__("no module", name=module, path="there")
+
+
+class BothKinds(ValueError, OSError):
+    """Laid out as the second of its bases."""
+
+    def __init__(self, *, name: str) -> None:
+        OSError.__init__(self, 2, "no such file", name)
+
+
+class CodedGroup(ExceptionGroup):
+    """A group with more than groups have."""
+
+    __slots__ = ("code",)
+    code: int
+
+    def __new__(cls, errors: list[Exception], *, code: int) -> CodedGroup:
+        self = super().__new__(cls, "several", errors)
+        self.code = code
+        return self
+
+    def __init__(self, errors: list[Exception], *, code: int) -> None:
+        pass
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -67,8 +166,6 @@ class Unprintable(Exception):
 
 class HoldsLock(Exception):
     def __init__(self) -> None:
-        import threading
-
         super().__init__("locked")
         self.lock = threading.Lock()
 
@@ -137,6 +234,86 @@ def test_exception_arrives_as_itself(error: Exception) -> None:
     assert str(arrived) == str(error)
     assert repr(arrived.args) == repr(error.args)
     assert repr(arrived.__dict__) == repr(error.__dict__)
+
+
+def slotted_below() -> SlottedBelow:
+    error = SlottedBelow(code=5)
+    error.code = 6
+    error.add_note("look here")
+    return error
+
+
+FIELDS: list[tuple[Exception, list[str]]] = [
+    (SlottedDefault("text", 9), ["code"]),
+    (slotted_below(), ["code", "hidden", "more"]),
+    (SlottedReduced(5), ["code"]),
+    (SlottedReworded("text", 9), ["code"]),
+    (OwnFile(name="name"), ["errno", "strerror", "filename"]),
+    (OwnDecode(at=3), ["encoding", "object", "start", "end", "reason"]),
+    (OwnImport(module="that"), ["msg", "name", "path"]),
+    (ImportError("no module", name="that", path="there"), ["msg", "name", "path"]),
+    (BothKinds(name="name"), ["errno", "strerror", "filename"]),
+    (CodedGroup([ValueError("a"), TwoArguments(1, "b")], code=3), ["message", "code"]),
+]
+
+
+@pytest.mark.parametrize(("error", "names"), FIELDS, ids=lambda value: type(value).__name__)
+def test_fields_arrive_wherever_they_are_kept(error: Exception, names: list[str]) -> None:
+    """In slots, or in the interpreter's part of an exception, whatever ``__init__`` takes."""
+    arrived = travel(error)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert repr(arrived.args) == repr(error.args)
+    assert repr(arrived.__dict__) == repr(error.__dict__)
+    assert [getattr(arrived, name) for name in names] == [getattr(error, name) for name in names]
+
+
+def test_an_empty_slot_stays_empty() -> None:
+    """Nothing is put there."""
+    arrived = travel(slotted_below())
+    assert not hasattr(arrived, "empty")
+
+
+def test_a_slot_that_cannot_be_sent_costs_the_slots_alone() -> None:
+    """The rest arrives as pickle would bring it."""
+    error = SlottedLock("text", 9)
+    error.lock = threading.Lock()
+    arrived = travel(error)
+    assert type(arrived) is SlottedLock and arrived.args == ("text",) and not hasattr(arrived, "lock")
+
+
+class Watchful(Exception):
+    """Tells of each call of its own code."""
+
+    __slots__ = ("code",)
+    calls: ClassVar[list[str]] = []
+
+    def __new__(cls, *args: Any) -> Watchful:
+        cls.calls.append("__new__")
+        return super().__new__(cls, *args)
+
+    def __init__(self, code: int) -> None:
+        self.calls.append("__init__")
+        super().__init__(f"code {code}")
+        self.code = code
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self.calls.append(f"set {name}")
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: Any) -> None:
+        self.calls.append("__setstate__")
+
+
+def test_an_exception_is_put_together_without_its_own_code() -> None:
+    """Where the parts travel; its code has its own ideas of what to do with them."""
+    error = Watchful(3)
+    error.add_note("look here")
+    Watchful.calls.clear()
+    arrived = travel(error)
+    assert Watchful.calls == []
+    assert type(arrived) is Watchful
+    assert (arrived.args, arrived.code, arrived.__notes__) == (("code 3",), 3, ["look here"])
 
 
 @pytest.mark.parametrize("error", SAME[:3])

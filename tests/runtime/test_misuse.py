@@ -6,6 +6,8 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import aiorpc
 from aiorpc import RpcUsageError, SerializationError, Worker
 from aiorpc.nn import RemoteModule
+from aiorpc.runtime.calls.current import current_node
 from tests.runtime.waiting import until
 
 
@@ -148,6 +151,44 @@ async def test_values_that_have_to_be_awaited_first(pair: list[Worker]) -> None:
         await pair[0].call("worker1", gives_future)
 
 
+@pytest.mark.parametrize("value", [1, [1]])
+async def test_a_name_that_is_no_text_is_told_as_such(pair: list[Worker], value: Any) -> None:
+    """Half of a character in the name of an argument, which no message can hold; its size is not to blame."""
+    before = pair[0].statistics().calls_made
+    named: dict[str, Any] = {"good": 1, "half \ud800": value}
+    text = r"argument 'half \\ud800' of .*any_of for .*lone surrogate"
+    for make in (
+        lambda: pair[0].call("worker1", any_of, **named),
+        lambda: pair[0].remote("worker1", any_of, **named),
+        lambda: pair[0].group("*").call(any_of, **named),
+        lambda: pair[0].group("*").any(any_of, **named),
+    ):
+        with pytest.raises(SerializationError, match=text) as caught:
+            make()
+        assert "too large" not in str(caught.value)
+    assert pair[0].statistics().calls_made == before
+
+
+async def test_a_batched_function_that_has_no_name_is_told_to_have_one(pair: list[Worker]) -> None:
+    """It would travel by value, with its callers: as what is called, and as an argument."""
+    nameless: Any = aiorpc.batched(2)(lambda values: values)
+
+    @aiorpc.batched(2)
+    def inner(values: list[int]) -> list[int]:
+        return values
+
+    text = r"<lambda> \(.*test_misuse.py:\d+\) is batched.*with a name at the top of a module"
+    for make in (
+        lambda: pair[0].call("worker1", nameless, 1),
+        lambda: pair[0].call("worker1", any_of, a=nameless),
+        lambda: pair[0].group("*").call(nameless, 1),
+    ):
+        with pytest.raises(SerializationError, match=text):
+            make()
+    with pytest.raises(SerializationError, match=r"inner \(.*is batched"):
+        pair[0].call("worker1", inner, 1)
+
+
 # --- handles that are taken for what they stand for -------------------------------------------------------------------
 
 
@@ -215,3 +256,40 @@ async def test_a_creation_that_failed_and_that_nobody_looked_at_is_logged(
     (line,) = errors()
     assert "failed and nobody looked" in line and "Model" in line and "test_misuse.py" in line
     caplog.clear()
+
+
+# --- the blocking verbs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [aiorpc.rpc_sync, aiorpc.rpc_async])
+async def test_arguments_that_are_no_tuple_are_told_as_such(pair: list[Worker], verb: Callable[..., Any]) -> None:
+    """Most of them lack a comma; nothing is sent. What can be taken for arguments still is."""
+
+    def use() -> None:
+        wrong: list[Any] = [5, torch.zeros(1), torch.ones(2), "ab"]
+        for args in wrong:
+            with pytest.raises(RpcUsageError, match=r"args must be a tuple of arguments, not .*write args=\(value,\)"):
+                verb("worker1", add, args=args)
+        with pytest.raises(RpcUsageError, match=r"kwargs must be a dict of arguments by name, or None, not \[1\]"):
+            verb("worker1", add, args=(1,), kwargs=[1])
+        for timeout in ("3", None):
+            with pytest.raises(RpcUsageError, match="timeout must be a number of seconds"):
+                verb("worker1", add, args=(1,), timeout=timeout)
+        before = pair[0].statistics().calls_made
+        for args in [None, [], range(0)]:
+            assert value_of(verb("worker1", any_of, args=args, kwargs=MappingProxyType({"a": 1}))) == {"a": 1}
+        assert pair[0].statistics().calls_made == before + 3
+
+    def value_of(result: Any) -> Any:
+        return result.wait() if isinstance(result, aiorpc.Future) else result
+
+    current_node.set(pair[0].node)
+    await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize(("rank", "text"), [(-7, "rank must not be negative, but is -7"), ("0", "rank must be an int")])
+def test_a_rank_that_is_none_is_told_as_such(tmp_path: Path, rank: Any, text: str) -> None:
+    """Only -1 stands for the one of the environment; any other number would make a group that nobody asked for."""
+    options = aiorpc.RpcBackendOptions(init_method=f"file://{tmp_path}/meet")
+    with pytest.raises(RpcUsageError, match=text):
+        aiorpc.init_rpc("alone", rank=rank, rpc_backend_options=options)

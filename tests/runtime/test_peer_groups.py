@@ -353,23 +353,148 @@ async def test_a_thread_that_may_block_takes_streams_by_for(four: list[Worker]) 
         list(four[0].group("worker3").stream(count, 1))
 
 
-async def never() -> AsyncIterator[int]:
-    await asyncio.Event().wait()
-    yield 1
+async def gated(limit: int, bad: str = "") -> AsyncIterator[int]:
+    """Waits for the gate of its worker before each item and before its end."""
+    name = aiorpc.current().name
+    try:
+        for number in range(limit):
+            await _gates[name].wait()
+            _gates[name].clear()
+            yield number
+        await _gates[name].wait()
+        if name == bad:
+            raise ValueError(name)
+    finally:
+        _closed.append(name)
+
+
+async def after_gate(number: int) -> int:
+    """Waits for the gate of its item."""
+    _begun.append(str(number))
+    await _gates[str(number)].wait()
+    return await fail_for(number, 5)
+
+
+async def cancelled_turn(given: AsyncIterator[Any]) -> None:
+    """A turn that is cancelled while it waits; another task is refused meanwhile."""
+    turn = asyncio.ensure_future(anext(given))
+    try:
+        await asyncio.sleep(0)
+        with pytest.raises(RpcUsageError, match="one consumer"):
+            await anext(given)
+        assert not turn.done()
+    finally:
+        turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+
+
+async def test_a_cancelled_turn_of_a_stream_takes_no_item(four: list[Worker]) -> None:
+    """Nor the errors behind the last one: the next turn has them."""
+    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
+    async with four[0].group("worker[12]").stream(gated, 5, "worker2") as stream:
+        for number in range(5):
+            for name in ("worker2", "worker1"):
+                await cancelled_turn(stream)
+                _gates[name].set()
+                assert await anext(stream) == (name, number)
+        await cancelled_turn(stream)
+        for gate in _gates.values():
+            gate.set()
+        with pytest.raises(GroupError, match="1 of 2 streams"):
+            await anext(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_a_cancelled_turn_of_a_map_takes_no_result(four: list[Worker]) -> None:
+    """Nor the error that ends it; no call is made again, and none is called off."""
+    _gates.update((str(number), asyncio.Event()) for number in range(6))
+    async with four[0].group(["worker0"]).map(after_gate, range(6)) as results:
+        for number in range(5):
+            await cancelled_turn(results)
+            await cancelled_turn(results)
+            _gates[str(number)].set()
+            assert await anext(results) == number
+        await cancelled_turn(results)
+        _gates["5"].set()
+        with pytest.raises(ValueError, match="5"):
+            await anext(results)
+        with pytest.raises(StopAsyncIteration):
+            await anext(results)
+    assert _begun == [str(number) for number in range(6)]
+
+
+async def test_a_turn_that_is_cancelled_at_any_moment_takes_nothing(four: list[Worker]) -> None:
+    """However far it has come: all items arrive once, and the end behind them."""
+    group = four[0].group("worker[12]")
+
+    async def patient(given: AsyncIterator[Any]) -> list[Any]:
+        found: list[Any] = []
+        for steps in itertools.count():
+            turn = asyncio.ensure_future(anext(given))
+            for _ in range(steps % 7):
+                await asyncio.sleep(0)
+            turn.cancel()
+            try:
+                found.append(await turn)
+            except asyncio.CancelledError:
+                continue
+            except StopAsyncIteration:
+                return found
+        raise AssertionError
+
+    items = await patient(group.stream(count, 40))
+    for name in ("worker1", "worker2"):
+        assert [number for each, number in items if each == name] == list(range(40))
+    assert [value for _, value in await patient(group.map(name_of, range(40)))] == list(range(40))
 
 
 @pytest.mark.parametrize("verb", ["stream", "map"])
-async def test_a_turn_that_is_cancelled_does_not_look_like_the_end(four: list[Worker], verb: str) -> None:
-    """It ends all that is under way; who goes on is told that something is missing."""
+@pytest.mark.parametrize("way", ["close", "drop", "close while another waits"])
+async def test_what_had_a_cancelled_turn_lets_go_of_all(four: list[Worker], verb: str, way: str) -> None:
+    """Producers stop and calls are called off, as without one."""
+    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
     group = four[0].group("worker[12]")
-    given: Any = group.stream(never) if verb == "stream" else group.map(asyncio.sleep, [60.0])
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
+    given: Any = group.stream(gated, 3) if verb == "stream" else group.map(held, range(3))
+    await cancelled_turn(given)
+    await until(lambda: len(four[0].pending_calls()) == (2 if verb == "stream" else 3))
+    if way == "drop":
+        del given
+        gc.collect()
+    elif way == "close":
+        await given.aclose()
+    else:
+        turn = asyncio.ensure_future(anext(given))
+        await asyncio.sleep(0)
+        await asyncio.gather(given.aclose(), given.aclose())
+        with pytest.raises(StopAsyncIteration):
+            await turn
+    await until(lambda: not any(worker.pending_calls() for worker in four))
+    if way != "drop":
+        with pytest.raises(StopAsyncIteration):
             await anext(given)
-    for _ in range(2):
-        with pytest.raises(aiorpc.RpcCancelled, match="before its last item"):
-            await anext(given)
-    await until(lambda: not four[0].pending_calls())
+
+
+async def test_ctrl_c_in_a_blocking_turn_stops_the_producers(
+    four: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream has ended then."""
+    _gates.update((name, asyncio.Event()) for name in ("worker1", "worker2"))
+    stream = four[0].group("worker[12]").stream(gated, 3)
+
+    def use() -> None:
+        def interrupt(*_: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("aiorpc.runtime.fanout.group_stream.block_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        assert list(stream) == []
+
+    await asyncio.to_thread(use)
+    await until(lambda: not any(worker.pending_calls() for worker in four))
 
 
 async def test_leaving_a_stream_stops_all_producers(four: list[Worker]) -> None:
@@ -439,9 +564,12 @@ async def test_a_large_argument_of_a_method_is_one_for_all(four: list[Worker]) -
 
 
 async def test_a_reference_that_could_not_be_made_fails_at_its_member(four: list[Worker]) -> None:
-    """The others answer."""
+    """The others answer, and nothing is sent to it: nobody would wait for that call."""
     refs = four[0].group("worker[123]").remote(Total, -1)
+    await until(lambda: not four[0].pending_calls())
+    before = four[0].statistics().calls_made
     outcomes = await refs.rpc_async().add(1)
+    assert four[0].statistics().calls_made == before + 2
     assert outcomes.answers == {"worker1": 0, "worker3": 0}
     assert type(outcomes["worker2"].error) is ValueError
     await four[3].drop()

@@ -363,6 +363,17 @@ async def test_a_wrapper_of_a_coroutine_function_may_give_a_result(pair: list[Wo
     assert await pair[0].call("worker1", wrapped, 4) == 5
 
 
+@functools.wraps(awaited)
+def blocking(value: int) -> tuple[int, bool]:
+    return asyncio.run(awaited(value)), threading.current_thread() is threading.main_thread()
+
+
+async def test_a_wrapper_may_run_the_coroutine_itself(pair: list[Worker]) -> None:
+    """It is a plain function, and may block: no loop is held up by it."""
+    assert await pair[0].call("worker1", blocking, 4) == (4, False)
+    assert await pair[0].call("worker1", functools.partial(blocking, 5)) == (5, False)
+
+
 async def test_the_wrong_verb_says_which_to_use(pair: list[Worker]) -> None:
     """call of a generator function and stream of another are refused with the verb to use."""
     with pytest.raises(RpcUsageError, match=r"aiorpc\.stream"):

@@ -115,7 +115,9 @@ class Remembered:
             del self._running[number]
             self._kept[number] = answer
             self._bytes += answer.size
-            while len(self._kept) > self._most or self._bytes > self._most_bytes:
+            while True:
+                if len(self._kept) <= self._most and self._bytes <= self._most_bytes:
+                    break
                 oldest = next(iter(self._kept))
                 self._bytes -= self._kept.pop(oldest).size
                 self._forgotten = max(self._forgotten, oldest)

@@ -413,12 +413,10 @@ class Runner:
             made = function(*args, **kwargs)
             args.clear()  # they are the handler's alone
             kwargs.clear()
-            wrapper = call.handler is not None and call.handler.wrapper
-            if wrapper:
-                _check_items(call, made)
             if call.credit is not None:
+                _check_items(call, made)
                 made = serve_async_generator(self._answers, call, made, call.credit, self._backlog)
-            result = [made if wrapper and not inspect.isawaitable(made) else await made]
+            result = [await made]
         except asyncio.CancelledError:
             if not call.cancelled:
                 self._answers.answer_cancelled(call)

@@ -11,7 +11,7 @@ import torch
 
 from ... import foreign
 from ...callbacks import Executor
-from ...errors import ProtocolError, RpcCancelled, RpcError
+from ...errors import ProtocolError, RpcCancelled, RpcError, SerializationError
 from ...futures import PENDING, UNCLAIMED, Future, Marks
 from ...protocol.frames import PARCEL, RELEASE, Frame
 from ...transport.connection import Connection
@@ -152,8 +152,8 @@ class CallFuture(Future[Any]):
         current: CallForFuture | None = None
         begun: Frame | None = None
         try:
-            while self._state == PENDING:
-                frames: list[Frame] = list(connection.read_here(enough))
+            while True:
+                frames: list[Frame] = list(connection.read_here(enough)) if self._state == PENDING else []
                 if not frames:
                     return
                 for frame in frames:
@@ -167,11 +167,13 @@ class CallFuture(Future[Any]):
                     except ProtocolError:  # it is nonsense, or a signal handler raised while it was read
                         loop(link.take_over, frame)
                         continue
-                    if current is not None and current._error is not None:
-                        cause = foreign.field(current._error, "__cause__")
-                        if foreign.is_a(cause, KeyboardInterrupt):
-                            # Ctrl-C came while its answer was unpickled, in a thread that may wait for another one.
-                            raise cause
+                    if current is None or current._error is None:
+                        continue
+                    cause = foreign.field(current._error, "__cause__")
+                    if not foreign.is_a(cause, KeyboardInterrupt):
+                        continue
+                    # Ctrl-C came while its answer was unpickled, in a thread that may wait for another one.
+                    raise cause
         except BaseException:  # a signal handler has raised it: the loop handles what was read and not yet handed on
             for frame in connection.answers:
                 if frame.kind == RELEASE:
@@ -213,8 +215,27 @@ def copy_for(error: RpcError, future: CallForFuture) -> RpcError:
     return copy
 
 
-def name_argument(position: int, function_first: bool, count: int, names: list[str] | None, function: str) -> str:
-    """What errors call the value at that position of a call. function_first: whether the function itself is at 0."""
+def cannot_send(
+    error: SerializationError, function: str, target: str, function_first: bool, count: int, names: list[str] | None
+) -> SerializationError:
+    """The error of a call that cannot be written, which says what in it and for whom.
+
+    target: for whom it is, in words. function_first: whether the function itself is the first of the values. count,
+    names: how many arguments are passed by position, and the names of the others.
+    """
+    if isinstance(error.__cause__, UnicodeEncodeError):
+        for name in names or ():
+            if any("\ud800" <= letter <= "\udfff" for letter in name):
+                return SerializationError(
+                    f"argument {name!r} of {function} for {target} cannot be sent under that name, which is no text: a "
+                    "lone surrogate in it, half of a character, cannot be written as UTF-8"
+                )
+    what = _name_argument(error.position, function_first, count, names, function)
+    return SerializationError(f"{what} for {target} {error}")
+
+
+def _name_argument(position: int, function_first: bool, count: int, names: list[str] | None, function: str) -> str:
+    """What errors call the value at that position of a call."""
     if function_first:
         if position == 0:
             return f"the function {function}"

@@ -25,7 +25,10 @@ class CallOfGroup(Protocol):
     """The call of the whole group (`GroupCall`)."""
 
     def take(self, place: int, value: Any, error: BaseException | None) -> None:
-        """The member of that place has answered, or will not. Any thread; never raises."""
+        """The member of that place has answered, or will not. Any thread; the first outcome counts.
+
+        Raises nothing, but for what a signal handler does; the outcome is taken then.
+        """
 
 
 class MemberCall:
@@ -92,9 +95,10 @@ class MemberCall:
     def settle(self, value: Any, error: BaseException | None = None) -> bool:
         """It has ended. By whoever took it out of `OwedCalls.pending`, once."""
         self._error = error
-        group = self._group
-        del self._group  # it holds this call: what comes of both must not wait for the garbage collector
-        group.take(self.place, value, error)
+        self._group.take(self.place, value, error)
+        # It holds this call: what comes of both must not wait for the garbage collector. Not before it has taken the
+        # answer: whoever is interrupted meanwhile settles this once more.
+        del self._group
         return True
 
     def cancel(self) -> None:

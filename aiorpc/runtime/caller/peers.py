@@ -164,8 +164,9 @@ class Peers:
         with self._lock:
             peer = self._peers.get(record.id)
             for key in (record.id, record.name, _name_of(record.id)):
-                if self._peers.get(key) is peer:
-                    self._peers.pop(key, None)
+                if self._peers.get(key) is not peer:
+                    continue
+                self._peers.pop(key, None)
 
     def _gives_way(self, named: Peer | None, record: WorkerRecord) -> bool:
         """Whether a name leads to the worker of that record from now on, and not to the peer that it led to."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
@@ -191,6 +191,15 @@ class Batcher:
         self._instances = _Siblings()
         self._scopes = _Siblings()
 
+    def __reduce__(self) -> NoReturn:
+        """It stands in the ``__dict__`` of its function, and comes here where that would travel by value."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        where = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+        raise RpcUsageError(
+            f"{self.name}{where} is batched and cannot travel by value: each caller would bring a copy, and copies "
+            "gather nobody; write it as a function with a name at the top of a module that both workers can import"
+        )
+
     def __repr__(self) -> str:
         return f"<Batcher {self.name}, {self.waiting} waiting>"
 
@@ -258,10 +267,11 @@ class Batcher:
             for batch in self._waiting:
                 for index, entry in enumerate(batch._entries):
                     # Bound methods and numbers by value; what else is equal to itself only may not even compare.
-                    if entry.token is token or (isinstance(token, _BY_VALUE) and entry.token == token):
-                        del batch._entries[index]
-                        self._forget_if_empty(batch)
-                        return True
+                    if not (entry.token is token or (isinstance(token, _BY_VALUE) and entry.token == token)):
+                        continue
+                    del batch._entries[index]
+                    self._forget_if_empty(batch)
+                    return True
         return False
 
     def abort(self, error: BaseException) -> int:
@@ -347,10 +357,13 @@ class Batcher:
     def _end(self) -> Batch | None:
         with self._lock:
             self._running -= 1
-            while self._ready:
+            while True:
+                if not self._ready:
+                    break
                 batch = self._ready.popleft()
-                if batch in self._waiting:  # else all of its callers have left, or were told of the end
-                    return batch
+                if batch not in self._waiting:  # all of its callers have left, or were told of the end
+                    continue
+                return batch
             return self._take_open() if self._open is not None and self._open.overdue else None
 
     def _busy(self) -> bool:
@@ -458,7 +471,8 @@ def batched(
     tensor whose row ``i`` goes to caller ``i``. An ``Exception`` among the results is raised at that caller alone; if
     the function raises, or the number of results is wrong (RpcUsageError), every caller of the batch gets the error.
     Arguments may be passed by position or by name; a default stands in for callers that left it out. Each instance
-    gathers its own callers. Called locally, the function is what it was: it takes and returns lists.
+    gathers its own callers. Called locally, the function is what it was: it takes and returns lists. It goes to other
+    workers by name alone, so it stands at the top of a module: a copy of it would gather nobody.
 
     max_size: callers that make a batch, or a function that says so, asked at every arrival ("all peers of the group").
     max_wait: seconds after its first caller when an incomplete batch goes; None: only when it is full.

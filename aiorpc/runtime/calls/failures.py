@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from types import MemberDescriptorType
 from typing import Any
 
 from ... import errors, foreign
@@ -31,6 +33,12 @@ _OWN: dict[str, type[errors.RpcError]] = {
 }
 # These would not report an error if they were raised as themselves at the caller: they end loops and generators.
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
+# By one of these a class says how its exceptions are pickled.
+_SAYS_HOW = frozenset(("__reduce__", "__reduce_ex__"))
+_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which the exceptions of the interpreter itself do not have
+# What the interpreter itself sees of a class and of an exception; no class and no metaclass can redefine it.
+_ARGS: Any = BaseException.__dict__["args"]
+_OF_CLASS: dict[str, Any] = {name: type.__dict__[name] for name in ("__flags__", "__mro__", "__base__", "__dict__")}
 
 
 class RemoteTraceback(Exception):
@@ -167,20 +175,21 @@ def _valid(text: str) -> str:
 def _pickle(error: BaseException) -> bytes | None:
     """The exception as a pickle that survived a full round trip here, or None.
 
-    Exceptions whose ``__init__`` takes something else than their ``args`` cannot be called again by pickle; for those
-    the parts travel. Tensors inside are left to the text form.
+    Pickle calls the type with ``args`` and then fills the ``__dict__``. That cannot be done where ``__init__`` takes
+    something else, and it leaves out slots; for those exceptions the parts travel. A class that says itself how it is
+    pickled is believed, unless something else comes of it. Tensors inside are left to the text form.
     """
-    args = foreign.field(error, "args")
-    parts = (type(error), args, dict(foreign.field(error, "__dict__")))
-    for value in (error, _Parts(*parts)):
+    args, kind = foreign.field(error, "args"), type(error)
+    whole_first = not _slots_of(kind) or any(not _SAYS_HOW.isdisjoint(_names_of(each)) for each in _in_python(kind))
+    for whole in (whole_first, not whole_first):
         out = Outgoing(same_main=True)
         token = outgoing.set(out)
         try:
-            data = dumps(value, out)
+            data = dumps(error if whole else _Parts(error), out)
             if not (out.tensors or out.buffers or out.references) and len(data) <= MAX_PICKLE:
                 made = loads(data, Incoming((), ()))
                 # Parts are put back as they were; a call of the type may have made something else of its arguments.
-                if type(made) is type(error) and (type(value) is _Parts or made.args == args):
+                if type(made) is kind and (not whole or made.args == args):
                     return data
         except BaseException:
             continue
@@ -191,18 +200,78 @@ def _pickle(error: BaseException) -> bytes | None:
 
 
 class _Parts:
-    """Pickles as a call of `rebuild`."""
+    """All that an exception consists of, read without a call of its own code. Pickles as a call of `rebuild`."""
 
-    def __init__(self, kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> None:
-        self.parts = (kind, args, state)
+    def __init__(self, error: BaseException) -> None:
+        kind = type(error)
+        state = dict(foreign.field(error, "__dict__"))
+        reduced: Any = _base(kind).__reduce__(error)
+        more = reduced[2] if len(reduced) > 2 else None  # an ImportError has fields that are not among its ``args``
+        members = {name: value for name, value in more.items() if name not in state} if more else {}
+        for name, slot in _slots_of(kind).items():
+            with contextlib.suppress(AttributeError):  # nothing is in it
+                members[name] = slot.__get__(error)
+        self.parts = (kind, foreign.field(error, "args"), state, reduced[1], members)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuild, self.parts
 
 
-def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    """An exception of that type without calling its ``__init__``."""
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
+def rebuild(
+    kind: type[BaseException],
+    args: tuple[Any, ...],
+    state: dict[str, Any],
+    made_of: tuple[Any, ...],
+    members: dict[str, Any],
+) -> BaseException:
+    """An exception of that type from its parts, without a call of its own code.
+
+    made_of: the arguments of the interpreter's part of it, which may be more than ``args``. members: what is in its
+    slots, and fields of the interpreter's part that are not among its arguments.
+    """
+    base = _base(kind)
+    error: BaseException = base.__new__(kind, *made_of)
+    with contextlib.suppress(Exception):  # its ``args`` were changed later to what it cannot be made of
+        base.__init__(error, *made_of)
+    _ARGS.__set__(error, args)
+    foreign.field(error, "__dict__").update(state)
+    slots = {**_members_of(base), **_slots_of(kind)}
+    for name, value in members.items():
+        if name in slots:
+            slots[name].__set__(error, value)
     return error
+
+
+def _base(kind: type[BaseException]) -> type[BaseException]:
+    """The exception of the interpreter that it is one of, by which it is laid out."""
+    while _made_in_python(kind):
+        kind = _OF_CLASS["__base__"].__get__(kind)
+    return kind
+
+
+def _made_in_python(kind: type) -> bool:
+    return bool(_OF_CLASS["__flags__"].__get__(kind) & _MADE_IN_PYTHON)
+
+
+def _in_python(kind: type) -> list[type]:
+    """The classes among those that it inherits from, itself among them, that are not the interpreter's own."""
+    return [each for each in _OF_CLASS["__mro__"].__get__(kind) if _made_in_python(each)]
+
+
+def _names_of(kind: type) -> Mapping[str, Any]:
+    """The attributes that a class itself defines."""
+    names: Mapping[str, Any] = _OF_CLASS["__dict__"].__get__(kind)
+    return names
+
+
+def _members_of(kind: type) -> dict[str, Any]:
+    """Its fields outside of the ``__dict__`` of an exception, by their names."""
+    return {name: member for name, member in _names_of(kind).items() if type(member) is MemberDescriptorType}
+
+
+def _slots_of(kind: type) -> dict[str, Any]:
+    """The slots of its classes, by their names."""
+    slots: dict[str, Any] = {}
+    for each in reversed(_in_python(kind)):
+        slots.update(_members_of(each))
+    return slots

@@ -58,7 +58,7 @@ class Handler(NamedTuple):
 
     system: whether it belongs to the runtime and does not count as users' work. plain: whether the pickle of its
     arguments may name no class and no function, because the rights of the caller do not go so far. wrapper: whether it
-    is run as what it wraps (`functools.wraps`), and gives what only shows then.
+    is a plain function that wraps one of generators (`functools.wraps`): only its result shows whether it gives items.
     """
 
     function: Callable[..., Any]
@@ -126,11 +126,10 @@ def is_system(function: object) -> bool:
 
 def classify(function: Callable[..., Any], name: str) -> Handler:
     """How a callable has to be run. RpcUsageError for one that cannot be."""
-    inner = inspect.unwrap(function) if not isinstance(function, type) else function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    kind = _kind_of(function) or _kind_of(inner)
-    wrapper = False
+    written = _without_partials(function)
+    inner = written if isinstance(written, type) else _without_partials(inspect.unwrap(written))
+    kind = _kind_of(written)
+    wrapper = kind is None and _kind_of(inner) in (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
     if get_batcher(function) is not None:
         mode = Mode.BATCHED
     elif isinstance(function, functools.partial) and get_batcher(inner) is not None:
@@ -141,15 +140,23 @@ def classify(function: Callable[..., Any], name: str) -> Handler:
         mode = Mode.BRIEF
     elif getattr(function, _DEFERRED, False) or getattr(inner, _DEFERRED, False):
         mode = Mode.DEFERRED
-    elif kind is not None and not isinstance(function, type):
-        mode, wrapper = kind, _kind_of(function) is None
     else:
-        mode = Mode.THREAD
+        # A wrapper of a coroutine function is not run on the loop before it shows that it has a coroutine to give: it
+        # may as well block for what that makes.
+        mode = (_kind_of(inner) if wrapper else kind) or Mode.THREAD
     return Handler(function, mode, name, bool(getattr(function, _SYSTEM, False)), wrapper=wrapper)
 
 
+def _without_partials(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def _kind_of(function: object) -> Mode | None:
-    """How it is run by how it is written, if that is not as a plain function."""
+    """How it is run by how it is written, if that is not as a plain function. A class is called as one."""
+    if isinstance(function, type):
+        return None
     for each in (function, _call_of(function)):
         if inspect.iscoroutinefunction(each):
             return Mode.COROUTINE

@@ -1,6 +1,7 @@
 """A call to several workers, from when it is sent until all that is waited for has come.
 
-Its states, and what leads from one to the next. `_lock` decides: whoever makes it over settles it.
+Its states, and what leads from one to the next. `_came` decides: it has the outcomes in the order in which they came,
+and `_OVER` behind the last one that counts. Whoever enters an outcome looks whether it was the last one to wait for.
 
     from    event                                                to
     OPEN    a member answers, or will not; others are left       OPEN
@@ -15,17 +16,19 @@ Invariants
 3. Once it is over nothing leads from here to the calls, nor from those that have ended to here: what they have brought
    goes with the last who holds the outcomes, and not when the garbage collector comes by.
 4. It ends by itself: each of its calls has a deadline, the timeout of the group, and ends with its worker.
+5. Whoever brings an outcome may be interrupted at any instruction by what a signal handler raises, and still brings it.
+   So there is no lock, which could stay taken: each step is atomic, and changes nothing where it is done once more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from typing import Any
 
 from ... import foreign
+from ...callbacks import Repeatable
 from ...errors import RpcCancelled
 from ...futures import ArrivalForFuture, Future
 from ...sites import CallSite
@@ -35,6 +38,8 @@ from ..engine.engine import Engine
 from .outcomes import Outcome, Outcomes
 
 _new: Any = tuple.__new__  # what Outcome(...) does, without its call into Python
+#: Stands in `_came` in place of a member behind the last outcome that counts.
+_OVER = -1
 
 
 class GroupCall(Future[Outcomes]):
@@ -60,12 +65,9 @@ class GroupCall(Future[Outcomes]):
         self._function = function
         self._names = names
         self._quorum = quorum
-        self._lock = threading.Lock()
         self.over = False
         self.calls: dict[int, Future[Any] | MemberCall] = {}
-        self._outcomes: list[Outcome | None] = [None] * len(names)
-        self._order: list[int] = []  # places, as their outcomes came
-        self._values = 0
+        self._came: dict[int, Outcome | None] = {}
         self._arrivals: dict[int, ArrivalForFuture] = {}
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -73,9 +75,10 @@ class GroupCall(Future[Outcomes]):
 
     def follow(self, place: int, call: Future[Any]) -> None:
         """The call to the member of that place is a Future of its own."""
-        call.when_settled(partial(self._on_settled, place))
+        call.when_settled(_Member(self, place))
 
-    def _on_settled(self, place: int, call: Future[Any]) -> None:
+    def take_from(self, place: int, call: Future[Any]) -> None:
+        """The call to the member of that place has settled. As `take`."""
         call.mark_seen()
         if call.arrival is not None:
             self._arrivals[place] = call.arrival
@@ -83,61 +86,95 @@ class GroupCall(Future[Outcomes]):
 
     def refused(self, place: int, error: BaseException) -> None:
         """Nothing is sent to the member of that place, for that reason."""
-        self.take(
-            place, None, foreign.with_traceback(error, None)
-        )  # its frames hold what was to be sent, and this call
+        # Without its frames, which hold what was to be sent, and this call.
+        self.take(place, None, foreign.with_traceback(error, None))
 
     def take(self, place: int, value: Any, error: BaseException | None) -> None:
-        """The member of that place has answered, or will not. Any thread; the first outcome counts."""
-        answered = error is None or came_from_afar(error)
-        with self._lock:
-            if self.over or self._outcomes[place] is not None:
-                return
-            self._outcomes[place] = _new(Outcome, (self._names[place], value, error, answered))
-            self._order.append(place)
-            if error is None:
-                self._values += 1
-            left = len(self._names) - len(self._order)
-            quorum = self._quorum
-            enough = quorum is not None and (self._values >= quorum or self._values + left < quorum)
-            self.over = over = not left or enough
-        if over:
+        """The member of that place has answered, or will not. Any thread; the first outcome counts.
+
+        Raises nothing, but for what a signal handler does; the outcome is taken then.
+        """
+        try:
+            came = self._came
+            if _OVER not in came:
+                answered = error is None or came_from_afar(error)
+                came.setdefault(place, _new(Outcome, (self._names[place], value, error, answered)))
+                if len(came) >= len(self._names) or (self._quorum is not None and self._decided()):
+                    self._end()
+            if self._listeners:
+                self._wake()
+        except BaseException:  # a signal handler has raised it
+            self._take_the_rest(place, value, error)
+            raise
+
+    def _take_the_rest(self, place: int, value: Any, error: BaseException | None) -> None:
+        """Do what an interrupted `take` has left to do: nobody else will."""
+        came = self._came
+        if _OVER not in came:
+            came.setdefault(place, Outcome(self._names[place], value, error, error is None or came_from_afar(error)))
+        if _OVER in came or len(came) >= len(self._names) or self._decided():
             self._end()
-        if self._listeners:
-            self._wake()
+        self._wake()
+
+    def _decided(self) -> bool:
+        """Whether so many values have come as are asked for, or so few are left that they will not."""
+        quorum, members = self._quorum, len(self._names)
+        if quorum is None or len(self._came) < min(quorum, members - quorum + 1):
+            return False
+        counted = self._counted()
+        values = len([1 for outcome in counted.values() if outcome.error is None])
+        return values >= quorum or len(counted) - values > members - quorum
+
+    def _counted(self) -> dict[int, Outcome]:
+        """The outcomes that count, or do so far, by the places of the members, in the order in which they came."""
+        counted: dict[int, Outcome] = {}
+        for place, outcome in self._came.copy().items():
+            if outcome is None:
+                break
+            counted[place] = outcome
+        return counted
 
     def _end(self) -> None:
-        self._call_off("enough others had answered")
-        outcomes = Outcomes([outcome for outcome in self._outcomes if outcome is not None], self._function)
+        """Enough has come. It may run more than once, and in several threads at once: all find the same outcomes."""
+        self._came.setdefault(_OVER, None)
+        outcomes = Outcomes(self._call_off("enough others had answered"), self._function)
         if self._arrivals:
             self.arrival = _Arrivals([*self._arrivals.values()])
-        if self._quorum is not None and self._values < self._quorum:
+        values = len([1 for outcome in outcomes._all if outcome.error is None])
+        if self._quorum is not None and values < self._quorum:
             self.settle(None, outcomes.failure(f"of {len(outcomes)} members, where {self._quorum} values are wanted,"))
-        else:
-            if self._quorum is None and self._values < len(outcomes):  # a quorum says how many may fail
+            return
+        try:
+            if self._quorum is None and values < len(outcomes):  # a quorum says how many may fail
                 outcomes.watch(self.describe())
             self.settle(outcomes)
+        finally:
+            if self._value is not outcomes:  # it is settled with others, or is about to be
+                outcomes.mark_seen()
 
     def _twin(self, value: Outcomes) -> Outcomes:
         return value.twin()
 
-    def _call_off(self, why: str) -> None:
-        """Cancel the calls that are under way, if any are."""
-        for place, outcome in enumerate(self._outcomes):
+    def _call_off(self, why: str) -> list[Outcome]:
+        """Cancel the calls that are under way, if any are, and let go of all. The outcomes, in the order of members."""
+        self.over = True  # first: who enters a call looks at it after that
+        counted = self._counted()
+        outcomes = []
+        for place, name in enumerate(self._names):
+            outcome = counted.get(place)
             if outcome is None:
-                name = self._names[place]
                 error = RpcCancelled(f"{self._function} on worker {name!r} was called off: {why}")
-                self._outcomes[place] = Outcome(name, None, error, False)
+                outcome = Outcome(name, None, error, False)
                 call = self.calls.get(place)
                 if call is not None:
                     call.cancel()
+            outcomes.append(outcome)
         self.calls.clear()
+        return outcomes
 
     def _on_cancel(self) -> None:
-        with self._lock:
-            over, self.over = self.over, True
-        if not over:
-            self._call_off("it was cancelled")
+        self._came.setdefault(_OVER, None)
+        self._call_off("it was cancelled")
         self._wake()
 
     @property
@@ -153,11 +190,9 @@ class GroupCall(Future[Outcomes]):
         try:
             while True:
                 over = self.done()  # looked at first: no outcome comes after that
-                while given < len(self._order):
-                    place = self._order[given]
+                for place, outcome in list(self._counted().items())[given:]:
                     given += 1
-                    outcome, arrival = self._outcomes[place], self._arrivals.get(place)
-                    assert outcome is not None, "its place is entered after it"
+                    arrival = self._arrivals.get(place)
                     if arrival is not None:
                         arrival.join()
                     yield outcome.name, outcome
@@ -176,15 +211,28 @@ class GroupCall(Future[Outcomes]):
         listener = asyncio.get_running_loop(), asyncio.Event()
         self._listeners.append(listener)
         try:
-            if len(self._order) == given and not self.done():  # looked at after it was entered
+            if len(self._counted()) == given and not self.done():  # looked at after it was entered
                 await listener[1].wait()
         finally:
             self._listeners.remove(listener)
 
     def _wake(self) -> None:
         for loop, event in list(self._listeners):
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(event.set)
+
+
+class _Member(Repeatable):
+    """The callback for a member's call that is a Future of its own. It may run twice."""
+
+    __slots__ = ("group", "place")
+
+    def __init__(self, group: GroupCall, place: int) -> None:
+        self.group = group
+        self.place = place
+
+    def __call__(self, call: Future[Any]) -> None:
+        self.group.take_from(self.place, call)
 
 
 class _Arrivals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...errors import WorkerClosed
@@ -13,7 +14,7 @@ from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
 from ..engine.loops import block_for
 from .outcomes import Outcome, Outcomes
-from .turns import Turns
+from .turns import News, Turns
 
 _END = object()
 
@@ -28,7 +29,7 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
     def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream]]) -> None:
         self._engine = engine
         self._streams = streams
-        self._turns = Turns(_merged(function, streams), "this stream")
+        self._turns: Turns[tuple[str, Any]] = Turns(partial(_merged, function, streams), "this stream")
 
     def __aiter__(self) -> GroupStream:
         return self
@@ -36,13 +37,13 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
     async def __anext__(self) -> tuple[str, Any]:
         """The next item of any member. GroupError behind the last one, with the errors of those that failed.
 
-        Cancelling it stops the producers: RpcCancelled in the next turn, as items are missing.
+        Cancellation takes no item: the next call returns it.
         """
         return await self._turns.next()
 
     async def aclose(self) -> None:
         """Stop all producers and drop what has arrived. Idempotent; does not wait for the producers."""
-        await self._turns.items.aclose()
+        await self._turns.aclose()
         for _, stream in self._streams:
             await stream.aclose()
 
@@ -52,7 +53,11 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
 
     def __next__(self) -> tuple[str, Any]:
         """As `__anext__`. Not on the worker's loop: WouldBlockLoop. Ctrl-C stops the producers."""
-        item = self._wait(self._next())
+        try:
+            item = self._wait(self._next())
+        except KeyboardInterrupt:
+            self.close()
+            raise
         if item is _END:
             raise StopIteration
         found: tuple[str, Any] = item
@@ -64,7 +69,10 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
             self._wait(self.aclose())
 
     async def _next(self) -> Any:
-        return await anext(self._turns.items, _END)
+        try:
+            return await self._turns.next()
+        except StopAsyncIteration:
+            return _END
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run it on the worker's loop, where items arrive, and block for what it gives."""
@@ -102,33 +110,46 @@ class _Item(NamedTuple):
     error: BaseException | None = None
 
 
-async def _merged(function: str, streams: Sequence[tuple[str, Stream]]) -> AsyncGenerator[tuple[str, Any]]:
+async def _merged(
+    function: str, streams: Sequence[tuple[str, Stream]], news: News
+) -> AsyncGenerator[tuple[str, Any] | News]:
     came: asyncio.Queue[_Item] = asyncio.Queue(len(streams))
     outcomes: list[Outcome | None] = [None] * len(streams)
-    tasks = [asyncio.ensure_future(_read(place, stream, came)) for place, (_, stream) in enumerate(streams)]
+    tasks = [asyncio.ensure_future(_read(place, stream, came, news)) for place, (_, stream) in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(lambda _: news.set())
     try:
         while None in outcomes:
-            place, value, ended, error = await came.get()
+            while came.empty():
+                news.clear()
+                yield news
+            place, value, ended, error = came.get_nowait()
             name = streams[place][0]
             if ended:
                 outcomes[place] = Outcome(name, None, error, error is None or came_from_afar(error))
             else:
                 yield name, value
+        while not all(task.done() for task in tasks):
+            news.clear()
+            yield news
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
         for _, stream in streams:
             await stream.aclose()
+        left = [task for task in tasks if not task.done()]
+        if left:
+            await asyncio.wait(left)
     ends = Outcomes([outcome for outcome in outcomes if outcome is not None], function)
     if ends.errors:
         raise ends.failure(f"of {len(ends)} streams")
 
 
-async def _read(place: int, stream: Stream, came: asyncio.Queue[_Item]) -> None:
+async def _read(place: int, stream: Stream, came: asyncio.Queue[_Item], news: News) -> None:
     try:
         async for item in stream:
             await came.put(_Item(place, item))
+            news.set()
     except asyncio.CancelledError:
         raise
     except BaseException as error:

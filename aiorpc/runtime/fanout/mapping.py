@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from ...errors import RpcUsageError
 from ...futures import Future
 from ..engine.engine import Engine
-from .turns import Turns
+from .turns import News, Turns
 
 _Call = Callable[[Any], Future[Any]]
 _Ahead = Callable[[], int]
@@ -36,11 +38,11 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
         return self
 
     async def __anext__(self) -> Any:
-        """The next result. Cancelling it ends all: RpcCancelled in the next turn, as results are missing."""
+        """The next result. Cancellation takes none: the next call returns it."""
         if self._awaited is None:
             if self._blocking is not None:
                 raise RpcUsageError("results of this map() are taken by `for` already")
-            self._awaited = Turns(_awaited(self._call, self._items, self._ahead), "this map()")
+            self._awaited = self._turns(self._items)
         return await self._awaited.next()
 
     def __iter__(self) -> GroupMap:
@@ -61,8 +63,11 @@ class GroupMap(AsyncIterator[Any], Iterator[Any]):
     async def aclose(self) -> None:
         """Call off what is under way, and give no more results. Idempotent."""
         if self._awaited is None:
-            self._awaited = Turns(_awaited(self._call, (), self._ahead), "this map()")
-        await self._awaited.items.aclose()
+            self._awaited = self._turns(())
+        await self._awaited.aclose()
+
+    def _turns(self, items: Iterable[Any] | AsyncIterable[Any]) -> Turns[Any]:
+        return Turns(partial(_awaited, self._call, items, self._ahead), "this map()")
 
     def close(self) -> None:
         """The same where results are taken by ``for``."""
@@ -114,9 +119,12 @@ def _blocking(call: _Call, items: Iterable[Any], ahead: _Ahead) -> Generator[Any
             each.mark_seen()
 
 
-async def _awaited(call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead: _Ahead) -> AsyncGenerator[Any]:
+async def _awaited(
+    call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead: _Ahead, news: News
+) -> AsyncGenerator[Any]:
     begun: deque[Future[Any] | BaseException | None] = deque()  # None behind the last one
-    news, room = asyncio.Event(), asyncio.Event()
+    room = asyncio.Event()
+    tell = partial(_tell, asyncio.get_running_loop(), news)
 
     async def begin() -> None:
         try:
@@ -126,36 +134,66 @@ async def _awaited(call: _Call, items: Iterable[Any] | AsyncIterable[Any], ahead
                     await room.wait()
                 begun.append(call(item))
                 news.set()
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:
             begun.append(error)
         else:
             begun.append(None)
-        news.set()
 
     task = asyncio.ensure_future(begin())
+    task.add_done_callback(lambda _: news.set())
+    told: Future[Any] | None = None  # the last one that was asked to tell when it is done
+    failure: BaseException | None = None
     try:
         while True:
-            while not begun:
-                news.clear()
-                await news.wait()
+            while not begun or (isinstance(begun[0], Future) and not begun[0].done()):
+                news.clear()  # first: it may be done by now, and tells at once
+                if begun and isinstance(begun[0], Future) and begun[0] is not told:
+                    told = begun[0]
+                    told.when_settled(tell)
+                yield news
             first = begun[0]
             if first is None:
-                return
-            if isinstance(first, BaseException):
-                raise first
-            result = await first
+                break
+            try:
+                result = first.value() if isinstance(first, Future) else _raise(first)
+            except BaseException as error:
+                failure = error
+                break
             begun.popleft()
             room.set()
             yield result
+        _stop(task, begun)
+        while not task.done():
+            news.clear()
+            yield news
+        if failure is not None:
+            raise failure
     finally:
-        task.cancel()
-        for each in begun:
-            if isinstance(each, Future):
-                each.cancel()
-                each.mark_seen()
-        await asyncio.wait((task,))
+        failure = None  # its traceback refers to this frame
+        _stop(task, begun)
+        if not task.done():
+            await asyncio.wait((task,))
+        begun.clear()  # the traceback of an error in it refers to it
+
+
+def _stop(task: asyncio.Task[None], begun: Iterable[Future[Any] | BaseException | None]) -> None:
+    task.cancel()
+    for each in begun:
+        if isinstance(each, Future):
+            each.cancel()
+            each.mark_seen()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+def _tell(loop: asyncio.AbstractEventLoop, news: News, _: Future[Any]) -> None:
+    if asyncio._get_running_loop() is loop:
+        news.set()
+    else:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(news.set)
 
 
 async def _asynchronous(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

@@ -133,7 +133,7 @@ class PeerGroup:
             to = peers[place].name
             return home.retries.call(to, function, tuple(args), kwargs or {}, options.timeout, retry, site)
 
-        send_all(call, len(peers), try_again if retry.retries else sending.send)
+        send_all(call, range(len(peers)), try_again if retry.retries else sending.send)
         sending.flush()
         return call
 

@@ -106,12 +106,15 @@ class RRefGroup(Sequence[RRef[Any]]):
 
     def _send_all(self, call: GroupCall, send: Callable[[int, GroupCall], Future[Any] | MemberCall]) -> None:
         """To all whose reference can be used: the others have their outcome at once."""
+        usable = []
         for place, ref in enumerate(self._refs):
             try:
                 ref._check()
             except Exception as error:
                 call.refused(place, error)
-        send_all(call, len(self._refs), send)
+            else:
+                usable.append(place)
+        send_all(call, usable, send)
 
     def __len__(self) -> int:
         return len(self._refs)

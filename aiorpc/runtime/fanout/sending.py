@@ -20,7 +20,7 @@ from ...futures import Future
 from ...protocol.frames import CALL, HEAD, MAGIC, encode_frame
 from ...protocol.messages import ByName, Call, Function, Method, ObjectMethod, with_head, without_head, write_plain
 from ...sites import CallSite
-from ..caller.future import name_argument
+from ..caller.future import cannot_send
 from ..caller.known import FunctionEntry
 from ..caller.member_call import MemberCall
 from ..caller.misuse import OF_GROUPS, check_keywords, no_function
@@ -180,8 +180,8 @@ class Sending:
         try:
             body, buffers, out = encode(Call, head, values, peer)
         except SerializationError as error:
-            what = name_argument(error.position, named is None, len(self._args), self._names, self.name)
-            raise SerializationError(f"{what} for {len(self._peers)} workers {error}") from error.__cause__
+            target, count = f"{len(self._peers)} workers", len(self._args)
+            raise cannot_send(error, self.name, target, named is None, count, self._names) from error.__cause__
         if out is not None:
             out.unsend()
             return None
@@ -251,13 +251,15 @@ class Sending:
             copies.close()
 
 
-def send_all(call: GroupCall, count: int, send: Callable[[int, GroupCall], Future[Any] | MemberCall]) -> None:
-    """Make the calls to so many members, one after the other, unless the call is over before.
+def send_all(
+    call: GroupCall, places: Sequence[int], send: Callable[[int, GroupCall], Future[Any] | MemberCall]
+) -> None:
+    """Make the calls to the members of these places, one after the other, unless the call is over before.
 
     What is wrong with the call itself is raised if that shows at the first one: then nothing has been sent.
     """
     try:
-        for place in range(count):
+        for place in places:
             over = call.over
             if over:
                 return
@@ -270,7 +272,7 @@ def send_all(call: GroupCall, count: int, send: Callable[[int, GroupCall], Futur
                     sent.cancel()
                     call.calls.pop(place, None)
             except RpcError as error:
-                if place == 0 and isinstance(error, RpcUsageError):
+                if place == places[0] and isinstance(error, RpcUsageError):
                     raise
                 call.refused(place, error)
     except BaseException:

@@ -1,34 +1,50 @@
-"""What an asynchronous generator gives, turn by turn."""
+"""What an asynchronous generator gives, turn by turn, to a consumer whose turns may be cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Generic, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Generic, TypeVar, cast
 
-from ...errors import RpcCancelled
+from ...errors import RpcUsageError
 
 T = TypeVar("T")
+News = asyncio.Event
 
 
 class Turns(Generic[T]):
-    """A generator that does not look as if all had come where a cancelled turn has ended it. items: the generator."""
+    """The items of a generator. A turn that is cancelled takes nothing away: the next one gives what it would have.
 
-    def __init__(self, items: AsyncGenerator[T], what: str) -> None:
-        """what: it is called in errors."""
-        self.items = items
+    A cancellation would end the generator if it awaited anything between two items. Where it has to wait it gives the
+    Event that it was made with instead, and a turn waits for that outside of it. Only when it is closed it may await.
+    One consumer; dropping the last reference closes the generator, as of any other.
+    """
+
+    def __init__(self, make: Callable[[News], AsyncGenerator[T | News]], what: str) -> None:
+        """make: makes the generator, given its Event. what: it is called in errors."""
+        self._news = asyncio.Event()
+        self._items = make(self._news)
         self._what = what
-        self._cut = False  # whether a turn was cancelled
+        self._waits = self._closed = False
 
     async def next(self) -> T:
-        """The next item. StopAsyncIteration behind the last; RpcCancelled if some are missing before that."""
+        """The next item. StopAsyncIteration behind the last; RpcUsageError while another task waits for it."""
+        if self._waits:
+            raise RpcUsageError(f"two tasks wait for items of {self._what}; it has one consumer")
+        self._waits = True
         try:
-            return await anext(self.items)
-        except asyncio.CancelledError:
-            self._cut = True
-            raise
-        except StopAsyncIteration:
-            if not self._cut:
-                raise
-            text = f"a turn of {self._what} was cancelled, which has ended it before its last item"
-            raise RpcCancelled(text) from None
+            while not self._closed:
+                given = await anext(self._items)
+                if given is not self._news:
+                    return cast("T", given)
+                await self._news.wait()
+        finally:
+            self._waits = False
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Close the generator. Idempotent. A turn that waits meanwhile finds the end."""
+        if not self._closed:
+            self._closed = True
+            self._news.set()
+            await self._items.aclose()
