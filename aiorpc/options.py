@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
+from . import foreign
 from .devices import Device, DeviceClaims, DeviceMap, extend_device_map, to_device_map, to_device_maps, to_devices
 from .errors import RpcUsageError
 from .rights import Serve, frozen
@@ -24,14 +26,42 @@ BULK_SIZE = 256 * 1024
 MIN_DEVICE_BUFFER = 4 << 20
 # Several times what is received before it is acknowledged at once.
 MIN_UNACKNOWLEDGED = 4 << 20
+# More than any machine has of anything; what is larger does not fit into a message.
+MOST = 1 << 62
+
+
+def _shown(value: object) -> str:
+    """What stands in the place of an option, for its error, however long it is and whatever its class does."""
+    try:
+        return repr(value)[:80]
+    except Exception:  # a number of more digits than Python writes, for example
+        return f"a value of type {type(value).__name__}"
 
 
 def seconds(value: float | timedelta, name: str) -> float:
-    """A duration in seconds from a number or a timedelta; refuses negatives and NaN."""
+    """A duration in seconds from a number or a timedelta; refuses negatives, NaN, and integers beyond all floats."""
     result = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(result, bool) or not isinstance(result, (int, float)) or math.isnan(result) or result < 0:
-        raise RpcUsageError(f"{name} must be a number of seconds >= 0 (0 means no limit), not {value!r}")
-    return float(result)
+    if not isinstance(result, bool) and isinstance(result, (int, float)) and result >= 0:
+        with contextlib.suppress(OverflowError):
+            return float(result)
+    raise RpcUsageError(f"{name} must be a number of seconds >= 0 (0 means no limit), not {_shown(value)}")
+
+
+def _check_integer(value: object, name: str, what: str, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+        most = ", and no more than 2**62" if isinstance(value, int) and value > MOST else ""
+        raise RpcUsageError(f"{name} must be {what} >= {least}{most}, not {_shown(value)}")
+
+
+def _is_path(value: object) -> bool:
+    """Whether a file may have that name."""
+    if not isinstance(value, (str, os.PathLike)):
+        return False
+    try:
+        path = os.fsencode(value)
+    except (TypeError, ValueError):
+        return False
+    return bool(path) and b"\0" not in path
 
 
 def _memory() -> int:
@@ -51,12 +81,13 @@ def _quarter_of_memory() -> int:
 
 def _check_host(value: object, name: str) -> None:
     """RpcUsageError for what can be no host name or address; whether there is one is seen when it is used."""
+    reason = ""
     try:
-        if value is None or (isinstance(value, str) and value and value.encode("idna")):
+        if value is None or (isinstance(value, str) and value and "\0" not in value and value.encode("idna")):
             return
     except UnicodeError as error:
-        raise RpcUsageError(f"{name} must be a host name or an address, not {value!r}: {error}") from None
-    raise RpcUsageError(f"{name} must be a host name or an address, not {value!r}")
+        reason = f": {error}"
+    raise RpcUsageError(f"{name} must be a host name or an address, not {_shown(value)}{reason}")
 
 
 @dataclass(frozen=True)
@@ -78,10 +109,10 @@ class Tls:
         """RpcUsageError for what can be no path."""
         for name in ("cert", "key", "ca"):
             value = getattr(self, name)
-            if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-                raise RpcUsageError(f"{name} of Tls must be the path of a file, not {value!r}")
+            if not _is_path(value):
+                raise RpcUsageError(f"{name} of Tls must be the path of a file, not {_shown(value)}")
         if not isinstance(self.verify_names, bool):
-            raise RpcUsageError(f"verify_names of Tls must be True or False, not {self.verify_names!r}")
+            raise RpcUsageError(f"verify_names of Tls must be True or False, not {_shown(self.verify_names)}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Tls | None:
@@ -228,18 +259,39 @@ class RpcBackendOptions:
     device_buffer: int = 64 << 20
 
     def __post_init__(self) -> None:
+        self._check_device_types()
         for device_map in (self.device_maps or {}).values():
             to_device_map(device_map)  # as torch: one that is given as a whole is one-to-one
         self.validate()
 
     def validate(self) -> None:
-        """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for device maps."""
-        self.rpc_timeout = seconds(self.rpc_timeout, "rpc_timeout")
-        self.shutdown_timeout = seconds(self.shutdown_timeout, "shutdown_timeout")
-        self.newcomer_grace = seconds(self.newcomer_grace, "newcomer_grace")
-        self.reconnect_grace = seconds(self.reconnect_grace, "reconnect_grace")
-        self.lag_warning = seconds(self.lag_warning, "lag_warning")
-        self.busy_wait = seconds(self.busy_wait, "busy_wait")
+        """Raise RpcUsageError naming the first option that makes no sense; DeviceMapError for devices and their maps.
+
+        What may be written in several ways (a timedelta, a list) is as the fields say from then on.
+        """
+        self._validate_numbers()
+        self._validate_connections()
+        if not isinstance(self.dedicated_loop, bool):
+            raise RpcUsageError(f"dedicated_loop must be True or False, not {_shown(self.dedicated_loop)}")
+        if not isinstance(self.init_method, str):
+            raise RpcUsageError(f"init_method must be a URL, not {_shown(self.init_method)}")
+        self._validate_rights()
+        self._validate_devices()
+
+    def _validate_numbers(self) -> None:
+        for name in (
+            "rpc_timeout",
+            "shutdown_timeout",
+            "newcomer_grace",
+            "reconnect_grace",
+            "lag_warning",
+            "busy_wait",
+        ):
+            setattr(self, name, self._duration(name))
+        if self.switch_interval is not None:
+            self.switch_interval = self._duration("switch_interval")
+            if not self.switch_interval:
+                raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
         for name in (
             "num_worker_threads",
             "max_pending_calls",
@@ -259,56 +311,76 @@ class RpcBackendOptions:
             "min_shared_bytes",
             "min_bulk_bytes",
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RpcUsageError(f"{name} must be an integer >= 1, not {value!r}")
+            _check_integer(getattr(self, name), name, "an integer", 1)
         if self.max_unacknowledged_bytes < MIN_UNACKNOWLEDGED:
             raise RpcUsageError(
                 f"max_unacknowledged_bytes must be at least {MIN_UNACKNOWLEDGED} (4 MiB), as less than that is "
                 f"acknowledged too seldom, not {self.max_unacknowledged_bytes!r}"
             )
+        _check_integer(self.shared_memory, "shared_memory", "a number of bytes", 0)
+        rate = self.max_call_rate
+        if rate is not None and (type(rate) not in (int, float) or not 0 < rate <= MOST):
+            raise RpcUsageError(f"max_call_rate must be a number of calls above 0, or None for any, not {_shown(rate)}")
+
+    def _duration(self, name: str) -> float:
+        """An option as seconds; there is one way only to say that there is no limit."""
+        value = seconds(getattr(self, name), name)
+        if value == math.inf:
+            raise RpcUsageError(f"{name} must be a finite number of seconds (0 means no limit), not {value!r}")
+        return value
+
+    def _validate_connections(self) -> None:
         if self.port_range is not None:
             ports = tuple(self.port_range) if isinstance(self.port_range, (tuple, list)) else ()
             if not (len(ports) == 2 and all(type(port) is int for port in ports) and 0 < ports[0] <= ports[1] < 65_536):
-                raise RpcUsageError(f"port_range must be two ports, first <= last, not {self.port_range!r}")
-        rate = self.max_call_rate
-        if rate is not None and (type(rate) not in (int, float) or not 0 < rate < math.inf):
-            raise RpcUsageError(f"max_call_rate must be a number of calls above 0, or None for any, not {rate!r}")
-        if self.switch_interval is not None and not seconds(self.switch_interval, "switch_interval"):
-            raise RpcUsageError("switch_interval must be longer than 0 s, or None to leave the interpreter's alone")
-        if isinstance(self.shared_memory, bool) or not isinstance(self.shared_memory, int) or self.shared_memory < 0:
-            raise RpcUsageError(f"shared_memory must be a number of bytes >= 0, not {self.shared_memory!r}")
+                raise RpcUsageError(f"port_range must be two ports, first <= last, not {_shown(self.port_range)}")
         for name in ("address", "bind_address"):
             _check_host(getattr(self, name), name)
+        given = self.transports
+        kinds = tuple(given) if isinstance(given, (tuple, list, set, frozenset)) else ()
+        if not kinds or any(kind not in ("unix", "tcp") for kind in kinds):
+            raise RpcUsageError(f"transports must name some of unix, tcp; not {_shown(given)}")
+        self.transports = kinds
+
+    def _validate_rights(self) -> None:
+        """Who may join, and what they may do."""
         if not isinstance(self.authenticate_frames, bool):
-            raise RpcUsageError(f"authenticate_frames must be True or False, not {self.authenticate_frames!r}")
+            raise RpcUsageError(f"authenticate_frames must be True or False, not {_shown(self.authenticate_frames)}")
         if self.require_secret is not None and not isinstance(self.require_secret, bool):
-            raise RpcUsageError(f"require_secret must be True, False or None, not {self.require_secret!r}")
-        if self.secret_file is not None and not (
-            isinstance(self.secret_file, (str, os.PathLike)) and os.fspath(self.secret_file)
-        ):
-            raise RpcUsageError(f"secret_file must be the path of a file or None, not {self.secret_file!r}")
+            raise RpcUsageError(f"require_secret must be True, False or None, not {_shown(self.require_secret)}")
+        if self.secret_file is not None and not _is_path(self.secret_file):
+            raise RpcUsageError(f"secret_file must be the path of a file or None, not {_shown(self.secret_file)}")
         if self.tls is not None and not isinstance(self.tls, Tls):
-            raise RpcUsageError(f"tls must be a Tls (rpc.Tls(cert=, key=, ca=)) or None, not {self.tls!r}")
+            raise RpcUsageError(f"tls must be a Tls (rpc.Tls(cert=, key=, ca=)) or None, not {_shown(self.tls)}")
         if self.serialization not in ("free", "safe"):
-            raise RpcUsageError(f"serialization must be 'free' or 'safe', not {self.serialization!r:.80}")
-        unknown = set(self.transports) - {"unix", "tcp"}
-        if unknown or not self.transports:
-            raise RpcUsageError(f"transports must name some of unix, tcp; not {self.transports!r}")
-        if not isinstance(self.init_method, str):
-            raise RpcUsageError(f"init_method must be a URL, not {self.init_method!r}")
-        self.serve = frozen(self.serve)
-        self._validate_devices()
+            raise RpcUsageError(f"serialization must be 'free' or 'safe', not {_shown(self.serialization)}")
+        try:
+            self.serve = frozen(self.serve)
+        except RpcUsageError as error:
+            text = str(error)
+            raise RpcUsageError(text if text.startswith("serve") else f"serve: {text}") from None
+        except Exception as error:  # of what stands in it and cannot be shown
+            raise RpcUsageError(f"serve is no rule that can be read: {foreign.said(error)}") from None
+
+    def _check_device_types(self) -> None:
+        """RpcUsageError for what holds no devices at all. torch's options take None for both."""
+        maps: object = {} if self.device_maps is None else self.device_maps
+        devices: object = self.devices
+        if not isinstance(maps, Mapping):
+            raise RpcUsageError(f"device_maps must be a dictionary by names of workers, not {_shown(maps)}")
+        for name, device_map in maps.items():
+            if not isinstance(device_map, Mapping):
+                raise RpcUsageError(f"device_maps[{_shown(name)}] must be a dictionary, not {_shown(device_map)}")
+        if isinstance(devices, str) or not isinstance(devices, Iterable | None):
+            raise RpcUsageError(f"devices must be a list of devices, not {_shown(devices)}")
 
     def _validate_devices(self) -> None:
-        # torch's options take None for both.
+        self._check_device_types()
         self.device_maps = _as_set(to_device_maps({} if self.device_maps is None else self.device_maps))
         self.devices = [*to_devices([] if self.devices is None else self.devices)]
         if self.device_channel not in ("auto", "ipc", "staging"):
-            raise RpcUsageError(f"device_channel must be auto, ipc or staging, not {self.device_channel!r}")
-        size = self.device_buffer
-        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_DEVICE_BUFFER:
-            raise RpcUsageError(f"device_buffer must be a number of bytes >= {MIN_DEVICE_BUFFER}, not {size!r}")
+            raise RpcUsageError(f"device_channel must be auto, ipc or staging, not {_shown(self.device_channel)}")
+        _check_integer(self.device_buffer, "device_buffer", "a number of bytes", MIN_DEVICE_BUFFER)
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Device]) -> None:
         """Add to the map for worker `to`: tensors on each device (a key) go to the device there that is its value.
@@ -329,6 +401,7 @@ class RpcBackendOptions:
 
     def copy(self) -> RpcBackendOptions:
         """A copy that later changes to this object do not reach, and that is valid: it raises what `validate` does."""
+        self._check_device_types()
         made = copy.copy(self)
         made.device_maps = {name: dict(device_map) for name, device_map in (self.device_maps or {}).items()}
         made.devices = list(self.devices or ())

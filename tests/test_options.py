@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiorpc import Worker
 from aiorpc.devices import DeviceClaims, check_device_maps
 from aiorpc.errors import DeviceMapError, RpcUsageError
 from aiorpc.options import RpcBackendOptions, Tls, seconds
@@ -37,7 +38,46 @@ COUNTS = [
 ]
 CUDA = [torch.device("cuda", index) for index in range(4)]
 CPU = torch.device("cpu")
-DURATIONS = ["rpc_timeout", "shutdown_timeout", "lag_warning", "busy_wait", "reconnect_grace"]
+DURATIONS = ["rpc_timeout", "shutdown_timeout", "lag_warning", "busy_wait", "reconnect_grace", "newcomer_grace"]
+
+
+class Unspeakable:
+    """What cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+
+#: What is none of the values of nearly all options.
+ODD: dict[str, Any] = {
+    "NaN": math.nan,
+    "infinity": math.inf,
+    "minus infinity": -math.inf,
+    "minus one": -1,
+    "more than a float holds": 10**400,
+    "less than a float holds": -(10**400),
+    "more digits than Python writes": 10**5000,
+    "a complex number": 1j,
+    "bytes": b"x",
+    "a text with a null": "a\0b",
+    "half of a character": "\ud800",
+    "a list in a list": [[]],
+    "a list of a list in text": ["unix", ["tcp"]],
+    "numbers by numbers": {1: 2},
+    "a number by a name": {"a": 5},
+    "an iterator": iter(()),
+    "a class": int,
+    "an object": object(),
+    "what cannot be shown": Unspeakable(),
+    "a negative duration": timedelta(seconds=-1),
+}
+#: Those that an option takes all the same: what is no URL is told where it is read, no device by torch's error.
+TAKEN = {
+    ("init_method", "a text with a null"),
+    ("init_method", "half of a character"),
+    *(("devices", each) for each in ("bytes", "a list in a list", "a list of a list in text", "an iterator")),
+    *(("devices", each) for each in ("numbers by numbers", "a number by a name")),
+}
 
 
 def test_defaults_are_those_of_torch() -> None:
@@ -51,6 +91,38 @@ def test_every_option_is_documented() -> None:
     lines = (inspect.getdoc(RpcBackendOptions) or "").splitlines()  # Python 3.13 leaves out the indentation itself
     named = {line.partition(": ")[0].strip() for line in lines}
     assert [field.name for field in fields(RpcBackendOptions) if field.name not in named] == []
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(RpcBackendOptions)])
+def test_every_option_refuses_what_it_cannot_be(name: str) -> None:
+    """By its name, when the options are made, and when they were changed since: before anything is opened."""
+    for kind, value in ODD.items():
+        if (name, kind) in TAKEN:
+            continue
+        given: dict[str, Any] = {name: value}
+        with pytest.raises(RpcUsageError) as caught:
+            RpcBackendOptions(**given)
+        assert str(caught.value).startswith(name), kind
+        assert len(str(caught.value)) < 300, kind
+        options = RpcBackendOptions()
+        setattr(options, name, value)
+        with pytest.raises(RpcUsageError) as again:
+            Worker("worker", options=options)
+        assert str(again.value).startswith(name), kind
+
+
+@pytest.mark.parametrize("value", [5, "tcp", {"transports": ("tcp",)}, 0, False])
+def test_options_are_options(value: Any) -> None:
+    """Not a dictionary of them, nor anything else, also not what is taken for nothing."""
+    with pytest.raises(RpcUsageError, match="options must be an RpcBackendOptions or None"):
+        Worker("worker", options=value)
+
+
+@pytest.mark.parametrize("value", [5, b"tcp://localhost:1", "file:///a\0b"])
+async def test_init_methods_that_are_none_are_refused_before_anything_is_opened(value: Any) -> None:
+    """Where they are given to `init`, and not among the options."""
+    with pytest.raises(RpcUsageError, match="init_method"):
+        await Worker("worker", init_method=value)
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, "fast", False])
@@ -127,9 +199,12 @@ def test_serialization_is_free_or_safe(serialization: Any) -> None:
     assert RpcBackendOptions(serialization="safe").serialization == "safe"
 
 
-@pytest.mark.parametrize("transports", [(), ("carrier pigeon",), ("unix", "udp")])
-def test_transports_are_known(transports: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("transports", [(), ("carrier pigeon",), ("unix", "udp"), "unix", 5, None, ("unix", ["tcp"])])
+def test_transports_are_known(transports: Any) -> None:
     """Unknown transports, or none, are refused."""
+    for some in (["tcp"], {"tcp"}):
+        given: dict[str, Any] = {"transports": some}
+        assert RpcBackendOptions(**given).transports == ("tcp",)
     with pytest.raises(RpcUsageError, match="transports must name some of unix, tcp"):
         RpcBackendOptions(transports=transports)
 
@@ -140,9 +215,11 @@ def test_switch_interval_is_positive_or_none(value: Any) -> None:
     with pytest.raises(RpcUsageError, match="switch_interval"):
         RpcBackendOptions(switch_interval=value)
     assert RpcBackendOptions(switch_interval=0.0005).switch_interval == 0.0005
+    given: dict[str, Any] = {"switch_interval": timedelta(milliseconds=5)}
+    assert RpcBackendOptions(**given).switch_interval == 0.005  # which the interpreter takes
 
 
-@pytest.mark.parametrize("value", ["", "a" * 70 + ".example", 5, b"host"])
+@pytest.mark.parametrize("value", ["", "a" * 70 + ".example", 5, b"host", "a\0b"])
 def test_addresses_are_host_names(value: Any) -> None:
     """What can be no name of a host is refused before anybody tries to reach it."""
     for name in ("address", "bind_address"):

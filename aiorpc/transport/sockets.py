@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
@@ -27,6 +28,8 @@ _EACH = 2.0
 # network is back; Linux 6.15 and later let one say that, others wait for up to two minutes.
 _RTO_MAX_MS = getattr(socket, "TCP_RTO_MAX_MS", 44)
 _RTO_MAX = 3000
+# What the system says of an address that this host has not.
+_NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def private_directory() -> Path:
@@ -131,24 +134,48 @@ def listen_unix(directory: Path) -> tuple[socket.socket, str]:
 
 
 def listen_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    """A listening TCP socket on one interface, on a free port or one of a range. Raises OSError if none is free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    candidates = range(ports[0], ports[1] + 1) if ports else (0,)
+    """A listening TCP socket on one interface, on a free port or one of a range. Raises OSError if none is free.
+
+    host: an address, or a name: of its addresses the first that this host has, one of IPv4 if there is any.
+    """
     failure: OSError | None = None
-    for port in candidates:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if ports:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
-            sock.listen(BACKLOG)
-            sock.setblocking(False)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
+    for family, address in _own_addresses(host):
+        for port in range(ports[0], ports[1] + 1) if ports else (0,):
+            try:
+                return _listen_at(family, (address[0], port, *address[2:]), reuse=ports is not None)
+            except OSError as error:
+                failure = error
+                if error.errno in _NOT_OURS:
+                    break
+        if failure is not None and failure.errno not in _NOT_OURS:
+            break  # whoever connects to the name comes to this address first
     within = f" in {ports}" if ports else ""
     raise OSError(f"no port to listen on at {host}{within}: {failure}") from failure
+
+
+def _own_addresses(host: str) -> list[tuple[int, tuple[Any, ...]]]:
+    """The addresses that a host name or an address stands for, with their families, those of IPv4 first. OSError."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise OSError(f"{host!r} stands for no address to listen on: {error}") from error
+    addresses = dict.fromkeys((int(family), address) for family, _, _, _, address in found)
+    return sorted(addresses, key=lambda each: each[0] != socket.AF_INET)
+
+
+def _listen_at(family: int, address: tuple[Any, ...], *, reuse: bool) -> socket.socket:
+    """A listening TCP socket. reuse: also where connections of a listener before are still winding up. OSError."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if reuse:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def is_wildcard(host: str) -> bool:

@@ -7,14 +7,16 @@ import socket
 from dataclasses import replace
 from functools import partial
 
+import msgpack
 import pytest
 
 import aiorpc as rpc
 from aiorpc.protocol import handshake
-from aiorpc.protocol.frames import Kind
+from aiorpc.protocol.frames import HEAD, Kind
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.runtime.group import accepting
 
+from . import bodies
 from .test_strangers import frame, hello, talk, targets, warnings_of
 from .workers import group, until
 
@@ -76,6 +78,36 @@ async def test_a_stranger_does_not_write_in_our_log(caplog: pytest.LogCaptureFix
                 await until(partial(_has_refused, worker, refused))
             (line,) = logged
             assert line.isprintable() and len(line) < 400
+
+
+DEEP = 1010  # less than what reads it takes, and more than what Python shows
+
+
+@pytest.mark.parametrize("place", [*range(len(handshake.Introduction._fields)), "instead of all"])
+async def test_a_stranger_whose_words_are_nested_deeply_does_no_harm(
+    place: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever in HELLO that is: he is refused in one line, without a traceback, and the worker serves on."""
+    nested = b"\x91" * DEEP + b"\x01"
+    async with group(2, transports=("tcp",)) as (worker, _):
+        record = worker.node.engine.record
+        said = handshake.read_introduction(
+            handshake.read_hello(hello(record.to_wire(), True)[HEAD.size :]).introduction
+        )
+        fields = [msgpack.packb(each) for each in said]
+        if isinstance(place, int):
+            fields[place] = nested
+        introduction = b"".join((bytes([0x90 + len(fields)]), *fields)) if isinstance(place, int) else nested
+        with warnings_of(caplog) as logged:
+            refused = worker.statistics().connections_refused + 1
+            data = frame(Kind.HELLO, handshake.write_hello(handshake.Hello(introduction, b"")))
+            answer = await asyncio.to_thread(talk, targets(record)["tcp"], data)
+            await until(partial(_has_refused, worker, refused))
+        (line,) = logged
+        assert line.startswith(f"worker {worker.name} refused a connection: ") and len(line) < 400
+        assert "RecursionError" not in line and all(entry.exc_info is None for entry in caplog.records)
+        assert len(answer) < 500
+        assert await rpc.call("w1", bodies.call_back, "w0", 3) == 3
 
 
 async def test_a_crowd_of_strangers_does_not_fill_our_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -155,6 +155,71 @@ def test_a_newcomer_at_another_store_has_the_id_of_nobody_who_has_not_come_there
         del store
 
 
+def test_a_name_leads_to_one_worker_at_another_store(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever comes back after somebody has joined there under its name says so, until that one is gone."""
+    store, port = serve("127.0.0.1", 0)
+    opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
+    with closing(opened()) as first, closing(opened()) as unseen:
+        assert found(first, "a") == ["a"] and found(unseen, "b") == ["a", "b"]
+        mine, theirs = unseen.members()
+        unseen.serve_secret_requests()  # and the first one does not look again
+        del store
+        store, _ = serve("127.0.0.1", port)
+        assert first.meet_again(mine)
+        with closing(opened()) as newcomer:
+            assert found(newcomer, "b") == ["a", "b"]
+            with pytest.raises(RendezvousError, match=r"b \(rank \d+, .*\) has joined under the name of b \(rank"):
+                unseen.meet_again(theirs)
+            assert sorted(record.name for record in first.members()) == ["a", "b"]
+            newcomer.leave(newcomer.record)
+            assert unseen.meet_again(theirs)
+            assert first.members() == [mine, theirs]
+        del store
+
+
+def test_what_a_member_has_claimed_stays_claimed_at_another_store(caplog: pytest.LogCaptureFixture) -> None:
+    """It stands there before the member does; where somebody else was first that is told, and changes nothing."""
+    store, port = serve("127.0.0.1", 0)
+    opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
+    with closing(opened()) as first, closing(opened()) as second:
+        assert found(first, "a") == ["a"] and found(second, "b") == ["a", "b"]
+        for each, key in ((first, "x"), (second, "y"), (second, "z")):
+            assert each.swap(key, "", "before") == "before"
+            assert each.swap(key, "before", each.record.name) == each.record.name
+        assert first.swap("y", "", "late") == "b"
+        first.serve_secret_requests()
+        del store
+        store, _ = serve("127.0.0.1", port)
+        assert first.meet_again(first.record)
+        assert (first.look_up("x"), first.look_up("y")) == ("a", None)
+        with closing(opened()) as newcomer:
+            found(newcomer, "c")
+            assert newcomer.swap("x", "", "c") == "a"
+            assert newcomer.swap("z", "", "c") == "c"
+            with caplog.at_level(logging.WARNING, "aiorpc"):
+                assert second.meet_again(second.record)
+            assert "worker b: somebody else has set z at the store that is here now" in caplog.text
+            assert [newcomer.look_up(key) for key in "xyz"] == ["a", "b", "c"]
+        del store
+
+
+async def test_a_published_name_stays_taken_at_another_store(quick_founding: Callable[[float], None]) -> None:
+    """Its publisher enters its claim there, so that a newcomer that has not heard of it gets no second one."""
+    store, port = await asyncio.to_thread(serve, "127.0.0.1", 0)
+    method = f"tcp://127.0.0.1:{port}"
+    quick_founding(0.01)
+    async with aiorpc.init("a", init_method=method) as a:
+        await a.publish("weights", 1)
+        del store
+        quick_founding(60.0)
+        async with aiorpc.init("b", init_method=method) as b:
+            claim = await b.node.engine.steps.run(lambda: b.node.rendezvous.look_up("published/weights"))
+            assert claim is not None and a.node.engine.record.incarnation in claim
+            with pytest.raises(aiorpc.RpcUsageError, match="'weights' is published by worker 'a'"):
+                await b.publish("weights", 2)
+            await a.shutdown()
+
+
 def test_a_file_that_was_removed_is_told_at_once(tmp_path: Path) -> None:
     """Whoever waits for the others there is told, long before the time is up; torch would wait for minutes."""
     folder = tmp_path / "meet"

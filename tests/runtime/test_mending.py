@@ -9,7 +9,8 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from aiorpc.protocol.frames import Buffer, Frame
 from aiorpc.protocol.handshake import Handshake
 from aiorpc.protocol.states import HandshakeState, PeerState
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.group import connecting, mending
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from aiorpc.transport.lasting import LastingConnection
@@ -67,8 +70,9 @@ def kind() -> str:
 
 @pytest.fixture
 def options(kind: str, certificate: rpc.Tls) -> rpc.RpcBackendOptions:
-    """Of workers that speak TCP alone."""
-    return rpc.RpcBackendOptions(**TCP, **KINDS[kind], tls=certificate if kind == "tls" else None)
+    """Of workers that speak TCP alone, and have time to meet again while connections break on a busy machine."""
+    tls = certificate if kind == "tls" else None
+    return rpc.RpcBackendOptions(**TCP, **KINDS[kind], tls=tls, reconnect_grace=120.0)
 
 
 @pytest.fixture
@@ -286,6 +290,206 @@ async def test_a_listener_that_is_gone_is_a_loss_at_once() -> None:
         cut()
         with pytest.raises(rpc.PeerLost, match="worker1"):
             await asyncio.wait_for(call, 60)
+
+
+SPOKEN = {
+    "a web server": b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n",
+    "a mail server": b"220 mail.example ESMTP ready\r\n",
+}
+
+
+@contextlib.asynccontextmanager
+async def another_program(said: bytes | None) -> AsyncIterator[socket.socket]:
+    """A listener that is no worker: it says that, and closes the connection for None; else it keeps it open."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    loop = asyncio.get_running_loop()
+    held: list[socket.socket] = []
+
+    def accept() -> None:
+        with contextlib.suppress(BlockingIOError):
+            taken, _ = listener.accept()
+            if said is None:
+                taken.close()
+            else:
+                held.append(taken)
+                taken.send(said)
+
+    loop.add_reader(listener, accept)
+    try:
+        yield listener
+    finally:
+        loop.remove_reader(listener)
+        for each in (listener, *held):
+            each.close()
+
+
+class Ways(dict[int, int | None]):
+    """Whoever connects to a port that is a key is led to the port that is its value, None: nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: Counter[int] = Counter()  # how often each port was connected to
+
+
+@contextlib.contextmanager
+def led_away() -> Iterator[Ways]:
+    """The ways of all TCP connections that are opened here."""
+    ways, connect = Ways(), sockets.connect_tcp
+
+    async def connect_there(host: str, port: int) -> socket.socket:
+        ways.tried[port] += 1
+        there = ways.get(port, port)
+        if there is None:
+            raise OSError(101, "Network is unreachable")
+        return await connect(host, there)
+
+    sockets.connect_tcp = connect_there
+    try:
+        yield ways
+    finally:
+        sockets.connect_tcp = connect
+
+
+def port_of(worker: Worker | socket.socket) -> int:
+    return worker.node.engine.record.tcp_port if isinstance(worker, Worker) else int(worker.getsockname()[1])
+
+
+async def ends_of_a_line(workers: list[Worker], end: str) -> tuple[Worker, Worker]:
+    """Of the line that the second worker has opened to the first, which leads: the one at that end, and the other."""
+    assert await workers[1].call("worker0", bodies.add, 1, 2) == 3
+    return (workers[1], workers[0]) if end == "opener" else (workers[0], workers[1])
+
+
+async def until_lost(worker: Worker, other: Worker) -> None:
+    await until(lambda: worker.node.group.is_lost(other.node.engine.record))
+
+
+BOTH_ENDS = pytest.mark.parametrize("end", ["opener", "acceptor"])
+
+
+async def until_both_are_lost(one: Worker, other: Worker, at: Worker | socket.socket) -> None:
+    """Their connections break; at the address of the other one somebody else is, and only then at that of the one."""
+    with led_away() as ways:
+        ways |= {port_of(one): None, port_of(other): port_of(at)}
+        cut()
+        await until_lost(one, other)
+        ways[port_of(one)] = port_of(at)
+        await until_lost(other, one)
+
+
+@BOTH_ENDS
+@ALSO_TLS
+@pytest.mark.parametrize("who", list(SPOKEN))
+async def test_another_program_at_the_port_of_a_worker_is_no_sign_of_life(
+    who: str, kind: str, end: str, options: rpc.RpcBackendOptions
+) -> None:
+    """What it says is not what a worker says: nobody waits for the grace."""
+    patient = replace(options, reconnect_grace=1000.0)
+    async with cluster(2, options=patient) as workers, another_program(SPOKEN[who]) as program:
+        await until_both_are_lost(*await ends_of_a_line(workers, end), program)
+
+
+@BOTH_ENDS
+@ALSO_TLS
+async def test_another_worker_at_the_address_of_a_worker_is_no_sign_of_life(
+    kind: str, end: str, options: rpc.RpcBackendOptions
+) -> None:
+    """It says that it is another one, as after a restart: nobody waits for the grace."""
+    patient = replace(options, reconnect_grace=1000.0)
+    async with cluster(2, options=patient) as workers, cluster(1, options=patient) as (stranger,):
+        await until_both_are_lost(*await ends_of_a_line(workers, end), stranger)
+
+
+@BOTH_ENDS
+@pytest.mark.parametrize("said", [None, b"220 ready\r\n"], ids=["closes", "says too little"])
+async def test_whoever_closes_the_connection_or_says_too_little_gets_no_more_than_the_grace(
+    said: bytes | None, end: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is busy does neither."""
+    monkeypatch.setattr(mending, "BUSY", 1_000_000)
+    monkeypatch.setattr(connecting, "FIRST_WORD", 0.05)
+    async with cluster(2, options=replace(options, reconnect_grace=0.3)) as workers, another_program(said) as program:
+        for worker in workers:
+            worker.node.engine.bounds = Bounds(connect=0.1, vouch=0.2)
+        await until_both_are_lost(*await ends_of_a_line(workers, end), program)
+
+
+@ALSO_TLS
+async def test_a_worker_that_takes_connections_and_is_silent_is_waited_for(
+    kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is stopped, for which its host takes them: long after the grace is over its calls go on."""
+    monkeypatch.setattr(mending, "BUSY", 1_000_000)
+    monkeypatch.setattr(connecting, "FIRST_WORD", 0.01)
+    async with cluster(2, options=replace(options, reconnect_grace=0.3)) as workers:
+        assert await workers[1].call("worker0", count, 1) == 1
+        for worker in workers:
+            for sock in worker.node.listeners.sockets():
+                worker.loop.remove_reader(sock.fileno())
+        with led_away() as ways:
+            cut()
+            call = workers[1].call("worker0", count, 2)
+            # The pauses between so many tries of the acceptor are more than the grace. The opener has one.
+            await until(lambda: ways.tried[port_of(workers[1])] >= 6)
+        assert not call.done()
+        for worker in workers:
+            worker.node.acceptor.start()
+        assert await call == 2
+        assert all(not worker.node.group.lost for worker in workers)
+
+
+@ALSO_TLS
+async def test_an_opener_that_answers_and_does_not_come_is_waited_for(
+    kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be unable to connect where it can be connected to; whoever asks it takes nobody's place by that."""
+    monkeypatch.setattr(mending, "BUSY", 1_000_000)
+    graces = [replace(options, reconnect_grace=grace) for grace in (0.3, 1000.0)]
+    async with cluster(2, options=graces) as workers:
+        assert await workers[1].call("worker0", count, 1) == 1
+        with led_away() as ways:
+            ways[port_of(workers[0])] = None
+            cut()
+            call = workers[1].call("worker0", count, 2)
+            before = workers[1].statistics()
+            await until(lambda: workers[1].statistics().connections_given_up >= before.connections_given_up + 6)
+            assert not call.done()
+        assert await call == 2
+        assert workers[1].statistics().connections_refused == before.connections_refused
+        assert all(not worker.node.group.lost for worker in workers)
+
+
+@ALSO_TLS
+async def test_a_worker_that_has_answered_before_the_line_broke_again_was_reached(
+    kind: str, options: rpc.RpcBackendOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each handshake is cut short, the grace counts from the last word of the worker."""
+    monkeypatch.setattr(mending, "BUSY", 1_000_000)
+    graces = [replace(options, reconnect_grace=grace) for grace in (1000.0, 0.3)]
+    async with cluster(2, options=graces) as workers:
+        assert await workers[1].call("worker0", count, 1) == 1
+        answers = []
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """The first word of each side is handed on, and no more."""
+            there, back = await asyncio.open_connection("127.0.0.1", port_of(workers[0]))
+            back.write(await reader.read(1 << 16))
+            writer.write(await there.read(1 << 16))
+            await writer.drain()
+            answers.append(kind)
+            for each in (back, writer):
+                each.close()
+
+        async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+            with led_away() as ways:
+                ways[port_of(workers[0])] = port_of(server.sockets[0])
+                cut(spared=port_of(server.sockets[0]))
+                call = workers[1].call("worker0", count, 2)
+                await until(lambda: len(answers) >= 6)  # the pauses between them are more than the grace
+                assert not call.done()
+            assert await call == 2
+        assert all(not worker.node.group.lost for worker in workers)
 
 
 @contextlib.contextmanager

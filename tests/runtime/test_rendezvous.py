@@ -324,6 +324,46 @@ def test_a_second_holder_is_refused_while_others_form_the_next_generation(here: 
         assert "rank 1 was taken twice: by worker1" in text and "stranger" in text
 
 
+def leave_a_failure(group: Group, ago: float, host: str = ELSEWHERE) -> None:
+    """In the store stands what rank 0 of two leaves that has found a mistake so many seconds ago, by its clock."""
+    store, record = group.store, make_record("worker0", 0, host=host, pid=1)
+    assert store is not None
+    said = {
+        "generation": "1",
+        "last/0": "1",
+        "1/world": json.dumps([2, "worker0"]),
+        "1/slot/0": json.dumps(Member(record, require_secret=False).to_json()),
+        "1/end/0": record.incarnation,
+        "1/verdict": json.dumps(["abort", "the mistake", time.time() - ago, host, 1]),
+    }
+    for key, value in said.items():
+        store.set(f"aiorpc/{key}", value)
+
+
+@pytest.mark.parametrize("ago", [7200.0, -7200.0])
+def test_a_failure_on_a_host_with_another_clock_is_told_though_late(here: Group, ago: float) -> None:
+    """Whoever comes after it cannot know whether it is old. When nobody has come it is told what the others were."""
+    leave_a_failure(here, ago)
+    with pytest.raises(RendezvousError, match=r"waited 0.3 s for rank 0 of 2; here: .*one of them said: the mistake"):
+        here.join(1, 2, timeout=SOON)
+
+
+def test_a_failure_of_just_now_is_told_at_once(here: Group) -> None:
+    """As far as the clocks agree."""
+    leave_a_failure(here, 0.0)
+    with pytest.raises(RendezvousError, match=r"^the mistake$"):
+        here.join(1, 2)
+
+
+@pytest.mark.parametrize("ago", [7200.0, -7200.0])
+def test_a_failure_of_an_earlier_try_does_not_end_the_next_one(here: Group, ago: float) -> None:
+    """A rank that was not there then meets the others, whatever the clock of the host said that has failed."""
+    leave_a_failure(here, ago)
+    assert all(isinstance(result, list) for result in here.join_all(2))
+    with pytest.raises(RendezvousError, match=r"rank 1 was taken twice"):
+        here.join(1, 2, "late")
+
+
 def test_missing_ranks_are_named_when_the_time_is_up(group: Group) -> None:
     """Every waiting rank is told within its timeout who is missing and who is here."""
     started = time.monotonic()

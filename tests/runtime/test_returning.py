@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -232,6 +233,26 @@ async def test_the_place_of_one_that_lives_is_refused() -> None:
 def on_host(rank: int, host: str, port: int) -> WorkerRecord:
     """A record that says that the worker listens there."""
     return replace(make_record(f"w{rank}", rank, host=host), tcp_port=port)
+
+
+@pytest.mark.parametrize("said", [b"", b"220 mail.example ready\r\n"], ids=["hangs up", "speaks first"])
+def test_another_program_at_the_port_of_the_lost_is_no_sign_of_life(said: bytes) -> None:
+    """A worker waits for the first word of whoever connects."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            taken, _ = listener.accept()
+            with taken:
+                taken.sendall(said)
+
+        before, newcomer = on_host(0, ELSEWHERE, port), on_host(0, "", port + 1)
+        places = PlacesInStore(Board(HashStore(), "here"), 1, 2, Proof())
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert places.sign_of_life(before, newcomer) == ""
+        answering.join()
+        assert places.sign_of_life(before, newcomer) == f"it takes connections at 127.0.0.1:{port}"
 
 
 def test_a_listener_of_ones_own_is_no_sign_of_life() -> None:

@@ -257,6 +257,34 @@ def test_address_that_is_not_ours() -> None:
         sockets.listen_tcp("192.0.2.1", None)
 
 
+V4, V6 = (socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_INET6, ("::1", 0, 0, 0))
+ELSEWHERE_V4 = (socket.AF_INET, ("192.0.2.1", 0))
+
+
+@pytest.mark.parametrize(
+    ("stands_for", "bound"),
+    [([V6], "::1"), ([V6, V4], "127.0.0.1"), ([ELSEWHERE_V4, V6], "::1"), ([ELSEWHERE_V4, V4], "127.0.0.1")],
+    ids=["IPv6 alone", "both", "one of them is not ours", "the second is ours"],
+)
+def test_a_name_is_listened_on_at_an_address_that_it_stands_for(
+    stands_for: list[tuple[int, tuple[object, ...]]], bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that is of IPv6 alone; of several, at the first that this host has, one of IPv4 before all others."""
+    found = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in stands_for]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+    with sockets.listen_tcp("name.example", None) as sock:
+        assert sock.getsockname()[0] == bound
+    taken = free_range(1)
+    with sockets.listen_tcp("name.example", taken), pytest.raises(OSError, match=r"on at name\.example in .*in use"):
+        sockets.listen_tcp("name.example", taken)
+
+
+def test_a_name_that_stands_for_no_address_is_named() -> None:
+    """Nobody can listen there."""
+    with pytest.raises(OSError, match=r"'no\.such\.name\.invalid' stands for no address to listen on: "):
+        sockets.listen_tcp("no.such.name.invalid", None)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_connect_tcp_notices_dead_networks(host: str) -> None:
     """A connection, also to a name with several addresses, sends small frames at once and probes an idle network."""

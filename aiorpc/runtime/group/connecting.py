@@ -39,6 +39,8 @@ from .mending import Line, Mender
 
 # Seconds between two tries to connect: the first such pause, and the longest.
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.5
+# Seconds for the first word of whoever listens where a connection has broken. A worker says it at once, and as a whole.
+FIRST_WORD = 4.0
 # How many bytes the runtime adds to a body at most: for errors (calls/failures.py), and for the way of each buffer
 # (links/link.py).
 OWN_WORDS = (2 << 20) + 48 * MAX_SEGMENTS
@@ -216,10 +218,30 @@ class Connector:
         return await _reach(self._engine, record, ("tcp",))
 
     async def reopen(self, line: Line, sock: socket.socket) -> None:
-        """Have a connection that has broken go on over a socket that leads there. Raises OSError and RpcError."""
-        session, number = line.connection.session, line.link_number
-        opening = _Opening(self._engine, session, line.record, sock, number, pipe=line.pipe, goes_on=line.connection)
-        await opening.run(None)
+        """Have a connection that has broken go on over a socket that leads there, if this end has opened it.
+
+        The acceptor asks instead whether its opener is there, by a handshake that ends before anything is proved. It
+        returns when that has answered, and when it was silent for a while: it may be busy. Raises OSError and RpcError.
+        """
+        session, engine, record = line.connection.session, self._engine, line.record
+        if line.opener:
+            goes_on = line.connection
+            opening = _Opening(engine, session, record, sock, line.link_number, pipe=line.pipe, goes_on=goes_on)
+        else:
+            opening = _Opening(engine, self._secret, record, sock, 0, asks=True)
+        timer, began = engine.loop.call_later(FIRST_WORD, opening.look), time.monotonic()
+        try:
+            await opening.run(None)
+            line.reached = time.monotonic()
+        except TimeoutError:  # its host was there, and said nothing any more
+            line.reached = max(line.reached, began)
+            raise
+        finally:
+            timer.cancel()
+            if opening.answered:  # before it broke again
+                line.reached = time.monotonic()
+            if not line.opener:
+                opening.connection.abort()
 
     async def probe(self, record: WorkerRecord) -> None:
         """Connect to a worker once, and let go. Raises OSError or RpcError if nobody takes connections there."""
@@ -281,8 +303,11 @@ class _Opening:
     """Our side of a handshake that we began. on_closed: told of the end of the connection, once it is ready.
 
     on_lasting: told of a connection that both sides want to outlive its socket. goes_on: the connection that gets the
-    socket of this one.
+    socket of this one. asks: it ends as soon as the other side has said that it is the worker that is wanted. answered:
+    whether that has said so, by its certificate or in its HELLO; it has proved it only when the handshake is done.
     """
+
+    answered = False
 
     def __init__(
         self,
@@ -294,6 +319,7 @@ class _Opening:
         *,
         pipe: bool = False,
         goes_on: LastingConnection | None = None,
+        asks: bool = False,
     ) -> None:
         self._engine = engine
         self._record = record
@@ -313,6 +339,7 @@ class _Opening:
             received=None if goes_on is None else goes_on.received,
         )
         self._goes_on = goes_on
+        self._asks = asks
         self._secret = secret  # for a second connection, what the first one has left
         self.done: asyncio.Future[None] = engine.loop.create_future()
         self.on_closed: Callable[[BaseException | None], None] | None = None
@@ -341,6 +368,18 @@ class _Opening:
             raise
         return connection
 
+    def look(self) -> None:
+        """Some seconds after it has begun: whoever has said something that is no HELLO is no worker.
+
+        Raised is an OSError, as a HELLO may have lost its end on the way. Silence answers who asks.
+        """
+        if self.handshake.state not in (HandshakeState.START, HandshakeState.SENT) or self.done.done():
+            return
+        if self.connection.bytes_received and self.connection.tls is None:
+            self.connection.abort(ConnectionError("what listens there has not said what a worker says first"))
+        elif self._asks:
+            self.done.set_result(None)
+
     def _on_open(self) -> None:
         """The handshake may begin: at once, or when the other side has shown its certificate. Raises PeerRefused."""
         tls = self.connection.tls
@@ -348,12 +387,18 @@ class _Opening:
             objection = objection_to(self._engine, self.connection, self._record)
             if objection is not None:
                 raise PeerRefused(objection)
+            self.answered = True
             self.handshake.binding = tls.binding()
         self.connection.send(self.handshake.start(), urgent=True)
 
     def _on_frames(self, frames: list[Frame]) -> None:
         for index, frame in enumerate(frames):
             reply = self.handshake.feed(frame)
+            self.answered = True
+            if self._asks:
+                if not self.done.done():
+                    self.done.set_result(None)
+                return
             if reply:
                 self.connection.send(reply, urgent=True)
             if self.handshake.sealed:

@@ -1,11 +1,13 @@
 """Connections between hosts that have broken: they are made again, or given up (`transport.lasting`).
 
-The opener of a connection connects again; the acceptor waits for it, and only looks whether the opener's process still
-takes connections. Both give up when `reconnect_grace` is over; only later if the other process can be reached and does
-not answer, as its loop may be blocked. They give up at once when the process is proved dead: on this host
-by its pid; elsewhere when its listener refuses connections again and again, as a worker listens for as long as it
-lives; and when another incarnation, or a worker that has given this one up, answers in its place. As a goodbye may not
-have arrived, the store is asked whether the worker has left before its loss is told.
+The opener of a connection connects again; the acceptor waits for it, and only asks whether the opener's process is
+still there. Both give up when `reconnect_grace` is over; only later if a process at the other's address takes
+connections and says nothing, or answers as that worker, as its loop may be blocked: its host takes connections for it.
+Another program that has got the port of a dead worker is no such sign, unless it is silent, too: whoever closes the
+connection has not been reached. They give up at once when the process is proved dead: on this host by its pid;
+elsewhere when its listener refuses connections again and again, as a worker listens for as long as it lives; and when
+something else answers in its place, be it another incarnation, a worker that has given this one up, or no worker at
+all. As a goodbye may not have arrived, the store is asked whether the worker has left before its loss is told.
 """
 
 from __future__ import annotations
@@ -69,14 +71,16 @@ class Line:
     peer: Peer | None = None
     #: How often it was suspended.
     times: int = field(default=0, init=False)
-    #: When the other process's host has last taken a connection, as of ``time.monotonic()``.
+    #: When what listens there was last seen to be that worker, or to be silent as it may be; ``time.monotonic()``. Set
+    #: by whoever speaks with it (`Connector.reopen`): that it takes connections says nothing.
     reached: float = field(default=0.0, init=False)
 
 
 class Mender:
     """See the module. On the loop.
 
-    reopen: has a line go on over a socket that leads to its worker; raises OSError and RpcError.
+    reopen: has a line go on over a socket that leads to its worker, or asks at its acceptor whether that is there
+    (`Connector.reopen`); raises OSError and RpcError.
     """
 
     def __init__(self, home: Home, reopen: Callable[[Line, socket.socket], Awaitable[None]]) -> None:
@@ -144,9 +148,9 @@ class Mender:
                     await self._try(line, min(TRY, limit - now))
                 refusals = 0
             except (PeerRefused, ProtocolError) as error:
-                if line.opener:
-                    reason = error
-                    break
+                # The acceptor has not been refused: what it has asked is somebody else than it served.
+                reason = error if line.opener else ConnectionError(f"somebody else is at its address: {error}")
+                break
             except ConnectionRefusedError:
                 refusals += 1
             except Exception as error:  # whatever it is, a timeout as a rule: there is a limit, and it is tried again
@@ -165,8 +169,4 @@ class Mender:
         """Reach the other process, and have the line go on if this end has opened it."""
         async with asyncio.timeout(seconds):
             sock = await self._home.reach(line.record)
-        line.reached = time.monotonic()
-        if line.opener:
-            await self._reopen(line, sock)  # a process that is busy takes its time
-        else:
-            sock.close()
+        await self._reopen(line, sock)  # a process that is busy takes its time

@@ -120,6 +120,7 @@ class FixedWorld:
         self._here = host_identity()
         self._entry = ""  # what we wrote into our slot
         self._members: list[Member] = []
+        self._doubt = ""  # why an earlier generation had failed, if that may have been this very try
 
     def join(self, record: WorkerRecord, claims: DeviceClaims, patience: Patience) -> list[Member]:
         """Take this rank's place and wait for the others; all members, by rank.
@@ -131,6 +132,7 @@ class FixedWorld:
             late = self._take_slot(record, claims, patience)
             verdict = self._await_verdict(record, patience)
             if verdict.kind == _VOID or (late and self._is_stale(verdict, patience)):
+                self._note_doubt(verdict)
                 self._end()
                 self._advance(patience)
                 continue
@@ -292,12 +294,27 @@ class FixedWorld:
         missing = [rank for rank in range(self.world_size) if self.board.get(f"last/{rank}") != agreed]
         here = ", ".join(holder.describe() for holder in held if holder is not None)
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return f"{record.describe()} waited {patience.seconds:g} s for {ranks} of {self.world_size}; here: {here}"
+        waited = f"{record.describe()} waited {patience.seconds:g} s for {ranks} of {self.world_size}; here: {here}"
+        return f"{waited}. {self._doubt}" if self._doubt else waited
 
     def _is_stale(self, verdict: _Verdict, patience: Patience) -> bool:
         """True if a verdict found on arrival says nothing about the group that now gathers."""
         old = abs(time.time() - verdict.time) > (patience.seconds or 60.0)
         return verdict.kind != _ABORT or old or (verdict.host == self._here and is_gone(verdict.pid))
+
+    def _note_doubt(self, verdict: _Verdict) -> None:
+        """A failure that this rank passes over as a stale one, by the clocks of two hosts, which may differ.
+
+        Nothing in the store says whether it was that of the group that now gathers. Who comes shows it: members of a
+        new try do. If nobody comes, as all others have failed, what they were told is told here, too.
+        """
+        if verdict.kind == _ABORT and verdict.host != self._here:
+            ago = time.time() - verdict.time
+            when = f"{ago:.0f} s before" if ago >= 0 else f"{-ago:.0f} s after"
+            self._doubt = (
+                f"The others may have failed before it came: by the clock of another host, {when} that of this one, "
+                f"one of them said: {verdict.text}"
+            )
 
     def _obey(self, verdict: _Verdict) -> list[Member]:
         if verdict.kind != _COMPLETE:

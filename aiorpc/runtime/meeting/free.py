@@ -7,8 +7,9 @@ the members, and ``1/ids`` counts those to whom an id was given.
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from ..engine.host import host_identity, provably_dead
 from .fixed import check_unmixed
 from .membership import Member, Proof, same_process
 from .stores import Board, Patience
+
+logger = logging.getLogger("aiorpc")
 
 # So many workers may join in the time between two looks at the list, and more.
 _LEAP = 1024
@@ -131,10 +134,14 @@ class FreeWorld:
         """Whether it has taken itself off the list, as one of the last who did."""
         return record.incarnation in self._read().left
 
-    def resume(self, before: FreeWorld, record: WorkerRecord, patience: Patience) -> bool:
+    def resume(
+        self, before: FreeWorld, record: WorkerRecord, patience: Patience, written: Mapping[str, str] | None = None
+    ) -> bool:
         """Enter the list of the store that was there before into this one, or this worker into the list that is here.
 
-        before: this worker's view of that store. False if others have begun a group of their own here.
+        before: this worker's view of that store. written: what this worker had set under other keys there, which comes
+        first, so that whoever finds this worker finds that as well. False if others have begun a group of their own
+        here. RendezvousError if somebody has joined here under this worker's name.
         """
         _, old, used, _ = before.newest
         self.struck |= before.struck
@@ -146,14 +153,31 @@ class FreeWorld:
         here = self._read().members
         if here and not any(member.record.incarnation in known for member in here):
             return False
+        self._check_name(here, record)
+        for key, value in (written or {}).items():
+            if self.board.swap(f"{self.generation}/{key}", "", value) != value:
+                logger.warning("worker %s: somebody else has set %s at the store that is here now", record.name, key)
 
         def enter(members: list[Member], _: IdSet) -> list[Member]:
+            self._check_name(members, record)
             there = {member.record.incarnation for member in members}
             back = [member for member in stay if not members or member.record.incarnation == record.incarnation]
             return [*members, *(member for member in back if member.record.incarnation not in there)]
 
         self._change(enter, patience, remember=taken)
         return True
+
+    def _check_name(self, members: Sequence[Member], record: WorkerRecord) -> None:
+        """RendezvousError if another member that may live has this worker's name.
+
+        It came before this one was heard of here: whoever entered the list may not have known of this one yet.
+        """
+        for other in (member.record for member in self.alive(members)):
+            if other.name == record.name and other.incarnation != record.incarnation:
+                raise RendezvousError(
+                    f"{other.describe()} has joined under the name of {record.describe()}, while that was not heard of "
+                    "there: a name leads to one worker. End one of the two, or give it another name"
+                )
 
     abandon = leave  # it is in the list as soon as it has joined
 

@@ -94,6 +94,7 @@ class Rendezvous:
         self._held: HeldSecret | None = None
         self.returned: Return | None = None
         self._made: WorkerRecord | None = None
+        self._written: dict[str, str] = {}  # by `swap`, to be written again if the store is replaced
 
     @classmethod
     def open(
@@ -246,10 +247,14 @@ class Rendezvous:
     def swap(self, key: str, expected: str, desired: str) -> str:
         """Set a key of this group in the store to `desired` if it is `expected` ("" for missing); what it holds then.
 
+        What this worker has set there goes into the next store, too, if this one is replaced (`meet_again`).
         RendezvousError if the store cannot be asked.
         """
         self._check_there()
-        return self._board.swap(f"{self.generation}/{key}", expected, desired)
+        held = self._board.swap(f"{self.generation}/{key}", expected, desired)
+        if held == desired:
+            self._written[key] = desired
+        return held
 
     def look_up(self, key: str) -> str | None:
         """What this group has set in the store under a key, None if nothing. RendezvousError as of `swap`."""
@@ -376,7 +381,7 @@ class Rendezvous:
             key = self._key
             ours = key is None or board.swap("salt", "", key[0]) == key[0]
             world = FreeWorld(board, self.rank, proof=before.proof)
-            if not ours or not world.resume(before, record, patience):
+            if not ours or not world.resume(before, record, patience, self._written):
                 raise RendezvousError(
                     f"others have begun a group of their own at {self._place}, while {record.describe()} was not heard "
                     "of there: whoever joins that finds neither this worker nor those that it knows. Start it again to "

@@ -35,7 +35,7 @@ from .stores import Board, Patience
 
 # Seconds for a word of the leader, where the member whose place is claimed looks alive from here.
 _LIVING_PATIENCE = 2.0
-# Seconds between two looks at who else is there, and for an address to answer.
+# Seconds between two looks at who else is there, also for the first word of what listens, and for an address to answer.
 _LOOK_PAUSE, _ANSWER = 0.25, 1.0
 
 
@@ -98,6 +98,20 @@ class Admission:
     def roster(self) -> Roster:
         """Who is in the group, as the leader has said."""
         return Roster(tuple(member.record for member in self.members), self.lost, self.left)
+
+
+def _listens_as_workers_do(host: str, port: int) -> bool:
+    """Whether somebody takes connections there, and waits for the first word: else it is another program's port now."""
+    try:
+        with socket.create_connection((host, port), _ANSWER) as connection:
+            connection.settimeout(_LOOK_PAUSE)
+            try:
+                connection.recv(1)
+            except TimeoutError:
+                return True
+    except OSError:
+        pass
+    return False
 
 
 class PlacesInStore:
@@ -226,12 +240,8 @@ class PlacesInStore:
             return f"process {record.pid} of this host runs" if alive else ""
         if (record.tcp_host, record.tcp_port) == (newcomer.tcp_host, newcomer.tcp_port):
             return ""  # whoever takes connections there is the newcomer itself, as behind a reboot with the same ports
-        try:
-            if record.tcp_port:
-                socket.create_connection((record.tcp_host, record.tcp_port), _ANSWER).close()
-                return f"it takes connections at {record.tcp_host}:{record.tcp_port}"
-        except OSError:
-            pass
+        if record.tcp_port and _listens_as_workers_do(record.tcp_host, record.tcp_port):
+            return f"it takes connections at {record.tcp_host}:{record.tcp_port}"
         return ""
 
     # --- the members --------------------------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ def parse(init_method: str, rank: int | None, world_size: int | None, environ: M
 
     Raises RpcUsageError for a URL or number that makes no sense, RendezvousError for a missing environment variable.
     """
+    if not isinstance(init_method, str) or "\0" in init_method:
+        raise RpcUsageError(f"init_method must be a URL, not {init_method!r:.80}")
     try:
         url = urlsplit(init_method)
     except ValueError as error:
