@@ -335,7 +335,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         try:
             if timeout is not None:
                 left = timeout
-            while not (woken := gate.acquire(timeout=min(left, _LOOK))) and self._state == PENDING:
+            while True:
+                woken = gate.acquire(timeout=min(left, _LOOK))
+                if woken or self._state != PENDING:
+                    break
                 if timeout is not None:
                     left = until - time.monotonic()
                     if left <= 0:
@@ -456,7 +459,9 @@ class Future(torch.futures.Future[T], Generic[T]):
         taken: list[_Registered] = []
         users: list[UserCallback] = []
         try:
-            while callbacks:
+            while True:  # not `while callbacks`: docs/design.md, section 9, says why
+                if not callbacks:
+                    break
                 taken += map(callbacks.pop, _FIRST)  # by one call of C: whatever interrupts, it is not lost
                 callback = taken[0]
                 kind = type(callback)
@@ -499,7 +504,7 @@ class Future(torch.futures.Future[T], Generic[T]):
             elif kind is _LOCK:
                 with contextlib.suppress(RuntimeError):  # it has been released
                     callback.release()
-            elif isinstance(callback, Repeatable):
+            elif kind is not UserCallback:  # one that may run twice, or has not begun: it was not left to itself yet
                 callback(self)
             elif not callback.begun and callback not in users:
                 users.append(callback)

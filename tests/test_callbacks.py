@@ -111,16 +111,17 @@ def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -
 
     def settle(at: int) -> tuple[str | None, bool]:
         """Interrupted at that instruction: where that is, None behind the last, and whether it had begun."""
-        future, ran, seen = Call(), list[int](), list[tuple[str, object]]()
+        future, ran, internal, seen = Call(), list[int](), list[int](), list[tuple[str, object]]()
         future.site = (made_here.__code__, 0)
         task = asyncio.run_coroutine_threadsafe(awaited(future), home)
         wait_until(lambda: future.waiters == 1)
         all_of_it = collect_all([future])
         child = future.then(lambda done: seen.append(see(done)))
         future.add_done_callback(lambda _: ran.append(0))
+        future.when_settled(lambda _: internal.append(0))
         future.add_done_callback(lambda _: ran.append(1))
         with running(outcome_of, future) as result:
-            wait_until(lambda: future.waiters == 6)
+            wait_until(lambda: future.waiters == 7)
             where = interrupted(partial(future.settle, value, error), at, *SETTLING)
             begun = not future.settle(value, error)
             wait_until(lambda: len(ran) >= 2 and all_of_it.done() and child.done())
@@ -128,6 +129,7 @@ def test_an_interrupted_settler_leaves_nobody_waiting(error: Exception | None) -
             assert task.result(LONG) == expected, where
         assert result == seen == [expected], where
         assert sorted(ran) == [0, 1] and future.waiters == 0, where
+        assert internal in ([0], []), where  # it is not known to have begun, if it was interrupted on its way there
         assert torch._C.Future.done(future), where
         return where, begun
 

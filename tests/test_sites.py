@@ -42,9 +42,7 @@ def test_the_frame_of_the_program_is_the_nearest_outside() -> None:
     there: dict[str, Any] = {"__name__": "packs", "ask": here["asked"]}
     exec("def between(package):\n    return ask(package)", there)
     between: Callable[[str], FrameType] = there["between"]
-    assert (
-        outside("pack").f_code.co_name == "test_the_frame_of_the_program_is_the_nearest_outside"
-    )
+    assert outside("pack").f_code.co_name == "test_the_frame_of_the_program_is_the_nearest_outside"
     assert between("pack").f_code.co_name == "between"
     assert between("pack.one").f_code.co_name == "between"
     assert between("another").f_code.co_name == "ask"
