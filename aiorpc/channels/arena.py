@@ -497,6 +497,8 @@ class Arena:
             try:
                 return create_segment(len(self._segments), size)
             except OSError as error:
+                if error.errno is None:  # a signal handler has raised it
+                    raise
                 if size <= need:
                     self._retry_at = time.monotonic() + RETRY
                     self._failure = f"memory: {error.strerror}"

@@ -51,6 +51,8 @@ _COMPLEX = frozenset(_CODES[dtype] for dtype in (torch.complex32, torch.complex6
 _ALIGN = 16
 Parameter = torch.nn.Parameter
 _PLAIN = frozenset((torch.Tensor,))
+# Whether a tensor stands for zeros without any memory, as derivatives that torch knows to be zero do.
+_IS_ZERO: Any = torch.Tensor._is_zerotensor
 # Said each time: the program may have set another default device for the thread that decodes.
 _CPU = torch.device("cpu")
 
@@ -93,11 +95,23 @@ def describe(
             return described
     buffers: list[Any] = []
     try:
+        if any(map(_IS_ZERO, tensors)):
+            tensors = list(map(_filled, tensors))
         return _describe_routed(tensors, route, buffers) if route else _describe_all(tensors, _HOST, buffers), buffers
     except SerializationError:
         raise
     except RuntimeError as error:  # inside of a transform (vmap) they look dense, and torch says that they are not
         raise SerializationError(f"(or another value) holds a tensor without memory of its own: {error}") from error
+
+
+def _filled(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, with memory of its own where it stands for zeros: its address and its size tell of none."""
+    if not tensor._is_zerotensor():
+        return tensor
+    zeros = tensor.detach().clone()
+    if type(tensor) is Parameter:
+        return Parameter(zeros, requires_grad=tensor.requires_grad)
+    return zeros.requires_grad_(tensor.requires_grad)
 
 
 def without_leaf(entry: TensorEntry) -> TensorEntry:

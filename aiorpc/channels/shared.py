@@ -163,30 +163,42 @@ class SharedMemory:
         self, buffers: Sequence[Buffer], wires: list[Wire | None], copies: Copies | None, group: list[int]
     ) -> None:
         members = [buffers[index] for index in group]
-        lent = self._lend(members, copies)
-        if lent is None:
-            return
-        block, copy_out = lent
-        if len(group) == 1:  # as large ones always are
-            wires[group[0]] = [*block, copy_out]  # a Lent
-            self.traffic.count_sent(len(members[0]))
-            return
-        for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
-            wires[index] = [*LentPart(*block, copy_out, *span)]
-            self.traffic.count_sent(span[1])
+        lent = None
+        try:
+            lent = self._lend(members, copies)
+            if lent is None:
+                return
+            block, copy_out = lent
+            if len(group) == 1:  # as large ones always are
+                wires[group[0]] = [*block, copy_out]  # a Lent
+                self.traffic.count_sent(len(members[0]))
+                return
+            for index, span in zip(group, lay_out(map(len, members))[0], strict=True):
+                wires[index] = [*LentPart(*block, copy_out, *span)]
+                self.traffic.count_sent(span[1])
+        except BaseException:
+            if lent is not None and wires[group[0]] is None:  # else it is known, and withdrawn with the others
+                self.lender.taken_back(lent[0])
+            raise
 
     def send_one(self, buffer: Buffer, copies: Copies | None = None) -> Wire | None:
         """What `send` does with a message of one buffer, in fewer steps."""
         if len(buffer) < self._least:
             return None
-        lent = self._lend((buffer,), copies)
-        if lent is None:
-            return None
-        traffic = self.traffic
-        traffic.sent += 1
-        traffic.bytes_sent += len(buffer)
-        block, copy_out = lent
-        return [*block, copy_out]  # a Lent
+        lent = None
+        try:
+            lent = self._lend((buffer,), copies)
+            if lent is None:
+                return None
+            traffic = self.traffic
+            traffic.sent += 1
+            traffic.bytes_sent += len(buffer)
+            block, copy_out = lent
+            return [*block, copy_out]  # a Lent
+        except BaseException:  # a signal handler has raised it: nobody else knows of the block
+            if lent is not None:
+                self.lender.taken_back(lent[0])
+            raise
 
     def _lend(self, buffers: Sequence[Buffer], copies: Copies | None) -> tuple[Block, int] | None:
         """The block, and whether it is to be copied out."""

@@ -133,17 +133,18 @@ class Lender:
         The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
         """
         size = len(buffers[0]) if len(buffers) == 1 else packed_size(buffers)
-        with self._lock:
-            if self._retired:
-                self._refuse("retired")
-                return None
-            if self._lent and self._lent + size > self._most:
-                self._refuse("share")
-                return None
-            self._lent += size
-        lent = False
+        counted = leased = lent = False
         block = None
         try:
+            with self._lock:
+                if self._retired:
+                    self._refuse("retired")
+                    return None
+                if self._lent and self._lent + size > self._most:
+                    self._refuse("share")
+                    return None
+                counted = True
+                self._lent += size
             if kept is not None and kept.generation in self._leases:
                 kept = None
             made = copies.find(buffers) if copies is not None else kept
@@ -174,28 +175,35 @@ class Lender:
                     copies.add(buffers, block)
                 # Not before the copy is done: until then `reclaim` must not free the block under it.
                 with self._lock:
-                    lent = not self._retired and block.generation not in self._leases
-                    if lent:
+                    leased = not self._retired and block.generation not in self._leases
+                    if leased:
                         self._leases[block.generation] = block
-                        return block, self._lent > self._share or self.arena.used > self._soft
+                if leased:
+                    crowded = self._lent > self._share or self.arena.used > self._soft
+                    lent = True  # until here whoever is interrupted has lent nothing
+                    return block, crowded
                 self._refuse("retired" if self._retired else "lent twice")
         except OSError as error:  # what the system had promised it has not
+            if error.errno is None:  # or a signal handler has raised it: a TimeoutError, say
+                raise
             self._refuse(f"memory: {error.strerror}")
         except Exception:
             if not self.arena.closed:
                 raise
             self._refuse("closed")
         finally:
-            if not lent:
-                self._give_up(size, block)
+            if counted and not lent:
+                self._give_up(size, block, leased)
         return None
 
     def _copy(self, buffers: Sequence[Buffer], block: Block) -> None:
         for buffer, (start, _) in zip(buffers, lay_out(map(len, buffers))[0], strict=True):
             self.arena.write(block, buffer, start)
 
-    def _give_up(self, size: int, block: Block | None) -> None:
+    def _give_up(self, size: int, block: Block | None, leased: bool) -> None:
         with self._lock:
+            if leased and block is not None and self._leases.pop(block.generation, None) is None:
+                return  # reclaimed meanwhile
             self._lent -= size
         if block is not None:
             self.arena.free(block)

@@ -303,6 +303,8 @@ def _over_storage(storage: torch.UntypedStorage) -> Tensor:
 
 def _over_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A plain tensor over the same memory, of a type with elements of the same size."""
+    if tensor._is_zerotensor():  # it stands for zeros, and its storage for no memory
+        return torch.zeros(tensor.size(), dtype=dtype, device=tensor.device)
     storage = tensor.untyped_storage()
     if not storage.nbytes() and tensor.numel():  # set_ would give it new memory
         raise SerializationError(f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} whose memory was freed")

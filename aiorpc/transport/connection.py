@@ -60,6 +60,8 @@ _DONT_WAIT = int(socket.MSG_DONTWAIT)
 _EXCLUSIVE = select.EPOLLIN | select.EPOLLEXCLUSIVE
 _ANSWERS = (REPLY, ERROR, RELEASE)  # what comes with an answer among them
 _ENDED = "the other side closed the connection"
+_MAIN = threading.main_thread().ident  # the only thread that runs signal handlers
+_NO_ANSWERS: tuple[int, Sequence[Frame]] = 0, ()  # of no thread
 
 
 class Connection(FrameWriter):
@@ -110,7 +112,9 @@ class Connection(FrameWriter):
         self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
         self._sharing = False
         self._silence = Silence()
-        self.answers: Sequence[Frame] = ()  # that a waiter has read last, and the loop will not
+        # What a waiter has read last, and the loop will not, with its thread: of all threads but the main one, and of
+        # the main one, which alone is interrupted. So no other waiter puts its own in place of what is needed then.
+        self._answers = [_NO_ANSWERS, _NO_ANSWERS]
 
     def start(self) -> None:
         """Begin to read. On the loop's thread, with `on_frames` and `on_closed` set."""
@@ -265,6 +269,7 @@ class Connection(FrameWriter):
         For a thread that has to wait for one anyway: two changes of threads less. None, and early, where the loop has
         to go on. Any thread but the loop's. If it was interrupted, see `answers`, and call `read_on_loop`.
         """
+        self._answers[threading.get_ident() == _MAIN] = _NO_ANSWERS  # those before are in other hands by now
         if self._epoll is None:
             self._ask_to_share()
             return ()
@@ -280,13 +285,20 @@ class Connection(FrameWriter):
             return self._read_answers(enough) if tls is None else self._read_encrypted(tls, enough)
         except BaseException:
             if self._unread or (tls is not None and tls.left):  # the loop will have them
-                self.answers = ()
+                self._answers[threading.get_ident() == _MAIN] = _NO_ANSWERS
             elif self.lasting is not None:
                 self.lasting.took()
             self._interrupted()
             raise
         finally:
             self.read_on_loop()
+
+    @property
+    def answers(self) -> Sequence[Frame]:
+        """What this thread has read by its last `read_here`, even if it was not told; the loop has none of it."""
+        thread = threading.get_ident()
+        reader, answers = self._answers[thread == _MAIN]
+        return answers if reader == thread else ()
 
     def _read_answers(self, enough: Callable[[], bool]) -> Sequence[Frame]:
         unread, receive, unsealer = self._unread, self._sock.recv, self._unsealer
@@ -301,8 +313,10 @@ class Connection(FrameWriter):
                     break
                 os.sched_yield()  # without the interpreter lock
                 continue
-            except OSError:  # the loop will see for itself
-                break
+            except OSError as error:
+                if error.errno is None:  # no word of the system's: a signal handler has raised it
+                    raise
+                break  # the loop will see for itself
             data = data + unread[-1] if data else unread[-1]
             clear = data
             if unsealer is not None:
@@ -319,7 +333,8 @@ class Connection(FrameWriter):
                 if frame.kind not in _ANSWERS and not (frame.kind == PARCEL and self.takes and self.takes(frame)):
                     return ()
             if frames and length == len(clear):
-                self.answers = frames
+                thread = threading.get_ident()
+                self._answers[thread == _MAIN] = thread, frames
                 session = self.lasting
                 if session is not None:
                     session.expect(len(frames))
@@ -348,7 +363,9 @@ class Connection(FrameWriter):
                     break
                 os.sched_yield()
                 continue
-            except OSError:
+            except OSError as error:
+                if error.errno is None:  # as above
+                    raise
                 break
             if not unread[-1]:  # the end
                 break
@@ -356,6 +373,8 @@ class Connection(FrameWriter):
             try:
                 clear = tls.look(unread, READ_HERE)
             except (OSError, ProtocolError) as error:  # it is said once, so the loop would not hear of it
+                if isinstance(error, TimeoutError):  # but that is a signal handler's: TLS itself waits for nothing
+                    raise
                 self._call_on_loop(self._broke, error, tls)
                 break
             self.bytes_received += arrived
@@ -364,7 +383,8 @@ class Connection(FrameWriter):
                 if frame.kind not in _ANSWERS and not (frame.kind == PARCEL and self.takes and self.takes(frame)):
                     return ()
             if frames and length == len(clear):
-                self.answers = frames
+                thread = threading.get_ident()
+                self._answers[thread == _MAIN] = thread, frames
                 if self.lasting is not None:
                     self.lasting.expect(len(frames))
                 tls.take()

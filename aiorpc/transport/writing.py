@@ -171,6 +171,8 @@ class FrameWriter:
                         self._call_on_loop(self._wait_writable)
                         break
             except OSError as error:
+                if error.errno is None:  # a signal handler has raised it, a TimeoutError say: the socket is as it was
+                    raise
                 self._call_on_loop(self._write_failed, error, self._sock)
                 return
             finally:

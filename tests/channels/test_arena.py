@@ -624,6 +624,20 @@ def test_without_any_memory_there_is_no_block(monkeypatch: pytest.MonkeyPatch, t
         assert arena.last_refusal == f"memory: {os.strerror(errno.ENOENT)}"
 
 
+def test_an_alarm_while_a_segment_is_made_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a signal handler raises, a TimeoutError say, is raised; there is memory for whoever asks next."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("the time of the program is up")
+
+    monkeypatch.setattr(arena_module, "create_segment", ring)
+    with opened() as arena:
+        with pytest.raises(TimeoutError, match="the time of the program"):
+            arena.allocate(MIB)
+        monkeypatch.undo()
+        assert arena.allocate(MIB) is not None
+
+
 def test_a_tiny_folder_gives_smaller_segments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where the wanted size is refused a smaller one that suffices is taken; where none suffices there is no block."""
     monkeypatch.setattr(os, "memfd_create", refuse(errno.EPERM))

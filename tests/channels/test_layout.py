@@ -251,6 +251,22 @@ def test_tensor_whose_memory_was_freed(count: int) -> None:
     assert describe_plain([tensor]) is None
 
 
+@pytest.mark.parametrize("count", [3, 2000, DIRECT_SIZE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_tensor_that_stands_for_zeros(dtype: torch.dtype, count: int) -> None:
+    """A derivative that torch knows to be zero has no memory: it arrives as zeros, and nothing else is read for it."""
+    zero = torch._efficientzerotensor(count, dtype=dtype)
+    assert describe_plain([zero]) is None
+    expected = torch.zeros(count, dtype=dtype)
+    sent = [zero, zero[1:], torch.ones(count, dtype=dtype), torch.nn.Parameter(zero)]
+    if dtype.is_complex:
+        sent.append(zero.conj())
+    for arrived, original in zip([*send(sent), *send([zero])], [*sent, zero], strict=True):
+        is_zero = original._is_zerotensor()
+        assert torch.equal(arrived.detach(), expected[: len(original)] if is_zero else torch.ones(count, dtype=dtype))
+        assert (type(arrived), arrived.requires_grad) == (type(original), original.requires_grad)
+
+
 def test_tensor_inside_of_a_transform() -> None:
     """What vmap gives to a function looks like a tensor and has no memory: an error that says so."""
 

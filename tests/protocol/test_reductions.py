@@ -103,6 +103,13 @@ def test_subclass_in_copyreg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(arrived) is Reducing
 
 
+def test_subclass_that_stands_for_zeros() -> None:
+    """A derivative that torch knows to be zero has no memory, whatever its class: it arrives as zeros."""
+    (arrived,), _ = travel(torch._efficientzerotensor(2000).as_subclass(Tagged))
+    assert type(arrived) is Tagged
+    assert torch.equal(arrived.as_subclass(Tensor), torch.zeros(2000))
+
+
 def test_subclass_that_watches_operations_sees_none() -> None:
     """Sending an object is no operation on it; the receiver's own constructor is not called either."""
     sent = Tensor._make_subclass(Watching, numbers())

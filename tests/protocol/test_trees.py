@@ -149,6 +149,7 @@ VALUES: list[Any] = [
     MOMENT.time(),
     MOMENT,
     MOMENT.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
+    [MOMENT.replace(fold=1), MOMENT.time().replace(fold=1)],
     datetime.timedelta(-1, 2, 3),
     decimal.Decimal("1.50"),
     uuid.UUID(int=7),
@@ -162,6 +163,7 @@ VALUES: list[Any] = [
     WorkerInfo("w", 1),
     [Point, torch.nn.Linear],
     [np.float32(1.5), np.int64(7), np.True_, np.datetime64("2026-01-02"), np.str_("text")],
+    [np.str_(""), np.bytes_(b""), np.str_("a\0b\0"), np.bytes_(b"a\0"), np.str_("\ud800")],
 ]
 
 

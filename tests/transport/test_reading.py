@@ -15,7 +15,7 @@ from aiorpc.protocol.seal import Seal
 from aiorpc.transport import connection as connection_module
 from aiorpc.transport import writing
 from aiorpc.transport.connection import READ_HERE
-from tests.transport.ends import LONG, SOON, End, encoded, interrupted, unread, until
+from tests.transport.ends import LONG, SOON, End, Watched, encoded, interrupted, unread, until
 
 
 class Waiter:
@@ -157,6 +157,56 @@ async def test_waiter_takes_all_answers(shared: tuple[End, socket.socket], data:
     await waiter.ended()
     assert b"".join(encoded(frame.call_id) for frame in waiter.taken) == data
     assert end.frames == []
+
+
+async def test_answers_are_those_of_the_last_look_of_a_thread(shared: tuple[End, socket.socket]) -> None:
+    """Whoever is interrupted in the next look, or beside another waiter, gets none that somebody has already."""
+    end, far = shared
+    connection = end.connection
+    found: dict[str, Sequence[Frame]] = {}
+
+    def interrupt() -> bool:
+        raise TimeoutError  # as the alarm clock of a program does
+
+    def look() -> None:
+        found["had"] = connection.read_here(lambda: False)
+        found["known"] = connection.answers
+        other = threading.Thread(target=lambda: found.update(elsewhere=connection.answers))
+        other.start()
+        other.join(LONG)
+        try:
+            connection.read_here(interrupt)
+        except TimeoutError:
+            found["later"] = connection.answers
+
+    far.send(encoded(7))
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(LONG)  # blocks the loop: only the thread can have read
+    assert [frame.call_id for frame in found["had"]] == [frame.call_id for frame in found["known"]] == [7]
+    assert found["elsewhere"] == found["later"] == ()
+    far.send(encoded(8))
+    assert [frame.call_id for frame in await end.received(1)] == [8]
+    assert end.causes == []
+
+
+async def test_alarm_that_rings_in_a_read_is_no_word_of_the_socket(
+    watched: tuple[End, Watched, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TimeoutError that a signal handler has raised is its thread's, and the connection goes on."""
+    end, sock, far = watched
+    await share(end)
+
+    def ring(size: int, flags: int) -> bytes:
+        raise TimeoutError("the time of the program is up")
+
+    monkeypatch.setattr(sock, "recv", ring, raising=False)
+    with pytest.raises(TimeoutError, match="the time of the program"):
+        await asyncio.to_thread(end.connection.read_here, lambda: False)
+    monkeypatch.undo()
+    far.send(encoded(8))
+    assert [frame.call_id for frame in await end.received(1)] == [8]
+    assert end.causes == []
 
 
 @pytest.mark.parametrize("takes", [True, False])

@@ -346,6 +346,30 @@ class Waiter:
 ITEM = encoded(7, kind=Kind.ITEM)
 
 
+async def test_alarm_that_rings_in_a_read_is_no_word_of_tls(
+    shared: tuple[End, Far], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TimeoutError that a signal handler has raised is its thread's; the loop reads what came, and goes on."""
+    end, far = shared
+
+    def ring(unread: object, most: int) -> bytes:
+        raise TimeoutError("the time of the program is up")
+
+    def read() -> None:
+        with pytest.raises(TimeoutError, match="the time of the program"):
+            end.connection.read_here(lambda: False)
+
+    assert end.connection.tls is not None
+    monkeypatch.setattr(end.connection.tls, "look", ring)
+    reader = threading.Thread(target=read)
+    far.send(encoded(7))
+    reader.start()
+    reader.join(LONG)  # blocks the loop: only the thread can have read
+    monkeypatch.undo()
+    assert [frame.call_id for frame in await end.received(1)] == [7]
+    assert end.causes == []
+
+
 async def test_waiter_takes_answers_in_pieces(shared: tuple[End, Far]) -> None:
     """Once all of them are there, however the records are cut; the loop goes on behind them."""
     end, far = shared

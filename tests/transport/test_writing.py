@@ -153,6 +153,31 @@ async def test_that_all_is_written_is_told_whoever_wrote_it(
     assert far.recv(1000) == encoded(1, b"first", Kind.CALL) + (encoded(2, b"second", Kind.CALL) if later else b"")
 
 
+async def test_alarm_that_rings_in_a_write_is_no_word_of_the_socket(
+    watched: tuple[End, Watched, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TimeoutError that a signal handler has raised is its thread's, and the connection goes on."""
+    end, sock, far = watched
+
+    def ring(data: bytes, flags: int) -> int:
+        monkeypatch.undo()
+        raise TimeoutError("the time of the program is up")
+
+    def send() -> None:
+        with pytest.raises(TimeoutError, match="the time of the program"):
+            end.send(1, urgent=True)
+
+    monkeypatch.setattr(sock, "send", ring)
+    await asyncio.to_thread(send)
+    end.send(2)
+    expected = encoded(1, kind=Kind.CALL) + encoded(2, kind=Kind.CALL)
+    found = bytearray()
+    async with asyncio.timeout(LONG):
+        while len(found) < len(expected) and not end.causes:
+            found += await asyncio.get_running_loop().sock_recv(far, 1000)
+    assert bytes(found) == expected and end.causes == []
+
+
 @pytest.mark.parametrize(
     ("size", "urgent"), [(20, True), (20, False), pytest.param(30_000, True, marks=pytest.mark.long)]
 )

@@ -365,12 +365,20 @@ def _size(_: _Reader, *sizes: int) -> torch.Size:
 
 
 def _scalar(_: _Reader, text: str, data: bytes) -> Any:
+    if text in _NO_TEXT and data == b"":
+        return _NO_TEXT[text]
     kind = _dtype(text)
     if len(_exact(data, bytes)) != kind.itemsize:
         raise ValueError(f"{len(data)} bytes for one {text}")
+    if kind.kind == "S":  # of an array numpy takes zeros at the end for what is not there
+        return numpy.bytes_(data)
+    if kind.kind == "U":
+        return numpy.str_(data.decode("utf-32-be" if kind.str[0] == ">" else "utf-32-le", "surrogatepass"))
     return numpy.frombuffer(data, kind, 1)[0]
 
 
+# The scalars without a letter: numpy has no arrays of their types, so `DTYPE` has them not either.
+_NO_TEXT: dict[str, Any] = {"|S0": numpy.bytes_(), "<U0": numpy.str_(), ">U0": numpy.str_()}
 _MADE_IN_PYTHON = 1 << 9  # of a class: Py_TPFLAGS_HEAPTYPE
 _MISSING = object()
 
@@ -386,8 +394,8 @@ _READERS: list[Callable[..., Any]] = [
     _ordered_dict,
     lambda _, most, *items: deque(items, most),
     lambda _, text: date.fromisoformat(text),
-    lambda _, text: time.fromisoformat(text),
-    lambda _, text: datetime.fromisoformat(text),
+    lambda _, text, fold=0: time.fromisoformat(text).replace(fold=fold),
+    lambda _, text, fold=0: datetime.fromisoformat(text).replace(fold=fold),
     lambda _, days, seconds, micros: timedelta(_exact(days, int), _exact(seconds, int), _exact(micros, int)),
     lambda _, text: Decimal(_exact(text, str)),
     lambda _, data: uuid.UUID(bytes=_exact(data, bytes)),

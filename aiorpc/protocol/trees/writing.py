@@ -125,7 +125,10 @@ class _Writer:
         if kind is torch.TypedStorage:
             return [MARKS[Mark.TYPED_STORAGE], value._untyped_storage, value.dtype]
         if isinstance(value, numpy.generic):
-            return [MARKS[Mark.SCALAR], _plain_dtype(value.dtype), value.tobytes()]
+            dtype = value.dtype
+            empty = dtype.kind in "SU" and not dtype.itemsize  # text without a letter, whose type no array has
+            text, data = (dtype.str, b"") if empty else (_plain_dtype(dtype), value.tobytes())
+            return [MARKS[Mark.SCALAR], text, data]
         if kind.__module__ == "torch.return_types" and NAMED_TUPLES.get(kind.__name__) is kind:
             return [MARKS[Mark.NAMED_TUPLE], kind.__name__, *value]
         if isinstance(value, BaseException) and registered.name(kind) is None:
@@ -256,7 +259,10 @@ def _moment(mark: Mark) -> Callable[[Any], Any]:
         zone = getattr(value, "tzinfo", None)
         if zone is not None and type(zone) is not timezone:
             raise SerializationError(f"is a {type(value).__name__} in {zone!r:.80}; send it in UTC")
-        return [MARKS[mark], value.isoformat()]
+        tree = [MARKS[mark], value.isoformat()]
+        if getattr(value, "fold", 0):  # the second of two times that a clock shows twice, of which the text is the same
+            tree.append(1)
+        return tree
 
     return write
 
