@@ -321,8 +321,9 @@ class Arena:
             try:
                 for index, start, size in reversed(idle):  # the lowest addresses are used first: they stay
                     end = self._punch(index, start, start + size, floor)
-                    if end < start + size:
-                        clean.append((index, end, start + size - end))
+                    if end >= start + size:
+                        continue
+                    clean.append((index, end, start + size - end))
             finally:
                 self._give_idle(idle, clean)
         return sum(size for *_, size in clean)
@@ -541,8 +542,9 @@ class Arena:
                 self._cold.give(index, start, size)
             for index, start, size in idle:
                 size -= punched.get((index, start + size), 0)
-                if size:
-                    self._space.extents.give(index, start, size)
+                if not size:
+                    continue
+                self._space.extents.give(index, start, size)
 
 
 def _runs(states: bytearray, first: int, last: int) -> list[tuple[int, int]]:

@@ -115,16 +115,15 @@ class SharedSlots:
         with self._lock:
             if self._closed:
                 return None
-            # Of those that fit the last one: its pages may be in the caches. None that is much too large: it would keep
-            # from being shared what nobody uses.
-            fitting = [slot for slot in self._free if room <= slot.size <= 2 * room + MIB]
-            if fitting:
-                slot = min(reversed(fitting), key=lambda each: each.size)
+            slot = self._fitting(room)
+            if slot is not None:
                 self._free.remove(slot)
                 self._idle.discard(slot)
                 self._used.add(slot)
                 return slot
-            while not self._arena.set_aside(room):
+            while True:
+                if self._arena.set_aside(room):
+                    break
                 if not self._free:
                     return None
                 self._drop(self._free[0])
@@ -137,6 +136,14 @@ class SharedSlots:
             self._used.add(slot)
             return slot
 
+    def _fitting(self, room: int) -> SharedSlot | None:
+        """Of the free slots that fit the last one of the shortest: its pages may be in the caches.
+
+        None that is much too large: it would keep from being shared what nobody uses.
+        """
+        fitting = [slot for slot in self._free if room <= slot.size <= 2 * room + MIB]
+        return min(reversed(fitting), key=lambda each: each.size, default=None)
+
     def give(self, slot: SharedSlot) -> None:
         """Nobody reads what the slot holds any more. Nothing once it is closed."""
         with self._lock:
@@ -147,7 +154,7 @@ class SharedSlots:
     def trim(self) -> None:
         """Give back the memory of slots that were free since the last call."""
         with self._lock:
-            for slot in [slot for slot in self._free if slot in self._idle]:
+            for slot in filter(self._idle.__contains__, list(self._free)):
                 self._drop(slot)
             self._idle = set(self._free)
 

@@ -541,7 +541,9 @@ class Connection(FrameWriter):
         # behind all else, so nobody else gets a turn before; it is not more than a socket holds.
         with self._reading:
             self._turn = sys.maxsize
-            while not self.closed:
+            while True:
+                if self.closed:
+                    break
                 self.resume()  # whoever had enough has to take this, too
                 self._readable()
                 if not self._paused:

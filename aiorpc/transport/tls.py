@@ -243,7 +243,9 @@ class TlsLayer:
             clear = memoryview(self._clear)
             left = pending() if self._step.end else 0  # of a record: nobody else begins one and does not end it
             try:
-                while left or incoming.pending:
+                while True:
+                    if not left and not incoming.pending:
+                        break
                     end, size = self._step.end, left or 1
                     if not left and end + RECORD > most:  # none is begun that cannot be ended
                         break

@@ -86,9 +86,10 @@ class Outbox:
         least = self._firsts[-1] if size > self._rooms[-1] else bisect_left(self._rooms, size)
         with self._lock:
             for first in self._firsts:
-                if first >= least and self._free[first]:
-                    self.lent += 1
-                    return self._free[first].pop()
+                if first < least or not self._free[first]:
+                    continue
+                self.lent += 1
+                return self._free[first].pop()
         return None
 
     def give(self, slot: int) -> None:

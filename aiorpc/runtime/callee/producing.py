@@ -84,7 +84,9 @@ class ThreadCredits:
 
     def _wait(self) -> None:
         with self._changed:
-            while not self._stopped and (self.count <= 0 or self._room.crowded()):
+            while True:
+                if self._stopped or (self.count > 0 and not self._room.crowded()):
+                    break
                 if self.count > 0:
                     self._room.when_room(self._wake)
                 self._changed.wait()

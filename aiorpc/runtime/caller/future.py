@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -157,11 +157,10 @@ class CallFuture(Future[Any]):
                 if not frames:
                     return
                 for frame in frames:
-                    current = pending.get(frame.call_id)
+                    begun, current = frame, pending.get(frame.call_id)
                     if link.held or (current is not None and current.streamed):
                         loop(link.take_over, frame)
                         continue
-                    begun = frame
                     try:
                         link.on_frames([frame])
                     except ProtocolError:  # it is nonsense, or a signal handler raised while it was read
@@ -175,13 +174,7 @@ class CallFuture(Future[Any]):
                     # Ctrl-C came while its answer was unpickled, in a thread that may wait for another one.
                     raise cause
         except BaseException:  # a signal handler has raised it: the loop handles what was read and not yet handed on
-            for frame in connection.answers:
-                if frame.kind == RELEASE:
-                    loop(link.take_over, frame, True)
-                elif frame.kind == PARCEL and frame is begun:  # nobody knows whether it has taken its memory
-                    peer.owed.settle(frame.call_id, RpcCancelled("a thread was interrupted as it read the answer"))
-                elif frame.call_id in pending:
-                    loop(link.take_over, frame)
+            self._leave_to_loop(connection.answers, begun, link)
             connection.read_on_loop()
             # This thread had taken that call out of `pending` and was about to settle it: nobody else will. Had it
             # begun to, the call is complete, and this changes nothing.
@@ -189,6 +182,23 @@ class CallFuture(Future[Any]):
                 with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
                     current.settle(None, RpcCancelled(f"{current.describe()} was interrupted as its answer was read"))
             raise
+
+    def _leave_to_loop(self, answers: Sequence[Frame], begun: Frame | None, link: Link) -> None:
+        """Frames that this thread has read last, before it was interrupted as it handled `begun`, or had handled it."""
+        owed, loop = self.peer.owed, self.peer.engine.call_on_loop
+        # If it had begun with none of them, they may be those of an earlier look, and in other hands.
+        known = any(frame is begun for frame in answers)
+        behind = False
+        for frame in answers:
+            if frame.kind == RELEASE:
+                loop(link.take_over, frame, True)
+            elif behind:  # also where nobody waits any more: what it was lent has to be given back
+                loop(link.take_over, frame)
+            elif frame is begun and frame.kind == PARCEL:  # nobody knows whether it has taken its memory
+                owed.settle(frame.call_id, RpcCancelled("a thread was interrupted as it read the answer"))
+            elif (frame is begun or not known) and frame.call_id in owed.pending:
+                loop(link.take_over, frame)
+            behind = behind or frame is begun
 
     if not TYPE_CHECKING:  # for a checker there is nothing
 
