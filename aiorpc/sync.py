@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from .errors import RpcUsageError
 from .futures import Future
@@ -50,7 +52,7 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
-    rank_or_none = None if rank < 0 else rank
+    rank_or_none = None if rank == -1 else rank  # any other number that is no rank is told
     host(Worker(name, rank=rank_or_none, world_size=world_size, options=rpc_backend_options, role=role))
 
 
@@ -91,7 +93,8 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownRep
     try:
         return thread.run(worker.shutdown(graceful, timeout))
     finally:
-        thread.close()
+        if worker.closed:  # else it was refused, or interrupted before it began, and the worker needs its loop
+            thread.close()
 
 
 def rpc_sync(
@@ -107,11 +110,15 @@ def rpc_sync(
     the worker's loop: there it raises WouldBlockLoop, with nothing sent.
     """
     node = registry.only or registry.get()
+    if args is None:
+        args = ()
+    if (type(args) is not tuple and type(args) is not list) or (kwargs is not None and type(kwargs) is not dict):
+        args, kwargs = _arguments(args, kwargs)
     engine = node.engine
     if engine.thread == threading.get_ident():
         engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
-    seconds = engine.default_timeout if timeout == UNSET_RPC_TIMEOUT else engine.timeout(timeout)
-    return node.peers.find(to).call(func, args or (), kwargs, seconds).wait()
+    limit = engine.default_timeout if timeout == UNSET_RPC_TIMEOUT else engine.timeout(timeout)
+    return node.peers.find(to).call(func, args, kwargs, limit).wait()
 
 
 def rpc_async(
@@ -123,10 +130,26 @@ def rpc_async(
 ) -> Future[Any]:
     """Run ``func(*args, **kwargs)`` on a worker; returns a Future at once, to wait for or to await. See `aiorpc.call`.
 
-    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. Any thread.
+    timeout: seconds; negative for the worker's ``rpc_timeout``, 0 for no limit. Any thread. Raised here, as by
+    `rpc_sync`: RpcUsageError for arguments that are no tuple and no dict, and for a timeout that is no duration.
     """
     node = registry.only or registry.get()
-    return node.peers.find(to).call(func, args or (), kwargs, node.engine.timeout(timeout))
+    if args is None:
+        args = ()
+    if (type(args) is not tuple and type(args) is not list) or (kwargs is not None and type(kwargs) is not dict):
+        args, kwargs = _arguments(args, kwargs)
+    return node.peers.find(to).call(func, args, kwargs, node.engine.timeout(timeout))
+
+
+def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+    """The arguments of a call, of whatever kind they were given. RpcUsageError if they cannot be those of a call."""
+    if isinstance(args, str | bytes | torch.Tensor) or not isinstance(args, Iterable):
+        raise RpcUsageError(
+            f"args must be a tuple of arguments, not {args!r:.80}; for a single one write args=(value,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise RpcUsageError(f"kwargs must be a dict of arguments by name, or None, not {kwargs!r:.80}")
+    return tuple(args), None if kwargs is None else dict(kwargs)
 
 
 __all__ = [

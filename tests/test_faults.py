@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ import aiorpc
 from aiorpc import RpcBackendOptions, autograd
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.testing import Fault, Faults, MessageKind, SentMessage, cluster
+from aiorpc.testing.passing import Lanes
 
 from .runtime.waiting import until
 
@@ -297,6 +299,47 @@ async def test_a_peer_that_comes_later_is_covered() -> None:
             assert reply.count == 1
 
 
+async def test_what_a_choice_raises_is_raised_to_the_test(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
+    """Not where the message is sent, whose answer would never come: it passes, and so do all that follow."""
+
+    def choose(message: SentMessage) -> bool:
+        raise ZeroDivisionError(message.kind)
+
+    with pytest.raises(ZeroDivisionError, match="reply"), Faults(workers[1]) as faults:
+        rule = faults.drop("reply", when=choose)
+        assert await workers[0].call("worker1", add, 1) == 2
+        assert await workers[0].call("worker1", asyncio.sleep, 0, 3) == 3
+    assert rule.count == 0
+    assert [record.message for record in caplog.records] == [
+        "the function `when` of a fault raised, which hits no more"
+    ]
+    with pytest.raises(KeyError), Faults(workers[1]) as faults:
+        faults.drop("reply", when=choose)
+        assert await workers[0].call("worker1", add, 1) == 2
+        raise KeyError("the block's own error goes before")
+
+
+async def test_a_message_that_is_sent_while_the_faults_end_is_sent_once(workers: Workers) -> None:
+    """The loop sends what is due while another thread sends all that waits: each message goes once, and in order."""
+    lanes = Lanes(workers[0].node.engine)
+    sending, flushing, sent = threading.Event(), threading.Event(), list[int]()
+
+    def first() -> None:
+        sending.set()
+        flushing.wait(SHORT)  # the other thread has to wait for us, so that this is never set meanwhile
+        sent.append(1)
+
+    def flush() -> None:
+        sending.wait()
+        lanes.flush()
+        flushing.set()
+
+    lanes.hold("lane", 0.0, first)
+    assert lanes.follow("lane", lambda: sent.append(2))
+    await asyncio.to_thread(flush)
+    assert sent == [1, 2] and not lanes.waiting
+
+
 async def test_nothing_is_left_behind(workers: Workers) -> None:
     """Afterwards nobody is asked about messages, and the worker may have faults again."""
     engine = workers[0].node.engine
@@ -319,6 +362,20 @@ async def test_what_cannot_be_is_refused(workers: Workers) -> None:
             faults.fail("reply")
         with pytest.raises((aiorpc.RpcUsageError, ValueError)):
             faults.delay(-1.0)
+        wrong: list[tuple[Any, str]] = [
+            ({"to": 1}, "to is the name of a worker, not 1"),
+            ({"when": 3}, "when is a function of a SentMessage, not 3"),
+            ({"function": 7}, "function is a function, or the name of one, not 7"),
+            ({"times": "x"}, "times is a number of messages, not 'x'"),
+            ({"times": -1}, "times is a number of messages, not -1"),
+            ({"after": 0.5}, "after is a number of messages, not 0.5"),
+        ]
+        for chosen, text in wrong:
+            with pytest.raises(aiorpc.RpcUsageError, match=text):
+                faults.drop("call", **chosen)
+        error: Any = ValueError("x")
+        with pytest.raises(aiorpc.RpcUsageError, match="error must be an RpcError"):
+            faults.fail("call", error=error)
     await workers[0].shutdown(graceful=False)
     with pytest.raises(aiorpc.WorkerClosed), Faults(workers[0]):
         pass

@@ -432,7 +432,7 @@ async def _serve_rendezvous(node: Node) -> None:
     """In a free group: hand the secret to newcomers, and find a store again that has gone, until the worker ends."""
     engine, rendezvous = node.engine, node.rendezvous
     bounds, name = engine.bounds, engine.name
-    gone = foreign = False
+    gone = occupied = False
     pause = bounds.serving_pause
     while True:
         await asyncio.sleep(pause)
@@ -440,10 +440,10 @@ async def _serve_rendezvous(node: Node) -> None:
             if not gone:
                 await engine.steps.run(rendezvous.serve_secret_requests)
                 continue
-            pause = min(2 * pause, bounds.foreign_pause if foreign else bounds.return_pause)
+            pause = min(2 * pause, bounds.foreign_pause if occupied else bounds.return_pause)
             if await engine.steps.run(lambda: rendezvous.meet_again(engine.record)):
                 logger.info("worker %s has found a store again: newcomers find it there", name)
-                gone = foreign = False
+                gone = occupied = False
                 pause = bounds.serving_pause
         except StoreGone as error:
             if not gone:
@@ -452,8 +452,8 @@ async def _serve_rendezvous(node: Node) -> None:
                 return
             gone, pause = True, _FIRST_PAUSE
         except RendezvousError as error:
-            if gone and not foreign:
-                foreign = True
+            if gone and not occupied:
+                occupied = True
                 logger.warning("worker %s: %s", name, error)
             elif not gone:
                 logger.debug("worker %s serves no secrets just now: %s", name, error)

@@ -69,8 +69,9 @@ class Worker:
         """accelerator: the devices that tensors may lie on; CUDA's, where there are any, if None."""
         self.name = check_name(name)
         self.role = check_role(role)
+        if options is not None and not isinstance(options, RpcBackendOptions):
+            raise RpcUsageError(f"options must be an RpcBackendOptions or None, not {options!r:.80}")
         self.options = (options or RpcBackendOptions()).copy()
-        self.options.validate()
         self.init_method = init_method or self.options.init_method
         self.hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
         self._news = Events()
@@ -262,9 +263,11 @@ class Worker:
         self._life.lifetime.check_open()
 
     def events(self) -> Listener:
-        """Workers that join, leave or are lost from now on, for ``async for``; ends when this worker shuts down.
+        """News of the group from now on, for ``async for``; ends when this worker shuts down.
 
-        To be called from any thread, and iterated on any loop. `aclose`, or dropping it, ends it early.
+        Workers that join, leave, are lost, or take the place of one that was lost; networks that break, and come back.
+        What is not read yet is kept. To be called from any thread, and iterated on any loop. `aclose`, or dropping it,
+        ends it early.
         """
         return self._news.listen()
 
@@ -304,7 +307,8 @@ class Worker:
             try:
                 return await own.run_async(self.shutdown(graceful, timeout))
             finally:
-                own.close()
+                if self.closed:  # else it was refused, or cancelled before it began, and the worker needs its loop
+                    own.close()
         if self._life.loop is not None and asyncio.get_running_loop() is not self._life.loop:
             raise RpcUsageError(f"{self!r} runs on another loop; shut it down there")
         return await self._life.shutdown(graceful, self.options.shutdown_timeout if timeout is None else timeout)

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -26,6 +27,8 @@ from ..runtime.engine.observing import Passage
 from ..runtime.node import Node, registry
 from ..runtime.worker import Worker
 from .passing import Lanes, MessageKind, SentMessage, describe, lane_of
+
+logger = logging.getLogger("aiorpc")
 
 # Somebody waits for the answer to these, so sending them can fail.
 _CALLS = frozenset((MessageKind.CALL, MessageKind.REMOTE, MessageKind.FETCH, MessageKind.GRADIENT, MessageKind.CONTEXT))
@@ -56,6 +59,19 @@ class Fault:
     error: RpcError | None = None
     messages: list[SentMessage] = field(default_factory=list)
     _passed: int = 0
+    _raised: Exception | None = None  # by `when`
+
+    def __post_init__(self) -> None:
+        """RpcUsageError for a choice that no message would ever meet."""
+        if self.to is not None and not isinstance(self.to, str):
+            raise RpcUsageError(f"to is the name of a worker, not {self.to!r:.80}")
+        if self.when is not None and not callable(self.when):
+            raise RpcUsageError(f"when is a function of a SentMessage, not {self.when!r:.80}")
+        if self.function is not None and not isinstance(self.function, str) and not callable(self.function):
+            raise RpcUsageError(f"function is a function, or the name of one, not {self.function!r:.80}")
+        for name, value in (("times", 0 if self.times is None else self.times), ("after", self.after)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise RpcUsageError(f"{name} is a number of messages, not {value!r:.80}")
 
     @property
     def count(self) -> int:
@@ -71,7 +87,7 @@ class Fault:
             return False
         if self.function is not None and not message.is_of(self.function):
             return False
-        if self.when is not None and not self.when(message):
+        if self.when is not None and not self._chosen(self.when, message):
             return False
         if self.times is not None and len(self.messages) >= self.times:
             return False
@@ -81,6 +97,15 @@ class Fault:
         self.messages.append(message)
         return True
 
+    def _chosen(self, when: Callable[[SentMessage], bool], message: SentMessage) -> bool:
+        """What `when` says. If it raises, the rule hits no more: whoever sends the message has no use for the error."""
+        try:
+            return self._raised is None and when(message)
+        except Exception as error:
+            self._raised = error
+            logger.error("the function `when` of a fault raised, which hits no more", exc_info=error)
+            return False
+
 
 class Faults:
     """``with Faults(worker) as faults``: what that worker sends goes by the rules, until the end of the block.
@@ -88,8 +113,9 @@ class Faults:
     Kinds are those of `MessageKind`; none means every call ("call", "remote" and "fetch"). Common to all rules:
 
     to: only messages to the worker of that name. function: only calls of that function (or of that name), and answers
-    to them. when: only messages for which it returns True. after: so many that match pass first. times: so many are
-    hit, None for all that follow. The first rule that hits a message decides. Any thread.
+    to them. when: only messages for which it returns True; if it raises, the rule ends, and the end of the block raises
+    the error. after: so many that match pass first. times: so many are hit, None for all that follow. The first rule
+    that hits a message decides. Any thread. RpcUsageError for a choice that no message could meet.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -119,6 +145,8 @@ class Faults:
         error: an `RpcError` of any kind, to which the call is added; one that says it was on purpose if None.
         RpcUsageError for a kind that nobody waits for ("reply", "item", "cancel", "reference").
         """
+        if error is not None and not isinstance(error, RpcError):
+            raise RpcUsageError(f"error must be an RpcError, as calls that cannot be sent raise, not {error!r:.80}")
         unheard = _kinds(kinds) - _CALLS
         if unheard:
             raise RpcUsageError(f"nobody is told when these cannot be sent: {', '.join(sorted(unheard))}")
@@ -165,13 +193,17 @@ class Faults:
         engine.observers = (*engine.observers, self)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with self._lock:
+            rules = self._rules.copy()
             self._rules.clear()
+        raised = [rule._raised for rule in rules if rule._raised is not None]
         self._lanes.flush()
         engine = self._node.engine
         engine.observers = tuple(observer for observer in engine.observers if observer is not self)
         self._lanes.flush()  # what came between
+        if raised and error is None:
+            raise raised[0]
 
     # --- as an observer of messages -----------------------------------------------------------------------------------
 

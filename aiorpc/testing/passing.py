@@ -118,7 +118,8 @@ class Lanes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lanes: dict[Hashable, deque[tuple[float, Callable[[], None]]]] = {}
-        self._lock = threading.Lock()
+        # Held while messages are sent: those of a lane that is flushed meanwhile go behind them, and none goes twice.
+        self._lock = threading.RLock()
 
     @property
     def waiting(self) -> bool:
@@ -147,27 +148,26 @@ class Lanes:
 
     def _release(self, lane: Hashable) -> None:
         """Send what is due of that lane, in order; on the loop."""
-        while True:
-            with self._lock:
-                waiting = self._lanes.get(lane)
-                if waiting is None:
-                    return
+        with self._lock:
+            waiting = self._lanes.get(lane)
+            while True:
                 if not waiting:
-                    del self._lanes[lane]
-                    return
+                    break
                 due, send = waiting[0]
                 left = due - time.monotonic()
                 if left > 0:
-                    break
-            send()
-            with self._lock:
+                    self._look_later(lane, left)
+                    return
                 waiting.popleft()
-        self._look_later(lane, left)
+                send()
+            self._lanes.pop(lane, None)
 
     def flush(self) -> None:
         """Send all that waits, at once."""
         with self._lock:
             lanes, self._lanes = self._lanes, {}
-        for waiting in lanes.values():
-            for _, send in waiting:
-                send()
+            for waiting in lanes.values():
+                while True:
+                    if not waiting:
+                        break
+                    waiting.popleft()[1]()

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import gc
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +133,73 @@ def test_whoever_waits_for_a_loop_that_ends_is_told() -> None:
         thread.run(wait())
     thread.close()
     assert thread.loop.is_closed()
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, SystemExit, KeyboardInterrupt])
+def test_what_a_signal_handler_raises_ends_a_wait_for_a_loop(kind: type[BaseException]) -> None:
+    """Whatever it is, also what waits raise themselves; the coroutine has ended by then, and the loop goes on."""
+    thread, began, ended = LoopThread("waited-for"), threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    def interrupt() -> None:
+        began.wait(LIMIT)
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    def handler(*_: object) -> None:
+        raise kind("of a signal handler")
+
+    async def alive() -> bool:
+        return True
+
+    main, before = threading.get_ident(), signal.signal(signal.SIGUSR1, handler)
+    interrupter = threading.Thread(target=interrupt)
+    late = threading.Timer(LIMIT, thread.close)
+    late.start()
+    try:
+        interrupter.start()
+        with pytest.raises(kind, match="of a signal handler"):
+            thread.run(wait())
+        assert ended.is_set()
+        assert thread.run(alive())
+    finally:
+        late.cancel()
+        late.join()
+        interrupter.join()
+        signal.signal(signal.SIGUSR1, before)
+        thread.close()
+
+
+def test_a_shutdown_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    """The worker goes on, with its loop: calls are answered, and it can be shut down as it should be."""
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", rpc_timeout=LIMIT)
+    wrong: Any = "soon"
+    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        with pytest.raises(aiorpc.RpcUsageError, match="timeout must be a number of seconds"):
+            aiorpc.shutdown(timeout=wrong)
+        worker = aiorpc.current()
+        assert worker.thread is not None and worker.thread.loop.is_running()
+        assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
+    finally:
+        aiorpc.shutdown()
+    assert worker.closed
+
+
+async def test_a_shutdown_that_is_refused_changes_nothing_of_a_dedicated_loop() -> None:
+    """The same for a worker whose loop is in a thread of its own beside the program's."""
+    options = RpcBackendOptions(dedicated_loop=True, rpc_timeout=LIMIT)
+    wrong: Any = "soon"
+    async with cluster(2, options=options) as (first, _):
+        with pytest.raises(aiorpc.RpcUsageError, match="timeout must be a number of seconds"):
+            await first.shutdown(timeout=wrong)
+        assert first.loop.is_running()
+        assert await first.call("worker1", len, "abc") == 3
 
 
 async def interrupt() -> None:

@@ -105,7 +105,11 @@ class Engine:
 
     def timeout(self, value: float) -> float:
         """Seconds for one call: the worker's default if the value is negative. RpcUsageError if it is no duration."""
-        return self.default_timeout if value < 0 else seconds(value, "timeout")
+        try:
+            unset = value < 0
+        except TypeError:  # no number
+            unset = False
+        return self.default_timeout if unset else seconds(value, "timeout")
 
     def refuse_on_loop(self, verb: str, instead: str) -> None:
         """Raise WouldBlockLoop if this thread runs the worker's loop, or would have to; nothing has been sent then."""

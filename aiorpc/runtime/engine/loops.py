@@ -61,7 +61,8 @@ async def run_in_thread(function: Callable[[], T], name: str) -> T:
 
 
 def block_for(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventLoop, ended: str) -> T:
-    """Block for what a coroutine on that loop gives. Ctrl-C cancels it, waits for its end and is raised.
+    """Block for what a coroutine on that loop gives. What a signal handler raises meanwhile, as Ctrl-C does, cancels
+    the coroutine, waits for its end and is raised.
 
     WorkerClosed, with the text `ended`, if the loop has ended first.
     """
@@ -69,21 +70,24 @@ def block_for(future: concurrent.futures.Future[T], loop: asyncio.AbstractEventL
     if observer is not None:
         observer.enter_blocked()
     try:
-        while not future.done():
-            with contextlib.suppress(TimeoutError):  # of this wait: what the coroutine has raised is returned
-                future.exception(_LOOK)
-            if loop.is_closed() and not future.done():
-                raise WorkerClosed(ended)
-        return future.result()
-    except KeyboardInterrupt:
+        # Not at the future, whose waits end with a TimeoutError: that may be what a signal handler raises.
+        settled = threading.Event()
+        future.add_done_callback(lambda _: settled.set())
+        while not settled.wait(_LOOK) and not loop.is_closed():
+            pass
+    except BaseException:
         future.cancel()
         concurrent.futures.wait([future], timeout=5.0)
         raise
-    except concurrent.futures.CancelledError:
-        raise WorkerClosed(ended) from None
     finally:
         if observer is not None:
             observer.exit_blocked()
+    try:
+        if future.done():
+            return future.result()
+    except concurrent.futures.CancelledError:
+        pass
+    raise WorkerClosed(ended)
 
 
 async def _bounded(coroutine: Coroutine[Any, Any, None]) -> None:
