@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,8 +25,26 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status."""
     options = parser().parse_args(arguments)
-    status: int = COMMANDS[options.command].run(options)
+    said = f"python -m aiorpc {options.command}"
+    try:
+        status: int = COMMANDS[options.command].run(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:  # commands tell what becomes of their own work
+        print(f"{said}: cannot write what it has to say: {error}", file=sys.stderr)
+        _drop_output()
+        return 1
+    except KeyboardInterrupt:
+        print(f"{said}: interrupted", file=sys.stderr)
+        return 130
     return status
+
+
+def _drop_output() -> None:
+    """Let go of what could not be written: Python would try that once more as it ends, and complain of it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import fcntl
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import RpcUsageError
+from ..protocol.identity import NAME_LIMIT, check_name
 from ..transport.certificates import ROLE
 
 if TYPE_CHECKING:
@@ -56,6 +59,22 @@ def make(
     are none, or more than the authority that is there has left. OSError if files cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _alone(directory):
+        return _make(directory, names, days, start)
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Nobody else makes certificates in that directory meanwhile: two would make an authority each, and keep one."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(directory: Path, names: Sequence[str], days: float, start: datetime.datetime | None) -> list[Path]:
     begin = start or datetime.datetime.now(datetime.UTC) - _PAST
     end = _after(begin, days)
     stems = _stems(names)
@@ -102,15 +121,20 @@ def _said(name: str) -> list[x509.GeneralName]:
     """What a certificate says of a worker. RpcUsageError if none can say that."""
     from cryptography import x509
 
-    try:
-        return [
-            x509.UniformResourceIdentifier(ROLE + part.removeprefix("role:"))
-            if part.startswith("role:")
-            else x509.DNSName(part)
-            for part in name.split(",")
-        ]
-    except ValueError:
-        raise RpcUsageError(f"{name!r} is no name of a worker: use ASCII letters and digits, -, _ and :") from None
+    said: list[x509.GeneralName] = []
+    for part in name.split(","):
+        try:
+            if part.startswith("role:"):
+                role = part.removeprefix("role:")
+                said.append(x509.UniformResourceIdentifier(ROLE + check_name(role)))  # of the letters that names have
+            else:
+                check_name(part.replace("*", "_"))
+                said.append(x509.DNSName(part))
+        except RpcUsageError:
+            raise RpcUsageError(
+                f"{name!r} is no name of a worker: use ASCII letters and digits, -, _ and :, fewer than {NAME_LIMIT}"
+            ) from None
+    return said
 
 
 def _authority(
@@ -130,6 +154,8 @@ def _authority(
             raise RpcUsageError(f"{certificate_path} and {key_path} are no authority: {error}") from None
         if not isinstance(held, ec.EllipticCurvePrivateKey):
             raise RpcUsageError(f"{key_path} is no key of this command")
+        if certificate.public_key() != held.public_key():
+            raise RpcUsageError(f"{certificate_path} and {key_path} are no authority: each is of another one")
         last = certificate.not_valid_after_utc
         if last < end:  # behind that its certificates are good for nothing, whatever they say
             left = (last - datetime.datetime.now(datetime.UTC)).days

@@ -7,14 +7,18 @@ Give the workers AIORPC_SECRET or tls wherever others may reach it.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
-import threading
+from dataclasses import replace
+from functools import partial
 
 from ..errors import RendezvousError
-from ..runtime.meeting.stores import serve
+from ..runtime.meeting.stores import MeetingPlace, local_address, serve
 
 SUMMARY = "serve a store where workers meet, which outlives all of them"
+
+_ALL = ("0.0.0.0", "::")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,18 +31,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes; 1 if the address cannot be had."""
-    ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Not a threading.Event, whose lock the thread may hold that the handler interrupts: it would wait for itself.
+    ended = os.eventfd(0, os.EFD_CLOEXEC)
+    handler = partial(_write_on_signal, ended)
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        if not options.host:
+            raise RendezvousError("cannot listen at '': name an address, 0.0.0.0 or :: for all of them")
         store, port = serve(options.host, options.port)
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        print(f"tcp://{host}:{port}", flush=True)
-        ended.wait()
+        print(_where(options.host, port), flush=True)
+        os.read(ended, 8)  # goes on after a signal, which os.eventfd_read does not
         del store  # its server ends with it
     except RendezvousError as error:
         print(f"python -m aiorpc store: {error}", file=sys.stderr)
         return 1
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)
+        os.close(ended)
     return 0
+
+
+def _where(host: str, port: int) -> MeetingPlace:
+    """What workers give as init_method: where all addresses are meant, one of this host, as others can reach that."""
+    place = MeetingPlace(None, None, host=host, port=port)
+    return replace(place, host=local_address(place)) if host in _ALL else place
+
+
+def _write_on_signal(descriptor: int, *_: object) -> None:
+    os.eventfd_write(descriptor, 1)

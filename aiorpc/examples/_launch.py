@@ -66,10 +66,20 @@ class WorkerFailed(RuntimeError):
 
 
 def place_from_environment() -> Place | None:
-    """The place that a launcher (torchrun) gave this process, or None when it was started by hand."""
+    """The place that a launcher (torchrun) gave this process, or None when it was started by hand.
+
+    SystemExit, with the reason, if what the launcher has set are no numbers.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    try:
+        return Place(int(rank), int(world_size))
+    except ValueError:
+        raise SystemExit(
+            f"error: RANK and WORLD_SIZE have to be numbers, as torchrun sets them, not {rank!r} and {world_size!r}; "
+            "unset them to have the workers started here"
+        ) from None
 
 
 def launch(
@@ -150,7 +160,8 @@ def how_it_ended(exitcode: int | None) -> str:
     if exitcode is None:
         return "closed its pipe without a result and still runs"
     if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
+        known = -exitcode in [*signal.Signals]  # of the real-time ones most have no name
+        return f"was killed by {signal.Signals(-exitcode).name if known else f'signal {-exitcode}'}"
     return f"exited with code {exitcode} before it had a result"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -20,6 +22,14 @@ SettingsT = TypeVar("SettingsT", bound="DataclassInstance")
 Result = dict[str, Any]
 Lines = Callable[[Result], Sequence[str]]
 Draw = Callable[[Result, Path], None]
+
+
+#: Seconds that a run may be given at most; for longer times the system's waits have no numbers.
+LONGEST = 1_000_000
+
+
+class CannotDraw(RuntimeError):
+    """The picture of a run cannot be written."""
 
 
 class _Least(NamedTuple):
@@ -63,12 +73,27 @@ class CommandLine(argparse.ArgumentParser, Generic[SettingsT]):
             self.add_argument("--picture", metavar="FILE", help=f"draw {picture} into this PNG file")
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """The arguments. Ends with a usage error if one of them is too small."""
+        """The arguments. Ends with a usage error if one of them cannot be: too small, or a picture nobody can write."""
         arguments = self.parse_args(argv)
         for field, value, why in self._least:
             if getattr(arguments, field) < value:
                 self.error(f"{_flag(field)} must be at least {value}{why}")
+        if not 0 < getattr(arguments, "timeout", 1) <= LONGEST:
+            self.error(f"--timeout must be above 0 seconds, and at most {LONGEST:,}")
+        if getattr(arguments, "picture", None):
+            self.check_picture("--picture", Path(arguments.picture))
         return arguments
+
+    def check_picture(self, flag: str, path: Path) -> None:
+        """End with a usage error if no picture can be drawn there: a run may be long, and would be for nothing."""
+        if importlib.util.find_spec("matplotlib") is None:
+            self.error(f"{flag} needs matplotlib: pip install 'aiorpc[examples]'")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+                self.error(f"{flag}: cannot write {path}: it is a directory, or there is no permission")
+        except OSError as error:
+            self.error(f"{flag}: cannot write {path}: {error}")
 
     def settings(self, arguments: argparse.Namespace) -> SettingsT:
         """What was chosen."""
@@ -106,10 +131,13 @@ def _flag(field: str) -> str:
 
 
 def exit_code(program: Callable[[], None]) -> int:
-    """Run it to its end: 0, or 1 if a worker failed, 130 after Ctrl-C; what went wrong goes to stderr."""
+    """Run it to its end: 0, or 1 if a worker failed or the picture cannot be written, 130 after Ctrl-C.
+
+    What went wrong goes to stderr.
+    """
     try:
         program()
-    except WorkerFailed as failure:
+    except (WorkerFailed, CannotDraw) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -124,7 +152,10 @@ def tell(result: Result | None, lines: Lines, draw: Draw | None, picture: str | 
         return
     print("\n".join(lines(result)))
     if picture and draw is not None:
-        draw(result, Path(picture))
+        try:
+            draw(result, Path(picture))
+        except OSError as error:
+            raise CannotDraw(f"cannot write {picture}: {error}") from error
         print(f"wrote {picture}")
 
 
@@ -145,4 +176,4 @@ def figure(path: Path, width: float, height: float, *, grid: bool = False) -> It
         if grid:
             axes.grid(axis="y", color="0.9")
     path.parent.mkdir(parents=True, exist_ok=True)
-    made.savefig(path, dpi=150)
+    made.savefig(path, dpi=150, format="png")  # whatever the file is called

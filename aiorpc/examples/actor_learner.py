@@ -38,7 +38,7 @@ import aiorpc as rpc
 from ._actor_critic import ActorCritic, Fragment, Games, Learner
 from ._launch import EXIT_TIMEOUT, ONE_THREAD, WorkerFailed, environment, how_it_ended, settle_in
 from ._plot import draw_actor_learner
-from ._program import CommandLine, exit_code, tell
+from ._program import LONGEST, CommandLine, exit_code, tell
 from ._progress import Steps, bar
 
 PRELOAD = ("torch", "gymnasium.envs.classic_control", "rich.progress", "aiorpc.examples._actor_critic")
@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program; returns its exit code."""
     commands = command_line()
     arguments = commands.parse(argv)
-    if arguments.chaos < 0:
+    if not 0 <= arguments.chaos <= LONGEST:
         commands.error("--chaos takes a number of seconds above 0")
     settings = commands.settings(arguments)
     return exit_code(lambda: _run_and_tell(settings, arguments.picture))

@@ -69,7 +69,7 @@ def command_line() -> CommandLine[Settings]:
     made.option("world_size", "one server, the rest trainers", least=2, why="a server and a trainer")
     made.option("num_steps", "steps of each trainer", least=1)
     made.option("batch_size", "images in a trainer's step", least=2, why="they are normalised over the batch")
-    made.option("image_size", "pixels of a side")
+    made.option("image_size", "pixels of a side", least=1)
     made.option("lr", "learning rate")
     made.add_argument(
         "--no-batch", dest="batch", action="store_false", help="a step for each trainer's gradients alone"

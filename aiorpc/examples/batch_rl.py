@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.error("--sweep starts its own workers: run it without torchrun")
     settings = commands.settings(arguments)
     if arguments.sweep:
+        commands.check_picture("--out", Path(f"{arguments.out}.png"))
         return exit_code(lambda: _sweep(settings, arguments.out))
     return exit_code(lambda: _run_and_tell(settings, arguments.picture))
 

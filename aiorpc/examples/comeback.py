@@ -61,8 +61,13 @@ async def supervise(meet: str) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "aiorpc.examples.comeback", "--serve", meet
         )
-        if not await process.wait():
-            return
+        try:
+            if not await process.wait():
+                return
+        finally:
+            if process.returncode is None:  # this program is interrupted, and the server would stay
+                process.kill()
+                await process.wait()
 
 
 async def train(worker: rpc.Worker, checkpoint: str, steps: int, kill_at: int) -> torch.Tensor:
@@ -107,4 +112,6 @@ if __name__ == "__main__":
     parser.add_argument("--kill-at", type=int, default=10, help="after so many steps; -1: never")
     parser.add_argument("--serve", metavar="MEET", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.steps < 1:
+        parser.error("--steps must be at least 1")
     asyncio.run(serve(given.serve) if given.serve else main(given.steps, given.kill_at))

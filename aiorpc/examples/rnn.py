@@ -310,6 +310,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def check(settings: Settings) -> None:
         if settings.text and not Path(settings.text).is_file():
             commands.error(f"--text: there is no file {settings.text}")
+        try:
+            read_text(settings)
+        except (ValueError, OSError) as error:
+            commands.error(f"--text: cannot read {settings.text or 'the text that comes along'}: {error}")
         if settings.sample < 0:
             commands.error("--sample must not be negative")
         commands.need_workers(len(NAMES))

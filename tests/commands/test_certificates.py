@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aiorpc.__main__ import main
+from aiorpc.commands import certificates
 from aiorpc.commands.certificates import make
 from aiorpc.options import Tls
 from aiorpc.transport.certificates import Credentials
@@ -63,6 +68,11 @@ def test_an_authority_that_ends_too_soon_makes_none(tmp_path: Path, capsys: pyte
         (["w0", "--days", "9999999999999"], "there is no date that is 9999999999999 days from now"),
         (["w0", "w\xf6rker"], "'w\xf6rker' is no name of a worker"),
         (["w0,role:l\xf6rner"], "'w0,role:l\xf6rner' is no name of a worker"),
+        (["a b"], "'a b' is no name of a worker: use ASCII letters and digits, -, _ and :"),
+        (["host.example"], "'host.example' is no name of a worker"),
+        (["role:"], "'role:' is no name of a worker"),
+        (["role:actor*"], "'role:actor*' is no name of a worker"),
+        (["w" * 128], f"'{'w' * 128}' is no name of a worker"),
         (["ps:0", "ps_0"], "'ps:0' and 'ps_0' would both be ps_0.pem"),
         (["w,role:a", "w,role:b"], "'w,role:a' and 'w,role:b' would both be w.pem"),
     ],
@@ -91,3 +101,31 @@ def test_rubbish_in_place_of_the_authority_is_refused(tmp_path: Path, capsys: py
     assert main(["certificates", str(tmp_path), "w0"]) == 1
     assert "are no authority" in capsys.readouterr().err
     assert (tmp_path / "ca.pem").read_text() == "rubbish"
+
+
+def test_the_key_of_another_authority_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it would sign, nobody would take who has the certificate."""
+    make(tmp_path / "a", ["w0"])
+    make(tmp_path / "b", ["w0"])
+    (tmp_path / "a" / "ca.key").write_bytes((tmp_path / "b" / "ca.key").read_bytes())
+    assert main(["certificates", str(tmp_path / "a"), "w1"]) == 1
+    assert "are no authority: each is of another one" in capsys.readouterr().err
+    assert not (tmp_path / "a" / "w1.pem").exists()
+
+
+def test_two_at_once_have_one_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none yet, one of them makes it, and the other one takes that: all certificates are good."""
+    both = threading.Barrier(2)
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # without a lock, both have seen by now that there is no authority
+        return signed(*arguments, **more)
+
+    signed = certificates._signed
+    monkeypatch.setattr(certificates, "_signed", slow)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda name: make(tmp_path, [name]), ("w0", "w1")))
+    for name in ("w0", "w1"):
+        Credentials(Tls(tmp_path / f"{name}.pem", tmp_path / f"{name}.key", tmp_path / "ca.pem"), name)
+    assert not list(tmp_path.glob("*.new"))

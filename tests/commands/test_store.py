@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from types import FrameType
+from typing import Any
 
 import pytest
 
 import aiorpc
 from aiorpc.__main__ import main
+from aiorpc.commands import store as store_command
 from aiorpc.runtime.meeting.stores import serve
 from tests.runtime.test_rendezvous import server_made_once  # noqa: F401  # a fixture
 
@@ -54,7 +60,75 @@ def test_all_addresses_are_those_of_both_kinds() -> None:
     del store
 
 
-@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", "99999"), ("no such host", "0"), ("127.0.0.1", "")])
+def test_a_signal_that_interrupts_the_handler_of_another_one_waits_for_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two lines of the handler a further signal may come: here one comes at each of them."""
+
+    def serve_and_trace(host: str, port: int) -> tuple[object, int]:
+        threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        sys.settrace(interrupting)
+        return object(), 1
+
+    depth, before = 0, signal.getsignal(signal.SIGINT)
+
+    def interrupting(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal depth
+        depth += 1
+        if depth < 200 and signal.getsignal(signal.SIGINT) != before:
+            signal.raise_signal(signal.SIGINT)
+        return interrupting
+
+    monkeypatch.setattr(store_command, "serve", serve_and_trace)
+    try:
+        assert main(["store", "--port", "0"]) == 0
+    finally:
+        sys.settrace(None)
+    assert capsys.readouterr().out == "tcp://127.0.0.1:1\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "printed"),
+    [("127.0.0.1", r"127\.0\.0\.1"), ("::1", r"\[::1\]"), ("0.0.0.0", r"[\d.]+"), ("::", r"[\d.]+|\[[\da-f:]+\]")],
+)
+def test_what_it_prints_leads_to_it(
+    host: str, printed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from another machine: all addresses mean nobody's there, so one of this host is printed."""
+
+    def serve_and_end(host: str, port: int) -> tuple[object, int]:
+        signal.raise_signal(signal.SIGTERM)
+        return object(), 29500
+
+    monkeypatch.setattr(store_command, "serve", serve_and_end)
+    assert main(["store", "--port", "0", "--host", host]) == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(rf"tcp://({printed}):29500\n", said)
+    assert "tcp://0.0.0.0:" not in said and "tcp://[::]:" not in said
+
+
+@pytest.mark.parametrize(("where", "what"), [("/dev/full", "No space left"), ("closed pipe", "Broken pipe")])
+def test_an_address_that_nobody_can_read_is_told(where: str, what: str) -> None:
+    """In a line, and not by a traceback."""
+    if where == "closed pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open(where, os.O_WRONLY)
+    try:
+        command = [sys.executable, "-m", "aiorpc", "store", "--port", "0"]
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(writing)
+    assert ended.returncode == 1
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith("python -m aiorpc store: cannot write what it has to say: ") and what in said
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", "99999"), ("no such host", "0"), ("127.0.0.1", ""), ("", "0")]
+)
 def test_an_address_that_cannot_be_had_is_told(host: str, port: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also that of somebody else."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -98,7 +98,9 @@ def exit_at_once(*_: object) -> None:
     sys.exit(3)
 
 
-@pytest.mark.parametrize("wrong", [["--actors", "0"], ["--chaos", "-1"], ["--batch", "0"]], ids="=".join)
+@pytest.mark.parametrize(
+    "wrong", [["--actors", "0"], ["--chaos", "-1"], ["--chaos", "nan"], ["--batch", "0"]], ids="=".join
+)
 def test_what_cannot_be_run_is_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is started."""
     assert f"error: {wrong[0]} " in usage_error(actor_learner.main, wrong, capsys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc.examples._launch import Place, WorkerFailed, launch, place_from_environment
+from aiorpc.examples._launch import Place, WorkerFailed, how_it_ended, launch, place_from_environment
 from tests.examples import roles
 
 pytestmark = [
@@ -95,3 +96,24 @@ def test_nothing_is_started_under_a_launcher(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "5")
     assert place_from_environment() == Place(2, 5)
     assert launch(lambda place, _: (place, os.getpid()), None, NAMES, timeout=1.0) == (Place(2, 5), os.getpid())
+
+
+def test_a_place_that_is_none_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RANK may be there for something else: the error says what it is for here."""
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=r"error: RANK and WORLD_SIZE have to be numbers.*'first' and '2'; unset them"):
+        place_from_environment()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "exited with code 3 before it had a result"),
+        (-signal.SIGKILL, "was killed by SIGKILL"),
+        (-(signal.SIGRTMIN + 1), f"was killed by signal {signal.SIGRTMIN + 1}"),
+    ],
+)
+def test_how_a_process_ended_is_said_of_each_end(code: int, words: str) -> None:
+    """Also of signals that have no name."""
+    assert how_it_ended(code) == words

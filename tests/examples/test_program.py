@@ -64,6 +64,11 @@ def test_options_set_fields_of_their_type(options: str, expected: Settings) -> N
         ("--name three", "argument --name: invalid choice"),
         ("--sizes", "argument --sizes: expected at least one argument"),
         ("--lr 2", "no more than 1"),
+        ("--timeout 0", "--timeout must be above 0 seconds, and at most 1,000,000"),
+        ("--timeout nan", "--timeout must be above 0"),
+        ("--timeout inf", "--timeout must be above 0"),
+        ("--picture /dev/null/p.png", "--picture: cannot write /dev/null/p.png: [Errno"),
+        ("--picture /", "--picture: cannot write /: it is a directory"),
     ],
 )
 def test_what_cannot_be_run_is_a_usage_error(options: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +112,27 @@ def test_a_result_is_told_and_drawn_where_there_is_one(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "a is 1\nb\n" and drawn == []
     tell({"a": 2}, lambda result: [f"a is {result['a']}"], lambda result, path: drawn.append(path), "p.png")
     assert capsys.readouterr().out == "a is 2\nwrote p.png\n" and drawn == [Path("p.png")]
+
+
+def test_a_picture_that_cannot_be_written_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """After the result, which is not lost; the exit code says so."""
+
+    def draw(result: dict[str, Any], path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert exit_code(lambda: tell({}, lambda result: ["the result"], draw, "p.png")) == 1
+    said = capsys.readouterr()
+    assert said.out == "the result\n"
+    assert said.err == "error: cannot write p.png: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")
+def test_a_picture_is_a_png_file_whatever_it_is_called(tmp_path: Path) -> None:
+    """As the help says: a name without a suffix gets none, and another suffix means nothing."""
+    for name in ("p", "p.foo"):
+        with figure(tmp_path / name, 2.0, 1.0):
+            pass
+        assert is_png(tmp_path / name)
 
 
 @pytest.mark.allow_leaks("descriptors", reason="matplotlib keeps its fonts open")

@@ -129,6 +129,9 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
         *((("--" + name, "0"), f"--{name} must be at least 1") for name in ("epochs", "length", "batch", "hidden")),
         (("--sample", "-1"), "--sample must not be negative"),
         (("--text", "nowhere.txt"), "there is no file nowhere.txt"),
+        (("--text", "/dev/null"), "there is no file /dev/null"),
+        (("--text", __file__, "--batch", "1000000"), f"--text: cannot read {__file__}: a text of "),
+        (("--text", sys.executable), f"--text: cannot read {sys.executable}: 'utf-8' codec can't decode"),
     ],
 )
 def test_what_cannot_be_run_is_refused(
