@@ -53,7 +53,7 @@ def exposed(fn: T) -> T:
 def check_role(role: object) -> str:
     """Return `role` if it can be the role of a worker; RpcUsageError says what is wrong with it otherwise."""
     if not isinstance(role, str):
-        raise RpcUsageError(f"a role must be a string, but got {role!r:.80}")
+        raise RpcUsageError(f"a role must be a string, but got {role!r:.80}; a worker without one has the role ''")
     if len(role) >= ROLE_LIMIT or not _ROLE.fullmatch(role):
         raise RpcUsageError(
             f"a role has less than {ROLE_LIMIT} letters, digits, '-', '_' and ':', but got {role!r:.80}; "

@@ -14,16 +14,18 @@ import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import Overloaded, UnknownObject
+from ..errors import Overloaded, UnknownObject, UnknownWorker
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
 from ..runtime.caller.future import CallFuture
-from ..runtime.caller.peer import Peer
+from ..runtime.caller.peer import Peer, Try
 from ..runtime.calls.failures import without_frames
 from ..runtime.node import Node
 from .packing import hand_over
 
 _PAUSE = 0.1  # seconds until the owner is told again what it did not take
+# A call puts and takes for several callers, and none of them is on the stack.
+_NOWHERE = Try(None, None)
 
 #: What is called with the value of a call, or with its error.
 Then = Callable[[Any, BaseException | None], None]
@@ -50,7 +52,7 @@ class Calls:
             peer = self.peer = self._node.peers.find(self._owner)
             # What does not wait there cannot be withdrawn there, so that its number does not matter.
             said = (wait, number if wait else 0, *args)
-            future = peer.call(ObjectMethod(self._queue, method), said, None, 0.0)
+            future = peer.call(ObjectMethod(self._queue, method), said, None, 0.0, one_try=_NOWHERE)
             self._under_way[number] = peer, future
             return future
 
@@ -107,7 +109,7 @@ class Calls:
             future = self._context.run(call)
         except Exception as error:
             # Its frames lead to who waits, and who waits to the error: nothing would ever free what they have.
-            failure = without_frames(error)
+            failure = error.with_traceback(None) if isinstance(error, UnknownWorker) else without_frames(error)
             if self._node.engine.closed:  # the loop may stop soon
                 then(None, failure)
             else:

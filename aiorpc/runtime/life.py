@@ -284,7 +284,8 @@ class Life:
         for reference in leaked:
             logger.info("still referred to at shutdown of %s: %s", self.lifetime.name, reference)
         if lost:
-            names = ", ".join(info.name for info in lost)
+            own = f"{self.lifetime.name} (the process that had this name before)"
+            names = ", ".join(own if info.name == self.lifetime.name else info.name for info in lost)
             logger.warning("worker %s shut down; lost on the way: %s", self.lifetime.name, names)
         return ShutdownReport(lost, not complete, leaked)
 

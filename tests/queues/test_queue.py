@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc as rpc
 from aiorpc import (
     ItemLost,
+    PeerLost,
     QueueEmpty,
     QueueFull,
     QueueHandle,
@@ -25,6 +26,7 @@ from aiorpc import (
     RpcBackendOptions,
     RpcTimeout,
     RRef,
+    UnknownWorker,
     Worker,
 )
 from aiorpc.options import SHARE_SIZE
@@ -39,7 +41,7 @@ from aiorpc.runtime.callee.answers import Answers
 from aiorpc.runtime.calls.current import current_node
 from aiorpc.runtime.calls.values import Results, encode
 from aiorpc.runtime.links.distribution import LOOP_COPY
-from aiorpc.testing import cluster
+from aiorpc.testing import Faults, cluster
 from tests.runtime.joining import unheard_of
 from tests.runtime.waiting import until, until_no_references
 
@@ -387,6 +389,22 @@ async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker])
             await future
         assert "no worker of that name has joined" in str(raised.value)
         assert (raised.value.worker, raised.value.function) == ("nobody", f"q.{verb}")
+
+
+async def test_a_lost_owner_is_told_without_the_lines_of_the_runtime(pair: list[Worker]) -> None:
+    """One call puts and takes for several callers: it was made by none of them."""
+    await make(pair[1], "full", maxsize=1).put(0)
+    waiting = [handle(pair[0], "full", "worker1").put(number) for number in (1, 2)]
+    await served(pair[1], "put_items")
+    with Faults(pair[0]) as faults:
+        await faults.kill("worker1")
+        for each in waiting:
+            with pytest.raises(PeerLost, match=r"^worker1 .* was lost: ") as raised:
+                await each
+            assert "made at" not in str(raised.value)
+    with pytest.raises(UnknownWorker, match="'nobody'") as unknown:
+        await handle(pair[0], "full", owner="nobody").get()
+    assert "__notes__" not in vars(unknown.value)
 
 
 @pytest.mark.parametrize("verb", ["get", "put", "get_nowait", "put_nowait"])

@@ -374,6 +374,18 @@ def test_a_size_that_makes_no_sense_is_refused(size: Any) -> None:
         batched(max_size=size)
 
 
+def test_a_decorator_without_its_arguments_is_refused() -> None:
+    """The function would be taken for max_size, and each caller told of it."""
+    bare: Any = batched
+    with pytest.raises(RpcUsageError, match=r"decorate that function write @rpc\.batched\(max_size="):
+        bare(plain)
+    batched(iter([2]).__next__)  # nothing says what it takes: it is asked
+
+
+def plain(values: list[int]) -> list[int]:
+    return values
+
+
 @pytest.mark.parametrize("wait", [-1.0, float("nan"), float("inf"), True, "1"])
 def test_a_wait_that_makes_no_sense_is_refused(wait: Any) -> None:
     """max_wait is checked when the function is decorated."""

@@ -171,6 +171,13 @@ async def test_handles_and_their_proxies_can_be_copied(pair: list[Worker]) -> No
     assert (await copy.copy(group.rpc_async()).size()).values() == [0]
 
 
+async def test_an_attribute_that_is_awaited_is_told_to_be_called(pair: list[Worker]) -> None:
+    """An object serves methods alone, and nothing is sent before one is called."""
+    pair[1].serve("buffer", Buffer())
+    with pytest.raises(RpcUsageError, match=r"'size' of .*buffer.* is awaited, and not called"):
+        await pair[0].peer("worker1").object("buffer").size
+
+
 async def test_a_name_is_served_once_unless_it_is_replaced(pair: list[Worker]) -> None:
     """The error says what is served; replaced and closed objects let go of what they hold."""
     first = pair[1].serve("buffer", Buffer(1))

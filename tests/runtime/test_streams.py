@@ -289,6 +289,38 @@ async def gated(key: str) -> AsyncIterator[int]:
         yield number
 
 
+async def test_a_thread_takes_items_by_a_plain_loop(pair: list[Worker], producer: Producer) -> None:
+    """It blocks there, raises the producer's error in its place, and stops the producer where it is left early."""
+
+    def take() -> tuple[list[int], list[int]]:
+        some = list[int]()
+        with pair[0].stream("worker1", slow, "it") as stream:
+            for item in stream:
+                some.append(item)
+                if item == 2:
+                    break
+        every = list[int]()
+        with pytest.raises(ValueError, match="after two"):
+            every.extend(pair[0].stream("worker1", fails_after_two))
+        return some, every
+
+    with pytest.raises(aiorpc.WouldBlockLoop, match="async for"):
+        iter(pair[0].stream("worker1", slow, "it"))
+    some, every = await asyncio.to_thread(take)
+    assert (some, every) == ([0, 1, 2], [0, 1])
+    await until(lambda: not pair[1].pending_calls())
+
+
+def slow(_: str) -> Iterator[int]:
+    yield from range(1000)
+
+
+def fails_after_two() -> Iterator[int]:
+    yield 0
+    yield 1
+    raise ValueError("after two")
+
+
 async def test_a_stream_has_one_consumer(pair: list[Worker]) -> None:
     """A second task that waits for an item is refused; the first goes on."""
     stream = pair[0].stream("worker1", stall)

@@ -68,7 +68,7 @@ class Objects:
                 kind = type(held._value).__qualname__
                 raise RpcUsageError(
                     f"worker {self.worker!r} serves an object {name!r} already, a {kind}: give this one another name, "
-                    "close() the other one, or put this one in its place with replace=True"
+                    "close() the other one, or put this one in its place with rpc.serve(..., replace=True)"
                 )
             self.by_name[name] = served
         return served

@@ -206,7 +206,10 @@ class CallFuture(Future[Any]):
             """Nothing: what is asked for is an attribute of the result."""
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if not name.startswith("_"):
-                text += f": this is {self.describe()}, and not its result; await it first, or wait() where no loop runs"
+                text += (
+                    f": this is {self.describe()}, and not its result; await it first, or wait() where no loop runs. "
+                    "What wants a Future of asyncio (asyncio.wait) takes asyncio.ensure_future(...) of it"
+                )
             raise AttributeError(text)
 
     def _on_cancel(self) -> None:

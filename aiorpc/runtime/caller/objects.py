@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ...errors import RpcUsageError
 from ...futures import Future
@@ -116,6 +116,12 @@ class _MethodOfObject(NamedTuple):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _invoke(self, args, kwargs)
+
+    def __await__(self) -> NoReturn:
+        raise RpcUsageError(
+            f"{self.name!r} of {self.handle!r} is awaited, and not called: an object serves its methods alone; "
+            f"write `await ....{self.name}()`, and for an attribute a method that returns it"
+        )
 
 
 def _checked(handle: ObjectHandle, name: str) -> str:

@@ -234,7 +234,8 @@ class OwedCalls:
             self._counters.late_answers += 1
             self._discard(frame)
             return
-        self._counters.latencies[int((now - future.started) * 1e6).bit_length()] += 1
+        if not future.system:  # those count among the calls that were made, and the runtime's own do not
+            self._counters.latencies[int((now - future.started) * 1e6).bit_length()] += 1
         entry = future.entry
         # An error may have come before the callee looked at the function (Overloaded, no such module).
         if not entry.confirmed and entry.number >= 0 and frame.kind == REPLY:

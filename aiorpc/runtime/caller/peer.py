@@ -71,9 +71,9 @@ class ReferencesForPeer(Protocol):
 
 
 class Try(NamedTuple):
-    """One try of a call with retries. site: where the call was made. once: as in a Call."""
+    """One try of a call with retries. site: where the call was made, None to leave that out. once: as in a Call."""
 
-    site: CallSite
+    site: CallSite | None
     once: tuple[int, int] | None
 
 
@@ -312,7 +312,7 @@ class Peer:
             owed.settle(call_id, self.gone)
         return future
 
-    def _ended(self, future: CallFuture, site: CallSite, stream: ItemSink | None, error: RpcError) -> CallFuture:
+    def _ended(self, future: CallFuture, site: CallSite | None, stream: ItemSink | None, error: RpcError) -> CallFuture:
         """A call that ends before it is sent, as its reference leads nowhere: whom it is for is not there."""
         future.site = site
         self.owed.enter(future, stream)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ... import foreign
@@ -20,20 +20,23 @@ from ...futures import Future
 from ...protocol.frames import Buffer, Kind
 from ...protocol.messages import Credit, Method, ObjectMethod, Values, write
 from ..calls.values import decode
+from ..engine.blocking import BlockingIterator
 from .future import CallFuture
 from .peer import Peer
 
 _Item = tuple[Values, Sequence[Buffer], Landing | None]
 
 
-class Stream(AsyncIterator[Any]):
-    """The consumer's side: ``async for item in stream``. Leaving the loop early stops the producer.
+class Stream(BlockingIterator[Any]):
+    """``async for item in stream``, or ``for`` in a thread that may block. Leaving the loop early stops the producer.
 
-    One consumer at a time, on any running loop. `aclose` ends it; so does dropping the last reference to it. The
-    timeout bounds the wait for each item, in seconds. Also an async context manager, for consumers that may fail.
+    One consumer at a time, on any running loop, or in a thread. `aclose` ends it, or `close` in a thread; so does
+    dropping the last reference to it, and the end of an ``async with`` or ``with``, for consumers that may fail. The
+    timeout bounds the wait for each item, in seconds.
     """
 
     def __init__(self, peer: Peer, window: int, timeout: float) -> None:
+        super().__init__(peer.engine)
         self._peer = peer
         self._window = window
         self._timeout = timeout
@@ -67,9 +70,6 @@ class Stream(AsyncIterator[Any]):
         loop, future = waiter
         if not loop.is_closed():
             loop.call_soon_threadsafe(_finish, future)
-
-    def __aiter__(self) -> Stream:
-        return self
 
     async def __anext__(self) -> Any:
         """The next item. Raises the producer's error in its place, RpcTimeout when none came in time.
@@ -146,12 +146,6 @@ class Stream(AsyncIterator[Any]):
 
     async def aclose(self) -> None:
         """Stop the producer and drop what has arrived. Idempotent; does not wait for the producer."""
-        self._stop()
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
         self._stop()
 
     def _stop(self) -> None:

@@ -461,6 +461,17 @@ class _Siblings:
         return forget
 
 
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether it can be called without arguments; True where nobody can tell."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # of a function of C that does not say
+        pass
+    return True
+
+
 def batched(
     max_size: int | Callable[[], int], max_wait: float | timedelta | None = None, *, concurrency: int | None = 1
 ) -> Callable[[F], F]:
@@ -483,6 +494,11 @@ def batched(
     """
     if not callable(max_size) and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
         raise RpcUsageError(f"max_size must be an integer >= 1 or a function that returns one, not {max_size!r}")
+    if callable(max_size) and not _takes_nothing(max_size):
+        raise RpcUsageError(
+            f"max_size must be an integer >= 1 or a function without arguments that returns one, not {max_size!r:.80}; "
+            "to decorate that function write @rpc.batched(max_size=..., max_wait=...) above it"
+        )
     wait = _max_wait(max_wait)
     if concurrency is not None and (isinstance(concurrency, bool) or not isinstance(concurrency, int)):
         raise RpcUsageError(f"concurrency must be an integer >= 1, or None for no limit, not {concurrency!r:.80}")

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...errors import WorkerClosed
 from ..caller.stream import Stream
 from ..calls.failures import came_from_afar
+from ..engine.blocking import BlockingIterator
 from ..engine.engine import Engine
-from ..engine.loops import block_for
 from .outcomes import Outcome, Outcomes
 from .turns import News, Turns
 
-_END = object()
 
-
-class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
+class GroupStream(BlockingIterator[tuple[str, Any]]):
     """``async for name, item in stream``, or ``for`` in a thread that may block.
 
     Leaving the loop early stops the producers; ``async with`` and ``with`` do so at once. Each producer stops while the
@@ -27,12 +23,9 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
     """
 
     def __init__(self, engine: Engine, function: str, streams: Sequence[tuple[str, Stream]]) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._streams = streams
         self._turns: Turns[tuple[str, Any]] = Turns(partial(_merged, function, streams), "this stream")
-
-    def __aiter__(self) -> GroupStream:
-        return self
 
     async def __anext__(self) -> tuple[str, Any]:
         """The next item of any member. GroupError behind the last one, with the errors of those that failed.
@@ -46,59 +39,6 @@ class GroupStream(AsyncIterator[tuple[str, Any]], Iterator[tuple[str, Any]]):
         await self._turns.aclose()
         for _, stream in self._streams:
             await stream.aclose()
-
-    def __iter__(self) -> GroupStream:
-        self._engine.refuse_on_loop("iterating over a stream", "async for")
-        return self
-
-    def __next__(self) -> tuple[str, Any]:
-        """As `__anext__`. Not on the worker's loop: WouldBlockLoop. Ctrl-C stops the producers."""
-        try:
-            item = self._wait(self._next())
-        except KeyboardInterrupt:
-            self.close()
-            raise
-        if item is _END:
-            raise StopIteration
-        found: tuple[str, Any] = item
-        return found
-
-    def close(self) -> None:
-        """As `aclose`, for threads. Not on the worker's loop: WouldBlockLoop."""
-        with contextlib.suppress(WorkerClosed):  # then no producer is left that one could stop
-            self._wait(self.aclose())
-
-    async def _next(self) -> Any:
-        try:
-            return await self._turns.next()
-        except StopAsyncIteration:
-            return _END
-
-    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run it on the worker's loop, where items arrive, and block for what it gives."""
-        engine = self._engine
-        ended = f"the loop of worker {engine.name!r} has ended"
-        try:
-            engine.refuse_on_loop("iterating over a stream", "async for")
-            future = asyncio.run_coroutine_threadsafe(coroutine, engine.loop)
-        except BaseException as error:
-            coroutine.close()
-            if engine.loop.is_closed():
-                raise WorkerClosed(ended) from error
-            raise
-        return block_for(future, engine.loop, ended)
-
-    def __enter__(self) -> GroupStream:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> GroupStream:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
 
 
 class _Item(NamedTuple):
