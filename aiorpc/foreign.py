@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import traceback
+from collections.abc import Mapping
 from types import MemberDescriptorType, TracebackType
 from typing import Any
 
@@ -18,6 +19,8 @@ _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which the exceptions of the int
 _FIELDS: dict[str, Any] = {
     name: BaseException.__dict__[name] for name in ("args", "__cause__", "__context__", "__traceback__", "__dict__")
 }
+# And those of a class, which no metaclass can redefine.
+_OF_CLASS: dict[str, Any] = {name: type.__dict__[name] for name in ("__flags__", "__mro__", "__base__", "__dict__")}
 
 
 def is_a(error: object, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
@@ -64,6 +67,11 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
     _FIELDS["__cause__"].__set__(error, cause)
 
 
+def set_args(error: BaseException, args: tuple[Any, ...]) -> None:
+    """As ``error.args = args`` does."""
+    _FIELDS["args"].__set__(error, args)
+
+
 def with_traceback(error: BaseException, trace: TracebackType | None) -> BaseException:
     """The same error with that traceback."""
     return BaseException.with_traceback(error, trace)
@@ -84,30 +92,18 @@ def copy_of(error: BaseException) -> BaseException | None:
     """An equal error without traceback, made without a call of its own code; None where that cannot be."""
     kind = type(error)
     try:
-        line: tuple[Any, ...] = type.__dict__["__mro__"].__get__(kind)
-        base = next(each for each in line if not each.__flags__ & _MADE_IN_PYTHON)
+        base: Any = base_of(kind)
         args = base.__reduce__(error)[1]  # some have more than their ``args``
         twin: BaseException = base.__new__(kind, *args)
         base.__init__(twin, *args)
         field(twin, "__dict__").update(field(error, "__dict__"))
-        for each in line:
-            _copy_slots(each, error, twin)
+        for slot in slots_of(kind).values():
+            with contextlib.suppress(AttributeError):  # nothing is in it
+                slot.__set__(twin, slot.__get__(error))
         set_cause(twin, field(error, "__cause__"))
     except Exception:  # made of other arguments than it has now
         return None
     return twin
-
-
-def _copy_slots(kind: type, error: BaseException, twin: BaseException) -> None:
-    if not kind.__flags__ & _MADE_IN_PYTHON:
-        return
-    for slot in type.__dict__["__dict__"].__get__(kind).values():
-        if type(slot) is MemberDescriptorType:
-            try:
-                value = slot.__get__(error)
-            except AttributeError:  # nothing is in it
-                continue
-            slot.__set__(twin, value)
 
 
 def log_error(logger: logging.Logger, level: int, error: BaseException, message: str, *args: object) -> None:
@@ -119,3 +115,41 @@ def log_error(logger: logging.Logger, level: int, error: BaseException, message:
             logger.log(level, f"{message}\n%s", *args, traceback_of(error))
         except BaseException as broken:  # a handler of the program's own
             logging.getLogger("aiorpc").debug("a log handler raised %s", name_of(broken))
+
+
+# --- of what an exception is made -------------------------------------------------------------------------------------
+
+
+def base_of(kind: type[BaseException]) -> type[BaseException]:
+    """The exception of the interpreter that it is one of, by which it is laid out."""
+    while _made_in_python(kind):
+        kind = _OF_CLASS["__base__"].__get__(kind)
+    return kind
+
+
+def _made_in_python(kind: type) -> bool:
+    return bool(_OF_CLASS["__flags__"].__get__(kind) & _MADE_IN_PYTHON)
+
+
+def classes_of(kind: type) -> list[type]:
+    """The classes among those that it inherits from, itself among them, that are not the interpreter's own."""
+    return [each for each in _OF_CLASS["__mro__"].__get__(kind) if _made_in_python(each)]
+
+
+def names_of(kind: type) -> Mapping[str, Any]:
+    """The attributes that a class itself defines."""
+    names: Mapping[str, Any] = _OF_CLASS["__dict__"].__get__(kind)
+    return names
+
+
+def members_of(kind: type) -> dict[str, Any]:
+    """Its fields outside of the ``__dict__`` of an exception, by their names."""
+    return {name: member for name, member in names_of(kind).items() if type(member) is MemberDescriptorType}
+
+
+def slots_of(kind: type) -> dict[str, Any]:
+    """The slots of its classes, by their names."""
+    slots: dict[str, Any] = {}
+    for each in reversed(classes_of(kind)):
+        slots.update(members_of(each))
+    return slots

@@ -55,6 +55,16 @@ def test_what_stands_in_slots_is_copied() -> None:
     assert isinstance(twin, Slotted) and twin.code == 5 and not hasattr(twin, "empty")
 
 
+def test_what_is_laid_out_by_another_class_than_its_first_is_copied() -> None:
+    """An exception may inherit from several of the interpreter's, of which one says how it is laid out."""
+
+    class Both(ValueError, OSError):
+        pass
+
+    twin = foreign.copy_of(Both(2, "none", "name"))
+    assert isinstance(twin, Both) and (twin.errno, twin.filename) == (2, "name")
+
+
 def test_what_cannot_be_made_again_has_no_copy() -> None:
     """Its arguments are others by now than those that it was made of."""
     error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")

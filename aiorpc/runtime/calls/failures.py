@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from types import MemberDescriptorType
 from typing import Any
 
 from ... import errors, foreign
@@ -35,10 +33,6 @@ _OWN: dict[str, type[errors.RpcError]] = {
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
 # By one of these a class says how its exceptions are pickled.
 _SAYS_HOW = frozenset(("__reduce__", "__reduce_ex__"))
-_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which the exceptions of the interpreter itself do not have
-# What the interpreter itself sees of a class and of an exception; no class and no metaclass can redefine it.
-_ARGS: Any = BaseException.__dict__["args"]
-_OF_CLASS: dict[str, Any] = {name: type.__dict__[name] for name in ("__flags__", "__mro__", "__base__", "__dict__")}
 
 
 class RemoteTraceback(Exception):
@@ -180,7 +174,8 @@ def _pickle(error: BaseException) -> bytes | None:
     pickled is believed, unless something else comes of it. Tensors inside are left to the text form.
     """
     args, kind = foreign.field(error, "args"), type(error)
-    whole_first = not _slots_of(kind) or any(not _SAYS_HOW.isdisjoint(_names_of(each)) for each in _in_python(kind))
+    says_how = any(not _SAYS_HOW.isdisjoint(foreign.names_of(each)) for each in foreign.classes_of(kind))
+    whole_first = says_how or not foreign.slots_of(kind)
     for whole in (whole_first, not whole_first):
         out = Outgoing(same_main=True)
         token = outgoing.set(out)
@@ -205,10 +200,10 @@ class _Parts:
     def __init__(self, error: BaseException) -> None:
         kind = type(error)
         state = dict(foreign.field(error, "__dict__"))
-        reduced: Any = _base(kind).__reduce__(error)
+        reduced: Any = foreign.base_of(kind).__reduce__(error)
         more = reduced[2] if len(reduced) > 2 else None  # an ImportError has fields that are not among its ``args``
         members = {name: value for name, value in more.items() if name not in state} if more else {}
-        for name, slot in _slots_of(kind).items():
+        for name, slot in foreign.slots_of(kind).items():
             with contextlib.suppress(AttributeError):  # nothing is in it
                 members[name] = slot.__get__(error)
         self.parts = (kind, foreign.field(error, "args"), state, reduced[1], members)
@@ -229,49 +224,14 @@ def rebuild(
     made_of: the arguments of the interpreter's part of it, which may be more than ``args``. members: what is in its
     slots, and fields of the interpreter's part that are not among its arguments.
     """
-    base = _base(kind)
+    base = foreign.base_of(kind)
     error: BaseException = base.__new__(kind, *made_of)
     with contextlib.suppress(Exception):  # its ``args`` were changed later to what it cannot be made of
         base.__init__(error, *made_of)
-    _ARGS.__set__(error, args)
+    foreign.set_args(error, args)
     foreign.field(error, "__dict__").update(state)
-    slots = {**_members_of(base), **_slots_of(kind)}
+    slots = {**foreign.members_of(base), **foreign.slots_of(kind)}
     for name, value in members.items():
         if name in slots:
             slots[name].__set__(error, value)
     return error
-
-
-def _base(kind: type[BaseException]) -> type[BaseException]:
-    """The exception of the interpreter that it is one of, by which it is laid out."""
-    while _made_in_python(kind):
-        kind = _OF_CLASS["__base__"].__get__(kind)
-    return kind
-
-
-def _made_in_python(kind: type) -> bool:
-    return bool(_OF_CLASS["__flags__"].__get__(kind) & _MADE_IN_PYTHON)
-
-
-def _in_python(kind: type) -> list[type]:
-    """The classes among those that it inherits from, itself among them, that are not the interpreter's own."""
-    return [each for each in _OF_CLASS["__mro__"].__get__(kind) if _made_in_python(each)]
-
-
-def _names_of(kind: type) -> Mapping[str, Any]:
-    """The attributes that a class itself defines."""
-    names: Mapping[str, Any] = _OF_CLASS["__dict__"].__get__(kind)
-    return names
-
-
-def _members_of(kind: type) -> dict[str, Any]:
-    """Its fields outside of the ``__dict__`` of an exception, by their names."""
-    return {name: member for name, member in _names_of(kind).items() if type(member) is MemberDescriptorType}
-
-
-def _slots_of(kind: type) -> dict[str, Any]:
-    """The slots of its classes, by their names."""
-    slots: dict[str, Any] = {}
-    for each in reversed(_in_python(kind)):
-        slots.update(_members_of(each))
-    return slots

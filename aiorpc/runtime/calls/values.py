@@ -133,6 +133,8 @@ def encode(
             raise _too_many(buffers, target.max_segment)
         try:
             body = write_with(kind, head, said)
+        except UnicodeEncodeError as error:
+            raise SerializationError(f"cannot be written as UTF-8, as half of a character is in it: {error}") from error
         except ValueError as error:  # a string or bytes longer than msgpack can say
             raise SerializationError(
                 f"is too large: {error}; send large data as tensors or arrays", _longest(said)
