@@ -285,6 +285,7 @@ async def test_what_goes_wrong_on_the_way_is_told_at_once() -> None:
 async def test_worker_that_was_known_to_be_gone_fails_its_calls_all_the_same(pair: list[Worker]) -> None:
     """That it cannot be reached is no news to the group, but it is to who waits."""
     pair[0].node.engine.bounds = Bounds(connect=0.05)
+    assert await pair[1].call("worker0", abs, -3) == 3  # in one process a death is seen by connections alone
     await pair[1].drop()
     await until(lambda: pair[0].node.group.is_gone(pair[1].node.engine.record))
     engine = pair[0].node.engine
