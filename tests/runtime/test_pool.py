@@ -91,7 +91,7 @@ def test_an_idle_thread_is_reused(pools: Callable[..., ThreadPool]) -> None:
     for _ in range(50):
         done = threading.Event()
         pool.submit(job, done)
-        assert done.is_set()
+        assert done.wait(LIMIT_S)
         wait_until(lambda: pool.idle == pool.threads)
     assert names == {"aiorpc-test-1"}
 
@@ -434,7 +434,7 @@ def test_every_job_runs_exactly_once_under_stress(pools: Callable[..., ThreadPoo
         done = threading.Event()
         pool.submit(leaf, inner, done)
         pool.enter_blocked()
-        assert done.is_set()
+        assert done.wait(LIMIT_S)
         pool.exit_blocked()
         runs[index] += 1
 
@@ -779,7 +779,7 @@ def test_what_a_source_raises_ends_no_thread(
     wait_until(lambda: standing(pool) == 0)
     done = threading.Event()
     pool.submit(done.set)
-    assert done.is_set()
+    assert done.wait(LIMIT_S)
     assert "could not stand by" in caplog.text
     caplog.clear()
 
