@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiorpc as rpc
+from tests.limits import busy
 from tests.runtime.test_publishing import number_of, weights
 
 from . import bodies
+from .test_scripts import HEADER, run_ranks
 from .workers import group, until
 
 LARGE = 1 << 21  # floats: 8 MiB
@@ -187,3 +190,39 @@ async def test_a_late_subscriber_gets_what_a_killed_publisher_has_left() -> None
 async def read_until(version: int) -> bool:
     """Whether the subscription of w2 has come so far."""
     return bool(await rpc.call("w2", take) == version)
+
+
+SCRIPT = f"""{HEADER}
+import torch
+
+if PUBLISHES:
+    class Policy:
+        scale = torch.full((20_000,), 2.0)  # it travels with the class, where that goes by value
+
+        def __init__(self):
+            self.weights = torch.full((20_000,), 40.0)
+
+        def total(self):
+            return int(self.weights.mean() + self.scale.mean())
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    rpc.init_rpc(f"w{{rank}}")
+    if rank == 0:
+        rpc.publish("policy", Policy()).wait()
+    else:
+        value = next(rpc.subscribe("policy", timeout={60 * busy()})).value
+        assert type(value).__name__ == "Policy" and value.total() == 42
+        assert PUBLISHES == (type(value) is globals().get("Policy"))
+    rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_class_of_the_publisher_s_script_can_be_read_by_all(tmp_path: Path) -> None:
+    """By name by who runs the same script, else by value, with the tensors that the class itself has."""
+    paths = [tmp_path / "publisher.py", tmp_path / "reader.py"]
+    for path, publishes in zip(paths, (True, False), strict=True):
+        path.write_text(SCRIPT.replace("PUBLISHES", str(publishes)))
+    publisher, reader = paths
+    run_ranks([publisher, publisher, reader])

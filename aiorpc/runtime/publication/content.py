@@ -20,7 +20,7 @@ from ...channels.routes import Route
 from ...errors import NotAllowed, ProtocolError, SerializationError
 from ...protocol.codec import Incoming, decode_values, names_nothing
 from ...protocol.frames import Buffer
-from ...protocol.messages import Reply, Values, read_values
+from ...protocol.messages import Reply, Values, read_values, write
 from ...protocol.reference_messages import PassedReference
 from ..calls.values import decode, encode
 from ..engine.engine import Engine
@@ -43,7 +43,8 @@ class _AnyReader:
 class Content(NamedTuple):
     """A value that was taken apart.
 
-    bodies: what a message says of it: for readers that run our main module, and for the others where that differs.
+    bodies: what a message says of it: for readers that run our main module, and for the others where that differs; that
+    one is in a message with how many buffers are not its own, if it has others, which are the last ones then.
     buffers: with the bytes of its tensors, which they borrow. spans, size: where these come to lie, in how many bytes.
     marks: what has to be waited for before the buffers are read, as devices copy into them.
     """
@@ -68,7 +69,10 @@ def take_apart(name: str, value: object, engine: Engine, driver: Accelerator | N
         body, found = _encode(value, reader, route, other_main=False)
         other_body = body
         if b"load_main" in body:  # as the codec names what the main module defines
-            other_body, _ = _encode(value, reader, route, other_main=True)
+            other_body, others = _encode(value, reader, route, other_main=True)
+            if len(others) != len(found):  # what goes by value brings tensors of its own, as those of a class
+                other_body = write(Reply(Values([other_body, len(found)])))
+                found = [*found, *others]
     except SerializationError as error:
         raise SerializationError(f"{what} {error}") from error.__cause__
     spans, size = lay_out(map(len, found))
@@ -143,6 +147,11 @@ def put_together(
     if type(body) is not bytes:
         raise ProtocolError("a version without what it says of its value")
     said = read_values(body)
+    if len(said.values) == 2:
+        body, others = said.values
+        if type(body) is not bytes or type(others) is not int or not 0 <= others <= len(spans):
+            raise ProtocolError("a version in a form that is none")
+        said, spans = read_values(body), spans[others:]
     if plain and not engine.safe and not names_nothing(said.pickled):
         raise NotAllowed(
             f"worker {engine.name!r} has a rule in its option serve for the role of who has published this, and reads "
