@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 from . import foreign
@@ -70,6 +71,12 @@ class Repeatable:
 
     def __call__(self, future: Any) -> None:
         raise NotImplementedError
+
+
+class Again(partial[None], Repeatable):
+    """``partial(function, ...)`` as such a callback, of a function that may run twice with the same Future."""
+
+    __slots__ = ()
 
 
 class UserCallback:

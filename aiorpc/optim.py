@@ -29,9 +29,9 @@ import torch
 
 from . import foreign
 from .autograd.contexts import make_pass
-from .autograd.parts import Again, Closing, Part, pack_reference
+from .autograd.parts import Closing, Part, pack_reference
 from .autograd.passes import Last
-from .callbacks import block_observer
+from .callbacks import Again, block_observer
 from .errors import RpcCancelled, RpcError, RpcTimeout, RpcUsageError
 from .futures import Future
 from .protocol.registered import register_safe

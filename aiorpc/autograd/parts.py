@@ -31,7 +31,6 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from .. import foreign
-from ..callbacks import Repeatable
 from ..channels.landing import Arrival
 from ..channels.layout import EMBEDDED_SIZE
 from ..errors import RpcError, RpcUsageError
@@ -80,12 +79,6 @@ class RunsPass(Protocol):
 
     def part_over(self, part: Part) -> None:
         """The part of this worker is over. Any thread."""
-
-
-class Again(partial[None], Repeatable):
-    """``partial(function, ...)`` for `Future.when_settled`, of a function that may run twice with the same call."""
-
-    __slots__ = ()
 
 
 # --- a part -----------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import foreign
+from ..callbacks import Again
 from ..errors import RpcError, RpcUsageError
 from ..futures import Future
 from ..runtime.gradients.contexts import AutogradContext
@@ -51,7 +52,6 @@ from ..runtime.node import Node
 from .parts import (
     MORE,
     NOT_CLOSED,
-    Again,
     Closing,
     Entry,
     Gradients,

@@ -28,7 +28,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from ... import foreign
-from ...callbacks import Repeatable
+from ...callbacks import Again
 from ...errors import RpcCancelled
 from ...futures import ArrivalForFuture, Future
 from ...sites import CallSite
@@ -75,9 +75,9 @@ class GroupCall(Future[Outcomes]):
 
     def follow(self, place: int, call: Future[Any]) -> None:
         """The call to the member of that place is a Future of its own."""
-        call.when_settled(_Member(self, place))
+        call.when_settled(Again(self._take_from, place))
 
-    def take_from(self, place: int, call: Future[Any]) -> None:
+    def _take_from(self, place: int, call: Future[Any]) -> None:
         """The call to the member of that place has settled. As `take`."""
         call.mark_seen()
         if call.arrival is not None:
@@ -220,19 +220,6 @@ class GroupCall(Future[Outcomes]):
         for loop, event in list(self._listeners):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(event.set)
-
-
-class _Member(Repeatable):
-    """The callback for a member's call that is a Future of its own. It may run twice."""
-
-    __slots__ = ("group", "place")
-
-    def __init__(self, group: GroupCall, place: int) -> None:
-        self.group = group
-        self.place = place
-
-    def __call__(self, call: Future[Any]) -> None:
-        self.group.take_from(self.place, call)
 
 
 class _Arrivals:
