@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -136,45 +136,42 @@ def test_another_group_at_the_place_is_not_mixed_with() -> None:
         del store
 
 
+@contextmanager
+def one_of_two_is_back() -> Iterator[tuple[Callable[[], Rendezvous], Rendezvous, Rendezvous]]:
+    """What opens the way to another store, where a is back; a, which has not heard of b; and b, which is to come."""
+    store, port = serve("127.0.0.1", 0)
+    opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
+    with closing(opened()) as first, closing(opened()) as unseen:
+        assert found(first, "a") == ["a"] and found(unseen, "b") == ["a", "b"]
+        unseen.serve_secret_requests()  # and the first one does not look again
+        del store
+        store, _ = serve("127.0.0.1", port)
+        assert first.meet_again(first.record)
+        yield opened, first, unseen
+        del store
+
+
 def test_a_newcomer_at_another_store_has_the_id_of_nobody_who_has_not_come_there_yet() -> None:
     """Whoever comes back first may not have seen the last ones who joined: their ids are theirs all the same."""
-    store, port = serve("127.0.0.1", 0)
-    opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
-    with closing(opened()) as first, closing(opened()) as unseen:
-        assert found(first, "a") == ["a"] and found(unseen, "b") == ["a", "b"]
-        mine, theirs = unseen.members()
-        unseen.serve_secret_requests()  # and the first one does not look again
-        del store
-        store, _ = serve("127.0.0.1", port)
-        assert first.meet_again(mine)
-        with closing(opened()) as newcomer:
-            assert found(newcomer, "c") == ["a", "c"]
-            assert unseen.meet_again(theirs)
-            ids = {record.name: record.id for record in newcomer.members()}
-            assert len(set(ids.values())) == 3 and ids["b"] == theirs.id
-        del store
+    with one_of_two_is_back() as (opened, _, unseen), closing(opened()) as newcomer:
+        theirs = unseen.record
+        assert found(newcomer, "c") == ["a", "c"]
+        assert unseen.meet_again(theirs)
+        ids = {record.name: record.id for record in newcomer.members()}
+        assert len(set(ids.values())) == 3 and ids["b"] == theirs.id
 
 
-def test_a_name_leads_to_one_worker_at_another_store(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_leads_to_one_worker_at_another_store() -> None:
     """Whoever comes back after somebody has joined there under its name says so, until that one is gone."""
-    store, port = serve("127.0.0.1", 0)
-    opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
-    with closing(opened()) as first, closing(opened()) as unseen:
-        assert found(first, "a") == ["a"] and found(unseen, "b") == ["a", "b"]
-        mine, theirs = unseen.members()
-        unseen.serve_secret_requests()  # and the first one does not look again
-        del store
-        store, _ = serve("127.0.0.1", port)
-        assert first.meet_again(mine)
-        with closing(opened()) as newcomer:
-            assert found(newcomer, "b") == ["a", "b"]
-            with pytest.raises(RendezvousError, match=r"b \(rank \d+, .*\) has joined under the name of b \(rank"):
-                unseen.meet_again(theirs)
-            assert sorted(record.name for record in first.members()) == ["a", "b"]
-            newcomer.leave(newcomer.record)
-            assert unseen.meet_again(theirs)
-            assert first.members() == [mine, theirs]
-        del store
+    with one_of_two_is_back() as (opened, first, unseen), closing(opened()) as newcomer:
+        mine, theirs = first.record, unseen.record
+        assert found(newcomer, "b") == ["a", "b"]
+        with pytest.raises(RendezvousError, match=r"b \(rank \d+, .*\) has joined under the name of b \(rank"):
+            unseen.meet_again(theirs)
+        assert sorted(record.name for record in first.members()) == ["a", "b"]
+        newcomer.leave(newcomer.record)
+        assert unseen.meet_again(theirs)
+        assert first.members() == [mine, theirs]
 
 
 def test_what_a_member_has_claimed_stays_claimed_at_another_store(caplog: pytest.LogCaptureFixture) -> None:
