@@ -21,7 +21,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -154,43 +154,55 @@ class Arena:
         if size <= 0:
             self.last_refusal = "empty"
             return None
-        with self._lock:
-            block = self._carve(size) if threading.get_ident() != _MAIN else self._carve_whole(size)
-            if block is None and not grow:
-                self.last_refusal = self._why_none(size)
-        if block is not None or not grow:
-            return block
-        with self._growth:
-            while True:  # each turn the arena grows, and it is bounded
-                with self._lock:
-                    block = self._carve_whole(size)
-                if block is not None:
-                    return block
-                extent = self._take_cold(size)
-                if extent is None:
-                    return None
-                self._give_room(extent)
+        block = None
+        try:
+            with self._lock:
+                block = self._carve(size) if threading.get_ident() != _MAIN else self._carve_whole(size)
+                if block is None and not grow:
+                    self.last_refusal = self._why_none(size)
+            if block is not None or not grow:
+                return block
+            with self._growth:
+                while True:  # each turn the arena grows, and it is bounded
+                    with self._lock:
+                        block = self._carve_whole(size)
+                    if block is not None:
+                        return block
+                    extent = self._take_cold(size)
+                    if extent is None:
+                        return None
+                    self._give_room(extent)
+        except BaseException:  # a signal handler has raised it, as a lock was let go of, say
+            if block is not None:
+                self.free(block)
+            raise
 
     def allocate_cold(self, size: int) -> Block | None:
         """A block of cold memory, whose pages come with the first `write`; None when there is none to be had.
 
         Not for a loop: it may ask the system for a segment.
         """
-        with self._growth:
-            before, generation = self._cold.state(), self._generation
-            try:
-                extent = self._take_cold(size, 0)
-                if extent is None:
-                    return None
-                with self._lock:
-                    block = self._carve_whole(size, Place(*extent))
-                    if block is not None:
-                        self._fresh.add(block.generation)
-                    return block
-            except BaseException:
-                if self._generation == generation:  # else there may be a block in it, and it is lost
-                    self._cold.restore(before)
-                raise
+        block = None
+        try:
+            with self._growth:
+                before, generation = self._cold.state(), self._generation
+                try:
+                    extent = self._take_cold(size, 0)
+                    if extent is None:
+                        return None
+                    with self._lock:
+                        block = self._carve_whole(size, Place(*extent))
+                        if block is not None:
+                            self._fresh.add(block.generation)
+                        return block
+                except BaseException:
+                    if self._generation == generation:  # else there may be a block in it
+                        self._cold.restore(before)
+                    raise
+        except BaseException:
+            if block is not None:
+                self.free(block)
+            raise
 
     def grow(self, size: int) -> list[tuple[int, int, int]]:
         """Have room for `size` bytes more, warm. Slow; for a thread.
@@ -274,17 +286,24 @@ class Arena:
         """Have each piece worked on, here and in a second thread; return when all is done."""
         together(work, pieces, self._assist)
 
-    def share(self, block: Block) -> None:
-        """The block has one holder more: `free` has to be called once more. Raises ValueError as `free` does."""
+    def share(self, block: Block, done: list[bool] | None = None) -> None:
+        """The block has one holder more: `free` has to be called once more. Raises ValueError as `free` does.
+
+        done: gets an entry as that is so; whoever is interrupted can tell by it.
+        """
         with self._lock:
             entry = self._live.get(block.generation)
             if entry is None or entry[0] != block:
                 raise ValueError(f"{block} is not in use")
-            self._shares[block.generation] = self._shares.get(block.generation, 0) + 1
+            holders = self._shares.get(block.generation, 0) + 1
+            self._shares[block.generation] = holders
+            if done is not None:
+                done += (True,)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: Block, done: list[bool] | None = None) -> None:
         """A holder is done with the block; after the last one it may be used again.
 
+        done: gets an entry if others have it, as soon as this one is not counted any more. See `freed`.
         Raises ValueError for one that is not in use. Nothing once it is closed.
         """
         with self._lock:
@@ -293,21 +312,30 @@ class Arena:
             entry = self._live.get(block.generation)
             if entry is None or entry[0] != block:
                 raise ValueError(f"{block} is not in use")
-            others = self._shares.pop(block.generation, 0) if self._shares else 0
-            if others > 1:
-                self._shares[block.generation] = others - 1
+            others = self._shares.get(block.generation, 0) if self._shares else 0
             if others:
+                if others > 1:
+                    self._shares[block.generation] = others - 1
+                else:
+                    del self._shares[block.generation]
+                if done is not None:
+                    done += (True,)
                 return
             place = entry[1]
+            if not self.poison:
+                self._give_whole(block, place)
+                return
             mapping = self._segments[place.segment].mapping
-            if self.poison:
-                del self._live[block.generation]
-            else:
-                self._give_whole(block, place)
-        if self.poison:
-            ctypes.memset(mapping.address + place.start, POISON, place.room)
-            with self._lock:
-                self._give_whole(block, place)
+        ctypes.memset(mapping.address + place.start, POISON, place.room)
+        with self._lock:
+            self._give_whole(block, place)
+
+    def freed(self, block: Block, done: Sequence[bool]) -> bool:
+        """Whether a call of `free` has had its effect, though a signal handler has raised in it. done: as given there.
+
+        In the thread of that call.
+        """
+        return bool(done) or block.generation not in self._live
 
     def trim(self, floor: int = SEGMENT_SIZE) -> int:
         """Give back memory that was not in use since the last call; returns how many bytes. For a thread, now and then.

@@ -13,10 +13,12 @@ Nobody is told when the last view dies, which may be in any thread and in the mi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 from ..protocol.frames import Buffer
@@ -109,15 +111,23 @@ class Keeper:
     def collect(self) -> bool:
         """Give back to the arena what nobody here has any more; whether there was any."""
         found = False
-        while self._dead:
-            try:
-                keep = self._dead.popleft()
-            except IndexError:  # another thread has found it
-                break
-            if keep.block is not None:
-                self.keeps.pop(keep.address, None)  # before the block is free: the next one may have its address
-                self._arena.free(keep.block)
-                found = True
+        dead: list[_Keep] = []
+        freed: list[bool] = []
+        try:
+            with contextlib.suppress(IndexError):  # another thread has found it
+                dead.extend(map(deque.popleft, repeat(self._dead, len(self._dead))))
+            for keep in dead:
+                if keep.block is not None:
+                    self.keeps.pop(keep.address, None)  # before the block is free: the next one may have its address
+                    self._arena.free(keep.block, freed)
+                    keep.block, freed = None, []
+                    found = True
+        except BaseException:  # a signal handler has raised it: the next look finds what is left
+            left = [keep for keep in dead if keep.block is not None]
+            if left and left[0].block is not None and self._arena.freed(left[0].block, freed):
+                del left[0]
+            self._dead.extend(left)
+            raise
         return found
 
     def close(self) -> None:

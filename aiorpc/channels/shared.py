@@ -44,8 +44,11 @@ class Surroundings(Protocol):
     def post(self, fields: list[Any]) -> None:
         """Send a message to the other end. Any thread."""
 
-    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
-        """Tell the other end that these blocks are its own again. more: a message follows at once. Any thread."""
+    def give_back(self, blocks: Sequence[Block], unsent: list[Any], *, more: bool) -> None:
+        """Tell the other end that these blocks are its own again. more: a message follows at once. Any thread.
+
+        unsent: has something in it, and nothing once they will be told.
+        """
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:
         """Run something in a thread. Any thread."""
@@ -212,7 +215,7 @@ class SharedMemory:
             self.offer_all()
         if large:
             lent = self.lender.lend(
-                *buffers,
+                buffers[0],
                 usable=self._is_mapped,
                 soon=self._usable_soon,
                 grow=False,
@@ -221,12 +224,14 @@ class SharedMemory:
                 confirm=self._confirm,
             )
         else:
-            lent = self.lender.lend(*buffers, usable=self._is_mapped, grow=False, copies=copies, kept=kept)
+            lent = self.lender.lend(
+                buffers[0], others=buffers[1:], usable=self._is_mapped, grow=False, copies=copies, kept=kept
+            )
         if lent is not None:
             block, crowded = lent
-            if copies is None or crowded or block.size < COPY_SIZE:
-                return block, int(crowded or copies is not None)
-            return block, PRIVATE
+            if not crowded and copies is None:  # no call from here on: nobody could interrupt it
+                return block, IN_PLACE
+            return block, COPY_OUT if crowded or block.size < COPY_SIZE else PRIVATE
         if self.lender.last_refusal == "not mapped":
             self.offer_all()
         elif self.lender.last_refusal not in ("share", "retired", "closed"):
@@ -364,8 +369,22 @@ class SharedMemory:
     def flush(self, *, more: bool = False) -> None:
         """Send what was released, if anything was. more: a message follows at once. Any thread."""
         released = self.borrower.drain()
-        if released:
-            self._around.give_back(released, more=more)
+        if not released:
+            return
+        unsent: list[Any] = [released]
+        try:
+            self._around.give_back(released, unsent, more=more)
+        except BaseException:
+            if unsent:  # a signal handler has raised it: somebody else sends them
+                self.borrower.released.extend(released)
+            raise
+
+    def has_taken(self, wire: Wire) -> bool:
+        """Whether the block that a thread has begun to receive was adopted, if `is_here` has said that it may.
+
+        In that thread, after it was interrupted.
+        """
+        return self.borrower.has_taken(_block_of(wire))
 
     def on_release(self, blocks: Sequence[Sequence[int]], *, again: bool = False) -> None:
         """The other end has given these blocks back. Any thread. again, and errors: as of `Lender.released`."""

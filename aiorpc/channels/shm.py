@@ -18,6 +18,7 @@ system would end whoever reads that: it is read like any file, and each block is
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -26,6 +27,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy
@@ -69,8 +71,14 @@ class Copies:
 
     def add(self, buffers: Sequence[Buffer], block: Block) -> None:
         """That block is the copy of these buffers."""
-        self._arena.share(block)
-        self._made[tuple(map(id, buffers))] = buffers, block
+        key, shared = tuple(map(id, buffers)), list[bool]()
+        try:
+            self._arena.share(block, shared)
+            self._made[key] = buffers, block
+        except BaseException:
+            if shared and key not in self._made:
+                self._arena.free(block)
+            raise
 
     def close(self) -> None:
         """No further peer gets them. What was lent stays so until it is given back."""
@@ -112,7 +120,9 @@ class Lender:
 
     def lend(
         self,
-        *buffers: Buffer,
+        buffer: Buffer,
+        *,
+        others: Sequence[Buffer] = (),
         usable: Callable[[int], bool] | None = None,
         soon: Callable[[int], bool] | None = None,
         grow: bool = True,
@@ -123,6 +133,10 @@ class Lender:
     ) -> tuple[Block, bool] | None:
         """Copy the buffers, each at the next multiple of `ALIGN`, into a fresh block that is the peer's from now on.
 
+        Whoever calls it by its arguments' names has the block, or nothing is lent, whatever a signal handler raises; on
+        Python 3.11 a call with ``*`` would lose it.
+
+        others: that go into the same block, behind the first one.
         copies: of buffers that others get, too: a block that is there is lent to this peer as well.
         kept: a block that has the bytes already; it is lent as it is, but not twice at a time.
         usable: asked, before anything is copied, whether the peer can use the segment of that index. soon: asked where
@@ -132,9 +146,11 @@ class Lender:
         segment that the peer could not use before it, whether it can by now; it may wait for that.
         The flag asks the peer to copy it out at once. None: send the bytes another way (`refused` says why).
         """
-        size = len(buffers[0]) if len(buffers) == 1 else packed_size(buffers)
+        buffers = (buffer, *others)
+        size = len(buffer) if not others else packed_size(buffers)
         counted = leased = lent = False
-        block = None
+        block = made = None
+        shared: list[bool] = []
         try:
             with self._lock:
                 if self._retired:
@@ -153,7 +169,7 @@ class Lender:
                 if block is None and cold is not None and cold():
                     block = self.arena.allocate_cold(size)
             else:
-                self.arena.share(made)
+                self.arena.share(made, shared)
                 block = made
             if block is None:
                 self._refuse(self.arena.last_refusal)
@@ -164,8 +180,8 @@ class Lender:
             else:
                 if made is not None:
                     pass  # it is written
-                elif len(buffers) == 1:
-                    self.arena.write(block, buffers[0])
+                elif not others:
+                    self.arena.write(block, buffer)
                 else:
                     self._copy(buffers, block)
                 if unusable and confirm is not None and not confirm(block.segment):
@@ -193,7 +209,7 @@ class Lender:
             self._refuse("closed")
         finally:
             if counted and not lent:
-                self._give_up(size, block, leased)
+                self._give_up(size, made if shared else block, leased)
         return None
 
     def _copy(self, buffers: Sequence[Buffer], block: Block) -> None:
@@ -210,13 +226,9 @@ class Lender:
 
     def taken_back(self, block: Block) -> None:
         """The frame that mentions this block was not sent and never will be. Raises ValueError for no lease."""
-        with self._lock:
-            if self._reclaimed:
-                return
-            if self._leases.get(block.generation) != block:
-                raise ValueError(f"{block} is not lent")
-            self._forget(block)
-        self.arena.free(block)
+        if block != self._leases.get(block.generation) and not self._reclaimed:
+            raise ValueError(f"{block} is not lent")
+        self.released((block,), again=True)
 
     def released(self, blocks: Sequence[Sequence[int]], *, again: bool = False) -> None:
         """The peer is done with these blocks, each of which is the fields of a `Block`.
@@ -225,17 +237,24 @@ class Lender:
         that the peer does not hold.
         """
         for numbers in blocks:
-            with self._lock:
-                if self._reclaimed:
-                    return
-                block = self._leases.get(numbers[3])
-                if block is None or block != tuple(numbers):
-                    if again:
-                        continue
-                    raise ProtocolError(f"a release of a block that is not lent: {numbers}")
-                del self._leases[block.generation]  # as `_forget`, without a function for each
-                self._lent -= block.size
-            self.arena.free(block)
+            ended, freed = None, list[bool]()
+            try:
+                with self._lock:
+                    if self._reclaimed:
+                        return
+                    block = self._leases.get(numbers[3])
+                    if block is None or block != tuple(numbers):
+                        if again:
+                            continue
+                        raise ProtocolError(f"a release of a block that is not lent: {numbers}")
+                    del self._leases[block.generation]  # as `_forget`, without a function for each
+                    self._lent -= block.size
+                    ended = block
+                self.arena.free(block, freed)
+            except BaseException:  # a signal handler has raised it: with the lease nobody would come again
+                if ended is not None and not self.arena.freed(ended, freed):
+                    self.arena.free(ended, freed)
+                raise
 
     def retire(self) -> None:
         """The connection is gone: nothing more is lent; what is lent stays so."""
@@ -279,6 +298,7 @@ class Borrower:
         self._on_loan = on_loan
         self._mappings: dict[int, tuple[Mapping | _Unsealed, bytes]] = {}
         self._loans: dict[tuple[int, int], _Loan] = {}  # by segment and offset
+        self._lately: deque[int] = deque(maxlen=16)  # generations of the blocks that were adopted last
         #: For `drain`; public so that one can look cheaply whether there is anything.
         self.released: deque[_Loan | Block] = deque()
         self._pid = os.getpid()
@@ -374,25 +394,36 @@ class Borrower:
         loan = _Loan(array, self.released.append)
         loan.block = block
         self._loans[block.segment, block.offset] = loan
+        self._lately.append(block.generation)
         self._on_loan()
         return array
 
     def drain(self) -> list[Block]:
         """The blocks released since the last call, for the lender. None in forked children: they are the parent's."""
-        released: list[Block] = []
+        blocks: list[Block] = []
         if os.getpid() != self._pid:
-            return released
+            return blocks
+        last: list[_Loan | Block] = []
+        released = self.released
         try:
-            while True:
-                last = self.released.popleft()
-                if isinstance(last, _Loan):
-                    block = last.block
+            with contextlib.suppress(IndexError):  # another thread was faster
+                last.extend(map(deque.popleft, repeat(released, len(released))))
+            for each in last:
+                if isinstance(each, _Loan):
+                    block = each.block
                     self._loans.pop((block.segment, block.offset), None)
-                    released.append(block)
                 else:
-                    released.append(last)
-        except IndexError:
-            return released
+                    block = each
+                blocks.append(block)
+        except BaseException:  # a signal handler has raised it
+            released.extend(last)
+            raise
+        return blocks
+
+    def has_taken(self, block: Block) -> bool:
+        """Whether that block was adopted; also when it has been released since, unless many were adopted after it."""
+        loan = self._loans.get((block.segment, block.offset))
+        return (loan is not None and loan.block == block) or block.generation in self._lately
 
     def close(self) -> None:
         """Nothing is adopted or released any more. What was adopted stays valid as long as it lives."""
@@ -425,6 +456,7 @@ class Borrower:
         return known[0]
 
     def _give_back(self, block: Block) -> None:
+        self._lately.append(block.generation)
         self.released.append(block)
         self._on_loan()
 

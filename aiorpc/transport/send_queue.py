@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import call, is_not, itemgetter
+from typing import Any
 
 from ..protocol.frames import Buffer
 from ..protocol.seal import MAX_PAYLOAD, Seal
@@ -48,6 +49,9 @@ _WAKE: Sequence[Buffer] = (b"",)  # stands for what TLS has to say; no frame
 _RUN: Callable[[Callable[[], object]], object] = call  # as mypy understands it
 _READ: Callable[[Callable[[], bytes]], bytes] = call
 _WITHOUT_COUNT: Callable[[tuple[int, bytes]], tuple[bytes]] = itemgetter(slice(1, None))
+
+#: Has something in it until its frame is among those that wait: so whoever is interrupted can tell.
+Unsent = list[Any]
 
 #: How many frames end in a piece, how much of the next one is in it, and its size.
 _Piece = tuple[int, int, int]
@@ -79,17 +83,22 @@ class SendQueue:
         """Frames that are not written as a whole; one of very many buffers counts as several."""
         return len(self.frames) + len(self.begun)
 
-    def append(self, frame: Sequence[Buffer]) -> None:
-        """Any thread."""
+    def append(self, frame: Sequence[Buffer], unsent: Unsent | None = None) -> None:
+        """Any thread. unsent: has something in it; it is emptied by the call of C that appends the frame."""
         size = sum(map(len, frame)) + FRAME_COST
         self.size += size
         if len(frame) <= MAX_BUFFERS:
-            self.frames.append(frame)
+            entries = [frame]
         elif self._session is not None:  # which counts frames
-            self.frames.append(_merged(frame))
+            entries = [_merged(frame)]
         else:  # in one call, so that nobody's gets between them
             self.size += (len(frame) - 1) // MAX_BUFFERS * FRAME_COST
-            self.frames.extend([frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)])
+            entries = [frame[at : at + MAX_BUFFERS] for at in range(0, len(frame), MAX_BUFFERS)]
+        if unsent is None:
+            self.frames.extend(entries)
+        else:
+            unsent[:] = entries
+            self.frames.extend(map(unsent.pop, repeat(0, len(entries))))
 
     def seal(self, seal: Seal, piece_size: int = MAX_PAYLOAD) -> None:
         """From now on what is written bears seals. Nothing may be under way, and no other thread may append.

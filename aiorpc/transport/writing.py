@@ -26,7 +26,7 @@ from typing import Any
 
 from ..protocol.frames import Buffer
 from ..protocol.session import Session
-from .send_queue import FRAME_COST, SendQueue
+from .send_queue import FRAME_COST, SendQueue, Unsent
 from .tls import TlsLayer
 
 # So many small frames are not held back for more to come: the other side starts to work on them while we make the rest.
@@ -79,17 +79,21 @@ class FrameWriter:
         """Frames appended and not yet written."""
         return len(self.queue)
 
-    def send(self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False) -> None:
+    def send(
+        self, frame: Sequence[Buffer], *, urgent: bool = False, more: bool = False, unsent: Unsent | None = None
+    ) -> None:
         """Queue one frame, from any thread; never blocks. After close the frame is dropped.
 
         urgent: nothing else is under way, so write at once. more: the caller sends another one right after this, or
-        says `push`.
+        says `push`. unsent: see `SendQueue.append`.
         """
         if self._closed:
             return
         queue = self.queue
         try:
-            if len(frame) == 1:  # as `append` does, with one function less for most frames
+            if unsent is not None:
+                queue.append(frame, unsent)
+            elif len(frame) == 1:  # as `append` does, with one function less for most frames
                 queue.size += len(frame[0]) + FRAME_COST
                 queue.frames.append(frame)
             else:

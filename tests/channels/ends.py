@@ -325,8 +325,9 @@ class Around:
     def post(self, fields: list[Any]) -> None:
         self._ends.say(self._end, fields)
 
-    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
+    def give_back(self, blocks: Sequence[Block], unsent: list[Any], *, more: bool) -> None:
         self._ends.give_back(self._end, blocks)
+        unsent.clear()
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:
         job: Job = [(fn, args)]  # popped, so that what it holds goes when it is done

@@ -638,7 +638,7 @@ def test_release_is_sent_by_flush(ends: SharedEnds) -> None:
     end.flush()
     assert ends.lanes() == [] and not end.released and around.loans == 3
     said: list[tuple[list[Block], bool]] = []
-    around.give_back = lambda blocks, *, more: said.append(([*blocks], more))  # type: ignore[method-assign]  # overheard
+    around.give_back = lambda blocks, unsent, *, more: said.append(([*blocks], more))  # type: ignore[method-assign]  # overheard
     message.outcomes.clear()
     assert len(end.released) == 3
     end.flush(more=True)

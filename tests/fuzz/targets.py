@@ -503,7 +503,7 @@ class Here:
         """Keep what would be sent."""
         self.posted.append(fields)
 
-    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
+    def give_back(self, blocks: Sequence[Block], unsent: list[Any], *, more: bool) -> None:
         """Nobody needs them."""
 
     def in_background(self, fn: Callable[..., None], *args: Any) -> None:

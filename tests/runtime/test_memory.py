@@ -30,20 +30,24 @@ from aiorpc import (
     SerializationError,
     Worker,
 )
+from aiorpc.channels import arena, shared, shm
 from aiorpc.channels.arena import Block
 from aiorpc.channels.shared import COLD_SIZE
 from aiorpc.channels.shared_messages import MESSAGES, SegmentOffer
 from aiorpc.channels.space import PAGE
 from aiorpc.options import SHARE_SIZE
 from aiorpc.protocol.frames import PARCEL, RELEASE, Frame
+from aiorpc.runtime.caller import future, peer
 from aiorpc.runtime.engine.bounds import Bounds
-from aiorpc.runtime.links import link, memory
+from aiorpc.runtime.links import distribution, link, memory
 from aiorpc.runtime.links.link import Link
 from aiorpc.testing import cluster
+from aiorpc.transport import connection, send_queue, writing
 from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
 from tests.shared_files import named_shared_files
+from tests.transport.ends import interrupted
 
 MIB = 1 << 20
 COUNT = SHARE_SIZE // 4 + 1024  # of float32: just above what is worth a block
@@ -378,9 +382,50 @@ async def test_a_thread_that_waits_for_a_large_answer_takes_it_itself(monkeypatc
         await until_all_back(worker, other)
 
 
+INTERRUPTED = [
+    module.__file__
+    for module in (distribution, link, shared, shm, arena, peer, future, writing, send_queue, connection)
+    if module.__file__ is not None
+]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one tensor", "several"])
+async def test_a_large_call_that_is_interrupted_leaves_nothing_lent(
+    several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a signal handler may raise in the thread that sends it and reads its answer; and later calls go on."""
+    places: list[str] = []
+
+    def lent_now() -> int:
+        return sum(each.node.memory.lent + each.node.memory.arena.used for each in (worker, other))
+
+    def calls() -> None:
+        monkeypatch.setattr(arena, "_MAIN", threading.get_ident())  # of all threads this one is interrupted
+        value = [large(1), large(2), torch.zeros(9)] if several else large()
+        for at in range(2000):
+            place = interrupted(lambda: worker.call(other.name, echo, value).wait(), at, *INTERRUPTED, signals=True)
+            if place is None:
+                return
+            places.append(place)
+            limit = time.monotonic() + LIMIT
+            for turn in range(1_000_000):
+                assert worker.call(other.name, echo, 1).wait() == 1, place
+                if not lent_now() or time.monotonic() > limit:
+                    break
+                time.sleep(0.001)
+                if turn % 32 == 31:
+                    gc.collect()
+            assert not lent_now(), place
+
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True, busy_wait=0.004)) as (worker, other):
+        await warm(worker, other)
+        await asyncio.to_thread(calls)
+    assert len(set(places)) > 50
+
+
 def give_back_what_was_not_lent(to: str) -> int:
     (service,) = [each for each in aiorpc.current().node.services if each.record.name == to]
-    service.link.give_back([Block(0, 4096, 5, 77)], more=True)
+    service.link.give_back([Block(0, 4096, 5, 77)], [True], more=True)
     return 1
 
 

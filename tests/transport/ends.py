@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dis
 import fcntl
 import inspect
 import socket
@@ -93,8 +94,11 @@ class Interruption(BaseException):
     """Raised where a signal handler might."""
 
 
-def interrupted(work: Callable[[], object], at: int, *files: str) -> str | None:
-    """Run `work`, and raise before the instruction of that number in those files: the place, None if it is done."""
+def interrupted(work: Callable[[], object], at: int, *files: str, signals: bool = False) -> str | None:
+    """Run `work`, and raise before the instruction of that number in those files: the place, None if it is done.
+
+    signals: of those before which the interpreter calls signal handlers.
+    """
     place = None
 
     def interrupt(where: str) -> None:
@@ -103,26 +107,38 @@ def interrupted(work: Callable[[], object], at: int, *files: str) -> str | None:
         raise Interruption
 
     with contextlib.suppress(Interruption):
-        meanwhile(work, at, interrupt, *files)
+        meanwhile(work, at, interrupt, *files, signals=signals)
     return place
 
 
-def meanwhile(work: Callable[[], object], at: int, act: Callable[[str], None], *files: str) -> bool:
+def meanwhile(
+    work: Callable[[], object], at: int, act: Callable[[str], None], *files: str, signals: bool = False
+) -> bool:
     """Run `work`, and `act` once, before the instruction of that number in those files, as another thread might.
 
-    `act` is told the place. False if there was no such instruction.
+    `act` is told the place. False if there was no such instruction. signals: as of `interrupted`.
     """
     left = at
+    last: dict[int, str] = {}  # what was done in each frame, by its id: the frames are nobody's business here
 
     def trace(frame: Any, event: str, _: object) -> Any:
         nonlocal left
+        if event == "call" and last.get(id(frame.f_back), "CALL_FUNCTION_EX") != "CALL_FUNCTION_EX":
+            last[id(frame.f_back)] = "a function of Python's"  # from which the interpreter returns without a look
         if frame.f_code.co_filename not in files:
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        if event == "call":
+            last.pop(id(frame), None)
+        elif event == "opcode":
+            before, last[id(frame)] = last.get(id(frame), ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if signals and not before.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")):
+                return trace
             left -= 1
             if left == -1:
                 act(f"{frame.f_code.co_name}, line {frame.f_lineno}, byte {frame.f_lasti}")
+        elif event == "exception":
+            last[id(frame)] = event
         return trace
 
     before = sys.gettrace()

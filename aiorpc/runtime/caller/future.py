@@ -192,10 +192,10 @@ class CallFuture(Future[Any]):
         for frame in answers:
             if frame.kind == RELEASE:
                 loop(link.take_over, frame, True)
-            elif behind:  # also where nobody waits any more: what it was lent has to be given back
-                loop(link.take_over, frame)
-            elif frame is begun and frame.kind == PARCEL:  # nobody knows whether it has taken its memory
+            elif frame is begun and frame.kind == PARCEL and link.has_taken(frame):  # its memory is no more in it
                 owed.settle(frame.call_id, RpcCancelled("a thread was interrupted as it read the answer"))
+            elif behind or (frame is begun and frame.kind == PARCEL):
+                loop(link.take_over, frame)  # also where nobody waits any more: what it was lent has to be given back
             elif (frame is begun or not known) and frame.call_id in owed.pending:
                 loop(link.take_over, frame)
             behind = behind or frame is begun

@@ -470,6 +470,7 @@ class Peer:
     def post(self, link: Link, message: WaitingCall, copies: Copies | None = None) -> None:
         """Send a call over that link, unless it has ended meanwhile. copies: of buffers that others get. Any thread."""
         call_id, owed = message.call_id, self.owed
+        urgent = len(owed.pending) <= FEW + owed.system
         parcel = None
         try:
             if call_id in owed.pending:
@@ -482,13 +483,11 @@ class Peer:
                 link.distribution.withdraw(parcel)
             self._unsend(message)
             return
-        link.post(
-            parcel,
-            urgent=len(owed.pending) <= FEW + owed.system,
-            call=message.call,
-            undo=message.out,
-            passed=message.passed,
-        )
+        try:
+            link.post(parcel, urgent=urgent, call=message.call, undo=message.out, passed=message.passed)
+        except BaseException:  # a signal handler has raised it, maybe before the message was queued
+            link.distribution.withdraw(parcel)
+            raise
         if call_id not in owed.pending:
             self.call_off(call_id)  # the word that it was given up may have come before it
 

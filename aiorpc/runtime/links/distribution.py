@@ -4,7 +4,8 @@ A message whose buffers all go with its frame is that frame. Any other becomes a
 channel and what that needs to receive it. The opposite is `reassembly`.
 
 Invariants
-1. A message whose buffers were given to channels is posted or withdrawn, exactly once.
+1. A message whose buffers were given to channels is posted or withdrawn, exactly once, whatever a signal handler
+   raises meanwhile: `Prepared.unsent` says whether that is still to come.
 2. Nothing is copied on the loop that takes longer than a millisecond (`Distribution.too_long_for_loop`).
 """
 
@@ -25,6 +26,7 @@ from ...protocol import messages
 from ...protocol.frames import PARCEL, Buffer, encode_frame
 from ...protocol.messages import write
 from ...protocol.packing import pack
+from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
 from .messages import BULK, DEVICE, INLINE, SHARED
 from .on_devices import PIECES
@@ -40,13 +42,15 @@ class Prepared(NamedTuple):
     """A message whose buffers were given to their channels: it has to be posted or withdrawn, exactly once.
 
     kind, body: of the message itself, even if its frame is a PARCEL. wires: (channel, wire) of the buffers that do not
-    go with the frame. size: bytes of all buffers. remembered: whether `remember` has something to do.
+    go with the frame. size: bytes of all buffers. remembered: whether `remember` has something to do. unsent: has
+    something in it until it is posted or withdrawn.
     """
 
     kind: int
     call_id: int
     body: bytes
     frame: list[Buffer]
+    unsent: Unsent
     wires: Sequence[tuple[int, Wire]] = ()
     size: int = 0
     remembered: bool = True
@@ -115,10 +119,15 @@ class Distribution:
         if sharing is not None and len(host) == 1 and type(host[0]) is not DeviceBuffer:
             wire = sharing.send_one(host[0], copies)
             if wire is not None:  # a short cut through what follows: most large messages have one buffer
-                wires = ((SHARED, wire),)
-                frame = encode_frame(PARCEL, call_id, pack((kind, wires, body)))  # a Parcel
-                prepared: Prepared = _new(Prepared, (kind, call_id, body, frame, wires, len(host[0]), False))
-                return prepared
+                lone = ((SHARED, wire),)
+                try:
+                    frame = encode_frame(PARCEL, call_id, pack((kind, lone, body)))  # a Parcel
+                    size = len(host[0])
+                    prepared: Prepared = _new(Prepared, (kind, call_id, body, frame, [frame], lone, size, False))
+                    return prepared
+                except BaseException:
+                    self._withdraw(lone, named=False)
+                    raise
             sharing = None  # it has refused the buffer, and need not be asked again
         if DeviceBuffer in map(type, buffers):
             return self._prepare_with_devices(kind, call_id, body, buffers, copy)
@@ -126,9 +135,14 @@ class Distribution:
             if copy:
                 host = [bytes(buffer) for buffer in host]
             self._inline.count(host)
-            return Prepared(kind, call_id, body, encode_frame(kind, call_id, body, host), (), sum(map(len, host)))
-        given, riders = self._distribute(host, copy, sharing is not None, copies)
-        return self._prepared(kind, call_id, body, given, riders, buffers)
+            frame = encode_frame(kind, call_id, body, host)
+            return Prepared(kind, call_id, body, frame, [frame], (), sum(map(len, host)))
+        wires, riders = self._distribute(host, copy, sharing is not None, copies)
+        try:
+            return self._prepared(kind, call_id, body, wires, riders, buffers)
+        except BaseException:
+            self._withdraw(_apart(wires), named=False)
+            raise
 
     def _prepare_with_devices(
         self, kind: int, call_id: int, body: bytes, buffers: Sequence[AnyBuffer], copy: bool
@@ -136,14 +150,15 @@ class Distribution:
         away = [buffer for buffer in buffers if isinstance(buffer, DeviceBuffer)]
         host: list[Buffer] = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
         sent: list[_Given] = [(DEVICE, wire) for wire in self.devices.send(away, []) if wire is not None]
+        given: list[_Given] = []
         try:
-            wires, riders = self._distribute(host, copy, self.shared is not None)
+            given, riders = self._distribute(host, copy, self.shared is not None)
+            here, there = iter(given), iter(sent)
+            wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
+            return self._prepared(kind, call_id, body, wires, riders, buffers)
         except BaseException:
-            self._withdraw(sent, named=False)
+            self._withdraw(_apart([*sent, *given]), named=False)
             raise
-        here, there = iter(wires), iter(sent)
-        wires = [next(there if isinstance(buffer, DeviceBuffer) else here) for buffer in buffers]
-        return self._prepared(kind, call_id, body, wires, riders, buffers)
 
     def _prepared(
         self,
@@ -159,7 +174,7 @@ class Distribution:
             frame = encode_frame(PARCEL, call_id, write(messages.Parcel(kind, wires, body)), riders)
         else:
             frame = encode_frame(kind, call_id, body, riders)
-        return Prepared(kind, call_id, body, frame, apart, sum(map(len, buffers)))
+        return Prepared(kind, call_id, body, frame, [frame], apart, sum(map(len, buffers)))
 
     def _distribute(
         self, buffers: Sequence[Buffer], copy: bool, share: bool, copies: Copies | None = None
@@ -167,8 +182,10 @@ class Distribution:
         """Give each buffer to the first channel that takes it: channel and wire of each, and the riders."""
         wires: list[Any] = [None] * len(buffers)
         riders: list[Buffer] = []
+        sent: Sequence[Wire | None] = ()
         try:
             for code, channel in self.channels.items():
+                sent = ()
                 if code == SHARED and not share:
                     continue
                 left = [index for index, wire in enumerate(wires) if wire is None]
@@ -181,7 +198,10 @@ class Distribution:
                     if wire is not None:
                         wires[index] = code, wire
         except BaseException:
-            self._withdraw(_apart([each for each in wires if each is not None]), named=False)
+            given_away = [each for each in wires if each is not None]
+            # What the last channel took, if a signal handler has raised before all of it was noted.
+            given_away += [(code, wire) for wire in sent if wire is not None and (code, wire) not in given_away]
+            self._withdraw(_apart(given_away), named=False)
             raise
         return wires, riders
 
@@ -213,7 +233,13 @@ class Distribution:
     # --- taking back --------------------------------------------------------------------------------------------------
 
     def withdraw(self, prepared: Prepared) -> None:
-        """That message will not be posted."""
+        """That message will not be posted. Nothing if it has been, or was withdrawn already."""
+        if not prepared.unsent:
+            return
+        prepared.unsent.clear()
+        underway = self._underway.get(prepared.call_id)
+        if underway is not None:
+            self._underway[prepared.call_id] = [each for each in underway if each not in prepared.wires]
         self._withdraw(prepared.wires, named=False)
 
     def give_up(self, call_id: int) -> None:

@@ -37,6 +37,7 @@ from ...protocol.identity import WorkerRecord
 from ...protocol.messages import Parcel, read_channel, read_parcel, read_release, write
 from ...protocol.packing import pack
 from ...transport.connection import Connection
+from ...transport.send_queue import Unsent
 from ..engine.engine import Engine
 from ..engine.observing import Passage
 from . import observed
@@ -167,17 +168,19 @@ class Link:
         undo: Outgoing | None = None,
         pipe: Connection | None = None,
         passed: bool = False,
+        unsent: Unsent | None = None,
     ) -> None:
         """Send a message: the one way out of a worker. Any thread; it never blocks.
 
         call: what is kept of the call that the message belongs to. prepared: what the frame was made of, for a message
         whose buffers were given to channels. undo: what to take back if an observer drops the message. pipe: the second
-        connection, for messages that go over that one. urgent, more: see `FrameWriter.send`. passed: whether all
-        observers have let it go.
+        connection, for messages that go over that one. urgent, more, unsent: see `FrameWriter.send`. passed: whether
+        all observers have let it go.
         """
         if not passed and self.engine.observers:
             # Without `more`: if an observer lets it go later, the message that it was to leave with has left before it.
             again = partial(self.send, kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, pipe=pipe)
+            again = partial(again, unsent=unsent)
             self._ask_observers(kind, call_id, frame, call, prepared, undo, partial(again, passed=True))
             return
         self.messages_sent += 1
@@ -186,13 +189,17 @@ class Link:
             return
         if (self.released or self.slots) and kind not in (CHANNEL, RELEASE):
             self.flush(more=True)
-        if prepared is None or not prepared.wires:
-            self.connection.send(frame, urgent=urgent, more=more)
-        else:
-            away = self.distribution.remember(prepared) if prepared.remembered else ()
-            self.connection.send(frame, urgent=urgent)
-            if away:
-                self.devices.posted(away, call_id)
+        if prepared is None:
+            self.connection.send(frame, urgent=urgent, more=more, unsent=unsent)
+            return
+        if not prepared.unsent:  # withdrawn: its sender was interrupted while an observer had it
+            return
+        away = self.distribution.remember(prepared) if prepared.remembered else ()
+        self.connection.send(frame, urgent=urgent, unsent=prepared.unsent)
+        if prepared.unsent:  # the connection has ended
+            self.distribution.withdraw(prepared)
+        elif away:
+            self.devices.posted(away, call_id)
 
     def _ask_observers(
         self,
@@ -379,6 +386,11 @@ class Link:
         self._seen = frame, parcel
         return parcel
 
+    def has_taken(self, frame: Frame) -> bool:
+        """Whether the memory of a PARCEL that this thread was about to handle is here now. After an interruption."""
+        sharing = self.distribution.shared
+        return sharing is not None and all(sharing.has_taken(wire) for _, wire in read_parcel(frame.body).wires)
+
     def _on_channel(self, frame: Frame, failure: Exception | None = None) -> None:
         """A CHANNEL frame. failure: why its buffer cannot be had. Raises ProtocolError."""
         code, fields = read_channel(frame.body)
@@ -449,9 +461,9 @@ class Link:
         """Send what a channel says. more: another frame follows at once."""
         self.send(CHANNEL, 0, encode_frame(CHANNEL, 0, write(messages.ChannelMessage(channel, fields))), more=more)
 
-    def give_back(self, blocks: Sequence[Block], *, more: bool) -> None:
+    def give_back(self, blocks: Sequence[Block], unsent: Unsent, *, more: bool) -> None:
         """Tell the other end that these blocks are its own again. more: another frame follows at once. Any thread."""
-        self.send(RELEASE, 0, encode_frame(RELEASE, 0, pack((blocks,))), more=more)  # a Release
+        self.send(RELEASE, 0, encode_frame(RELEASE, 0, pack((blocks,))), more=more, unsent=unsent)  # a Release
 
     def _give_back_all(self) -> bool:
         """`flush`; whether there was anything."""
