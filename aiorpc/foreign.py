@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import threading
 import traceback
 from collections.abc import Mapping
-from types import MemberDescriptorType, TracebackType
+from functools import partial
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, TracebackType
 from typing import Any
 
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which the exceptions of the interpreter itself do not have
@@ -86,6 +88,35 @@ def add_note(error: BaseException, note: str) -> None:
 def is_interrupt(error: BaseException) -> bool:
     """Whether it may be Ctrl-C: KeyboardInterrupt where Python runs signal handlers, in the main thread."""
     return is_a(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def from_signal(error: BaseException) -> bool:
+    """Whether a signal handler has raised it, in this thread: `is_interrupt`, or an error that came out of one.
+
+    That one is for whoever the handler belongs to, and says nothing about what it has interrupted. Only the main thread
+    runs signal handlers, so it is False in any other.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if is_a(error, KeyboardInterrupt):
+        return True
+    handlers = {code for code in map(_code_of, map(signal.getsignal, signal.valid_signals())) if code is not None}
+    trace = field(error, "__traceback__")
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """What a signal handler runs first, if that is Python."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    if callable(handler) and not isinstance(handler, (FunctionType, MethodType)):
+        handler = type(handler).__call__
+    code = getattr(handler, "__code__", None)  # of a method it is the function's
+    return code if isinstance(code, CodeType) else None
 
 
 def copy_of(error: BaseException) -> BaseException | None:

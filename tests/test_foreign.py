@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -80,3 +84,42 @@ def test_only_the_main_thread_sees_ctrl_c() -> None:
     thread.join()
     assert seen == [False]
     assert foreign.is_interrupt(KeyboardInterrupt()) and not foreign.is_interrupt(SystemExit())
+
+
+class Handlers:
+    """What programs register as signal handlers; each raises."""
+
+    def method(self, number: int, frame: object) -> None:
+        raise TimeoutError("too long")
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.method(number, frame)
+
+
+def function(number: int, frame: object) -> None:
+    raise TimeoutError("too long")
+
+
+def raised_here() -> None:
+    raise TimeoutError("no signal")
+
+
+@pytest.mark.parametrize(
+    "handler", [function, Handlers().method, Handlers(), partial(function), lambda *_: function(0, 0)]
+)
+def test_what_a_signal_handler_raises_is_told_from_other_errors(handler: Callable[[int, object], None]) -> None:
+    """By what it came out of; and only in the thread that runs signal handlers."""
+    before = signal.signal(signal.SIGUSR1, handler)
+    seen: list[tuple[bool, bool]] = []
+    try:
+        for cause in (partial(signal.raise_signal, signal.SIGUSR1), raised_here):
+            with pytest.raises(TimeoutError) as caught:
+                cause()
+            with ThreadPoolExecutor() as other:
+                seen.append(
+                    (foreign.from_signal(caught.value), other.submit(foreign.from_signal, caught.value).result())
+                )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [(True, False), (False, False)]
+    assert foreign.from_signal(KeyboardInterrupt())

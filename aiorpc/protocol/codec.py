@@ -22,7 +22,7 @@ import cloudpickle
 import torch
 
 from ..errors import ProtocolError, SerializationError
-from ..foreign import text_of
+from ..foreign import from_signal, text_of
 from . import reductions
 from .frames import Buffer
 from .main_module import unite
@@ -163,6 +163,8 @@ def refer(value: Any, position: int, out: Outgoing) -> None:
     try:
         value._travel(out, position)
     except Exception as cause:
+        if from_signal(cause):
+            raise
         kind = type(value).__qualname__
         raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
 
@@ -234,12 +236,16 @@ def _pickle_all(values: list[Any], positions: list[int], out: Outgoing) -> bytes
     try:
         return dumps(opaque, out)
     except Exception as error:
+        if from_signal(error):
+            raise
         # Which one was it? Pickle them one by one; what they leave behind is thrown away with the message.
         for position in positions:
             del out.tensors[tensors:], out.buffers[buffers:]
             try:
                 dumps(values[position], out)
             except Exception as cause:
+                if from_signal(cause):
+                    raise
                 kind, instead = type(values[position]).__qualname__, _hint(values[position])
                 text = f"(a {kind}) cannot be serialised: {text_of(cause)}{instead}"
                 raise SerializationError(text, position) from cause
@@ -266,6 +272,8 @@ def _write_all(opaque: tuple[Any, ...], positions: list[int], out: Outgoing) -> 
     try:
         return write_tree(opaque, out)
     except Exception as error:
+        if from_signal(error):
+            raise
         for position, value in zip(positions, opaque, strict=True):
             out.places.clear()  # as `_pickle_all`: the message will not be sent
             del out.tensors[tensors:], out.buffers[buffers:]
@@ -274,6 +282,8 @@ def _write_all(opaque: tuple[Any, ...], positions: list[int], out: Outgoing) -> 
             except SerializationError as cause:
                 raise SerializationError(f"{text_of(cause)}{_hint(value)}", position) from cause
             except Exception as cause:
+                if from_signal(cause):
+                    raise
                 kind = type(value).__qualname__
                 raise SerializationError(f"(a {kind}) cannot be serialised: {text_of(cause)}", position) from cause
         reason = f"cannot be serialised together with the others: {text_of(error)}"

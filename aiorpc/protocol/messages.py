@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgpack import unpackb
 
 from ..errors import ProtocolError
+from ..foreign import from_signal
 from .frames import HEAD, MAGIC, Buffer, Kind
 from .packing import LONG, PLAIN, look_through, new_packer, pack, packers, unpack
 from .reference_messages import PassedReference, read_passed
@@ -302,6 +303,8 @@ def read_call(body: Buffer) -> Call:
             look_through(body)
         fields: Any = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
     except Exception as error:
+        if from_signal(error):
+            raise
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
     try:
         function, names, remaining, trace, autograd, credit, creates, once, arguments = fields
@@ -359,6 +362,8 @@ def read_values(body: Buffer) -> Values:
             look_through(body)
         fields: Any = unpackb(body, strict_map_key=False)  # as `unpack` does, with one function less for each call
     except Exception as error:
+        if from_signal(error):
+            raise
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
     try:
         (result,) = fields

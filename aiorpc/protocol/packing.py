@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 
 from ..errors import ProtocolError
+from ..foreign import from_signal
 from .frames import Buffer
 
 #: Bytes. What is longer is looked through before it is unpacked.
@@ -52,6 +53,8 @@ def unpack(body: Buffer) -> list[Any]:
             look_through(body)
         fields = msgpack.unpackb(body, strict_map_key=False)
     except Exception as error:
+        if from_signal(error):
+            raise
         raise ProtocolError(f"a message body that is no msgpack: {type(error).__name__}: {error}") from None
     if type(fields) is not list:
         raise ProtocolError("a message body that is no list")

@@ -269,7 +269,9 @@ OF_MEMORYVIEW: dict[str, Callable[[memoryview], Any]] = {
 }
 OF_STORAGE: dict[str, Callable[[torch.UntypedStorage], Any]] = {
     "tensor": lambda view: torch.empty(0, dtype=torch.uint8).set_(view),
-    "typed tensor": lambda view: torch.empty(0, dtype=torch.int16).set_(view, 3, (4, 5), (5, 1)),
+    "typed tensor": lambda view: torch.empty(0, dtype=torch.int16).set_(
+        view, 3, (4, min(5, view.nbytes() // 46)), (5, 1)
+    ),
 }
 
 

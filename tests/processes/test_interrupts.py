@@ -30,8 +30,8 @@ class _Alarm(Exception):
 def call_until(rung: list[bool], value: Any) -> None:
     """Calls without pause, until the alarm has rung.
 
-    Not for ever: if it rings while the late answer of a call interrupted before is unpickled, it is that call that
-    fails of it, and is logged, as nobody waits for it any more. A function of its own, because Python 3.13 may look for
+    Not for ever: if it rings where nothing is to be raised, in the midst of a weak reference's end, say, Python prints
+    what it has raised, and goes on. A function of its own, because Python 3.13 may look for
     signals at the end of a loop at an instruction that it does not count as inside of the `try` around the loop.
     """
     while not rung:
@@ -60,13 +60,12 @@ def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
                 call_until(rung, value)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        except _Alarm:
+        except _Alarm:  # and nothing else, whatever was under way: no error of a call that says it
             pass
-        except rpc.RpcError as error:  # it rang while the answer was unpickled
-            assert "_Alarm" in str(error), error
         hits += 1
         assert rpc.rpc_sync("w1", bodies.echo, args=(hits,), timeout=20.0) == hits
     wait_until(lambda: rpc.current().statistics().calls_pending == 0)  # those that nobody waited for any more
+    wait_until(lambda: rpc.current().node.memory.arena.used == 0)
     link.tell((hits, rpc.current().statistics().calls_timed_out))
     rpc.shutdown()
 
@@ -74,7 +73,7 @@ def interrupted(place: Place, link: Link, seed: int, busy_wait: float) -> None:
 @pytest.mark.time_limit(90)
 @pytest.mark.parametrize("busy_wait", [0.001, pytest.param(0.0, marks=pytest.mark.long)])
 def test_an_interrupted_call_harms_no_other(busy_wait: float) -> None:
-    """Whatever instruction the signal comes at: later calls are answered, and no call stays pending."""
+    """Whatever instruction the signal comes at: later calls are answered, and none stays pending or keeps memory."""
     with meeting_file() as init_method, processes() as children:
         first, second = places(2, init_method)
         children.start(second, serve)

@@ -37,6 +37,8 @@ class CallForFuture(Protocol):
 class OwedForFuture(Protocol):
     """The calls that a peer owes us (`OwedCalls`), as far as the Future of one of them knows them."""
 
+    interruption: tuple[RpcError, BaseException] | None
+
     @property
     def pending(self) -> Mapping[int, CallForFuture]: ...
 
@@ -148,7 +150,7 @@ class CallFuture(Future[Any]):
         # While messages are held, and for streams and devices, only the loop reads: the order of messages matters then.
         if connection is None or link is None or link.held or self.streamed or peer.devices:
             return
-        loop, pending = peer.engine.call_on_loop, peer.owed.pending
+        loop, owed, pending = peer.engine.call_on_loop, peer.owed, peer.owed.pending
         current: CallForFuture | None = None
         begun: Frame | None = None
         try:
@@ -166,13 +168,12 @@ class CallFuture(Future[Any]):
                     except ProtocolError:  # it is nonsense, or a signal handler raised while it was read
                         loop(link.take_over, frame)
                         continue
-                    if current is None or current._error is None:
-                        continue
-                    cause = foreign.field(current._error, "__cause__")
-                    if not foreign.is_a(cause, KeyboardInterrupt):
+                    interruption = owed.interruption
+                    if interruption is None or current is None or current._error is not interruption[0]:
                         continue
                     # Ctrl-C came while its answer was unpickled, in a thread that may wait for another one.
-                    raise cause
+                    owed.interruption = None
+                    raise interruption[1]
         except BaseException:  # a signal handler has raised it: the loop handles what was read and not yet handed on
             self._leave_to_loop(connection.answers, begun, link)
             connection.read_on_loop()

@@ -86,7 +86,9 @@ class OwedCalls:
     ids: gives each call its number. pending: the Futures of the calls, by number. streams: who takes the items of those
     that are streams. lent: the references that those have lent to the callee, by number: they end no sooner than the
     call. system: how many are calls of the runtime; one of them (ENTER) lasts as long as we wait to leave. decoding:
-    the numbers of calls of users whose answers have come, and are being unpickled in the background.
+    the numbers of calls of users whose answers have come, and are being unpickled in the background. interruption: the
+    error of the last call whose answer was being unpickled as a signal handler raised, and what that has raised. It is
+    not the cause of the error: who raises it adds frames, and a Future must have none (`without_frames`).
     """
 
     def __init__(self, home: Home, deadlines: Deadlines, peer: PeerForOwed) -> None:
@@ -97,6 +99,7 @@ class OwedCalls:
         self.lent: dict[int, list[Any]] = {}
         self.system = 0
         self.decoding: set[int] = set()
+        self.interruption: tuple[RpcError, BaseException] | None = None
         self._home = home
         self._engine = home.engine
         self._counters = home.engine.counters
@@ -253,7 +256,10 @@ class OwedCalls:
                 self._decode_in_background(future, result, frame.segments, landing)
                 return
         except Exception as error:
-            future.settle(None, without_frames(error))
+            if foreign.from_signal(error):
+                self._unreadable(future, error)
+            else:
+                future.settle(None, without_frames(error))
             return
         if len(values) == 1 and not (table or pickled or references):
             future.settle(values[0])  # most answers that have to be quick are of this kind: there is nothing to decode
@@ -286,13 +292,19 @@ class OwedCalls:
                     future.arrival = landing.arrival()
             value = values[0] if len(values) < 2 else Results(values)
         except BaseException as error:  # even SystemExit is that call's alone
-            failure = RpcError(f"the result of {future.describe()} cannot be read here: {foreign.said(error)}")
-            failure.__cause__ = without_frames(error)
             self.decoding.discard(future.call_id)  # first: whoever has the answer finds the worker idle
-            future.settle(None, failure)
+            self._unreadable(future, error)
         else:
             self.decoding.discard(future.call_id)
             future.settle(value)
+
+    def _unreadable(self, future: OwedCall, error: BaseException) -> None:
+        failure = RpcError(f"the result of {future.describe()} cannot be read here: {foreign.said(error)}")
+        if foreign.from_signal(error):
+            self.interruption = failure, without_frames(error)
+        else:
+            failure.__cause__ = without_frames(error)
+        future.settle(None, failure)
 
     def _settle_error(self, future: OwedCall, frame: Frame) -> None:
         try:
@@ -313,7 +325,9 @@ class OwedCalls:
             references = read_values(frame.body).references
             if references:
                 self._peer.load_references(references)
-        except Exception:
+        except Exception as error:
+            if foreign.from_signal(error):
+                raise
             logger.debug("a late answer of %s cannot be read", self._peer.name, exc_info=True)
 
     # --- looking, from any thread -------------------------------------------------------------------------------------

@@ -476,6 +476,8 @@ class Peer:
             if call_id in owed.pending:
                 parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers, copies=copies)
         except Exception as error:
+            if foreign.from_signal(error):
+                raise
             failure = RpcError(f"a call to {self.describe()} could not be sent: {foreign.said(error)}")
             self.engine.call_on_loop(owed.settle, call_id, failure)  # not here: as below
         if parcel is None or call_id not in owed.pending:  # given up meanwhile

@@ -88,6 +88,8 @@ class Stream(BlockingIterator[Any]):
             return self._decode(*item)
         except BaseException as error:
             await self.aclose()
+            if foreign.from_signal(error):
+                raise
             raise RpcError(f"an item of {self._describe()} cannot be read here: {foreign.said(error)}") from error
 
     def _decode(self, item: Values, segments: Sequence[Buffer], landing: Landing | None) -> Any:
