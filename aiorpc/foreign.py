@@ -91,15 +91,15 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def from_signal(error: BaseException) -> bool:
-    """Whether a signal handler has raised it, in this thread: `is_interrupt`, or an error that came out of one.
+    """Whether a signal handler has raised it: KeyboardInterrupt, or an error that came out of one that is installed.
 
-    That one is for whoever the handler belongs to, and says nothing about what it has interrupted. Only the main thread
-    runs signal handlers, so it is False in any other.
+    Such an error is for whoever the handler belongs to, and says nothing about what it has interrupted. Only the main
+    thread runs signal handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return False
     if is_a(error, KeyboardInterrupt):
         return True
+    if threading.current_thread() is not threading.main_thread():
+        return False
     handlers = {code for code in map(_code_of, map(signal.getsignal, signal.valid_signals())) if code is not None}
     trace = field(error, "__traceback__")
     while trace is not None:
