@@ -88,7 +88,7 @@ class Stream(BlockingIterator[Any]):
             return self._decode(*item)
         except BaseException as error:
             await self.aclose()
-            if foreign.is_a(error, Exception) and foreign.from_signal(error):  # others would end the loop that we are in
+            if foreign.is_a(error, Exception) and foreign.from_signal(error):  # others would end the loop
                 raise
             raise RpcError(f"an item of {self._describe()} cannot be read here: {foreign.said(error)}") from error
 
