@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import itertools
+import pickle
 import re
 import threading
 from collections import Counter
@@ -561,6 +563,16 @@ async def test_a_large_argument_of_a_method_is_one_for_all(four: list[Worker]) -
     big = torch.ones(600_000)
     for number in range(1, 4):
         assert [int(each[-1]) for each in (await refs.rpc_async().add(big)).values()] == [number] * 3
+
+
+async def test_what_stands_for_methods_of_several_values_is_copied_here_or_not_at_all(four: list[Worker]) -> None:
+    """The methods by which Python makes copies are not called on the values."""
+    refs = four[0].group("worker[123]").remote(Total, 5)
+    assert (await copy.copy(refs.rpc_async()).add(2)).values() == [7, 7, 7]
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RpcUsageError, match="no deep copy"):
+            way(refs.rpc_async())
+    assert (await refs.rpc_async().add(0)).values() == [7, 7, 7]
 
 
 async def test_a_reference_that_could_not_be_made_fails_at_its_member(four: list[Worker]) -> None:

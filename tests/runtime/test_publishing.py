@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import logging
+import pickle
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -21,6 +23,7 @@ from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.publication import Latest, Message, SubscriptionClosed, VersionsReleased, Want
 from aiorpc.runtime.publication import feed
 from aiorpc.runtime.publication.shelf import MOST_HELD, Key
+from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
 from tests.processes.workers import until
 
@@ -249,6 +252,27 @@ async def test_a_subscription_that_is_dropped_ends(pair: list[Worker]) -> None:
     await until(lambda: not pair[1].node.publications.feeds)
     last = await pair[0].publish("policy", weights(2))
     assert await last.delivered() == rpc.Delivery(2, (), (), (), reached=True)
+
+
+@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps])
+async def test_a_subscription_is_not_copied(pair: list[Worker], use: Callable[[Any], object]) -> None:
+    """A copy that goes would end the other one. Nothing is said to the log or to stderr."""
+    versions = pair[1].subscribe("policy")
+    with pytest.raises(rpc.RpcUsageError, match="subscription to 'policy' cannot be copied"):
+        use(versions)
+    with pytest.raises(rpc.SerializationError, match=r"argument 0 of .*subscription to 'policy'"):
+        pair[1].call("worker0", len, versions)
+    gc.collect()
+    await pair[0].publish("policy", weights(1))
+    assert number_of((await anext(versions)).value) == 1
+    versions.close()
+    await until(lambda: not pair[1].node.publications.feeds)
+
+
+def test_a_subscription_that_is_half_made_may_be_dropped() -> None:
+    """As one is whose making was interrupted."""
+    versions = Subscription.__new__(Subscription)
+    versions.__del__()
 
 
 async def test_a_reader_that_holds_many_versions_gets_copies(pair: list[Worker]) -> None:

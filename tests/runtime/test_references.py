@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
 import gc
 import logging
+import pickle
 import threading
+import traceback
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -193,6 +197,39 @@ async def test_special_methods_by_proxy(workers: list[Worker]) -> None:
     assert await rref.rpc_async().__len__() == 2
     assert await rref.rpc_async().__getitem__("b") == 2
     assert not await (await asyncio.to_thread(rref.remote().__contains__, "c"))
+
+
+@dataclasses.dataclass
+class Config:
+    """What a program may keep a proxy in, and take apart with `dataclasses.asdict`."""
+
+    model: Any
+
+
+@pytest.mark.parametrize("verb", ["rpc_sync", "rpc_async", "remote", "stream"])
+async def test_copies_of_a_proxy_copy_no_value(workers: list[Worker], verb: str) -> None:
+    """A copy is a proxy of the same value; what would copy the value itself, or take the proxy along, is refused."""
+    rref = workers[0].remote("worker1", Thing, 5)
+    proxy = getattr(rref, verb)(7.0)
+    await rref
+    made = workers[0].statistics().calls_made
+    other = copy.copy(proxy)
+    assert type(other) is type(proxy)
+    assert (other._rref, other._verb, other._timeout) == (rref, verb, 7.0)
+    uses: list[Callable[[], object]] = [
+        lambda: copy.deepcopy(proxy),
+        lambda: copy.deepcopy([proxy]),
+        lambda: dataclasses.asdict(Config(proxy)),
+        lambda: pickle.dumps(proxy),
+    ]
+    for use in uses:
+        with pytest.raises(RpcUsageError, match=rf"{verb}\(\) of .*RRefId.* no deep copy"):
+            use()
+    with pytest.raises(aiorpc.SerializationError, match=rf"argument 0 of .*{verb}\(\) of .* pickled or sent"):
+        workers[0].call("worker1", len, proxy)
+    assert workers[0].statistics().calls_made == made
+    if verb == "rpc_async":
+        assert await other.get() == 5
 
 
 async def test_remote_by_keywords(workers: list[Worker]) -> None:
@@ -388,6 +425,60 @@ async def test_a_reference_whose_construction_failed_can_be_passed_on(workers: l
         await workers[0].call("worker2", read, rref)
 
 
+def returns_failing() -> RRef[Thing]:
+    return aiorpc.remote("worker0", slow_failing)
+
+
+async def use_returned(worker: Worker) -> None:
+    rref = await worker.call("worker1", returns_failing)
+    _gates["it"].open.set()
+    await rref
+
+
+async def use_and_keep(worker: Worker) -> None:
+    rref = worker.remote("worker1", slow_failing)
+    _gates["it"].open.set()
+    await rref
+
+
+# Each with the number of calls of worker0 after which the value may fail; two let it fail themselves.
+_uses: dict[str, tuple[int, Callable[[Worker], Awaitable[object]]]] = {
+    "await": (2, lambda worker: worker.remote("worker1", slow_failing)),
+    "to_here": (2, lambda worker: asyncio.to_thread(lambda: worker.remote("worker1", slow_failing).to_here())),
+    "rpc_async": (2, lambda worker: worker.remote("worker1", slow_failing).rpc_async().get()),
+    "remote": (2, lambda worker: worker.remote("worker1", slow_failing).remote().get()),
+    "of the runtime": (2, lambda worker: worker.remote("worker1", slow_failing)._call_method("get", (), 30.0)),
+    "passed on": (2, lambda worker: worker.call("worker2", read, worker.remote("worker1", slow_failing))),
+    "await, here": (1, lambda worker: worker.remote("worker0", slow_failing)),
+    "local_value": (1, lambda worker: asyncio.to_thread(lambda: worker.remote("worker0", slow_failing).local_value())),
+    "returned": (0, use_returned),
+    "kept": (0, use_and_keep),
+}
+
+
+@pytest.mark.parametrize("use", _uses)
+async def test_an_error_of_the_construction_that_a_user_got_is_not_logged(
+    workers: list[Worker], gate: Gate, caplog: pytest.LogCaptureFixture, use: str
+) -> None:
+    """Whichever comes first: the answer to the creation, or the end of the handle."""
+    calls, begin = _uses[use]
+
+    async def run() -> None:
+        with pytest.raises(KeyError, match="no thing") as caught:
+            await begin(workers[0])
+        traceback.clear_frames(caught.tb)  # the error is the value itself where that is here, and these have the handle
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run())
+        if calls:
+            await until(lambda: workers[0].statistics().calls_made >= calls)
+            gate.open.set()
+    await until(lambda: all(worker.is_idle() for worker in workers))
+    await until_no_references(workers)
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
 async def test_a_construction_that_timed_out(workers: list[Worker], gate: Gate) -> None:
     """The reference raises RpcTimeout from then on; the owner frees what came of it."""
     rref = workers[0].peer("worker1", timeout=0.03).remote(slow_thing, 1)
@@ -439,8 +530,6 @@ async def test_a_result_that_cannot_be_fetched(workers: list[Worker]) -> None:
 
 async def test_a_reference_does_not_pickle_by_itself(workers: list[Worker]) -> None:
     """Outside of a call there is nobody to count it."""
-    import pickle
-
     rref = workers[0].remote("worker1", Thing, 1)
     with pytest.raises(RpcUsageError, match="Can not pickle rref"):
         pickle.dumps(rref)

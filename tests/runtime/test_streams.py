@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import gc
+import pickle
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 import aiorpc
 from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
 from aiorpc.protocol.frames import ITEM
+from aiorpc.runtime.caller.stream import Stream
 from aiorpc.testing import cluster
 from tests.runtime.observers import seen
 from tests.runtime.waiting import until, until_no_references
@@ -442,6 +445,27 @@ async def test_a_closed_stream_is_over(pair: list[Worker], producer: Producer) -
     await stream.aclose()
     await stream.aclose()
     assert [item async for item in stream] == []
+
+
+@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps])
+async def test_a_stream_is_not_copied(pair: list[Worker], producer: Producer, use: Callable[[Any], object]) -> None:
+    """A copy that goes would stop the producer of the other one. Nothing is said to the log or to stderr."""
+    stream = pair[0].stream("worker1", asynchronous, "it")
+    with pytest.raises(RpcUsageError, match=r"stream of .*asynchronous.* from worker 'worker1' has one consumer"):
+        use(stream)
+    with pytest.raises(aiorpc.SerializationError, match=r"argument 0 of .*has one consumer"):
+        pair[0].call("worker1", len, stream)
+    gc.collect()
+    assert [await anext(stream) for _ in range(100)] == [*range(100)]
+    assert not producer.closed.is_set()
+    await stream.aclose()
+    await until(producer.closed.is_set)
+
+
+def test_a_stream_that_is_half_made_may_be_dropped() -> None:
+    """As one is whose making was interrupted."""
+    stream = Stream.__new__(Stream)
+    stream.__del__()
 
 
 async def test_a_producer_whose_worker_leaves_ends_the_stream_with_an_error(producer: Producer) -> None:

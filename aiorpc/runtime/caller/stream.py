@@ -11,7 +11,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ... import foreign
 from ...channels.landing import Landing
@@ -35,6 +35,8 @@ class Stream(BlockingIterator[Any]):
     timeout bounds the wait for each item, in seconds.
     """
 
+    _end: CallFuture | None = None  # also of one that is only half made, and dropped then
+
     def __init__(self, peer: Peer, window: int, timeout: float) -> None:
         super().__init__(peer.engine)
         self._peer = peer
@@ -42,7 +44,6 @@ class Stream(BlockingIterator[Any]):
         self._timeout = timeout
         self._items: deque[_Item] = deque()
         self._taken = 0
-        self._end: CallFuture | None = None
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._finished = False
 
@@ -154,6 +155,13 @@ class Stream(BlockingIterator[Any]):
         self._finished = True
         if self._end is not None:
             _abandon(self._peer, self._items, self._end)
+
+    def __reduce__(self) -> NoReturn:
+        """No copies, either: the first one to be dropped would stop the producer of all."""
+        raise RpcUsageError(
+            f"{self._describe()} has one consumer, and cannot be copied, pickled or sent; open one for each, or send "
+            "the items"
+        )
 
     def __del__(self) -> None:
         # Runs anywhere, inside a lock or the garbage collector: only wakes the loop.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+from ...errors import RpcUsageError
 from ...sites import CallSite, call_site
 
 Make = Callable[[str, tuple[Any, ...], dict[str, Any], CallSite], Any]
@@ -27,6 +28,17 @@ class GroupProxy:
             self._check(name)
         make = self._make
         return lambda *args, **kwargs: make(name, args, kwargs, call_site(sys._getframe(1)))
+
+    def __copy__(self) -> GroupProxy:
+        return GroupProxy(self._make, self._check)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce__()
+
+    def __reduce__(self) -> NoReturn:
+        """Else Python would call a method of that name of all the values, and nobody would know of it."""
+        said = "what stands for the methods of several values has no deep copy, and cannot be pickled or sent"
+        raise RpcUsageError(said)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._make("__call__", args, kwargs, call_site(sys._getframe(1)))

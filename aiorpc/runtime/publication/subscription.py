@@ -8,11 +8,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from ...errors import NotAllowed, RpcError, RpcTimeout
+from ...errors import NotAllowed, RpcError, RpcTimeout, RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo
 from ..calls.failures import without_frames
@@ -157,7 +157,10 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         """Take no more versions; what was taken stays valid. Any thread; again: nothing."""
         self._feed.close_later()
 
-    __del__ = close
+    def __del__(self) -> None:
+        feed = self.__dict__.get("_feed")  # None for one that is only half made
+        if feed is not None:
+            feed.close_later()
 
     async def aclose(self) -> None:
         """The same, for ``contextlib.aclosing`` and the like."""
@@ -178,6 +181,13 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """No copies, either: the first one to be dropped would end the others."""
+        raise RpcUsageError(
+            f"a subscription to {self.name!r} cannot be copied, pickled or sent; subscribe once more, which any worker "
+            "of the group can"
+        )
 
     def __repr__(self) -> str:
         return f"<aiorpc.Subscription to {self.name!r}>"

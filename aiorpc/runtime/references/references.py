@@ -99,6 +99,26 @@ class _ValueFuture(Future[Any]):
         return False
 
 
+class Creation:
+    """What waits for the answer to a call that creates a reference, which may come after the handle has gone.
+
+    asked: whether somebody has used the handle, and so hears of an error by that. Whoever sets it looks at the Future
+    of the call afterwards, and it is read once that has settled: so at least one of the two sees the other.
+    """
+
+    __slots__ = ("_fork", "_references", "_rref", "asked")
+
+    def __init__(self, references: References, rref: ReferenceId, fork: ReferenceId) -> None:
+        self._references = references
+        self._rref = rref
+        self._fork = fork
+        self.asked = False
+
+    def __call__(self, future: Future[Any]) -> None:
+        """The answer has come."""
+        self._references._on_created(self._rref, self._fork, future, self.asked)
+
+
 class References:
     """All references of one worker."""
 
@@ -186,16 +206,16 @@ class References:
             self._run(self._table.create_failed_to_send, rref, fork)
             raise
         handle._creation = call
-        call.when_settled(lambda future: self._on_created(rref, fork, future))
+        handle._creating = creating = Creation(self, rref, fork)
+        call.when_settled(creating)
         return handle
 
-    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[Any]) -> None:
+    def _on_created(self, rref: ReferenceId, fork: ReferenceId, future: Future[Any], asked: bool) -> None:
         error = future._error
         if error is None:
             self._run(self._table.created, rref, fork)
             return
-        handle = self._handles.get(fork)
-        if handle is not None and handle._asked:  # else it is logged, unless somebody uses the handle by and by
+        if asked:  # else it is logged, unless somebody uses the handle by and by
             future.mark_seen()
         if came_from_afar(error):
             # The owner has the error as the value: other holders can fetch it, and this handle raises it by itself.
@@ -263,10 +283,8 @@ class References:
         if sender is not self.engine:  # the receiver would not take a fork that the sender has not named
             raise self._not_to_be_sent(sender)
         to = self.home.peers.id_of(out.target)
-        handle._asked = True  # from now on the receiver may use it
-        creation = handle._creation
-        if creation is not None and creation._unobserved is not None:
-            creation.mark_seen()
+        if handle._creating is not None:
+            handle._ask()  # from now on the receiver may use it
         if handle._fork == LENT:
             self.count(handle)
         if out.lent is not None and handle._owner == to and handle._confirmed and handle._broken is None:

@@ -58,6 +58,15 @@ class PeersForReferences(Protocol):
     def describe(self, worker_id: int) -> str: ...
 
 
+class CreationForRRef(Protocol):
+    """How it goes with the call that creates the value (`Creation`).
+
+    asked: whether somebody has used the handle, and so hears of an error of the creation.
+    """
+
+    asked: bool
+
+
 class HomeForRRef(Protocol):
     """The worker that holds a handle (`Node`)."""
 
@@ -137,7 +146,7 @@ class RRef(Generic[T]):
         self._confirmed = owner == references.engine.id
         self._broken: str | None = None
         self._creation: Future[Any] | None = None
-        self._asked = False  # whether somebody has used it, and so hears of an error of its creation
+        self._creating: CreationForRRef | None = None  # of that call; it outlives this handle
         self._site = call_site(frame) if frame is not None else None
 
     # --- where it is --------------------------------------------------------------------------------------------------
@@ -198,6 +207,8 @@ class RRef(Generic[T]):
 
     def _call_method(self, name: str, args: Sequence[Any], seconds: float) -> Future[Any]:
         """Call a method of the value on its owner; for the runtime's own."""
+        if self._creating is not None:
+            self._ask()
         return self._references.peers.by_id(self._owner).call(Method(*self._name(), name), args, None, seconds)
 
     def _name(self) -> ReferenceId:
@@ -207,13 +218,24 @@ class RRef(Generic[T]):
         return self._rref
 
     def _value_future(self) -> Future[T]:
+        if self._creating is not None:
+            self._ask()
         return self._lent or self._references.value(*self._rref)
 
+    def _ask(self) -> None:
+        """Somebody uses it, and so hears of an error of its creation by that: it is not logged. For one made here."""
+        creating, creation = self._creating, self._creation
+        if creating is not None and creation is not None:
+            creating.asked = True
+            creation.mark_seen()  # where the error has come before it was said that somebody asks
+
     def _check(self) -> None:
-        self._asked = True
-        creation = self._creation
-        if creation is not None and creation.done():
-            creation.value()  # raises what the construction raised
+        creating = self._creating
+        if creating is not None:
+            creating.asked = True
+            creation = self._creation
+            if creation is not None and creation.done():
+                creation.value()  # raises what the construction raised
         if self._broken is not None:
             owner = self._references.peers.by_id(self._owner)
             gone = owner.gone or owner.parting
@@ -296,7 +318,11 @@ class RRef(Generic[T]):
 
 
 class _Proxy:
-    """Methods of an RRef's value. Making a call needs no round trip to learn what the value can do."""
+    """Methods of an RRef's value. Making a call needs no round trip to learn what the value can do.
+
+    What it does not have itself is a method of the value, so those by which Python makes copies are defined here: they
+    would copy the value otherwise, where that is, by a call of which nobody knows.
+    """
 
     __slots__ = ("_rref", "_timeout", "_verb")
 
@@ -310,6 +336,18 @@ class _Proxy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _invoke(self, "__call__", 3, *args, **kwargs)
+
+    def __copy__(self) -> _Proxy:
+        return _Proxy(self._rref, self._verb, self._timeout)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce__()
+
+    def __reduce__(self) -> NoReturn:
+        raise RpcUsageError(
+            f"what {self._verb}() of {self._rref} gives stands for a value elsewhere: it has no deep copy, and cannot "
+            f"be pickled or sent; pass the reference on in a call, and use its {self._verb}() there"
+        )
 
 
 def _invoke(proxy: _Proxy, name: str, depth: int, /, *args: Any, **kwargs: Any) -> Any:

@@ -157,6 +157,8 @@ class _Checked:
         self._rref, self._proxy, self._timeout = rref, proxy, timeout
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_proxy":  # not set yet: a copy is being made
+            raise AttributeError(name)
         method = getattr(self._proxy, name)
         if self._rref._references.engine.on_loop:
             return method  # no waiting there: the error is that of the call
