@@ -14,14 +14,16 @@ import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import Overloaded, UnknownObject, UnknownWorker
+from ..errors import Overloaded, RpcError, UnknownObject, UnknownWorker
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.peer import Peer, Try
 from ..runtime.calls.failures import without_frames
 from ..runtime.node import Node
+from ..sites import CallSite
 from .packing import hand_over
+from .waiting import AskFuture
 
 _PAUSE = 0.1  # seconds until the owner is told again what it did not take
 # A call puts and takes for several callers, and none of them is on the stack.
@@ -57,6 +59,26 @@ class Calls:
             return future
 
         self._begin(call, then, number)
+
+    def ask(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> Future[Any]:
+        """Call a method of the queue for whoever has called that of the handle, as part of the call that it is in.
+
+        timeout: seconds, 0 for no limit. site: where that was. Any thread. Raises what `Peer.call` raises.
+        """
+        peer = self._node.peers.find(self._owner)
+        call = peer.call(ObjectMethod(self._queue, method), args, None, timeout, one_try=Try(site, None))
+        try:
+            return AskFuture(call, self._advised)
+        except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
+            call.cancel()
+            raise
+
+    def knows_owner(self) -> bool:
+        """Whether it is known which worker the owner is. Also true where the group cannot have it: a call says that."""
+        try:
+            return self._node.peers.find(self._owner).record is not None
+        except RpcError:
+            return True
 
     def take_back(self, number: int) -> bool:
         """Nobody wants that call any more. True if it was not sent and is over by that; its `then` is not called."""
@@ -123,14 +145,18 @@ class Calls:
         future.mark_seen()
         # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
         value, error = future._value, future._error
-        if isinstance(error, UnknownObject):
-            known = f"; it serves {', '.join(map(repr, error.names))}" if error.names else ""
-            error = UnknownObject(
-                f"worker {self._owner!r} has no queue {self._queue!r}{known}. There it has to be made: "
-                f"rpc.Queue({self._queue!r})",
-                worker=self._owner,
-                name=self._queue,
-                names=error.names,
-            )
         if not self._node.engine.loop.is_closed():
-            self._node.engine.run_on_loop(then, value, error)
+            self._node.engine.run_on_loop(then, value, self._advised(error))
+
+    def _advised(self, error: BaseException | None) -> BaseException | None:
+        """What a call has ended with, in words of queues. Any thread."""
+        if not isinstance(error, UnknownObject):
+            return error
+        known = f"; it serves {', '.join(map(repr, error.names))}" if error.names else ""
+        return UnknownObject(
+            f"worker {self._owner!r} has no queue {self._queue!r}{known}. There it has to be made: "
+            f"rpc.Queue({self._queue!r})",
+            worker=self._owner,
+            name=self._queue,
+            names=error.names,
+        )

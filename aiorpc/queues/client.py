@@ -4,6 +4,9 @@ A handle has at most one call under way that puts items, and one that takes some
 together in the next one. The calls have no deadline (`calls`); who waits here has one of its own (`waiting`). When
 nobody waits any more for what a call is for, it is to end, and items that come all the same are put back to the front.
 
+No reference can be written for an owner that has not joined yet. So before items that stay here are put, it is asked
+whether the queue is there, by a call that puts nothing: that waits for the owner, and fails, as a put of small ones.
+
 All of it is on the loop of the worker, but where a method says otherwise.
 """
 
@@ -36,7 +39,6 @@ from ..errors import (
     WorkerClosed,
 )
 from ..futures import Future
-from ..protocol.messages import ObjectMethod
 from ..protocol.states import PeerState
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
@@ -55,6 +57,8 @@ _ITEMS = frozenset((Kept, bytes, str))
 _PASSING = (Overloaded, RpcTimeout, RpcCancelled, WorkerClosed, RendezvousError)
 # And with these it is gone, and what it has kept with it. Others say of an item that it cannot be had.
 _GONE = (PeerLost, PeerClosed, PeerRefused, UnknownWorker)
+# After one of these nothing reaches the owner of the queue, whoever puts it.
+_AWAY = (*_GONE, RendezvousError)
 
 
 class Client:
@@ -71,6 +75,7 @@ class Client:
         self._puts: deque[PutFuture] = deque()
         self._putting: Sequence[PutFuture] = ()
         self._put_number = 0
+        self._asking: set[PutFuture] = set()  # those of `put_nowait` that wait to hear that the owner is there
         self._most = _ITEMS_AT_ONCE  # items in the next call that puts
         self._gets: deque[GetFuture] = deque()
         self._get_number = 0  # of the call that takes items; 0: none is under way
@@ -111,8 +116,7 @@ class Client:
     def ask(self, method: str, *args: Any, timeout: float | None = None) -> Future[Any]:
         """A call of a method of the queue. timeout: seconds, None for the worker's own."""
         seconds = self.node.engine.default_timeout if timeout is None else timeout
-        peer = self.node.peers.find(self._owner)
-        return peer.call(ObjectMethod(self._name, method), args, None, seconds, depth=3)
+        return self._calls.ask(method, args, seconds, call_site(sys._getframe(2)))
 
     def _packed(self, item: Any, copy: bool) -> Item:
         self.node.engine.lifetime.check_open()
@@ -157,14 +161,21 @@ class Client:
             return
         batch: list[PutFuture] = []
         size = 0
+        refers = False
         while self._puts and len(batch) < self._most and size <= self._most_bytes:
             put = self._puts.popleft()
             if not put.done():
                 batch.append(put)
-                size += len(put.item) if type(put.item) is bytes else 0
+                if type(put.item) is bytes:
+                    size += len(put.item)
+                else:
+                    refers = True
         if batch:
             self._putting = batch
             self._put_number = self._next_number()
+            if refers and not self._calls.knows_owner():  # all of them wait: they keep their order
+                self._calls.call("put_items", False, self._put_number, (), self._on_there)
+                return
             self._refer_to(batch)
             items = to_wire([put.item for put in batch])
             self._calls.call("put_items", True, self._put_number, items, self._on_put)
@@ -188,13 +199,23 @@ class Client:
         reference = self.node.references.refer_to(KeptItems(items))
         return [Kept(reference, place) for place in range(len(items))]
 
+    def _on_there(self, answer: Any, error: BaseException | None) -> None:
+        if error is not None or answer != 0:  # as if they had been put
+            self._on_put(answer, error)
+            return
+        self._puts.extendleft(reversed(self._putting))
+        self._putting = ()
+        self._put_number = 0
+        self._send_puts()
+
     def _on_put(self, put: Any, error: BaseException | None) -> None:
         batch, self._putting = self._putting, ()
         self._put_number = 0
         if error is None and (type(put) is not int or not -1 - len(batch) <= put <= len(batch)):
             error = ProtocolError(f"{self.describe()} says that it has taken {put!r:.40} of {len(batch)} items")
         if error is not None:
-            if self.node.engine.closed:  # nothing will be sent any more
+            # Those behind them would hear the same, but one lot after the other, each when its own search has ended.
+            if self.node.engine.closed or isinstance(error, _AWAY):
                 batch, self._puts = [*batch, *self._puts], deque()
             for each in batch:
                 each.finish(None, error)
@@ -212,8 +233,23 @@ class Client:
         self._send_puts()
 
     def _put_now(self, put: PutFuture) -> None:
-        self._refer_to([put])
         put.number = self._next_number()
+        # Also behind one that waits to hear that the owner is there: they keep their order.
+        if self._asking or (type(put.item) is not bytes and not self._calls.knows_owner()):
+            self._asking.add(put)
+            self._calls.call("put_items", False, put.number, (), partial(self._on_there_now, put))
+        else:
+            self._send_now(put)
+
+    def _on_there_now(self, put: PutFuture, answer: Any, error: BaseException | None) -> None:
+        self._asking.discard(put)
+        if error is not None or answer != 0:
+            self._on_put_now(put, answer, error)
+        elif not put.done():
+            self._send_now(put)
+
+    def _send_now(self, put: PutFuture) -> None:
+        self._refer_to([put])
         self._calls.call("put_items", False, put.number, to_wire([put.item]), partial(self._on_put_now, put))
 
     def _on_put_now(self, future: PutFuture, put: Any, error: BaseException | None) -> None:
@@ -417,8 +453,12 @@ class Client:
             return self._keeps_back(names, time), names[0]
         peer, queue = self._calls.peer, self.describe()
         if peer is not None and (peer.state is PeerState.CONNECTING or peer.state is PeerState.SUSPENDED):
-            found = peer.record is not None
-            why = f"the connection to it is {peer.state.value}" if found else "no worker of that name has joined"
+            former = peer.former  # first: it is forgotten before there is a record
+            why = "no worker of that name has joined"
+            if peer.record is not None:
+                why = f"the connection to it is {peer.state.value}"
+            elif former is not None and former.gone is not None:
+                why = f"{former.gone}. Whether another one of that name has joined since is not known yet"
             return f"{queue} has not answered for {time}: {why}", self._owner
         text = f"{queue} has {'been full' if isinstance(waiting, PutFuture) else 'had no item'} for {time}"
         if self._owner != self.node.engine.name:  # an owner that is silent looks like one that has nothing to say
@@ -447,7 +487,8 @@ class Client:
         """Somebody waits no longer: if nobody else waits for the call that is under way, it is to end."""
         waiting.stop_timer()
         if waiting.number:
-            self._calls.take_back(waiting.number)
+            if self._calls.take_back(waiting.number) and isinstance(waiting, PutFuture):
+                self._asking.discard(waiting)
         elif isinstance(waiting, PutFuture):
             if waiting not in self._putting:
                 with contextlib.suppress(ValueError):  # it has been put

@@ -86,8 +86,11 @@ class ServedQueue:
         """Put those items (`items.to_wire`) in their order, as far as there is room; returns how many.
 
         wait: until there is room for one, or until that `number` is withdrawn. Negative once the queue is shut down: -1
-        for none, -2 for one, and so on. RpcUsageError for what is no item.
+        for none, -2 for one, and so on. RpcUsageError for what is no item. Without items, and where it is not to wait,
+        it tells whether items can be put, and nothing is.
         """
+        if not said and wait is False:
+            return -1 if self._shut else 0
         items = _items(said)
         if items is None:
             raise RpcUsageError(f"queue {self.name!r} takes items as `rpc.queue` puts them, and got something else")

@@ -391,6 +391,54 @@ async def test_a_timeout_says_that_the_owner_was_not_reached(free: list[Worker])
         assert (raised.value.worker, raised.value.function) == ("nobody", f"q.{verb}")
 
 
+async def test_a_timeout_tells_of_the_owner_that_was_lost(free: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name has had a worker, and whether another one has taken it is still looked for as the time is up."""
+    make(free[0])
+    mine = handle(free[1], timeout=0.05)
+    await mine.put(1)
+    await free[0].drop()
+    await until(lambda: free[1].node.peers._peers["worker0"].gone is not None)
+    looks, found = free[1].node.rendezvous.members, threading.Event()
+
+    def look_for_long() -> Any:
+        found.wait(LONG)
+        return looks()
+
+    monkeypatch.setattr(free[1].node.rendezvous, "members", look_for_long)
+    try:
+        for future in (mine.put(1), mine.put(torch.ones(LARGE)), mine.get()):
+            with pytest.raises(RpcTimeout, match=r"has not answered for 0\.05 s: worker0 .* was lost: .*not known yet"):
+                await future
+    finally:
+        found.set()
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_all_who_wait_to_put_hear_at_once_that_the_owner_is_away(
+    silent: bool, free: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those alone whose items were under way: nobody is asked for the others, who would wait for that once more."""
+    make(free[0], maxsize=1)
+    mine = handle(free[1], owner="nobody" if silent else "worker0", timeout=0)
+    if silent:  # the store, so that nobody can be found
+        mine._client()._most = 1
+
+        def cannot_look() -> Any:
+            raise rpc.StoreGone("the store has gone")
+
+        monkeypatch.setattr(free[1].node.rendezvous, "members", cannot_look)
+        puts = [mine.put(number) for number in range(5)]
+    else:
+        await mine.put(0)
+        first = mine.put(1)
+        await served(free[0], "put_items")
+        puts = [first, *(mine.put(number) for number in range(2, 6))]
+        await free[0].drop()
+    errors = await asyncio.gather(*puts, return_exceptions=True)
+    assert type(errors[0]) is (rpc.RendezvousError if silent else PeerLost)
+    assert all(error is errors[0] for error in errors), "another call was made for some of them"
+
+
 async def test_a_lost_owner_is_told_without_the_lines_of_the_runtime(pair: list[Worker]) -> None:
     """One call puts and takes for several callers: it was made by none of them."""
     await make(pair[1], "full", maxsize=1).put(0)
@@ -407,13 +455,24 @@ async def test_a_lost_owner_is_told_without_the_lines_of_the_runtime(pair: list[
     assert "__notes__" not in vars(unknown.value)
 
 
-@pytest.mark.parametrize("verb", ["get", "put", "get_nowait", "put_nowait"])
-async def test_who_leaves_does_not_wait_for_an_owner_that_nobody_waits_for(verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "item"),
+    [
+        ("get", None),
+        ("put", 1),
+        ("get_nowait", None),
+        ("put_nowait", 1),
+        ("put", torch.ones(LARGE)),
+        ("put_nowait", torch.ones(LARGE)),
+    ],
+    ids=["get", "put", "get_nowait", "put_nowait", "put large", "put_nowait large"],
+)
+async def test_who_leaves_does_not_wait_for_an_owner_that_nobody_waits_for(verb: str, item: Any) -> None:
     """Its name was never seen; what was to be put or got there was given up, and nothing of it was sent."""
     options = RpcBackendOptions(rpc_timeout=LONG, newcomer_grace=100 * LONG)
     async with cluster(1, dynamic=True, options=options) as (worker,):
         nobody = handle(worker, owner="nobody")
-        args = (1,) if verb.startswith("put") else ()
+        args = (item,) if verb.startswith("put") else ()
         if verb.endswith("nowait"):
             future = getattr(nobody, verb)(*args)
             waits = asyncio.ensure_future(future)
@@ -428,13 +487,15 @@ async def test_who_leaves_does_not_wait_for_an_owner_that_nobody_waits_for(verb:
             await worker.shutdown()
 
 
-async def test_what_nobody_has_given_up_waits_on_for_the_owner() -> None:
+@pytest.mark.parametrize("large", [False, True])
+async def test_what_nobody_has_given_up_waits_on_for_the_owner(large: bool) -> None:
     """Though what was to be sent together with it is taken back: that is neither in the queue, nor takes an item."""
+    items = [torch.full((LARGE if large else 1,), number) for number in range(3)]
     store = HashStore()
     served_later = ServedQueue("q", 0, "owner", 1 << 20)
     async with cluster(1, dynamic=True, store=store, options=RpcBackendOptions(rpc_timeout=LONG)) as (worker,):
         mine = handle(worker, owner="owner")
-        puts = [mine.put(number, timeout=0.05 if number == 1 else LONG) for number in range(3)]
+        puts = [mine.put(item, timeout=0.05 if number == 1 else LONG) for number, item in enumerate(items)]
         gets = [asyncio.ensure_future(mine.get(timeout=0.05 if number == 0 else LONG)) for number in range(2)]
         for given_up in (puts.pop(1), gets.pop(0)):
             with pytest.raises(RpcTimeout):
@@ -444,8 +505,64 @@ async def test_what_nobody_has_given_up_waits_on_for_the_owner() -> None:
         owner.serve("q", served_later)
         async with owner:
             await asyncio.gather(*puts)
-            assert [await gets[0], await again] == [0, 2]
+            assert [int((await get)[0]) for get in (gets[0], again)] == [0, 2]
             assert await mine.empty()
+
+
+@pytest.mark.parametrize("verb", ["put", "put_nowait"])
+async def test_large_items_wait_for_an_owner_that_has_not_joined(verb: str) -> None:
+    """As small ones do, with which they keep their order; also with those that are put as it comes."""
+    store = HashStore()
+    served_later = ServedQueue("q", 0, "owner", 1 << 20)
+    options = RpcBackendOptions(rpc_timeout=LONG, newcomer_grace=100 * LONG)
+    async with cluster(1, dynamic=True, store=store, options=options) as (worker,):
+        mine = handle(worker, owner="owner")
+        put = getattr(mine, verb)
+        sizes = [1, LARGE, 1, 3_000_000, 1, 9_000_000, 1]
+        items = [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
+        puts = [put(item) for item in items]
+        await until(lambda: not worker.node.is_idle())
+        late = [asyncio.ensure_future(put(torch.full((1,), number))) for number in range(len(items), len(items) + 3)]
+        owner = Worker("owner", store=store)
+        owner.serve("q", served_later)
+        async with owner:
+            await asyncio.gather(*puts, *late)
+            got: list[torch.Tensor] = []
+            while len(got) < len(puts) + len(late):
+                got += await mine.get_many(32)
+            assert [int(item[0]) for item in got] == list(range(len(got)))
+            assert [len(item) for item in got] == [*sizes, 1, 1, 1]
+            assert not mine._client()._asking
+            del got
+            await until_no_references([worker, owner])
+
+
+async def test_large_items_for_an_owner_that_does_not_come_fail_as_small_ones() -> None:
+    """Whether nobody comes, or whoever comes has no queue of that name, or one that was shut down."""
+    store = HashStore()
+    large = torch.ones(LARGE)
+    options = RpcBackendOptions(rpc_timeout=LONG, newcomer_grace=0.2)
+    async with cluster(1, dynamic=True, store=store, options=options) as (worker,):
+        nobody = handle(worker, owner="nobody")
+        for put in (nobody.put(large), nobody.put_nowait(large)):
+            with pytest.raises(UnknownWorker, match=r"no worker 'nobody' .*newcomer_grace"):
+                await put
+        with pytest.raises(RpcTimeout, match="no worker of that name has joined"):
+            await handle(worker, owner="another").put(large, timeout=0.05)
+    options = RpcBackendOptions(rpc_timeout=LONG, newcomer_grace=100 * LONG)
+    async with cluster(1, dynamic=True, store=store, options=options) as (worker,):
+        ended, missing = handle(worker, "ended", "owner"), handle(worker, "missing", "owner")
+        expected: list[tuple[QueueHandle, type[Exception]]] = [(ended, QueueShutDown), (missing, rpc.UnknownObject)]
+        puts = [(put, error) for queue, error in expected for put in (queue.put(large), queue.put_nowait(large))]
+        served_later = ServedQueue("ended", 0, "owner", 1 << 20)
+        await served_later.shut_down(False)
+        owner = Worker("owner", store=store)
+        owner.serve("ended", served_later)
+        async with owner:
+            for put, error in puts:
+                with pytest.raises(error, match="queue"):
+                    await put
+            assert await ended.empty()
 
 
 async def test_a_timeout_names_the_producer_that_did_not_hand_over(
@@ -594,6 +711,19 @@ async def test_a_cancelled_put_is_in_the_queue_or_is_not(pair: list[Worker]) -> 
     with pytest.raises(rpc.RpcCancelled):
         await puts[2]
     assert await queue.empty()
+
+
+async def test_who_may_not_wait_at_all_gives_up_what_it_puts(pair: list[Worker]) -> None:
+    """`asyncio.timeout(0)` begins to wait, and so it ends it; see the guide for `asyncio.wait_for`."""
+    make(pair[0], maxsize=1)
+    mine = handle(pair[1])
+    await mine.put("there")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await mine.put("given up")
+    assert await mine.get() == "there"
+    with pytest.raises(QueueEmpty):
+        await mine.get_nowait()
 
 
 async def test_a_put_that_fails_and_that_nobody_awaits_is_logged(
@@ -769,6 +899,50 @@ async def test_a_queue_that_is_closed_is_not_there_any_more(pair: list[Worker]) 
     with make(pair[0]):
         await handle(pair[1]).put(1)
         assert await handle(pair[1]).get() == 1
+
+
+@pytest.mark.parametrize("verb", ["get", "qsize", "empty", "full", "task_done", "join", "shutdown", "put_nowait"])
+async def test_all_methods_say_how_a_queue_is_made_that_is_not_there(verb: str, pair: list[Worker]) -> None:
+    """To its owner and to others; a task, a thread and a callback hear the same."""
+    text = r"^worker 'worker0' has no queue 'q'; it serves 'other'\. There it has to be made: rpc\.Queue\('q'\)"
+    make(pair[0], "other")
+    for worker in pair:
+        mine = handle(worker)
+        args = (1,) if verb.startswith("put") else ()
+        with pytest.raises(rpc.UnknownObject, match=text) as raised:
+            await getattr(mine, verb)(*args)
+        assert (raised.value.worker, raised.value.name, raised.value.names) == ("worker0", "q", ("other",))
+        with pytest.raises(rpc.UnknownObject, match=text):
+            await asyncio.to_thread(getattr(mine, verb)(*args).wait)
+        heard = await getattr(mine, verb)(*args).then(lambda done: repr(done.exception()))
+        assert "has no queue 'q'" in heard
+
+
+async def test_who_asks_a_queue_can_give_up(pair: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
+    """The owner hears of it, and of what nobody looks at the line that has asked is logged, once."""
+    queue = make(pair[0])
+    mine = handle(pair[1])
+    await mine.put(1)
+    join = mine.join()
+    await until(lambda: len(queue._served._joiners) == 1)
+    assert "join_items on worker 'worker0' (made at" in join.describe()
+    join.cancel()
+    with pytest.raises(rpc.RpcCancelled):
+        await join
+    await until(lambda: not queue._served._joiners)
+    with pytest.raises(RpcTimeout, match=r"ran for more than set timeout .*join_items"):
+        await mine.join(timeout=0.05)
+    done = mine.task_done(5)
+    await until(done.done)
+    del done
+
+    def logged() -> list[str]:
+        gc.collect()
+        return [each.getMessage() for each in caplog.records if "nobody looked" in each.getMessage()]
+
+    await until(logged)
+    (line,) = logged()
+    assert f"(made at {__file__}:" in line and "too many times" in line
 
 
 @pytest.mark.parametrize("got", [0, 1])
