@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, Protocol
 
@@ -94,7 +94,7 @@ class UserCallback:
         token = current_autograd.set(self.autograd)
         try:
             self.begun = True
-            self.callback(future)
+            copy_context().run(self.callback, future)  # what it sets stays in no thread, which serves others next
         except BaseException as error:  # whatever it is, the other callbacks and the settler must not suffer
             if foreign.is_interrupt(error):  # the main thread's, whatever it was doing
                 raise

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
-from .errors import RpcUsageError
+from .errors import RpcUsageError, WorkerClosed, WouldBlockLoop
 from .futures import Future
 from .options import RpcBackendOptions
+from .protocol.states import WorkerState
 from .runtime.caller.peers import To
 from .runtime.engine.loops import LoopThread
 from .runtime.group.group import ShutdownReport
 from .runtime.node import registry
 from .runtime.worker import Worker
 
+_ENDING = (WorkerState.CLOSING, WorkerState.CLOSED)
 UNSET_RPC_TIMEOUT = -1.0
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 
@@ -63,15 +65,32 @@ def host(worker: Worker) -> None:
     """
     running = registry.nodes()
     if running:
-        raise RpcUsageError(f"RPC is already initialized: worker {running[0].engine.name!r} runs in this process")
-    thread = LoopThread(worker.name)
-    thread.on_end = worker.loop_ended
+        raise _already(running[0].engine.name)
+    while True:
+        former: Any = registry.host(worker)
+        if former is None:
+            break
+        if former.state not in _ENDING or former.thread is None:  # the latter: another thread has it join
+            raise _already(former.name)
+        if former.thread.is_here:
+            raise WouldBlockLoop("init_rpc() would block the event loop of the worker that was shut down; use a thread")
+        _end(former, False, None, "init_rpc()")  # a handler has shut it down, and may not be through with that
     try:
-        thread.run(worker.start())
+        thread = LoopThread(worker.name)
+        thread.on_end = worker.loop_ended
+        try:
+            thread.run(worker.start())
+        except BaseException:
+            thread.close()
+            raise
     except BaseException:
-        thread.close()
+        registry.unhost(worker)
         raise
     worker.hosted_by = thread
+
+
+def _already(name: str) -> RpcUsageError:
+    return RpcUsageError(f"RPC is already initialized: worker {name!r} runs in this process")
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownReport:
@@ -82,19 +101,47 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> ShutdownRep
     lost, whether the time was up, and what was still referred to. From any thread but the loop's, where it raises
     WouldBlockLoop; RpcUsageError if the worker runs on a loop of yours: ``await worker.shutdown()`` there.
     """
-    if not registry.nodes():
-        return ShutdownReport()
-    node = registry.get()
-    node.engine.refuse_on_loop("shutdown()", "await worker.shutdown()")
-    worker: Worker = node.worker
+    if registry.nodes():
+        worker: Any = registry.get().worker
+    else:  # one may be on its way out
+        registry.forget()
+        worker = registry.hosted
+        if worker is None or worker.state not in _ENDING or worker.thread is None:
+            return ShutdownReport()
+    return _end(worker, graceful, timeout, "shutdown()")
+
+
+def _end(worker: Worker, graceful: bool, timeout: float | None, verb: str) -> ShutdownReport:
+    """Shut a worker down, or wait for a shutdown that is under way, and end its thread."""
     thread = worker.thread
+    report = worker.report()
+    if report is None:
+        worker.node.engine.refuse_on_loop(verb, "await worker.shutdown()")
     if thread is None:
+        if report is not None:
+            return report
         raise RpcUsageError(f"worker {worker.name!r} runs on a loop of yours; use `await worker.shutdown()` there")
     try:
-        return thread.run(worker.shutdown(graceful, timeout))
+        if report is None:
+            report = _wait_for_end(worker, thread, graceful, timeout)
+        return report
     finally:
-        if worker.closed:  # else it was refused, or interrupted before it began, and the worker needs its loop
+        # Else it was refused, or interrupted before it began, and the worker needs its loop; or this is a handler on
+        # that loop, and whoever comes next ends the thread.
+        if worker.closed and not thread.is_here:
             thread.close()
+            registry.unhost(worker)
+
+
+def _wait_for_end(worker: Worker, thread: LoopThread, graceful: bool, timeout: float | None) -> ShutdownReport:
+    try:
+        with worker.node.engine.pool.excused():  # a handler in a thread must not be waited for by what it waits for
+            return thread.run(worker.shutdown(graceful, timeout))
+    except WorkerClosed:  # somebody else was sooner, and has ended the loop
+        report = worker.report()
+        if report is None:
+            raise
+        return report
 
 
 def rpc_sync(

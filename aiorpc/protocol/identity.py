@@ -29,6 +29,15 @@ def check_object_name(name: object) -> str:
     return _check("Object", name)
 
 
+def legible(text: str) -> str:
+    """A text that stands in a record for people, such as the name of a host, as a record may have it.
+
+    The kernel takes any bytes for the name of a host. Those that are no UTF-8 come as halves of surrogates, which no
+    record can carry, and control characters would reach the terminals of others.
+    """
+    return "".join(each if each.isprintable() else "?" for each in text[:_TEXT_LIMIT])
+
+
 def _check(what: str, name: object) -> str:
     if not isinstance(name, str):
         raise RpcUsageError(f"{what} name must be a string, but got {name!r}")

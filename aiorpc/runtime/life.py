@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -25,7 +26,7 @@ from .. import foreign
 from ..channels import layout
 from ..errors import RendezvousError, RpcUsageError, StoreGone, WorkerClosed
 from ..options import Tls, seconds
-from ..protocol.identity import UNUSABLE, WorkerRecord
+from ..protocol.identity import UNUSABLE, WorkerRecord, legible
 from ..protocol.states import WorkerEvent, WorkerState
 from ..rights import Rights
 from ..transport import sockets
@@ -39,6 +40,7 @@ from .engine.steps import Steps
 from .group.group import ShutdownReport
 from .group.listening import Listeners
 from .meeting.rendezvous import Rendezvous
+from .meeting.stores import Patience
 from .node import Meeting, Node, Plan, registry
 
 logger = logging.getLogger("aiorpc")
@@ -60,6 +62,8 @@ class Life:
     def __init__(self, plan: Plan) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._plan = plan
+        self._without_loop = threading.RLock()  # of whoever takes the worker down once its loop is closed
+        self._left_over = True  # nobody has done so yet
         self._joining: asyncio.Task[Node] | None = None
         self._shutdown: asyncio.Task[ShutdownReport] | None = None
         self._reset()
@@ -129,18 +133,20 @@ class Life:
     async def _meet(self, patience: float) -> Node:
         """Meet the others, within so many seconds; a newcomer is no member yet."""
         steps = Steps(asyncio.get_running_loop(), self.lifetime.name)
-        options = self._plan.options
+        plan, waiting = self._plan, Patience(patience, steps.stop)
         bound = asyncio.timeout(patience + Bounds().overtime if patience else None)
         try:
             async with bound:
-                node = await self._make(steps, patience)
+                node = await self._make(steps, waiting)
         except BaseException as error:
             steps.stop.set()
             await self._close(WorkerEvent.NOT_JOINED if self._shutdown is None else WorkerEvent.SHUTDOWN)
             if isinstance(error, TimeoutError) and bound.expired():
+                # A step that hangs, as a look-up of a name may, says nothing itself.
+                where = f"at {waiting.place or plan.init_method}" if plan.store is None else "that was given"
                 raise RendezvousError(
-                    f"worker {self.lifetime.name!r} could not join within {options.rpc_timeout:g} s (rpc_timeout): the "
-                    f"store of {self._plan.init_method} does not answer"
+                    f"worker {plan.name!r} could not join within {plan.options.rpc_timeout:g} s (rpc_timeout): the "
+                    f"store {where} does not answer{waiting.trouble and ': '}{waiting.trouble}"
                 ) from error
             raise
         self.node = node
@@ -149,7 +155,7 @@ class Life:
         self._stack.callback(registry.remove, node)
         return node
 
-    async def _make(self, steps: Steps, patience: float) -> Node:
+    async def _make(self, steps: Steps, patience: Patience) -> Node:
         plan, stack = self._plan, self._stack
         for pattern in Rights(plan.options.serve).patterns():
             check_pattern(pattern)
@@ -174,7 +180,6 @@ class Life:
                 rank=plan.rank,
                 world_size=plan.world_size,
                 timeout=patience,
-                stop=steps.stop,
                 store=plan.store,
                 require_secret=plan.options.require_secret,
                 secret_file=plan.options.secret_file,
@@ -197,7 +202,7 @@ class Life:
                 id=number,
                 incarnation=incarnation,
                 host=host_identity(),
-                hostname=socket.gethostname(),
+                hostname=legible(socket.gethostname()),
                 pid=os.getpid(),
                 main=main_identity(),
                 unix_path=listeners.unix_path,
@@ -229,8 +234,12 @@ class Life:
     def report(self) -> ShutdownReport | None:
         """The report of a shutdown that is over or has nothing to do; None if there is still something to do.
 
-        Any thread.
+        One whose loop is closed is taken down by this. Any thread.
         """
+        if self.loop_is_closed:
+            self.loop_closed()
+        if self.lifetime.loop_ended:
+            registry.forget(self.lifetime)  # whoever asks knows by now
         state = self.lifetime.state
         if state in (WorkerState.NEW, WorkerState.CLOSED) and self._shutdown is None and not self._goes_on:
             return ShutdownReport()
@@ -239,6 +248,8 @@ class Life:
                 return self._shutdown.result()
             if state is WorkerState.CLOSED:
                 return ShutdownReport(timed_out=True)
+        if self.loop_is_closed:  # no shutdown began, or it never comes to its end
+            return ShutdownReport(timed_out=self._shutdown is not None)
         return None
 
     async def shutdown(self, graceful: bool, timeout: float) -> ShutdownReport:
@@ -351,6 +362,43 @@ class Life:
             self._shutdown.cancel()
         return self._take_down()
 
+    @property
+    def loop_is_closed(self) -> bool:
+        """Whether the loop that it runs on was closed, so that nothing of the worker can go on."""
+        return self.loop is not None and self.loop.is_closed()
+
+    def loop_closed(self, *, wait: bool = True) -> None:
+        """The loop was closed, as `asyncio.run` does, and the worker has not shut down: take it down without the loop.
+
+        It is as a shutdown at once, as far as that needs no waiting: the others see a goodbye, as where a program ends
+        without a shutdown. Idempotent, nothing if it has shut down. wait: whether to wait for another thread that does
+        so already. Any thread.
+        """
+        if not self._without_loop.acquire(wait):
+            return
+        try:
+            state, node = self.lifetime.state, self.node
+            if not self._left_over or state is WorkerState.NEW or state is WorkerState.CLOSED:
+                return
+            self._left_over = False
+            if not self.lifetime.ended:
+                self.lifetime.loop_ended = True
+                if state is not WorkerState.LEAVING:
+                    self.lifetime.enter(WorkerEvent.SHUTDOWN)
+                if not self.lifetime.ended:  # it had joined
+                    self.lifetime.enter(WorkerEvent.LEFT)
+                logger.warning("%s", self.lifetime.why_closed())
+            self._goes_on = False
+            self._plan.news.end()
+            self._plan.objects.close()
+            if node is not None:
+                node.leave_without_loop(self.lifetime.why_closed())
+            _finish_without_loop(self._stack.aclose())
+            if self.lifetime.state is WorkerState.CLOSING:
+                self.lifetime.enter(WorkerEvent.ENDED)
+        finally:
+            self._without_loop.release()
+
 
 class _RendezvousEnd:
     """How a worker leaves the rendezvous, as far as the store still answers.
@@ -382,6 +430,10 @@ class _RendezvousEnd:
         """
         node = joined()
         patience = Bounds().store if node is None else node.engine.bounds.store
+        if steps.loop_closed:
+            self._leaves = True
+            self._leave_beside()
+            return
         try:
             async with asyncio.timeout(patience) as limit:
                 await steps.wait(patience if node is not None and node.patient else 0.1)
@@ -401,6 +453,19 @@ class _RendezvousEnd:
             with contextlib.suppress(OSError):
                 if self.rendezvous is not None:
                     self.rendezvous.remove_secret()
+
+    def _leave_beside(self) -> None:
+        """Leave in a thread that goes on by itself if that takes long: whoever found the loop closed has other work.
+
+        Nothing if there can be no thread, as when the interpreter exits.
+        """
+        if self.rendezvous is None:
+            return
+        name = f"aiorpc-{self._plan.name}-rendezvous"
+        leaving = threading.Thread(target=self._leave, name=name, daemon=True)
+        with contextlib.suppress(RuntimeError):
+            leaving.start()
+            leaving.join(_GIVING_UP)
 
     def _tell(self) -> None:
         """In a thread."""
@@ -427,6 +492,18 @@ class _RendezvousEnd:
             self.rendezvous.close()
         except (RuntimeError, OSError) as error:
             logger.debug("closing the rendezvous: %s", error)
+
+
+def _finish_without_loop(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine to its end where no loop can: what would have to wait is cancelled in place of that."""
+    try:
+        coroutine.send(None)
+        while True:
+            coroutine.throw(asyncio.CancelledError())
+    except StopIteration:
+        return
+    except (Exception, asyncio.CancelledError) as error:  # all steps were taken, and one of them would have needed it
+        foreign.log_error(logger, logging.DEBUG, error, "taking a worker down without its loop")
 
 
 async def _serve_rendezvous(node: Node) -> None:

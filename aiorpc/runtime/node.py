@@ -14,15 +14,18 @@ import contextvars
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
 
+from .. import foreign
 from ..channels.accelerator import Accelerator
 from ..devices import DeviceClaims
+from ..errors import RpcError
 from ..options import RpcBackendOptions
 from ..protocol.identity import WorkerInfo, WorkerRecord
 from ..protocol.states import WorkerEvent, WorkerState
@@ -34,7 +37,7 @@ from .caller.peers import Peers
 from .caller.retrying import Retries
 from .caller.stream import Stream, open_stream
 from .calls import current
-from .calls.current import ServedCall, current_call, current_node
+from .calls.current import HostedWorker, ServedCall, current_call, current_node
 from .calls.pending import PendingCall
 from .engine.engine import Engine
 from .engine.lag import LoopMonitor
@@ -162,7 +165,11 @@ class Node:
         self.acceptor = Acceptor(self, meeting.listeners, meeting.secret)
         stack.callback(self.acceptor.close)
         self.monitor = LoopMonitor(
-            engine.loop, warn_after=options.lag_warning, describe=self.describe_running, name=engine.name
+            engine.loop,
+            warn_after=options.lag_warning,
+            describe=self.describe_running,
+            name=engine.name,
+            on_closed=partial(self.loop_closed, wait=False),  # a loop that others take down ends this thread, too
         )
         stack.callback(self.monitor.stop)
         self.lines = LineWatch(engine.loop, engine.connections)
@@ -183,6 +190,8 @@ class Node:
             service.say_goodbye()
 
     async def _let_go_of_devices(self) -> None:
+        if self.engine.loop.is_closed():
+            return
         await self.accelerators.let_go(self.links.all(), self.engine.bounds.devices)
 
     async def _end_engine(self) -> None:
@@ -194,13 +203,33 @@ class Node:
         """Wait until what is queued is written, for a bounded time: a peer that does not read must not keep us."""
         connections = self.engine.connections
         limit = time.monotonic() + self.engine.bounds.connections
-        while any(not each.ended for each in connections) and time.monotonic() < limit:  # noqa: ASYNC110  # their ends signal nobody
+        closed = self.engine.loop.is_closed()  # then nothing is waited for
+        while not closed and any(not each.ended for each in connections) and time.monotonic() < limit:  # noqa: ASYNC110  # their ends signal nobody
             await asyncio.sleep(0.005)
         for connection in list(connections):
             connection.abort()
 
     async def _end_devices(self) -> None:
         await self.accelerators.close(self.engine.bounds.devices)
+
+    def loop_closed(self, *, wait: bool = True) -> None:
+        """The worker's loop was closed without a shutdown: take it down without the loop, see `Life.loop_closed`."""
+        self.worker.loop_closed(wait=wait)
+
+    def leave_without_loop(self, error: RpcError) -> None:
+        """Say goodbye where that takes no waiting, end the pending calls with that error, and close all connections."""
+        self.engine.steps.stop.set()
+        self._say_goodbye()
+        for peer in self.peers.all():
+            _without_loop(partial(peer.fail, error))
+        for connection in list(self.engine.connections):
+            _without_loop(connection.abort)
+
+    def _say_goodbye(self) -> None:
+        for peer in self.peers.all():
+            _without_loop(peer.goodbye)
+        for service in list(self.services):
+            _without_loop(service.goodbye)
 
     # --- for the rooms below ------------------------------------------------------------------------------------------
 
@@ -307,6 +336,14 @@ class Node:
             service.goodbye()
 
 
+def _without_loop(step: Callable[[], object]) -> None:
+    """Take a step of the end whose last part may need the loop, which is closed; what of it needs none is done."""
+    try:
+        step()
+    except Exception as error:
+        foreign.log_error(logger, logging.DEBUG, error, "taking a worker down without its loop")
+
+
 class _RegistryForNodes(Protocol):
     @property
     def only(self) -> Node | None: ...
@@ -318,6 +355,15 @@ class _RegistryForNodes(Protocol):
     def nodes(self) -> list[Node]: ...
 
     def get(self) -> Node: ...
+
+    def forget(self, lifetime: Lifetime | None = None) -> None: ...
+
+    def host(self, worker: HostedWorker) -> HostedWorker | None: ...
+
+    def unhost(self, worker: HostedWorker) -> None: ...
+
+    @property
+    def hosted(self) -> HostedWorker | None: ...
 
 
 #: The nodes of this process; the registry of `calls.current`, which all of them are entered in.

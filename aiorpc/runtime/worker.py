@@ -297,12 +297,15 @@ class Worker:
         here. timeout: seconds for all that, 0 for no limit; the option ``shutdown_timeout`` if None.
         Returns who was lost and what was still referred to. After it no thread, task or socket of the worker is left,
         but for a thread inside torch if the store of the rendezvous has not answered for 5 s (a warning says so).
-        A worker that is still joining gives that up: `start` raises WorkerClosed.
+        A worker that is still joining gives that up: `start` raises WorkerClosed. One whose loop was closed meanwhile,
+        as `asyncio.run` does, is taken down on any other loop.
         """
         report = self._life.report()
-        if report is not None:
-            return report
         own = self._own_loop
+        if report is not None:
+            if own is not None and not own.is_here and self.closed:  # shut down on its own loop, which nobody has ended
+                own.close()
+            return report
         if own is not None and asyncio.get_running_loop() is not own.loop:
             try:
                 return await own.run_async(self.shutdown(graceful, timeout))
@@ -328,6 +331,14 @@ class Worker:
         Returns a coroutine with what is left to do, which needs one more run of the loop.
         """
         return self._life.loop_ended(cause)
+
+    def loop_closed(self, *, wait: bool = True) -> None:
+        """The loop was closed although the worker is running: take it down without the loop. See `Life.loop_closed`."""
+        self._life.loop_closed(wait=wait)
+
+    def report(self) -> ShutdownReport | None:
+        """What `shutdown` returns where it has nothing left to do; None if it has. Any thread."""
+        return self._life.report()
 
     # --- the user's way in and out ------------------------------------------------------------------------------------
 

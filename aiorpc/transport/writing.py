@@ -22,6 +22,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import Any
 
 from ..protocol.frames import Buffer
@@ -223,11 +224,12 @@ class FrameWriter:
         raise NotImplementedError  # as above
 
     def _call_on_loop(self, callback: Callable[..., None], *args: object) -> None:
+        # Not with the context variables of whoever writes: what is read in that turn is none of his.
         if threading.get_ident() == self._thread:
-            self._loop.call_soon(callback, *args)
+            self._loop.call_soon(callback, *args, context=Context())
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed: so is this connection
-                self._loop.call_soon_threadsafe(callback, *args)
+                self._loop.call_soon_threadsafe(callback, *args, context=Context())
 
 
 def is_owned(lock: Any) -> bool:

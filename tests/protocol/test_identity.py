@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import msgpack
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiorpc.errors import ProtocolError, RpcUsageError
-from aiorpc.protocol.identity import WorkerInfo, WorkerRecord, check_name
+from aiorpc.protocol.identity import WorkerInfo, WorkerRecord, check_name, legible
 
 NAMES = st.text("abcXYZ019-_:", min_size=1, max_size=127)
 TEXTS = st.text(max_size=60)
@@ -124,6 +126,21 @@ def test_anything_a_peer_may_send_gives_a_record_or_a_protocol_error(value: obje
         WorkerRecord.from_wire(value)
     except ProtocolError as error:
         assert str(error)
+
+
+@given(st.text(st.characters(exclude_categories=())) | st.binary().map(os.fsdecode))
+def test_a_record_carries_any_legible_text(text: str) -> None:
+    """Whatever the kernel has for a name, with bytes that are no UTF-8 and control characters."""
+    record = replace(RECORD, hostname=legible(text))
+    assert WorkerRecord.from_wire(json.loads(json.dumps(record.to_wire()).encode())) == record
+    assert record.hostname.isprintable() and len(record.hostname) == len(text)
+
+
+def test_legible_text_is_bounded_and_otherwise_as_it_was() -> None:
+    """As long as a record may have it; letters of all kinds stay."""
+    assert legible("node-1.wörld") == "node-1.wörld"
+    assert legible("h\udcff\n\x1b[31m") == "h???[31m"
+    assert len(replace(RECORD, hostname=legible("x" * 5000)).hostname) == 4096
 
 
 def test_a_record_describes_itself_for_people() -> None:

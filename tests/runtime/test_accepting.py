@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import socket
+from typing import Any, NoReturn
 
 import msgpack
 import pytest
+import torch
 
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.protocol import handshake
 from aiorpc.protocol.frames import Buffer, Kind, encode_frame
 from aiorpc.protocol.handshake import Hello
-from aiorpc.runtime.group import accepting
+from aiorpc.runtime.engine.bounds import Bounds
+from aiorpc.runtime.group import accepting, connecting
 from aiorpc.testing import cluster
 from tests.runtime.waiting import LIMIT, until
 
@@ -58,3 +64,47 @@ async def test_what_nobody_has_foreseen_is_a_refusal_too(
         (line,) = caplog.records
         assert "its handshake cannot be read: RecursionError: maximum recursion depth" in line.getMessage()
         assert line.exc_info is None and line.getMessage().isprintable()
+
+
+class Exhausted(socket.socket):
+    """A listener of a process that has no descriptor left."""
+
+    def accept(self) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def test_descriptors_that_have_run_out_are_told_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked twice a second whether there are some again, for as long as that lasts."""
+    async with cluster(1) as (worker,):
+        acceptor = worker.node.acceptor
+        with caplog.at_level(logging.INFO, "aiorpc"), Exhausted() as listener:
+            caplog.clear()
+            for _ in range(5):
+                acceptor._accept(listener)
+            (line,) = caplog.messages
+            assert "worker worker0 cannot take a connection: [Errno 24] Too many open files" in line
+            monkeypatch.setattr(accepting, "UNTAKEN_EVERY", 0.0)  # a minute later
+            acceptor._accept(listener)
+            assert len(caplog.messages) == 2
+
+
+async def test_a_second_connection_that_is_long_to_open_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At both ends, with the time that it had: an error of asyncio's has no text."""
+    tensor = torch.arange(1_000_000)
+    async with cluster(2, options=RpcBackendOptions(transports=("tcp",))) as workers:
+        assert await workers[0].call("worker1", len, "abc") == 3
+
+        async def reach(*args: Any) -> NoReturn:
+            await asyncio.sleep(LIMIT)
+            raise AssertionError("nobody waits as long")
+
+        monkeypatch.setattr(connecting, "_reach", reach)
+        workers[0].node.engine.bounds = Bounds(pipe=0.05)
+        with caplog.at_level(logging.INFO, "aiorpc"):
+            assert await workers[0].call("worker1", torch.numel, tensor) == tensor.numel()
+        said = [line for line in caplog.messages if "no second connection" in line]
+        assert len(said) == 2 and all("): it was not open within 0.05 s; large tensors" in line for line in said)

@@ -348,3 +348,25 @@ async def test_cancelled_is_for_handlers(pair: list[Worker]) -> None:
     for ask in (aiorpc.cancelled, aiorpc.check_cancelled, aiorpc.caller, aiorpc.deadline):
         with pytest.raises(aiorpc.RpcUsageError, match="only a handler"):
             ask()
+
+
+async def test_a_caller_that_has_its_answer_has_not_given_up(pair: list[Worker]) -> None:
+    """What a handler leaves running is its own: the deadline of the call is over with the call."""
+    assert await pair[0].peer("worker1", timeout=0.2).call(leave_something_running) == "answered"
+    assert await pair[0].call("worker1", what_was_left) == (False, None)
+
+
+left: list[asyncio.Task[tuple[bool, float | None]]] = []
+
+
+async def leave_something_running() -> str:
+    async def goes_on() -> tuple[bool, float | None]:
+        await asyncio.sleep(0.4)
+        return aiorpc.cancelled(), aiorpc.deadline()
+
+    left.append(asyncio.create_task(goes_on()))
+    return "answered"
+
+
+async def what_was_left() -> tuple[bool, float | None]:
+    return await left.pop()

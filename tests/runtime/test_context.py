@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import decimal
 import gc
 import sys
 import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -118,6 +121,71 @@ async def test_calls_at_the_same_time_do_not_mix(trio: list[Worker]) -> None:
     calls = [(worker, worker.call("worker1", handler)) for _ in range(30) for worker in trio for handler in handlers]
     for worker, call in calls:
         assert await call == ("worker1", worker.info)
+
+
+user: ContextVar[str] = ContextVar("user", default="nobody")
+
+
+def log_in(name: str) -> None:
+    user.set(name)
+    decimal.getcontext().prec = 3
+
+
+def log_in_and_count(name: str) -> Iterator[int]:
+    log_in(name)
+    yield 1
+    assert user.get() == name, "it goes on in the context in which it began"
+
+
+def seen() -> tuple[str, int]:
+    return user.get(), decimal.getcontext().prec
+
+
+async def seen_on_the_loop() -> tuple[str, int]:
+    return seen()
+
+
+@pytest.mark.parametrize("log", [log_in, log_in_and_count])
+async def test_what_a_handler_sets_in_its_context_is_of_its_call_alone(trio: list[Worker], log: Any) -> None:
+    """Whichever thread runs the next one, and whoever reads it: a thread that stands by starts coroutines, too."""
+    usual = ("nobody", decimal.getcontext().prec)
+    for _ in range(20):
+        for _ in range(2):
+            if log is log_in:
+                await trio[0].call("worker1", log, "alice")
+            else:
+                assert [item async for item in trio[0].stream("worker1", log, "alice")] == [1]
+        assert await trio[0].call("worker1", seen_on_the_loop) == usual
+        assert await trio[2].call("worker1", seen) == usual
+
+
+async def test_what_a_callback_sets_in_its_context_stays_in_no_thread(trio: list[Worker]) -> None:
+    """The pool that runs it runs handlers, too."""
+
+    def callback(done: Any) -> tuple[str, int]:
+        log_in("alice")
+        value: tuple[str, int] = done.value()
+        return value
+
+    for _ in range(20):
+        child = trio[0].call("worker1", seen).then(callback)
+        assert (await child)[0] == "nobody"
+        assert (await trio[2].call("worker0", seen))[0] == "nobody"
+
+
+async def test_the_context_of_who_calls_is_none_of_what_arrives_meanwhile() -> None:
+    """A thread of the program's own reads and writes for the loop; what the loop does next is not on its behalf."""
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as (worker, other):
+
+        def calls() -> None:
+            user.set("alice")
+            for _ in range(50):
+                assert worker.call(other.name, seen).wait()[0] == "nobody"
+
+        around = [asyncio.to_thread(calls) for _ in range(2)]
+        turns = [other.call(worker.name, seen_on_the_loop) for _ in range(50)]
+        await asyncio.gather(*around)
+        assert {name for name, _ in await asyncio.gather(*turns)} == {"nobody"}
 
 
 async def test_several_workers_and_no_context_raise(pair: list[Worker]) -> None:

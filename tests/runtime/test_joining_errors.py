@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
+import threading
 from functools import partial
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
@@ -13,7 +16,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc
 from aiorpc import RendezvousError, RpcBackendOptions, RpcError, WorkerClosed
 from aiorpc.protocol.handshake import VERSION
+from aiorpc.runtime import life
+from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.testing import cluster
+from tests.ports import free_port
 from tests.runtime.stores import ROSTER
 from tests.runtime.waiting import LIMIT, until
 
@@ -54,6 +60,47 @@ async def test_another_version_shows_at_joining(size: int | None) -> None:
     with pytest.raises(RendezvousError, match=rf"version {VERSION + 1} of the protocol, we speak {VERSION}"):
         options = RpcBackendOptions(rpc_timeout=LIMIT)
         await aiorpc.init("w", rank=0 if size else None, world_size=size, store=store, options=options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_name_that_is_long_to_look_up_is_told(monkeypatch: pytest.MonkeyPatch, rank: int, failing: int) -> None:
+    """Joining ends in the midst of a look-up, which says nothing then: the place is told, and what is known of it.
+
+    failing: so many look-ups fail at once, before one takes for ever.
+    """
+    look_up, port, over, asked = socket.getaddrinfo, free_port(), threading.Event(), []
+
+    def slow(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "nosuch.invalid":
+            return look_up(host, *args, **kwargs)
+        asked.append(host)
+        if len(asked) > failing:
+            over.wait(LIMIT)
+        raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(life, "Bounds", partial(Bounds, overtime=0.1))
+    monkeypatch.setattr(life, "_GIVING_UP", 0.1)
+    for name, value in {"MASTER_ADDR": "nosuch.invalid", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    told = rf"could not join within 0.5 s \(rpc_timeout\): the store at tcp://nosuch.invalid:{port} does not answer: "
+    told += r"the name 'nosuch.invalid' cannot be resolved .*no such name" if failing else r".*'nosuch.invalid'"
+    try:
+        with pytest.raises(RendezvousError, match=told):
+            await aiorpc.init("w", options=RpcBackendOptions(rpc_timeout=0.5))
+    finally:
+        over.set()
+        await until(lambda: not [each for each in threading.enumerate() if each.name.startswith("aiorpc-w-")])
+
+
+async def test_a_host_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes any bytes for it: its workers join, and show it so that no terminal suffers."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "h\udcff\n\x1b[31m" + "x" * 5000)
+    async with cluster(2) as workers:
+        assert await workers[0].call("worker1", len, "abc") == 3
+        record = workers[0].node.peers.find("worker1").record
+        assert record is not None and " on h???[31mxxx" in record.describe()
 
 
 async def test_a_worker_that_nobody_has_awaited_says_so() -> None:

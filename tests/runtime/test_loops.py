@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc
-from aiorpc import PeerLost, RpcBackendOptions, Worker, WorkerClosed
+from aiorpc import NotInitialized, PeerClosed, PeerLost, RpcBackendOptions, RpcError, Worker, WorkerClosed
+from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.engine.loops import LoopThread
 from aiorpc.testing import cluster
 from tests.conftest import LoopFactory
@@ -230,3 +232,187 @@ def test_ctrl_c_still_ends_a_program_on_the_loop_of_the_main_thread(
 
     with pytest.raises(KeyboardInterrupt), asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
+
+
+# --- a loop that is closed, with a worker on it -----------------------------------------------------------------------
+
+WATCHED, UNWATCHED = RpcBackendOptions(rpc_timeout=LIMIT), RpcBackendOptions(rpc_timeout=LIMIT, lag_warning=0.0)
+
+
+async def forgotten(options: RpcBackendOptions) -> Worker:
+    worker = await aiorpc.init("alone", rank=0, world_size=1, store=HashStore(), options=options)
+    assert await aiorpc.call("alone", len, "abc") == 3
+    assert await asyncio.to_thread(aiorpc.rpc_sync, "alone", len, ("abc",)) == 3
+    return worker
+
+
+def run_and_forget(loop_factory: LoopFactory, options: RpcBackendOptions = UNWATCHED) -> Worker:
+    """A worker whose loop has ended as that of `asyncio.run` does."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(forgotten(options))
+
+
+def threads_of(worker: Worker) -> list[str]:
+    return [thread.name for thread in threading.enumerate() if f"-{worker.name}" in thread.name]
+
+
+def test_a_worker_whose_loop_was_closed_ends_by_itself(
+    loop_factory: LoopFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that watches the loop notices; all that the worker had is free, though somebody still has it."""
+    worker = run_and_forget(loop_factory, WATCHED)
+    wait_until(lambda: worker.state is WorkerState.CLOSED and not threads_of(worker))
+    assert [r.getMessage()[:53] for r in caplog.records if r.name == "aiorpc" and r.levelno >= logging.WARNING] == [
+        "worker 'alone' is closed, as its event loop has ended"
+    ]
+    for verb in (
+        aiorpc.current,
+        lambda: aiorpc.rpc_sync("alone", len, ("abc",)),
+        lambda: worker.call("alone", len, ""),
+    ):
+        with pytest.raises(WorkerClosed, match="its event loop has ended: start a new worker"):
+            verb()
+    assert aiorpc.shutdown() == aiorpc.ShutdownReport()
+    with pytest.raises(NotInitialized, match="has not been initialized"):
+        aiorpc.current()
+
+
+@pytest.mark.parametrize("verb", ["current", "rpc_sync", "rpc_sync elsewhere", "call", "remote"])
+def test_verbs_say_that_the_loop_has_ended(loop_factory: LoopFactory, verb: str) -> None:
+    """Also where nothing watches the loop: each time, and the process is free for a new worker."""
+
+    async def call() -> None:
+        await aiorpc.call("alone", len, "abc")
+
+    def elsewhere() -> None:
+        with asyncio.Runner() as runner:
+            runner.run(asyncio.to_thread(aiorpc.rpc_sync, "alone", len, ("abc",)))
+
+    verbs: dict[str, Callable[[], object]] = {
+        "current": aiorpc.current,
+        "rpc_sync": lambda: aiorpc.rpc_sync("alone", len, ("abc",)),
+        "rpc_sync elsewhere": elsewhere,
+        "call": lambda: asyncio.run(call()),
+        "remote": lambda: aiorpc.remote("alone", len, "abc"),
+    }
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        # Without a call, whose deadline would stand for those that follow.
+        worker = runner.run(aiorpc.init("alone", rank=0, world_size=1, store=HashStore(), options=UNWATCHED).start())
+    for _ in range(2):
+        with pytest.raises(WorkerClosed, match="its event loop has ended"):
+            verbs[verb]()
+    run_and_forget(loop_factory)
+    assert worker.state is WorkerState.CLOSED
+    aiorpc.shutdown()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_worker_whose_loop_was_closed_can_be_shut_down(loop_factory: LoopFactory, elsewhere: bool) -> None:
+    """By either shutdown, as often as anybody likes; a plain `loop.close()` with tasks under way is an end, too."""
+    worker = run_and_forget(loop_factory)
+    report = asyncio.run(worker.shutdown()) if elsewhere else aiorpc.shutdown()
+    assert report == aiorpc.ShutdownReport()
+    assert worker.state is WorkerState.CLOSED
+    assert asyncio.run(worker.shutdown()) == aiorpc.shutdown() == report
+    with pytest.raises(NotInitialized):
+        aiorpc.current()
+
+
+def test_a_worker_can_be_started_after_one_whose_loop_was_closed(loop_factory: LoopFactory, tmp_path: Path) -> None:
+    """It is the only one then, in another `asyncio.run` and with `init_rpc`."""
+    first = run_and_forget(loop_factory)
+    second = run_and_forget(loop_factory)  # its calls would not know which worker is meant
+    assert first.state is WorkerState.CLOSED
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", rpc_timeout=LIMIT)
+    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        assert second.state is WorkerState.CLOSED
+        assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
+    finally:
+        aiorpc.shutdown()
+
+
+def test_the_others_see_a_goodbye_of_a_worker_whose_loop_was_closed(loop_factory: LoopFactory) -> None:
+    """And what it owed them, or was owed, ends at once; so does what it was about to make."""
+    store, options = HashStore(), RpcBackendOptions(rpc_timeout=LIMIT, shutdown_timeout=0.1)
+    ready, pending = threading.Event(), []
+    over.clear()
+
+    async def forget() -> Worker:
+        worker = await aiorpc.init("first", rank=0, world_size=2, store=store, options=options)
+        pending.append(worker.call("second", block))
+        await until(lambda: any(call.direction == "served" for call in worker.pending_calls()))
+        ready.set()
+        return worker
+
+    async def stay() -> None:
+        async with aiorpc.init("second", rank=1, world_size=2, store=store, options=options) as worker:
+            with pytest.raises(PeerClosed):
+                await worker.call("first", block)
+
+    staying = threading.Thread(target=lambda: staid.append(asyncio.run(stay())))
+    staid: list[None] = []
+    staying.start()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        worker = runner.run(forget())
+    asyncio.run(worker.shutdown())
+    with pytest.raises(WorkerClosed, match="its event loop has ended"):
+        pending[0].wait()
+    over.set()
+    staying.join(LIMIT)
+    assert staid == [None]
+
+
+def test_a_worker_that_was_joining_when_its_loop_was_closed(loop_factory: LoopFactory) -> None:
+    """There is nobody whom it could meet, and it lets go of its sockets."""
+    loop = loop_factory()
+    worker = aiorpc.init("alone", rank=0, world_size=2, store=HashStore(), options=UNWATCHED)
+
+    async def main() -> asyncio.Task[Worker]:
+        joining = asyncio.ensure_future(worker.start())
+        await until(lambda: worker.state is WorkerState.STARTING)
+        await asyncio.sleep(0.1)
+        return joining
+
+    joining = loop.run_until_complete(main())
+    loop.close()
+    assert asyncio.run(worker.shutdown()) == aiorpc.ShutdownReport()
+    assert worker.state is WorkerState.CLOSED
+    keep.append(joining)
+
+
+# --- a handler that shuts down the worker of `init_rpc` ---------------------------------------------------------------
+
+
+async def shut_down() -> None:
+    await aiorpc.current().shutdown(graceful=False)
+
+
+def shut_down_in_thread() -> None:
+    aiorpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("handler", [shut_down, shut_down_in_thread])
+def test_a_shutdown_by_a_handler_of_the_worker_of_init_rpc(
+    handler: Callable[[], Any], again: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`shutdown` and `init_rpc` wait for it and end the thread; nobody waits for the handler that waits itself."""
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", rpc_timeout=LIMIT)
+    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    worker = aiorpc.current()
+    thread = worker.hosted_by
+    assert thread is not None
+    with contextlib.suppress(RpcError):
+        aiorpc.rpc_sync("alone", handler)
+    if again:
+        aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    else:
+        assert aiorpc.shutdown() is worker.report()
+    assert worker.state is WorkerState.CLOSED
+    assert thread.loop.is_closed()
+    if again:
+        assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
+        aiorpc.shutdown()
+    assert aiorpc.shutdown() == aiorpc.ShutdownReport()
+    assert not [r.getMessage() for r in caplog.records if "still running" in r.getMessage()]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from aiorpc import Overloaded, RpcBackendOptions, RpcTimeout, Worker
+from aiorpc.runtime.engine.loops import run_in_thread
 from aiorpc.testing import cluster
 from tests.runtime.observers import standing_still
-from tests.runtime.waiting import until
+from tests.runtime.waiting import LIMIT, until
 
 
 class Gate:
@@ -192,3 +194,109 @@ async def test_calls_given_up_count_as_long_as_they_wait_to_be_sent() -> None:
 async def test_a_burst_far_beyond_the_threads_is_served(pair: list[Worker]) -> None:
     """5,000 calls at once with 16 threads are all answered: queues hold them."""
     assert await asyncio.gather(*(pair[0].call("worker1", abs, -n) for n in range(5000))) == list(range(5000))
+
+
+class Threads:
+    """Whether threads of the pools of worker1 can be started: after so many more failures. failed: how many there were.
+
+    Those whose names begin with `kind` alone.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str = r"aiorpc-worker1-(background-)?\d+") -> None:
+        self.failures, self.failed = 10**6, 0
+        start = threading.Thread.start
+
+        def start_or_fail(thread: threading.Thread) -> None:
+            if self.failures and re.match(kind, thread.name):
+                self.failures -= 1
+                self.failed += 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+
+
+class Held:
+    @property
+    def slow(self) -> Callable[[], int]:
+        return lambda: 7
+
+
+async def make_held() -> Held:
+    await until(_gates["it"].open.is_set)
+    return Held()
+
+
+def items(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+async def all_items(worker: Worker) -> list[int]:
+    return [each async for each in worker.stream("worker1", items, 3)]
+
+
+NO_THREAD = r"'worker1(-background)?' cannot start a thread: can't start new thread; nothing was run"
+
+
+KINDS = ["name", "number", "value", "unpickled", "stream", "remote", "property", "awaited", "parked"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_callee_without_any_thread_says_so(monkeypatch: pytest.MonkeyPatch, gate: Gate, kind: str) -> None:
+    """However the call is on its way to its handler: at once, and so that it may be tried again."""
+    async with cluster(2, options=RpcBackendOptions(transports=("tcp",))) as workers:
+        await workers[0].call("worker1", asyncio.sleep, 0)
+        held = workers[0].remote("worker1", make_held)
+        if kind != "awaited":
+            gate.open.set()
+            await held
+        threads = Threads(
+            monkeypatch, r"aiorpc-worker1-\d+" if kind == "unpickled" else r"aiorpc-worker1-(back.*-)?\d+"
+        )
+        if kind == "number":  # of a function that was named before
+            with pytest.raises(Overloaded, match=NO_THREAD):
+                await workers[0].call("worker1", abs, -1)
+        (service,) = workers[1].node.services
+        backlog = service._backlog
+        if kind == "parked":
+            backlog.half = -1
+
+        async def called() -> Any:
+            if kind == "stream":
+                return await all_items(workers[0])
+            if kind == "remote":
+                return await workers[0].remote("worker1", abs, -3)
+            if kind in ("property", "awaited"):
+                return await held.rpc_async().slow()
+            return await workers[0].call("worker1", (lambda _: 5) if kind in ("value", "unpickled") else abs, -1)
+
+        call = asyncio.ensure_future(called())
+        if kind == "parked":
+            await until(lambda: bool(backlog.parked))
+            backlog.half = backlog.limit // 2
+        if kind == "awaited":
+            await until(lambda: len(workers[1].pending_calls()) == 2)
+            gate.open.set()
+        with pytest.raises(Overloaded, match=NO_THREAD):
+            await asyncio.wait_for(call, LIMIT)
+        assert threads.failed
+        await until(lambda: not service.calls)
+        threads.failures = 0
+        assert await workers[0].call("worker1", abs, -2) == 2
+
+
+async def test_a_call_is_tried_again_until_there_is_a_thread(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
+    """Nothing was run, so it may be: `retries` has it wait for threads."""
+    async with cluster(2) as workers:
+        gate.open.set()
+        threads = Threads(monkeypatch)
+        threads.failures = 2
+        assert await workers[0].peer("worker1", retries=5, backoff=(0.01, 0.05)).call(wait, 4) == 4
+        assert gate.ran == [4] and threads.failed == 2
+
+
+async def test_a_step_that_gets_no_thread_ends_with_an_error_of_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what the store is asked for a verb, such as publish."""
+    Threads(monkeypatch, "a-step")
+    with pytest.raises(Overloaded, match="thread a-step cannot be started: can't start new thread; nothing was run"):
+        await run_in_thread(gc.collect, "a-step")

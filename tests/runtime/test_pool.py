@@ -19,7 +19,7 @@ import pytest
 from aiorpc.errors import WorkerClosed
 from aiorpc.runtime.engine import pool as pool_module
 from aiorpc.runtime.engine.alarm import Alarm
-from aiorpc.runtime.engine.pool import ThreadPool
+from aiorpc.runtime.engine.pool import NoThread, ThreadPool
 from tests.conditions import unmet
 from tests.limits import busy
 from tests.transport.ends import interrupted
@@ -315,6 +315,42 @@ def test_submit_after_close_is_refused(pools: Callable[..., ThreadPool]) -> None
     pool.close(0.0)
     with pytest.raises(WorkerClosed, match="pool test is closed"):
         pool.submit(print)
+
+
+def test_without_any_thread_a_job_is_refused(pools: Callable[..., ThreadPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system gives no thread; it is not kept, and the pool goes on as soon as there are threads again."""
+    pool = pools(2)
+    ran: list[int] = []
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(NoThread, match="'test' cannot start a thread: can't start new thread; nothing was run"):
+            pool.submit(ran.append, 1)
+        assert not pool.queued and not pool.threads
+    pool.submit(ran.append, 2)
+    wait_until(lambda: ran == [2])
+    with monkeypatch.context() as patch:  # one that lives runs it by and by
+        patch.setattr(threading.Thread, "start", fail)
+        pool.submit(ran.append, 3)
+        wait_until(lambda: ran == [2, 3])
+
+
+def test_an_interpreter_that_ends_is_no_passing_want_of_threads(
+    pools: Callable[..., ThreadPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused then need not be tried again."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(WorkerClosed, match="as the interpreter ends") as caught:
+            pools(1).submit(print)
+    assert type(caught.value) is WorkerClosed
 
 
 def test_close_waits_no_longer_than_its_timeout(pools: Callable[..., ThreadPool]) -> None:

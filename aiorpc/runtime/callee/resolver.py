@@ -8,6 +8,7 @@ under a name; its methods are found in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from ..calls.current import ServedCall
 from ..calls.functions import Handler, Mode
 from ..calls.permits import Permits
 from ..engine.engine import Engine
+from ..engine.pool import NoThread, ThreadPool
 from .answers import Answers
 from .objects import Objects
 from .running import Runner
@@ -119,7 +121,7 @@ class Resolver:
                 if handler is None:
                     call.function = name
                     if not functions.is_loaded(name) and (self._permits is None or self._permits.may_import(name)):
-                        self._engine.background.submit(self._import, number, name, call)
+                        _submit(self._engine.background, self._import, number, name, call)
                         return
                     handler = self.functions[number] = self._find(name)
                 self._runner.start(call, handler)
@@ -148,7 +150,7 @@ class Resolver:
             case _:  # by value: it comes out of the arguments, which may take long
                 if self._permits is not None:
                     self._permits.check_by_value()
-                self._engine.background.submit(self._unpack_function, call)
+                _submit(self._engine.background, self._unpack_function, call)
 
     def _find(self, name: str) -> Handler:
         return functions.resolve(name) if self._permits is None else self._permits.find(name)
@@ -198,8 +200,11 @@ class Resolver:
         attribute = functions.find_method(type(value), name)  # from here on as `_call`, one function less
         if attribute is not None:
             self._call_method(value, name, attribute, call)
-        else:
-            self._engine.pool.submit(self._call_method, value, name, None, call)
+            return
+        try:
+            _submit(self._engine.pool, self._call_method, value, name, None, call)
+        except Exception as failure:  # there is no thread for it; whoever settles a Future answers nobody
+            self._runner.refuse(call, failure)
 
     def _call(self, name: str, call: ServedCall, value: object) -> None:
         """Have the method of that name of an object run."""
@@ -207,7 +212,7 @@ class Resolver:
         if attribute is not None:
             self._call_method(value, name, attribute, call)
         else:  # a property or the like: users' code, which may take its time
-            self._engine.pool.submit(self._call_method, value, name, None, call)
+            _submit(self._engine.pool, self._call_method, value, name, None, call)
 
     def _call_method(self, value: object, name: str, attribute: object, call: ServedCall) -> None:
         try:
@@ -235,3 +240,11 @@ class Resolver:
             self._runner.start(call, handler)
         else:
             self._engine.run_on_loop(self._runner.start, call, handler)
+
+
+def _submit(pool: ThreadPool, step: Callable[..., None], *args: Any) -> None:
+    """Have a step on the way to the handler done in a thread. Overloaded if there is none: the call was not run."""
+    try:
+        pool.submit(step, *args)
+    except NoThread as error:
+        raise error.refusal() from None

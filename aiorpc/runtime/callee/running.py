@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from types import GeneratorType
 from typing import Any
@@ -26,6 +27,7 @@ from ..calls.current import NO_VALUES, CommonHome, ServedCall, current_call
 from ..calls.functions import Handler, Mode
 from ..calls.values import LARGE_PICKLE, GradientLoader, ReferenceLoader, decode
 from ..engine.engine import Engine
+from ..engine.pool import NoThread
 from ..gradients.contexts import current_autograd
 from ..links.accelerators import Accelerators
 from .answers import Answers, pass_on
@@ -103,11 +105,14 @@ class Runner:
         ) and not handler.system:
             backlog.park(call)
             return
-        if handler.mode is Mode.THREAD and call.landing is None:  # as `_start_thread`, for most
-            self.submitted += 1
-            self._engine.pool.submit(self._run_thread, call)
-        else:
-            self._ways[handler.mode._value_](call)
+        try:
+            if handler.mode is Mode.THREAD and call.landing is None:  # as `_start_thread`, for most
+                self.submitted += 1
+                self._engine.pool.submit(self._run_thread, call)
+            else:
+                self._ways[handler.mode._value_](call)
+        except Exception as error:  # no thread can be had; where the loop has called this, nobody else would answer
+            self.refuse(call, error.refusal() if isinstance(error, NoThread) else error)
 
     def resume(self, call: ServedCall) -> None:
         """Run a call that was parked. On the loop."""
@@ -115,7 +120,10 @@ class Runner:
             self.refuse(call, _not_run(call))
             return
         assert call.handler is not None, "it was found before the call was parked"
-        self._ways[call.handler.mode._value_](call)
+        try:
+            self._ways[call.handler.mode._value_](call)
+        except Exception as error:  # as in `start`
+            self.refuse(call, error.refusal() if isinstance(error, NoThread) else error)
 
     def _too_much_credit(self, call: ServedCall, most: int) -> Overloaded:
         return Overloaded(
@@ -245,15 +253,18 @@ class Runner:
             # The result is kept in a list and taken out below, so that nothing here holds it longer than needed. The
             # same goes for the arguments: shared memory that nobody looks at any more then goes back with the answer,
             # and is used again while it is still in the caches.
-            result = [handler.function(*args, **kwargs)]
+            # In a context of its own: a thread serves many callers, and what a handler sets is of its call alone.
+            context = copy_context()
+            result = [context.run(handler.function, *args, **kwargs)]
             args.clear()
             kwargs.clear()
             if handler.wrapper:
                 _check_items(call, result[0])
             if mode is Mode.GENERATOR:
                 assert call.credit is not None, "a stream comes with its credit"
-                serve_generator(self._answers, call, result.pop(), call.credit, self._backlog)
+                context.run(serve_generator, self._answers, call, result.pop(), call.credit, self._backlog)
                 result.append(None)
+            del context
         except BaseException as error:
             self._answers.answer_error(call, error)
             return

@@ -26,7 +26,7 @@ from ...protocol.messages import Values, read_error, read_values
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PeerState
 from ...sites import describe_site
-from ..calls.current import CommonHome
+from ..calls.current import CommonHome, current_node
 from ..calls.failures import decode_error, without_frames
 from ..calls.pending import PendingCall
 from ..calls.values import LARGE_PICKLE, Results, decode
@@ -280,6 +280,7 @@ class OwedCalls:
     def _settle_value(
         self, future: OwedCall, result: Values, segments: Sequence[Buffer], landing: Landing | None
     ) -> None:
+        token = current_node.set(self._home)  # whoever reads it: what is unpickled may ask for its worker
         try:
             landing = landing or (self._devices and self._accelerators.landing()) or None
             if landing is None:
@@ -297,6 +298,8 @@ class OwedCalls:
         else:
             self.decoding.discard(future.call_id)
             future.settle(value)
+        finally:
+            current_node.reset(token)
 
     def _unreadable(self, future: OwedCall, error: BaseException) -> None:
         failure = RpcError(f"the result of {future.describe()} cannot be read here: {foreign.said(error)}")

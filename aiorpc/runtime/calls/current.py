@@ -22,8 +22,10 @@ from ...protocol.frames import Frame
 from ...protocol.identity import WorkerInfo
 from ...protocol.messages import Call, Values
 from ...protocol.reference_messages import ReferenceId
+from ...protocol.states import WorkerState
 from ..engine.engine import Engine
 from ..engine.forked import end_child
+from ..engine.lifetime import Lifetime
 from .functions import Handler
 from .permits import Permits
 
@@ -43,6 +45,19 @@ class CommonHome(Protocol):
 
     def at_exit(self) -> None:
         """The interpreter exits although the worker has not shut down."""
+
+    def loop_closed(self) -> None:
+        """Its loop was closed although the worker has not shut down: take it down without the loop."""
+
+
+class HostedWorker(Protocol):
+    """A worker (`aiorpc.runtime.worker.Worker`) whose loop `aiorpc.sync` runs in a thread."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def state(self) -> WorkerState: ...
 
 
 class Cancellable(Protocol):
@@ -135,8 +150,10 @@ class ServedCall:
 
     @property
     def over(self) -> bool:
-        """Whether nobody waits for it any more."""
-        return self.cancelled or (self.deadline is not None and time.monotonic() > self.deadline)
+        """Whether its caller has given up. Never once it was answered, as what goes on then is the handler's own."""
+        if self.cancelled or self.replied:
+            return self.cancelled
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     def drop_arguments(self) -> None:
         """Let go of the arguments, which were taken or are not wanted: shared memory that only they hold goes back."""
@@ -155,6 +172,11 @@ class Registry:
 
     How long a thread may keep the interpreter from others is a matter of the process, too: the shortest interval that
     any of its workers asks for, and what it was before when the last one has gone.
+
+    A loop tells nobody that it was closed, so whoever asks for more than `only` looks for that: such a worker is none.
+    A verb that finds no other one says what has become of it (`get`).
+
+    hosted: the worker that `aiorpc.sync` runs, from before it joins until its thread has ended.
     """
 
     def __init__(self) -> None:
@@ -162,11 +184,15 @@ class Registry:
         self._hooked = False
         self._lock = threading.Lock()
         self.only: CommonHome | None = None
+        self.hosted: HostedWorker | None = None
+        self._ended: Lifetime | None = None  # of the last worker, if its loop has ended and nobody has asked for it
         self._found = self._given = 0.0  # switch intervals: as it was found, and as it was set
 
     def add(self, node: CommonHome) -> None:
         """From now on the worker can be the current one."""
+        self._take_down_closed()
         with self._lock:
+            self._ended = None
             if not self._hooked:
                 self._hooked = True
                 os.register_at_fork(after_in_child=self._after_fork)
@@ -177,25 +203,62 @@ class Registry:
     def remove(self, node: CommonHome) -> None:
         """The worker has shut down."""
         with self._lock:
+            if node in self._nodes and node.engine.lifetime.loop_ended:
+                self._ended = node.engine.lifetime
             self._nodes.discard(node)
             self._update()
 
+    def forget(self, lifetime: Lifetime | None = None) -> None:
+        """Somebody has asked for the worker whose loop has ended, as for one that has shut down. None: for any."""
+        if lifetime is None or lifetime is self._ended:
+            self._ended = None
+
+    def host(self, worker: HostedWorker) -> HostedWorker | None:
+        """Make that the hosted worker if there is none; else give the one that there is."""
+        with self._lock:
+            if self.hosted is None:
+                self.hosted = worker
+                return None
+            return self.hosted
+
+    def unhost(self, worker: HostedWorker) -> None:
+        """The thread of that worker has ended."""
+        with self._lock:
+            if self.hosted is worker:
+                self.hosted = None
+
     def nodes(self) -> list[CommonHome]:
         """All live workers of the process."""
+        self._take_down_closed()
         return list(self._nodes)
 
+    def _take_down_closed(self) -> None:
+        for node in list(self._nodes):
+            if node.engine.loop.is_closed():
+                node.loop_closed()
+                self.remove(node)
+
     def get(self) -> CommonHome:
-        """The worker that module-level verbs act on. NotInitialized if there is none, or several and no context."""
-        if self.only is not None:
-            return self.only
+        """The worker that module-level verbs act on. NotInitialized if there is none, or several and no context.
+
+        WorkerClosed if there was one whose loop has ended.
+        """
+        only = self.only
+        if only is not None and (not only.engine.loop.is_closed() or only.engine.closed):
+            return only
         call = current_call.get()
         if call is not None:
             return call.node
         node = current_node.get()
-        if node is not None and not node.engine.closed:
+        if node is not None and not node.engine.closed and not node.engine.loop.is_closed():
             return node
         nodes = self.nodes()
+        if len(nodes) == 1:  # the others were none
+            return nodes[0]
         if not nodes:
+            ended = self._ended
+            if ended is not None:
+                raise ended.why_closed()
             raise NotInitialized(
                 "RPC has not been initialized. Call init_rpc() or enter `async with aiorpc.init(...)` first."
             )
@@ -220,6 +283,7 @@ class Registry:
     def _after_fork(self) -> None:
         # Only this thread lives on in the child: locks held by others stay held, so take none of them.
         self._lock = threading.Lock()
+        self.hosted = None  # its thread is the parent's
         for node in list(self._nodes):
             node.in_forked_child()
         call = current_call.get()
@@ -230,7 +294,7 @@ class Registry:
         self._nodes.clear()
 
     def _at_exit(self) -> None:
-        for node in self.nodes():
+        for node in list(self._nodes):
             node.at_exit()
 
 
@@ -281,9 +345,10 @@ def check_cancelled() -> None:
 
 
 def deadline() -> float | None:
-    """In a handler: seconds left until the caller gives up, None if it never does.
+    """In a handler: seconds left until the caller gives up, None if it never does, as one that has its answer.
 
     RpcUsageError elsewhere, and in a `batched` function, which serves many calls.
     """
-    limit = _serving().deadline
+    call = _serving()
+    limit = None if call.replied else call.deadline
     return None if limit is None else max(0.0, limit - time.monotonic())

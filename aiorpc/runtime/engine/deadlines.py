@@ -12,6 +12,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from .lifetime import loop_has_ended
+
 _SOON = 0.0005  # a look is not planned for less than this, in seconds
 _SHARE = 20  # looks take at most one part in this many of the loop's time
 
@@ -46,15 +48,24 @@ class Deadlines:
     def add(self, deadline: float) -> None:
         """A call with that deadline (seconds of the clock) is pending from now on. Any thread.
 
-        The call must stand where `scan` looks before this is called.
+        The call must stand where `scan` looks before this is called. WorkerClosed if the loop is closed.
         """
         if deadline < self.next and not self._closed:
             try:
                 self.next = deadline
                 self._loop.call_soon_threadsafe(self._plan, deadline)
             except BaseException:  # a signal handler has raised it, maybe before the loop was asked
-                self._loop.call_soon_threadsafe(self._plan, deadline)
+                self._ask_again(deadline)
                 raise
+
+    def _ask_again(self, deadline: float) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._plan, deadline)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            self.next = float("inf")  # nobody looks: later calls have to hear of it, too
+            raise loop_has_ended("this worker") from None
 
     def close(self) -> None:
         """Look no more; on the loop."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 from ...errors import WorkerClosed, WouldBlockLoop
@@ -18,9 +18,9 @@ from ...transport.certificates import Credentials
 from ...transport.lasting import LastingConnection
 from .bounds import Bounds
 from .counters import Counters
-from .lifetime import Lifetime
+from .lifetime import Lifetime, loop_has_ended
 from .observing import Observer
-from .pool import ThreadPool
+from .pool import NoThread, ThreadPool
 from .steps import Steps
 from .tasks import Tasks
 
@@ -112,12 +112,17 @@ class Engine:
         return self.default_timeout if unset else seconds(value, "timeout")
 
     def refuse_on_loop(self, verb: str, instead: str) -> None:
-        """Raise WouldBlockLoop if this thread runs the worker's loop, or would have to; nothing has been sent then."""
+        """Raise WouldBlockLoop if this thread runs the worker's loop, or would have to; nothing has been sent then.
+
+        WorkerClosed if it has run the loop, which is closed.
+        """
         if threading.get_ident() != self.thread:
             return
+        if self.loop.is_closed():
+            raise loop_has_ended(f"worker {self.name!r}")
         if self.on_loop:
             raise WouldBlockLoop(f"{verb} would block the event loop that has to bring the answer; use `{instead}`")
-        if not (self.loop.is_running() or self.loop.is_closed()):  # another thread may have taken it over
+        if not self.loop.is_running():  # another thread may have taken it over
             raise WouldBlockLoop(
                 f"{verb} would never end: the loop of worker {self.name!r} is this thread's, and does not run now; "
                 f"run `{instead}` on it, as `loop.run_until_complete(...)` does, or let the worker have a loop and a "
@@ -127,12 +132,15 @@ class Engine:
     # --- handing work over, from any thread ---------------------------------------------------------------------------
 
     def call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
-        """Run something on the loop, in one of its next turns. Once the loop is closed, nothing happens."""
+        """Run something on the loop, in one of its next turns. Once the loop is closed, nothing happens.
+
+        Not with the context variables of whoever asks: what arrives in that turn may be a call of somebody else.
+        """
         try:
             if threading.get_ident() == self.thread:
-                self.loop.call_soon(function, *args)
+                self.loop.call_soon(function, *args, context=Context())
             else:
-                self.loop.call_soon_threadsafe(function, *args)
+                self.loop.call_soon_threadsafe(function, *args, context=Context())
         except RuntimeError:
             if not self.loop.is_closed():
                 raise
@@ -146,15 +154,19 @@ class Engine:
 
     def in_background(self, function: Callable[..., None], *args: Any) -> None:
         """Run something that takes long in a background thread. Once the worker is closing, nothing happens."""
-        with contextlib.suppress(WorkerClosed):
+        try:
             self.background.submit(function, *args)
+        except NoThread:  # the loop is late meanwhile, but whoever waits for this does not wait for ever
+            self.call_on_loop(function, *args)
+        except WorkerClosed:
+            return
 
     def in_forked_child(self) -> None:
         """In a forked child: the threads of the pools do not go on there."""
         self.pool.in_forked_child()
         self.background.in_forked_child()
 
-    # --- the end, on the loop -----------------------------------------------------------------------------------------
+    # --- the end, on the loop, or anywhere once that is closed --------------------------------------------------------
 
     async def close(self, patience: float) -> int:
         """End tasks and threads, and wait for those that are at work.

@@ -35,7 +35,8 @@ class LoopMonitor:
     loop: asyncio's or uvloop's. interval: seconds between two looks, of the timer and of the thread.
     warn_after: seconds the loop may be blocked before one warning (logger ``aiorpc``) says for how long, by what, and
     what to do; 0: no thread and no warnings. describe: what the runtime believes to be running; called in the thread.
-    name: of the thread, ``aiorpc-watch-<name>``.
+    name: of the thread, ``aiorpc-watch-<name>``. on_closed: called in the thread when it finds that the loop was closed
+    although nobody has called `stop`.
 
     Time in which the process was stopped or got no processor is not held against a handler, nor is time in which the
     loop was not running. ``start`` and ``stop`` belong on the loop's thread, or anywhere while the loop does not run.
@@ -50,6 +51,7 @@ class LoopMonitor:
         warn_after: float,
         describe: Callable[[], str],
         name: str = "loop",
+        on_closed: Callable[[], object] | None = None,
     ) -> None:
         if interval <= 0 or warn_after < 0:
             raise ValueError(f"interval must be > 0 and warn_after >= 0 seconds, not {interval} and {warn_after}")
@@ -58,6 +60,7 @@ class LoopMonitor:
         self._warn_after = warn_after
         self._describe = describe
         self._name = name
+        self._on_closed = on_closed
         self._handle: asyncio.Handle | None = None
         self._tick: _Tick | None = None
         self._stopped = threading.Event()
@@ -131,6 +134,8 @@ class LoopMonitor:
                 tick.excused += self._excuse(now - before, cpu - cpu_before)
                 self._judge(tick, now)
             before, cpu_before = now, cpu
+        if self._on_closed is not None and not stopped.is_set():
+            self._on_closed()
 
     def _excuse(self, passed: float, cpu: float) -> float:
         """Seconds of the last look's time that no handler is to blame for.

@@ -10,9 +10,9 @@ class Lifetime:
     """The state of one worker; `protocol.states.WORKER` says what leads from one to the next, and on which thread.
 
     closed: whether the worker makes no calls: it has not joined yet, or it is CLOSING or CLOSED. leaving: whether it is
-    leaving but still serves, until its group is done. forked: whether this is a child of the worker's process. Any
-    thread may read them. `closed` and `leaving` follow from the state; they are attributes of their own because each
-    call looks at `closed`.
+    leaving but still serves, until its group is done. forked: whether this is a child of the worker's process.
+    loop_ended: whether it ended because its loop had. Any thread may read them. `closed` and `leaving` follow from the
+    state; they are attributes of their own because each call looks at `closed`.
     """
 
     def __init__(self, name: str) -> None:
@@ -21,6 +21,7 @@ class Lifetime:
         self.closed = True
         self.leaving = False
         self.forked = False
+        self.loop_ended = False
 
     def enter(self, event: WorkerEvent) -> None:
         """Go to the state to which that event leads. On the thread that the table names for the event."""
@@ -28,6 +29,7 @@ class Lifetime:
         self.leaving = self.state is WorkerState.LEAVING
         self.closed = not self.leaving and self.state is not WorkerState.RUNNING
         self.forked = self.forked or event is WorkerEvent.FORKED
+        self.loop_ended = self.loop_ended or event is WorkerEvent.LOOP_ENDED
 
     @property
     def ended(self) -> bool:
@@ -50,4 +52,14 @@ class Lifetime:
             )
         if self.state is WorkerState.STARTING:
             return WorkerClosed(f"worker {self.name!r} has not joined its group yet; await it, or use `async with`")
+        if self.loop_ended:
+            return loop_has_ended(f"worker {self.name!r}")
         return WorkerClosed(f"worker {self.name!r} has shut down; it makes no more calls")
+
+
+def loop_has_ended(worker: str) -> WorkerClosed:
+    """What verbs of a worker raise whose loop has ended, and that makes no calls for that reason."""
+    return WorkerClosed(
+        f"{worker} is closed, as its event loop has ended: start a new worker, and shut it down before its loop ends, "
+        "as `async with rpc.init(...)` does"
+    )

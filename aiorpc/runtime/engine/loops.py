@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from ...callbacks import block_observer
-from ...errors import WorkerClosed
+from ...errors import Overloaded, WorkerClosed
 
 T = TypeVar("T")
 
@@ -32,7 +32,10 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def run_in_thread(function: Callable[[], T], name: str) -> T:
-    """Run a function that blocks in a thread of its own, and await it. If that is cancelled, the thread runs on."""
+    """Run a function that blocks in a thread of its own, and await it. If that is cancelled, the thread runs on.
+
+    Overloaded if the system gives no thread; then it is not run.
+    """
     loop = asyncio.get_running_loop()
     done = loop.create_future()
 
@@ -54,7 +57,10 @@ async def run_in_thread(function: Callable[[], T], name: str) -> T:
             loop.call_soon_threadsafe(finish, value, failure)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise Overloaded(f"thread {name} cannot be started: {error}; nothing was run") from error
     result: T = await done
     thread.join()
     return result
@@ -109,6 +115,7 @@ class LoopThread:
         self._name = name
         self._closing = False
         self._over = False  # it ended by itself and takes no more
+        self._handed: set[concurrent.futures.Future[Any]] = set()  # what runs there for other threads
         self._lock = threading.Lock()  # of `_over` and of what is handed to the loop
         self._thread = threading.Thread(target=self._run, name=f"aiorpc-{name}-loop", daemon=True)
         self._thread.start()
@@ -157,7 +164,10 @@ class LoopThread:
             if self._over or self.loop.is_closed():
                 coroutine.close()
                 raise WorkerClosed(self._why_over())
-            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            self._handed.add(future)
+        future.add_done_callback(self._handed.discard)
+        return future
 
     def _why_over(self) -> str:
         return f"the loop of worker {self._name!r} has ended"
@@ -185,9 +195,19 @@ class LoopThread:
             await asyncio.wait((asyncio.wrap_future(ended),), timeout=5.0)
             raise
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling code runs in that thread."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
-        """End the loop and its thread. Idempotent; not from the thread itself."""
+        """End the loop and its thread. Idempotent; not from the thread itself.
+
+        What others still wait for gets a moment: several may wait for the same end of a worker, and each closes this.
+        """
         self._closing = True
+        if not self._over:
+            concurrent.futures.wait(tuple(self._handed), _LOOK)
         if self._over and threading.current_thread() is not self._thread:
             self._thread.join(5.0)  # it closes its loop itself
         if self.loop.is_closed():
@@ -195,5 +215,6 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):  # another thread has closed it meanwhile
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
-        if not self._thread.is_alive():
-            self.loop.close()
+        with self._lock:
+            if not (self._thread.is_alive() or self.loop.is_closed()):
+                self.loop.close()

@@ -24,15 +24,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from ... import foreign
 from ...callbacks import block_observer
-from ...errors import WorkerClosed
+from ...errors import Overloaded, WorkerClosed
 from ...transport.writing import is_owned
 from .alarm import Alarm, Source
 from .forked import end_child
@@ -60,7 +61,19 @@ class JobSource(Source, Protocol):
         """Called when there is something, for which jobs are to be submitted now."""
 
 
-class _NoThread(RuntimeError):
+class NoThread(WorkerClosed):
+    """The system gives no thread for a job, and there is none that would take it later: it was not run.
+
+    A call that was refused for that may come again, which is for whoever serves it to say (`refusal`). It is no
+    Overloaded of itself: where the caller of a call finds no thread to read the answer in, that call has been run.
+    """
+
+    def refusal(self) -> Overloaded:
+        """The answer to a call that is not run for want of a thread."""
+        return Overloaded(str(self))
+
+
+class _NotStarted(RuntimeError):
     """The system, or an interpreter that ends, gives no more threads."""
 
 
@@ -118,6 +131,7 @@ class ThreadPool:
         self._threads = 0  # those that have begun
         self._starting: set[object] = set()  # one object for each thread that has not
         self._blocked = 0
+        self._excused = 0  # threads that wait for whoever closes the pool
         self._numbered = 0
         self._waking = False
         self._closed = False
@@ -155,8 +169,9 @@ class ThreadPool:
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
         """Run ``fn(*args)`` once, in a thread of the pool, after all jobs submitted before.
 
-        ``fn`` should not raise; what it raises is logged. WorkerClosed after ``close`` and in a forked child. If a
-        signal handler raises meanwhile, ``fn`` runs or does not.
+        ``fn`` should not raise; what it raises is logged. WorkerClosed after ``close``, in a forked child, and as the
+        interpreter ends; NoThread if there is no thread and the system gives none. If a signal handler raises
+        meanwhile, ``fn`` runs or does not.
         """
         if self._closed or os.getpid() != self._pid:
             raise WorkerClosed(self._why_unusable())
@@ -167,8 +182,8 @@ class ThreadPool:
             # then costs the submitter one system call, and no crowd of threads contends for the interpreter lock.
             if not self._waking:
                 self._kick()
-        except _NoThread:
-            self._take_back(job)
+        except _NotStarted as error:
+            self._take_back(job, error)
         except BaseException:  # a signal handler has raised it
             self._mend()
             raise
@@ -231,7 +246,8 @@ class ThreadPool:
         """Take no more jobs; end idle threads at once; wait up to ``timeout`` seconds for the jobs taken so far.
 
         Returns how many jobs are unfinished (running, or queued behind them); these go on in daemon threads. Called
-        from a job, that job is neither waited for nor counted. Idempotent; does nothing in a forked child.
+        from a job, that job is neither waited for nor counted; nor are those in `excused`. Idempotent; does nothing in
+        a forked child.
         """
         if os.getpid() != self._pid:
             return 0
@@ -239,8 +255,23 @@ class ThreadPool:
         self._wake_all()
         own = int(self.is_pool_thread())
         with self._ended:
-            self._ended.wait_for(lambda: self.threads <= own, timeout)
-            return max(0, self.threads - own - len(self._idle)) + len(self._jobs)
+            self._ended.wait_for(lambda: self.threads <= own + self._excused, timeout)
+            return max(0, self.threads - own - self._excused - len(self._idle)) + len(self._jobs)
+
+    @contextlib.contextmanager
+    def excused(self) -> Iterator[None]:
+        """In it the calling thread waits for whoever closes the pool, who must not wait for it. Any thread."""
+        own = int(self.is_pool_thread())
+        self._excuse(own)
+        try:
+            yield
+        finally:
+            self._excuse(-own)
+
+    def _excuse(self, count: int) -> None:
+        with self._ended:
+            self._excused += count
+            self._ended.notify_all()
 
     def in_forked_child(self) -> None:
         """In a forked child: if the thread that lives on in it is one of the pool, it ends with its job."""
@@ -275,7 +306,7 @@ class ThreadPool:
         """Start a thread, as all that are idle stand by; False if there can be none."""
         try:
             return self._grow()
-        except _NoThread:
+        except _NotStarted:
             return False
 
     def _look_again(self) -> None:
@@ -283,7 +314,7 @@ class ThreadPool:
         if self._jobs and not self._waking:
             try:
                 self._kick()
-            except _NoThread as error:
+            except _NotStarted as error:
                 logger.warning("pool %s cannot start a thread, %d go on: %s", self._name, self._threads, error)
 
     def _mend(self) -> None:
@@ -312,11 +343,11 @@ class ThreadPool:
                 self._ended.notify_all()
             self._waking = False
             if isinstance(error, RuntimeError):
-                raise _NoThread(*error.args) from error
+                raise _NotStarted(*error.args) from error
             raise
         return True
 
-    def _take_back(self, job: _Job) -> None:
+    def _take_back(self, job: _Job, reason: _NotStarted) -> None:
         """No thread could be started: fine while others live to run the job; else the job is withdrawn."""
         if self.threads > 0:
             return
@@ -324,7 +355,11 @@ class ThreadPool:
             # By identity: comparing arguments could mean comparing tensors.
             if self._jobs[index] is job:
                 del self._jobs[index]
-                raise WorkerClosed(f"pool {self._name}: no thread can be started (is the interpreter exiting?)")
+                if self._closed:
+                    raise WorkerClosed(self._why_unusable()) from None
+                if sys.is_finalizing() or "interpreter shutdown" in str(reason):  # as Python 3.12 says it, and earlier
+                    raise WorkerClosed(f"pool {self._name} has no thread, as the interpreter ends: {reason}") from None
+                raise NoThread(f"worker {self._name!r} cannot start a thread: {reason}; nothing was run") from None
 
     def _why_unusable(self) -> str:
         if os.getpid() != self._pid:

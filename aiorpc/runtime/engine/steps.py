@@ -28,8 +28,10 @@ class Steps:
         """Run the function in a thread of its own; what it returns is returned, and what it raises is raised.
 
         The function has to bound its time by itself. If whoever awaits this is cancelled, `stop` is set and the step
-        goes on to its end, for which `wait` waits.
+        goes on to its end, for which `wait` waits. Once the loop is closed it runs here: nothing could await it.
         """
+        if self._loop.is_closed():
+            return function()
         step = self._loop.create_task(run_in_thread(function, f"aiorpc-{self._name}-rendezvous"))
         self._running.add(step)
         step.add_done_callback(self._ended)
@@ -38,6 +40,11 @@ class Steps:
         except asyncio.CancelledError:
             self.stop.set()
             raise
+
+    @property
+    def loop_closed(self) -> bool:
+        """Whether the loop is closed, so that nothing can be waited for."""
+        return self._loop.is_closed()
 
     def _ended(self, step: asyncio.Task[Any]) -> None:
         self._running.discard(step)

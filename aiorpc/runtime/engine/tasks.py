@@ -31,7 +31,12 @@ class Tasks:
         return task
 
     async def end(self, limit: float) -> None:
-        """Cancel all tasks but the one that calls this, and wait for them for at most `limit` seconds."""
+        """Cancel all tasks but the one that calls this, and wait for them for at most `limit` seconds.
+
+        Nothing once the loop is closed: none of them goes on.
+        """
+        if self._loop.is_closed():
+            return
         current = asyncio.current_task()
         tasks = [task for task in self.alive if task is not current]
         for task in tasks:

@@ -30,6 +30,8 @@ logger = logging.getLogger("aiorpc")
 
 # So many refusals are logged in so many seconds; all are counted (`Statistics.connections_refused`).
 REFUSALS_LOGGED, REFUSALS_EVERY = 100, 60.0
+# So many seconds after it was said that the system gives no connection that is said again.
+UNTAKEN_EVERY = 60.0
 # Of the descriptors that the process may have, strangers take none beyond this share: handlers open files and sockets.
 _FOR_STRANGERS = 0.8
 
@@ -54,6 +56,7 @@ class Acceptor:
         self._listeners = listeners
         self._handshakes: dict[_Accepting, None] = {}  # oldest first
         self._logged, self._logged_since = 0, 0.0  # lines about refusals, in this stretch of time
+        self._untaken_said = -UNTAKEN_EVERY  # when it was said last that no connection could be taken
 
     def start(self) -> None:
         """Begin to take connections, in the running context: handlers run in copies of it."""
@@ -69,7 +72,7 @@ class Acceptor:
                 return
             except OSError as error:
                 # It stays in the backlog, and the listener readable: the loop would do nothing but look again.
-                logger.warning("worker %s cannot take a connection: %s", self._engine.name, error)
+                self._say_untaken(error)
                 self._engine.loop.remove_reader(listener.fileno())
                 self._engine.loop.call_later(self._engine.bounds.accept_pause, self._resume, listener)
                 return
@@ -83,6 +86,14 @@ class Acceptor:
     def _resume(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
             self._engine.loop.add_reader(listener.fileno(), self._accept, listener)
+
+    def _say_untaken(self, error: OSError) -> None:
+        # Where descriptors have run out that is so for long, and it is looked twice a second.
+        now = time.monotonic()
+        if now - self._untaken_said >= UNTAKEN_EVERY:
+            self._untaken_said = now
+            said = "worker %s cannot take a connection: %s; it tries on, and says so once a minute at most"
+            logger.warning(said, self._engine.name, error)
 
     def _unwanted(self, sock: socket.socket) -> str | None:
         if sock.family == socket.AF_UNIX:

@@ -103,7 +103,7 @@ class Rendezvous:
         *,
         rank: int | None,
         world_size: int | None,
-        timeout: float,
+        timeout: float | Patience,
         stop: threading.Event | None = None,
         store: Store | None = None,
         require_secret: bool | None = None,
@@ -113,14 +113,15 @@ class Rendezvous:
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
 
-        timeout: seconds for this, `join` and `agree_secret` together; 0 means no limit. require_secret: whether nobody
-        joins without AIORPC_SECRET; None: only where members or store are on another host. secret_file: where the
-        secret stands, in place of AIORPC_SECRET. certificates: without a secret they say who is a member.
+        timeout: seconds for this, `join` and `agree_secret` together, 0 means no limit; or what counts them and has its
+        own `stop`, which then says as well what is waited for. require_secret: whether nobody joins without
+        AIORPC_SECRET; None: only where members or store are on another host. secret_file: where the secret stands, in
+        place of AIORPC_SECRET. certificates: without a secret they say who is a member.
         founding: seconds that whoever finds nobody in a free group at ``tcp://`` waits for members of an earlier store.
         RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time.
         RpcUsageError: the arguments make no sense.
         """
-        patience = Patience(timeout, stop)
+        patience = timeout if isinstance(timeout, Patience) else Patience(timeout, stop)
         own_secret = given_secret(secret_file)
         proof = Proof(None, require_secret, certificates and own_secret is None)
         make = partial(cls, patience=patience, own_secret=own_secret, proof=proof, founding=founding)
@@ -129,6 +130,7 @@ class Rendezvous:
             place = MeetingPlace(rank, world_size)
         else:
             place = parse(init_method, rank, world_size, os.environ)
+        patience.place = str(place)
         if require_secret and own_secret is None and place.world_size is None:  # else those who wait are told as well
             raise RendezvousError(f"AIORPC_SECRET is not set, and this worker has require_secret=True: {SET_IT}")
         if store is not None:
@@ -136,6 +138,7 @@ class Rendezvous:
         if place.path:
             return make(place, open_file(place), False)
         made, hosts_store = open_tcp(place, patience)
+        patience.trouble = ""
         rendezvous = make(place, made, hosts_store)
         if hosts_store:
             # A store shared with a process group of torch outlives us and may still say that we were leaving.
@@ -457,6 +460,7 @@ class Rendezvous:
     def _connect_again(self) -> None:
         self._board.close()
         self._board = reach_tcp(self._place, self._patience)
+        self._patience.trouble = ""
         self._world = self._make_world()
 
     def _wait_for_end(self) -> None:

@@ -40,11 +40,14 @@ T = TypeVar("T")
 class Patience:
     """A deadline, and an event that ends all waiting.
 
-    seconds: how long from now; 0 means no limit. stop: waits end with RendezvousError once it is set.
+    seconds: how long from now; 0 means no limit. stop: waits end with RendezvousError once it is set. place, trouble:
+    what is waited for, and what has been in the way of that last, for whoever ends the waiting from outside; empty if
+    nothing is known. Any thread may read them.
     """
 
     def __init__(self, seconds: float, stop: threading.Event | None = None) -> None:
         self.seconds = seconds
+        self.place = self.trouble = ""
         self._deadline = time.monotonic() + seconds if seconds else float("inf")
         self.stop = stop or threading.Event()
 
@@ -301,20 +304,19 @@ def open_tcp(place: MeetingPlace, patience: Patience) -> tuple[Board, bool]:
     Rank 0 hosts. Where ranks are free, so does whoever finds its own address and nobody there. If another process
     turns out to have the port, it is taken for the host. RendezvousError if the time passes without a store.
     """
-    if place.agent or place.rank not in (0, None) or not (place.world_size or is_local(place)):
+    if place.agent or place.rank not in (0, None) or not (place.world_size or is_local(place, patience)):
         return reach_tcp(place, patience), False
-    reason = ""
     for _ in patience.tries():
         if place.world_size or not listens(place):
             try:
                 return Board(_host_tcp(place, patience), str(place)), True
             except TimeoutError:
-                reason = "no answer"
+                patience.trouble = "no answer"
             except RuntimeError as error:
-                reason = str(error).splitlines()[0]
+                patience.trouble = str(error).splitlines()[0]
         if listens(place):
             return reach_tcp(place, patience), False
-    raise RendezvousError(f"cannot host the store at {place} within {patience.seconds:g} s: {reason}")
+    raise RendezvousError(f"cannot host the store at {place} within {patience.seconds:g} s: {patience.trouble}")
 
 
 def serve(host: str, port: int) -> tuple[Store, int]:
@@ -337,7 +339,7 @@ def serve(host: str, port: int) -> tuple[Store, int]:
 
 
 def _host_tcp(place: MeetingPlace, patience: Patience) -> Store:
-    addresses, local = _addresses(place), is_local(place)
+    addresses, local = _addresses(place, patience), is_local(place, patience)
     host = addresses[0] if addresses else place.host
     limit = timedelta(seconds=max(1.0, patience.attempt()))
     with _listener(place, addresses, local) or contextlib.nullcontext() as listener:
@@ -372,6 +374,8 @@ def _check_leads_here(place: MeetingPlace, patience: Patience) -> None:
     """
     try:
         socket.create_connection((place.host, place.port), min(patience.attempt(), 5.0)).close()
+    except socket.gaierror as error:
+        raise RuntimeError(_unresolved(place, error)) from error
     except OSError as error:
         raise RuntimeError(f"{place.host} is no address of this host and does not lead to it ({error})") from error
 
@@ -381,7 +385,7 @@ def reach_tcp(place: MeetingPlace, patience: Patience) -> Board:
 
     What answers and is no torch store is told at once.
     """
-    reason = "nothing was tried"
+    patience.trouble = patience.trouble or f"nobody has been reached yet; {place.host!r} may be long to look up"
     asked = False
     for _ in patience.tries():
         # torch's client logs each failed attempt, and waits without limit for a server that never speaks.
@@ -402,14 +406,18 @@ def reach_tcp(place: MeetingPlace, patience: Patience) -> Board:
         except RendezvousError:
             raise
         except TimeoutError:
-            reason = "no answer from what listens there; if that is no store of torch, another program has the port"
+            patience.trouble = (
+                "no answer from what listens there; if that is no store of torch, another program has the port"
+            )
             other = "" if asked else other_language(place.host, place.port, patience.attempt())
             asked = True
             if other:
                 raise RendezvousError(f"cannot meet at {place}: {other}") from None
+        except socket.gaierror as error:
+            patience.trouble = _unresolved(place, error)
         except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-    raise RendezvousError(f"cannot reach the store at {place} within {patience.seconds:g} s: {reason}")
+            patience.trouble = str(error).splitlines()[0]
+    raise RendezvousError(f"cannot reach the store at {place} within {patience.seconds:g} s: {patience.trouble}")
 
 
 def bounded(make: Callable[[], T], seconds: float) -> T:
@@ -445,9 +453,9 @@ def listens(place: MeetingPlace) -> bool:
     return False
 
 
-def is_local(place: MeetingPlace) -> bool:
+def is_local(place: MeetingPlace, patience: Patience | None = None) -> bool:
     """Whether the place's address belongs to this host."""
-    for address in _addresses(place):
+    for address in _addresses(place, patience):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -490,8 +498,24 @@ def _own_address(address: str, port: int) -> str | None:
     return None
 
 
-def _addresses(place: MeetingPlace) -> list[str]:
-    with contextlib.suppress(OSError):
+def _addresses(place: MeetingPlace, patience: Patience | None = None) -> list[str]:
+    """The addresses that the place's host stands for; none if it cannot be resolved, which may take long to find out.
+
+    patience: is told of that, and of its beginning.
+    """
+    before = patience.trouble if patience is not None else ""
+    if patience is not None:
+        patience.trouble = before or f"looking up the name {place.host!r} has not come to an end"
+    try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    return []
+    except OSError as error:
+        if patience is not None:
+            patience.trouble = _unresolved(place, error)
+        return []
+    if patience is not None:
+        patience.trouble = before
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _unresolved(place: MeetingPlace, error: OSError) -> str:
+    return f"the name {place.host!r} cannot be resolved ({error})"
