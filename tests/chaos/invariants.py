@@ -41,7 +41,7 @@ def judge(
     if outcome.error in ("PeerClosed", "WorkerClosed") and any(name in outcome.text for name in left.values()):
         return ""
     unknown = [text for name in missed for text in (f"no worker {name!r} that", f"worker {name!r} has not joined yet")]
-    if outcome.error in ("UnknownWorker", "SerializationError") and any(text in outcome.text for text in unknown):
+    if outcome.error == "UnknownWorker" and any(text in outcome.text for text in unknown):
         return ""
     if outcome.error in ("RendezvousError", "StoreGone") and store_died and "Nothing was sent" in outcome.text:
         return ""

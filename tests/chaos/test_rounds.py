@@ -54,8 +54,8 @@ LOST = {7: "w1"}
         (Outcome(1, "call", "w3", error="PeerLost", worker="w3", pid=9), False),
         (Outcome(1, "call", "w1", error="StoreGone", text="Nothing was sent."), False),
         (Outcome(1, "call", "w4", error="UnknownWorker", text="no worker 'w4' that this worker knows of"), True),
-        (Outcome(1, "reference", "w1", error="SerializationError", text="worker 'w4' has not joined yet"), True),
-        (Outcome(1, "reference", "w1", error="SerializationError", text="worker 'w2' has not joined yet"), False),
+        (Outcome(1, "reference", "w1", error="UnknownWorker", text="worker 'w4' has not joined yet"), True),
+        (Outcome(1, "reference", "w1", error="UnknownWorker", text="worker 'w2' has not joined yet"), False),
         (Outcome(1, "call", "w2", error="UnknownWorker", text="no worker 'w2' that this worker knows of"), False),
     ],
 )

@@ -340,6 +340,22 @@ async def test_a_call_that_ends_for_want_of_its_worker_keeps_no_reference(store:
             gc.enable()
 
 
+async def test_a_call_with_a_reference_is_refused_for_who_has_not_joined(store: Store) -> None:
+    """However long it were to wait: a reference names who has it. As `remote`, in the same words."""
+    async with Worker("here", store=store) as worker:
+        reference = worker.remote("here", list, [1])
+        assert await reference == [1]
+        for call in (
+            lambda: worker.call("there", len, reference),
+            lambda: worker.peer("there", wait=True).call(len, [reference]),
+            lambda: worker.peer("there", wait=True, retries=3, timeout=LIMIT).call(len, reference),
+            lambda: worker.remote("there", list),
+        ):
+            with pytest.raises(UnknownWorker, match=r"'there' has not joined yet.*Nothing was sent; wait first"):
+                call()
+        assert worker.statistics().calls_pending == 0
+
+
 async def test_references_to_workers_that_joined_later(store: Store) -> None:
     """An RRef passed to a worker that its owner has not met is registered all the same."""
     async with cluster(2, dynamic=True, store=store) as workers, aiorpc.init("late", store=store):

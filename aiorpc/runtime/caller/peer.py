@@ -34,7 +34,15 @@ import torch
 from ... import foreign
 from ...callbacks import current_autograd
 from ...channels.shm import Copies
-from ...errors import Overloaded, PeerClosed, RpcError, RpcUsageError, SerializationError, WorkerClosed
+from ...errors import (
+    Overloaded,
+    PeerClosed,
+    RpcError,
+    RpcUsageError,
+    SerializationError,
+    UnknownWorker,
+    WorkerClosed,
+)
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
@@ -270,6 +278,8 @@ class Peer:
                 body, buffers, out = encode(Call, head, values, self, self.route, tape, lends=not unknown)
             except SerializationError as error:
                 absence = absence_behind(error)
+                if type(absence) is UnknownWorker:  # nobody to wait for, as `remote` has nobody
+                    raise absence from None
                 if absence is not None:
                     caller = sys._getframe(depth)
                     site = (caller.f_code, caller.f_lasti) if one_try is None else one_try.site

@@ -191,7 +191,11 @@ class Peers:
         if peer.record is None:
             if peer.former is not None or silent is not None:
                 raise self._absent(peer, silent)
-            raise UnknownWorker(f"worker {peer.name!r} has not joined yet; a reference needs a worker that is there")
+            raise UnknownWorker(
+                f"worker {peer.name!r} has not joined yet, and a call that makes or passes a reference does not wait "
+                "for it, as the reference names the worker that has it. Nothing was sent; wait first: "
+                f"`await rpc.wait_for({peer.name!r})`"
+            )
         return peer.record.id
 
     def info(self, worker_id: int) -> WorkerInfo:

@@ -15,6 +15,7 @@ from ...errors import (
     RendezvousError,
     RpcError,
     SerializationError,
+    UnknownWorker,
 )
 from ...protocol.codec import Incoming, Outgoing, dumps, loads, outgoing
 from ...protocol.messages import Error
@@ -125,7 +126,7 @@ def absence_behind(error: SerializationError) -> RpcError | None:
     cause: BaseException | None = error
     while isinstance(cause, SerializationError):
         cause = cause.__cause__
-    if not isinstance(cause, (PeerLost, PeerClosed, PeerRefused, RendezvousError)):
+    if not isinstance(cause, (PeerLost, PeerClosed, PeerRefused, RendezvousError, UnknownWorker)):
         return None
     _drop_frames(cause)
     return cause
