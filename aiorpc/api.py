@@ -54,7 +54,8 @@ def init(
 def current() -> Worker:
     """The worker that verbs act on here: the one whose handler runs, else the process's only one.
 
-    With several, that of the ``async with`` block this runs in. NotInitialized without one, or if nothing says which.
+    With several, that of the ``async with`` block this runs in. NotInitialized without one, or if nothing says which;
+    WorkerClosed if the loop of the only one has ended.
     """
     worker: Worker = registry.get().worker
     return worker
