@@ -93,10 +93,21 @@ class LeakedReference:
 
 
 class _ValueFuture(Future[Any]):
-    """The Future of the value of a reference. Whoever waits for it does not own it, so nobody can cancel it."""
+    """The Future of the value of a reference. Whoever waits for it does not own it, so nobody can cancel it.
+
+    Each who waits gets an error of its own: this one stays as long as any handle of the reference, and the frames of
+    whoever has raised it hold one, as a rule.
+    """
 
     def cancel(self, msg: object = None) -> bool:
         return False
+
+    def _outcome(self) -> Any:
+        copied = None if self._error is None else foreign.copy_of(self._error)
+        if copied is None:
+            return super()._outcome()
+        self.mark_seen()
+        raise foreign.with_traceback(copied, self._trace)
 
 
 class Creation:
