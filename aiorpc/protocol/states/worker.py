@@ -39,8 +39,8 @@ WORKER: Table[WorkerState, WorkerEvent] = Table(
     about=(
         "`shutdown` before `start` has nothing to do, and changes nothing. A worker that is CLOSED is never started "
         "again. Closing takes time: from CLOSING on every verb raises WorkerClosed, and whoever waits for `shutdown` "
-        "waits until CLOSED. A loop that was closed with the worker still on it tells nobody: whoever asks for the worker "
-        "next, or the thread that watches the loop, takes it down without the loop, by the events of a shutdown."
+        "waits until CLOSED. A loop that was closed with the worker still on it tells nobody: whoever asks for the "
+        "worker next, or the thread that watches the loop, takes it down without the loop, by the events of a shutdown."
     ),
     initial=_S.NEW,
     meanings={
