@@ -479,6 +479,7 @@ async def test_what_was_refused_before_it_ran_is_not_forgotten(store: Store, at:
     options = [few, RpcBackendOptions(max_queued_calls=1, max_remembered_answers=1)]
     async with cluster(2, store=store, options=options) as workers:
         assert await workers[0].call("worker1", where) == "worker1"
+        await until(lambda: workers[0].node.peers.find("worker1").refusal() is None)  # what else it said is sent
         held = workers[0].call("worker1", for_ever)
         await until(lambda: RUNS["for ever"])
         call = workers[0].peer("worker1", timeout=0, retries=9, backoff=PAUSED, idempotent=True).call(ran, "a")
