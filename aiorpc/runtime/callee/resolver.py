@@ -8,7 +8,6 @@ under a name; its methods are found in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +21,6 @@ from ..calls.current import ServedCall
 from ..calls.functions import Handler, Mode
 from ..calls.permits import Permits
 from ..engine.engine import Engine
-from ..engine.pool import NoThread, ThreadPool
 from .answers import Answers
 from .objects import Objects
 from .running import Runner
@@ -121,7 +119,7 @@ class Resolver:
                 if handler is None:
                     call.function = name
                     if not functions.is_loaded(name) and (self._permits is None or self._permits.may_import(name)):
-                        _submit(self._engine.background, self._import, number, name, call)
+                        self._engine.background.submit(self._import, number, name, call)
                         return
                     handler = self.functions[number] = self._find(name)
                 self._runner.start(call, handler)
@@ -150,7 +148,7 @@ class Resolver:
             case _:  # by value: it comes out of the arguments, which may take long
                 if self._permits is not None:
                     self._permits.check_by_value()
-                _submit(self._engine.background, self._unpack_function, call)
+                self._engine.background.submit(self._unpack_function, call)
 
     def _find(self, name: str) -> Handler:
         return functions.resolve(name) if self._permits is None else self._permits.find(name)
@@ -202,7 +200,7 @@ class Resolver:
             self._call_method(value, name, attribute, call)
             return
         try:
-            _submit(self._engine.pool, self._call_method, value, name, None, call)
+            self._engine.pool.submit(self._call_method, value, name, None, call)
         except Exception as failure:  # there is no thread for it; whoever settles a Future answers nobody
             self._runner.refuse(call, failure)
 
@@ -212,7 +210,7 @@ class Resolver:
         if attribute is not None:
             self._call_method(value, name, attribute, call)
         else:  # a property or the like: users' code, which may take its time
-            _submit(self._engine.pool, self._call_method, value, name, None, call)
+            self._engine.pool.submit(self._call_method, value, name, None, call)
 
     def _call_method(self, value: object, name: str, attribute: object, call: ServedCall) -> None:
         try:
@@ -240,11 +238,3 @@ class Resolver:
             self._runner.start(call, handler)
         else:
             self._engine.run_on_loop(self._runner.start, call, handler)
-
-
-def _submit(pool: ThreadPool, step: Callable[..., None], *args: Any) -> None:
-    """Have a step on the way to the handler done in a thread. Overloaded if there is none: the call was not run."""
-    try:
-        pool.submit(step, *args)
-    except NoThread as error:
-        raise error.refusal() from None

@@ -112,7 +112,7 @@ class Runner:
             else:
                 self._ways[handler.mode._value_](call)
         except Exception as error:  # no thread can be had; where the loop has called this, nobody else would answer
-            self.refuse(call, error.refusal() if isinstance(error, NoThread) else error)
+            self.refuse(call, error)
 
     def resume(self, call: ServedCall) -> None:
         """Run a call that was parked. On the loop."""
@@ -123,7 +123,7 @@ class Runner:
         try:
             self._ways[call.handler.mode._value_](call)
         except Exception as error:  # as in `start`
-            self.refuse(call, error.refusal() if isinstance(error, NoThread) else error)
+            self.refuse(call, error)
 
     def _too_much_credit(self, call: ServedCall, most: int) -> Overloaded:
         return Overloaded(
@@ -180,6 +180,8 @@ class Runner:
 
     def refuse(self, call: ServedCall, error: BaseException) -> None:
         """Answer a call with that error, and do not run it. Any thread."""
+        if isinstance(error, NoThread):  # its caller may try again, as this worker goes on
+            error = Overloaded(str(error))
         self._engine.run_on_loop(self.discard_arguments, call)
         self._answers.answer_error(call, error)
 

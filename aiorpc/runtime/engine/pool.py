@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from ... import foreign
 from ...callbacks import block_observer
-from ...errors import Overloaded, WorkerClosed
+from ...errors import WorkerClosed
 from ...transport.writing import is_owned
 from .alarm import Alarm, Source
 from .forked import end_child
@@ -64,13 +64,9 @@ class JobSource(Source, Protocol):
 class NoThread(WorkerClosed):
     """The system gives no thread for a job, and there is none that would take it later: it was not run.
 
-    A call that was refused for that may come again, which is for whoever serves it to say (`refusal`). It is no
-    Overloaded of itself: where the caller of a call finds no thread to read the answer in, that call has been run.
+    A call that was refused for that may come again, which is for whoever serves it to say. It is no Overloaded of
+    itself: where the caller of a call finds no thread to read the answer in, that call has been run.
     """
-
-    def refusal(self) -> Overloaded:
-        """The answer to a call that is not run for want of a thread."""
-        return Overloaded(str(self))
 
 
 class _NotStarted(RuntimeError):

@@ -163,7 +163,8 @@ class Connector:
                 opening.on_lasting = partial(self._watch, link.record, link.number, None)
                 await opening.run(link.second.attach)
         except (OSError, TimeoutError, RpcError) as error:
-            link.second.refused(f"{type(error).__name__}: {error}")
+            late = f"it was not open within {self._engine.bounds.pipe:g} s"  # the time for all of it has no text
+            link.second.refused(f"{type(error).__name__}: {error}" if str(error) else late)
 
     async def _open(self, record: WorkerRecord, peer: Peer) -> Connection:
         """Open a connection to a worker, ready for calls, trying again with ever longer pauses for a bounded time.

@@ -179,9 +179,9 @@ class Link:
         """
         if not passed and self.engine.observers:
             # Without `more`: if an observer lets it go later, the message that it was to leave with has left before it.
-            again = partial(self.send, kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, pipe=pipe)
-            again = partial(again, unsent=unsent)
-            self._ask_observers(kind, call_id, frame, call, prepared, undo, partial(again, passed=True))
+            send = partial(self.send, kind, call_id, frame, urgent=urgent, call=call, prepared=prepared, pipe=pipe)
+            passed_on = partial(send, passed=True, unsent=unsent)
+            self._ask_observers(kind, call_id, frame, call, prepared, undo, passed_on)
             return
         self.messages_sent += 1
         if pipe is not None:

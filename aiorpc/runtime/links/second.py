@@ -124,8 +124,6 @@ class SecondConnection:
         link = self._link
         if link.closed:
             return
-        if reason == "TimeoutError: ":  # the time for all of it was over, and that has no text of its own
-            reason = f"it was not open within {link.engine.bounds.pipe:g} s"
         logger.info("no second connection to %s: %s; large tensors go over the first", link.record.describe(), reason)
         if link.opener:
             self._say(reason)
