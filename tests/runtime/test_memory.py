@@ -47,7 +47,7 @@ from tests.leaks import open_descriptors
 from tests.runtime.observers import standing_still
 from tests.runtime.waiting import LIMIT, until
 from tests.shared_files import named_shared_files
-from tests.transport.ends import interrupted
+from tests.transport.ends import Interruption, interrupted
 
 MIB = 1 << 20
 COUNT = SHARE_SIZE // 4 + 1024  # of float32: just above what is worth a block
@@ -421,6 +421,23 @@ async def test_a_large_call_that_is_interrupted_leaves_nothing_lent(
         await warm(worker, other)
         await asyncio.to_thread(calls)
     assert len(set(places)) > 50
+
+
+async def test_a_call_that_is_interrupted_as_it_is_sent_keeps_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was counted for its receiver is so no more, as it never leaves."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise Interruption
+
+    async with cluster(3, options=RpcBackendOptions(dedicated_loop=True)) as (worker, other, third):
+        await warm(worker, other)
+        reference = worker.remote(third.name, list, [1])
+        assert await reference == [1]
+        with monkeypatch.context() as patched:
+            patched.setattr(distribution.Distribution, "prepare", interrupt)
+            with pytest.raises(Interruption):
+                await asyncio.to_thread(worker.call, other.name, echo, [large(), reference])
+        await until(lambda: worker.node.references.counts().pins == 0)
 
 
 def give_back_what_was_not_lent(to: str) -> int:

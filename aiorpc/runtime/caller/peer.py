@@ -480,13 +480,14 @@ class Peer:
     def post(self, link: Link, message: WaitingCall, copies: Copies | None = None) -> None:
         """Send a call over that link, unless it has ended meanwhile. copies: of buffers that others get. Any thread."""
         call_id, owed = message.call_id, self.owed
-        urgent = len(owed.pending) <= FEW + owed.system
         parcel = None
         try:
+            urgent = len(owed.pending) <= FEW + owed.system
             if call_id in owed.pending:
                 parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers, copies=copies)
-        except Exception as error:
-            if foreign.from_signal(error):
+        except BaseException as error:
+            if not foreign.is_a(error, Exception) or foreign.from_signal(error):
+                self._unsend(message)
                 raise
             failure = RpcError(f"a call to {self.describe()} could not be sent: {foreign.said(error)}")
             self.engine.call_on_loop(owed.settle, call_id, failure)  # not here: as below
@@ -497,8 +498,10 @@ class Peer:
             return
         try:
             link.post(parcel, urgent=urgent, call=message.call, undo=message.out, passed=message.passed)
-        except BaseException:  # a signal handler has raised it, maybe before the message was queued
-            link.distribution.withdraw(parcel)
+        except BaseException:
+            if parcel.unsent:  # a signal handler has raised it, before the message was queued
+                link.distribution.withdraw(parcel)
+                self._unsend(message)
             raise
         if call_id not in owed.pending:
             self.call_off(call_id)  # the word that it was given up may have come before it
