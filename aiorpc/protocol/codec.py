@@ -51,6 +51,7 @@ class Outgoing:
     sparse tensors that require gradients; they are taken apart. safe: whether the group reads no pickles, so that
     values go as a tree (`trees`). lent: the references that are kept until the call has its answer, which their owner
     need not count; None if nothing can be lent, as nobody keeps it. on_unsent: what to undo if the frame never leaves.
+    posted: whether who hands the message to a link sees to that; until then whoever has made it does.
     places: where in `tensors` those are that are values by themselves, by id: one that is given twice arrives as one.
     """
 
@@ -60,6 +61,7 @@ class Outgoing:
         "lent",
         "on_unsent",
         "places",
+        "posted",
         "references",
         "route",
         "safe",
@@ -89,6 +91,7 @@ class Outgoing:
         self.references: list[PassedReference] = []
         self.lent: list[Any] | None = [] if lends else None
         self.on_unsent: list[Callable[[], None]] = []
+        self.posted = False
 
     def unsend(self) -> None:
         """Undo what encoding did elsewhere: the frame will not be sent."""

@@ -43,8 +43,8 @@ from ...errors import (
     UnknownWorker,
     WorkerClosed,
 )
-from ...protocol.codec import Past
-from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Frame, Kind, encode_frame
+from ...protocol.codec import Outgoing, Past
+from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
 from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, write_plain
 from ...protocol.packing import PLAIN
@@ -269,6 +269,14 @@ class Peer:
         once = None if one_try is None else one_try.once
         head = (named, names, remaining, trace, autograd if tape is not None else None, credit, creates, once)
         call_id = next(owed.ids)
+        # Made before it is written: once that has counted references, all that may fail stands in the last `try`.
+        future = CallFuture(self, entry, call_id, now, deadline, system)
+        future.patient = wait
+        if one_try is not None:
+            future.site = one_try.site
+        elif not system:
+            caller = sys._getframe(depth)
+            future.site = (caller.f_code, caller.f_lasti)
         plain = not unknown and PLAIN.issuperset(map(type, values))  # as `write_plain` asks, without it if they are not
         frame = write_plain(CALL, call_id, head, values, self.max_body) if plain else None
         body, out, otherwise = b"", None, None
@@ -281,52 +289,45 @@ class Peer:
                 if type(absence) is UnknownWorker:  # nobody to wait for, as `remote` has nobody
                     raise absence from None
                 if absence is not None:
-                    caller = sys._getframe(depth)
-                    site = (caller.f_code, caller.f_lasti) if one_try is None else one_try.site
-                    return self._ended(CallFuture(self, entry, call_id, now, deadline, system), site, stream, absence)
+                    owed.enter(future, stream)  # it ends before it is sent: whom its reference leads to is not there
+                    owed.settle(call_id, absence)
+                    return future
                 target = f"worker {self.name!r}"
                 raise cannot_send(error, entry.name, target, named is None, len(args), names) from error.__cause__
+        leaving: list[Sequence[Buffer]] | None = None
+        try:
             if unknown:
                 otherwise = self._for_other_main(entry, function, head, values, tape, Form(body, buffers, out))
-
-        future = CallFuture(self, entry, call_id, now, deadline, system)
-        future.patient = wait
-        if one_try is not None:
-            future.site = one_try.site
-        elif not system:
-            caller = sys._getframe(depth)
-            future.site = (caller.f_code, caller.f_lasti)
-        try:
             if out is not None and out.lent:
                 owed.lent[call_id] = out.lent
             # Entered before the frame is queued: the answer may come before this function has returned.
             owed.enter(future, stream)
             link = self.link  # read once: the loop takes it away when the connection ends
+            linked = link is not None and self.connection is not None
             if (
                 frame is None
                 and otherwise is None
+                and (out is None or linked)
                 and (not buffers or (link is not None and link.distribution.rides(buffers)))
             ):
                 frame = encode_frame(CALL, call_id, body, buffers)
             if frame is None:
                 self.send_buffers(WaitingCall(future, body, buffers, out, False, otherwise))
-            elif link is None or self.connection is None:
+            elif link is None or not linked:
                 self.send_later(WaitingFrame(CALL, call_id, frame, future))
             else:
-                link.send(CALL, call_id, frame, urgent=len(pending) <= FEW + owed.system, more=later, call=future)
+                if out is not None:
+                    leaving = [frame]
+                urgent = len(pending) <= FEW + owed.system
+                link.send(CALL, call_id, frame, urgent=urgent, more=later, call=future, undo=out, unsent=leaving)
         except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
             future.cancel()
+            if out is not None and not out.posted and leaving != []:
+                self._unsend(out)
             raise
         # `fail` may have looked through `pending` before this call was in it; `gone` is set before that look.
         if self.gone is not None:
             owed.settle(call_id, self.gone)
-        return future
-
-    def _ended(self, future: CallFuture, site: CallSite | None, stream: ItemSink | None, error: RpcError) -> CallFuture:
-        """A call that ends before it is sent, as its reference leads nowhere: whom it is for is not there."""
-        future.site = site
-        self.owed.enter(future, stream)
-        self.owed.settle(future.call_id, error)
         return future
 
     def _for_other_main(
@@ -352,7 +353,7 @@ class Peer:
             target = f"worker {self.name!r}, which runs another main module,"
             return cannot_send(error, entry.name, target, head[0] is None, 0, None)
         if other.body == form.body:
-            self._unsend(other)
+            self._unsend(other.out)
             return None
         return other
 
@@ -366,21 +367,21 @@ class Peer:
         """The same message in the form for the worker, now that it is known; None if it has none: its call ends."""
         other = message.otherwise
         if isinstance(other, Form) and not self.same_main:
-            self._unsend(message)
+            self._unsend(message.out)
             return message._replace(body=other.body, buffers=other.buffers, out=other.out, otherwise=None)
         if isinstance(other, Form):
-            self._unsend(other)
+            self._unsend(other.out)
         elif other is not None and not self.same_main:
-            self._unsend(message)
+            self._unsend(message.out)
             self.engine.call_on_loop(self.owed.settle, message.call_id, other)  # not here: as in `post`
             return None
         return message._replace(otherwise=None)
 
-    def _unsend(self, form: Form | WaitingCall) -> None:
-        """That one does not leave."""
-        if form.out is not None:
+    def _unsend(self, out: Outgoing | None) -> None:
+        """What that is of does not leave."""
+        if out is not None:
             # Not here: `ready` holds our lock, and who holds that of the references may wait for it.
-            self.engine.call_on_loop(form.out.unsend)
+            self.engine.call_on_loop(out.unsend)
 
     def refusal(self) -> Overloaded | None:
         """Why no further call of users is taken now; None if one is. As `call` decides it."""
@@ -479,29 +480,31 @@ class Peer:
 
     def post(self, link: Link, message: WaitingCall, copies: Copies | None = None) -> None:
         """Send a call over that link, unless it has ended meanwhile. copies: of buffers that others get. Any thread."""
-        call_id, owed = message.call_id, self.owed
+        call_id, owed, out = message.call_id, self.owed, message.out
         parcel = None
         try:
+            if out is not None:
+                out.posted = True
             urgent = len(owed.pending) <= FEW + owed.system
             if call_id in owed.pending:
                 parcel = link.distribution.prepare(CALL, call_id, message.body, message.buffers, copies=copies)
         except BaseException as error:
             if not foreign.is_a(error, Exception) or foreign.from_signal(error):
-                self._unsend(message)
+                self._unsend(out)
                 raise
             failure = RpcError(f"a call to {self.describe()} could not be sent: {foreign.said(error)}")
             self.engine.call_on_loop(owed.settle, call_id, failure)  # not here: as below
         if parcel is None or call_id not in owed.pending:  # given up meanwhile
             if parcel is not None:
                 link.distribution.withdraw(parcel)
-            self._unsend(message)
+            self._unsend(out)
             return
         try:
-            link.post(parcel, urgent=urgent, call=message.call, undo=message.out, passed=message.passed)
+            link.post(parcel, urgent=urgent, call=message.call, undo=out, passed=message.passed)
         except BaseException:
             if parcel.unsent:  # a signal handler has raised it, before the message was queued
                 link.distribution.withdraw(parcel)
-                self._unsend(message)
+                self._unsend(out)
             raise
         if call_id not in owed.pending:
             self.call_off(call_id)  # the word that it was given up may have come before it
