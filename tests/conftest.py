@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -112,6 +113,14 @@ def _warm_loops() -> None:
     for factory in loop_factories().values():
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(asyncio.sleep(0))
+
+
+@pytest.fixture(scope="module")
+def server_made_once() -> None:
+    """The first server of a store in a process makes libuv open a pipe that it keeps for good."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
+
+    TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -347,8 +347,9 @@ class Worker:
         return self.start().__await__()
 
     async def __aenter__(self) -> Worker:
-        """Join the group; inside the block this worker is the current one."""
-        await self.start()
+        """Join the group, unless that was awaited before; inside the block this worker is the current one."""
+        if self._token is not None or self.state is not WorkerState.RUNNING:
+            await self.start()
         self._token = current_node.set(self.node)
         return self
 

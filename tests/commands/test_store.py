@@ -19,7 +19,8 @@ import aiorpc
 from aiorpc.__main__ import main
 from aiorpc.commands import store as store_command
 from aiorpc.runtime.meeting.stores import serve
-from tests.runtime.test_rendezvous import server_made_once  # noqa: F401  # a fixture
+
+pytestmark = pytest.mark.usefixtures("server_made_once")
 
 
 @pytest.mark.slow

@@ -344,6 +344,33 @@ def test_clean_run_prints_nothing(tmp_path: Path) -> None:
     assert (done.code, done.out, noise) == (0, "", [])
 
 
+COMPUTES = """
+import logging, sys, threading, torch, aiorpc as rpc
+logging.getLogger("aiorpc").setLevel(logging.ERROR)  # it says that a handler runs still
+begun = threading.Event()
+def compute():
+    value = torch.ones(100, 100)
+    while True:
+        value = torch.mm(value, value)
+        begun.set()
+rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
+pending = [rpc.rpc_async("w0", compute, timeout=0) for _ in range(2)]
+assert begun.wait(30)
+if sys.argv[2] == "after a shutdown":
+    rpc.shutdown(timeout=0.1)
+    [call.exception() for call in pending]
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("when", ["without a shutdown", "after a shutdown"])
+def test_a_process_exits_with_its_own_status_while_handlers_compute(when: str, tmp_path: Path) -> None:
+    """They run on in threads that the interpreter would end in the midst of torch, which aborts the process."""
+    (tmp_path / "computes.py").write_text(COMPUTES)
+    done = run_program(["computes.py", f"file://{tmp_path}/store", when], tmp_path, timeout=60 * busy())
+    assert (done.code, done.out, done.err) == (7, "", "")
+
+
 EXIT = """
 import sys, time, aiorpc as rpc
 from tests.processes import bodies

@@ -15,14 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc as rpc
 from aiorpc.protocol import handshake, messages
@@ -269,12 +267,6 @@ async def test_group_on_one_host_does_not_listen_on_tcp() -> None:
 def _members(worker: rpc.Worker) -> list[WorkerRecord]:
     assert worker.node.rendezvous is not None
     return worker.node.rendezvous.members()
-
-
-@pytest.fixture(scope="module")
-def server_made_once() -> None:
-    """The first server of a store in a process makes libuv open a pipe that it keeps for good."""
-    TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
 
 
 @pytest.mark.usefixtures("server_made_once")

@@ -224,14 +224,17 @@ sys.modules["aiorpc"].__path__ = [{str(ROOT / "aiorpc")!r}]
 from aiorpc.runtime.engine.lag import LoopMonitor
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 async def main():
-    watch = LoopMonitor(asyncio.get_running_loop(), interval=0.02, warn_after=0.2, describe=lambda: "innocent")
+    while time.thread_time() < 1.0:  # as one that has imported torch
+        pass
+    interval = float(sys.argv[2])
+    watch = LoopMonitor(asyncio.get_running_loop(), interval=interval, warn_after=0.2, describe=lambda: "innocent")
     watch.start()
     await asyncio.sleep(0.1)
     print("ready", flush=True)
     line = await asyncio.to_thread(sys.stdin.readline)
-    await asyncio.sleep(0.1)
-    print("silent so far", file=sys.stderr, flush=True)
-    time.sleep(1.0)
+    await asyncio.sleep(0.1 + interval)
+    print("silent so far, blocked", watch.blocked_count, "times", file=sys.stderr, flush=True)
+    time.sleep(1.0 + interval)
     await asyncio.sleep(0.1)
     watch.stop()
 factory = asyncio.new_event_loop if sys.argv[1] == "asyncio" else uvloop.new_event_loop
@@ -240,11 +243,12 @@ with asyncio.Runner(loop_factory=factory) as runner:
 """
 
 
+@pytest.mark.parametrize("interval", [0.02, 1.0], ids=["later", "before the first look"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_a_stopped_process_blames_nobody(loop: str) -> None:
+def test_a_stopped_process_blames_nobody(loop: str, interval: float) -> None:
     """SIGSTOP for three times the threshold is not a blocked loop; a blockage after it is reported again."""
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_PROGRAM, loop],
+        [sys.executable, "-c", STOPPED_PROGRAM, loop, str(interval)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -255,13 +259,13 @@ def test_a_stopped_process_blames_nobody(loop: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(0.6)  # how long it is stopped is what is tested
+        time.sleep(0.6 + interval)  # how long it is stopped is what is tested
         process.send_signal(signal.SIGCONT)
         _, log = process.communicate("go\n", timeout=LIMIT)
     finally:
         process.kill()
         process.communicate()
-    before, _, after = log.partition("silent so far\n")
+    before, _, after = log.partition("silent so far, blocked 0 times\n")
     assert before == ""
     assert "blocked for" in after
     assert "by innocent" in after

@@ -343,6 +343,17 @@ async def test_graceful_shutdown_that_is_cancelled_leaves_at_once() -> None:
             await workers[1].call("worker0", abs, -3)
 
 
+async def test_a_block_of_a_worker_that_was_awaited_before_is_the_end_of_it() -> None:
+    """As `async with await connect()` is of other libraries; a worker that is in its block already has one alone."""
+    async with await aiorpc.init("alone", rank=0, world_size=1, store=HashStore()) as worker:
+        assert aiorpc.current() is worker
+        with pytest.raises(RpcUsageError, match="was started before"):
+            await worker.__aenter__()
+    assert worker.state is WorkerState.CLOSED
+    with pytest.raises(RpcUsageError, match="was started before"):
+        await worker.__aenter__()
+
+
 async def test_shutdown_again_with_a_loop_of_its_own() -> None:
     """A worker whose loop has ended gives its report again, also at the end of its `async with`."""
     async with aiorpc.init(

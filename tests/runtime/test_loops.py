@@ -21,6 +21,7 @@ from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.engine.loops import LoopThread
 from aiorpc.testing import cluster
 from tests.conftest import LoopFactory
+from tests.ports import free_port
 from tests.runtime import hostile
 from tests.runtime.waiting import LIMIT, until, wait_until
 
@@ -330,6 +331,22 @@ def test_a_worker_can_be_started_after_one_whose_loop_was_closed(loop_factory: L
         assert aiorpc.rpc_sync("alone", len, ("abc",)) == 3
     finally:
         aiorpc.shutdown()
+
+
+@pytest.mark.usefixtures("server_made_once")
+def test_a_worker_meets_where_one_hosted_the_store_whose_loop_was_closed(loop_factory: LoopFactory) -> None:
+    """A notebook's cell that failed, run again and again; nobody has noticed yet that the loop is closed."""
+
+    async def fail(place: str) -> None:
+        await aiorpc.init("alone", rank=0, world_size=1, init_method=place, options=UNWATCHED)
+        raise KeyError
+
+    place = f"tcp://127.0.0.1:{free_port()}"
+    for _ in range(3):
+        with asyncio.Runner(loop_factory=loop_factory) as runner, pytest.raises(KeyError):
+            runner.run(fail(place))
+    with pytest.raises(WorkerClosed, match="its event loop has ended"):
+        aiorpc.current()
 
 
 def test_the_others_see_a_goodbye_of_a_worker_whose_loop_was_closed(loop_factory: LoopFactory) -> None:

@@ -27,8 +27,10 @@ from aiorpc.runtime.meeting.rendezvous import Rendezvous
 from aiorpc.runtime.meeting.stores import serve
 from tests.limits import busy
 from tests.runtime.stores import Stuck, WatchedStore
-from tests.runtime.test_rendezvous import make_record, server_made_once  # noqa: F401  # a fixture
+from tests.runtime.test_rendezvous import make_record
 from tests.runtime.waiting import LIMIT, until
+
+pytestmark = pytest.mark.usefixtures("server_made_once")
 
 
 def where() -> str:

@@ -39,6 +39,7 @@ from tests.ports import free_port
 from tests.processes.workers import process_state
 from tests.processes.zygote import Zygote, zygote
 
+pytestmark = pytest.mark.usefixtures("server_made_once")
 T = TypeVar("T")
 PATIENCE = 20.0
 SOON = 0.3
@@ -140,12 +141,6 @@ class Group:
         for opened in sorted(self.opened, key=lambda one: one.hosts_store):
             opened.close()
         self.opened.clear()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server_made_once() -> None:
-    """The first server in a process makes libuv open a pipe that it keeps for good."""
-    TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
 
 
 @pytest.fixture(scope="module")
@@ -412,6 +407,36 @@ def test_ranks_that_come_back_before_the_host_has_gone_wait_for_it(prepared: Zyg
     with prepared.run(script, [f"tcp://localhost:{free_port()}"], tmp_path) as child:
         child.finish(50)
         assert (child.out, child.err) == ("finished\n", "")
+
+
+def test_rank_0_hosts_as_soon_as_the_store_of_an_ending_job_has_gone() -> None:
+    """Even if that takes one more connection before it goes."""
+    with socket.create_server(("127.0.0.1", 0)) as old:
+        port = old.getsockname()[1]
+
+        def end() -> None:
+            old.accept()[0].close()
+            old.close()
+
+        ending = threading.Thread(target=end)
+        ending.start()
+        with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)) as opened:
+            assert opened.hosts_store
+        ending.join(PATIENCE)
+
+
+def test_rank_0_that_came_to_a_store_that_is_being_closed_hosts_the_next_one() -> None:
+    """Nobody else would: the other ranks wait for it."""
+    old, port = stores.serve("127.0.0.1", 0)
+    Board(old, "old").set_closing(True)
+    with closing(Rendezvous.open(f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=PATIENCE)) as opened:
+        results: list[Any] = [opened.hosts_store]
+        joining = threading.Thread(target=lambda: results.extend(opened.join(lambda number: make_record("w", number))))
+        joining.start()
+        del old
+        joining.join(PATIENCE)
+        came, record = results
+        assert (came, opened.hosts_store, record.name) == (False, True, "w")
 
 
 def test_32_ranks_meet_within_seconds() -> None:
@@ -1009,9 +1034,7 @@ def test_members_beside_each_other_need_no_secret(here: Group, tmp_path: Path) -
         here.open(None, None)
 
 
-def test_a_store_on_another_host_needs_a_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_made_once: None
-) -> None:
+def test_a_store_on_another_host_needs_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reaches it may write there, although all members are beside each other."""
     with closing(Group(f"tcp://127.0.0.1:{free_port()}", None)) as group:
         group.require_secret = None

@@ -26,9 +26,12 @@ from ...protocol.states import WorkerState
 from ..engine.engine import Engine
 from ..engine.forked import end_child
 from ..engine.lifetime import Lifetime
+from ..engine.pool import ThreadPool
 from .functions import Handler
 from .permits import Permits
 
+# So many seconds the handlers of this process have to end once it exits.
+_LAST_SECONDS = 0.5
 # Stands in place of the arguments of a call once somebody has taken them.
 NO_VALUES = Values([])
 _TRACE = (1 << 63) - 1  # what a trace may be; of ids of workers it has the last 15 bits
@@ -181,6 +184,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._nodes: weakref.WeakSet[CommonHome] = weakref.WeakSet()
+        self._pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()  # also of workers that left with handlers at work
         self._hooked = False
         self._lock = threading.Lock()
         self.only: CommonHome | None = None
@@ -190,7 +194,7 @@ class Registry:
 
     def add(self, node: CommonHome) -> None:
         """From now on the worker can be the current one."""
-        self._take_down_closed()
+        self.take_down_closed()
         with self._lock:
             self._ended = None
             if not self._hooked:
@@ -198,6 +202,7 @@ class Registry:
                 os.register_at_fork(after_in_child=self._after_fork)
                 atexit.register(self._at_exit)
             self._nodes.add(node)
+            self._pools.add(node.engine.pool)
             self._update()
 
     def remove(self, node: CommonHome) -> None:
@@ -229,10 +234,11 @@ class Registry:
 
     def nodes(self) -> list[CommonHome]:
         """All live workers of the process."""
-        self._take_down_closed()
+        self.take_down_closed()
         return list(self._nodes)
 
-    def _take_down_closed(self) -> None:
+    def take_down_closed(self) -> None:
+        """Take workers down whose loop was closed; it may wait for their store for a short time. Any thread."""
         for node in list(self._nodes):
             if node.engine.loop.is_closed():
                 node.loop_closed()
@@ -292,10 +298,14 @@ class Registry:
             call.node.engine.loop.call_soon(end_child, where(call))
         # Nothing to end here at exit, and a worker of the child's own may start; verbs still find `only`, and raise.
         self._nodes.clear()
+        self._pools.clear()
 
     def _at_exit(self) -> None:
         for node in list(self._nodes):
             node.at_exit()
+        limit = time.monotonic() + _LAST_SECONDS
+        for pool in list(self._pools):
+            pool.end_jobs(max(0.0, limit - time.monotonic()))
 
 
 registry = Registry()

@@ -67,6 +67,7 @@ class LoopMonitor:
         self._thread: threading.Thread | None = None
         self._loop_thread = 0
         self._cpu_clock: int | None = None
+        self._seen: tuple[float, float | None] = time.monotonic(), None  # when the thread looked, and `_cpu_used` then
         self.lag_max = 0.0
         """Seconds the timer was late at worst."""
         self.lag_mean = 0.0
@@ -115,7 +116,10 @@ class LoopMonitor:
         if tick is None:
             return
         # uvloop counts from the beginning of the loop's turn, so a tick may also come a little early.
-        lag = max(0.0, time.monotonic() - tick.due - tick.excused)
+        now = time.monotonic()
+        lag = max(0.0, now - tick.due - tick.excused)
+        if lag and self._thread is not None:  # it may wake up later than we do, and would excuse this only then
+            lag = max(0.0, lag - self._excuse(*self._since(self._seen, now)))
         self.lag_max = max(self.lag_max, lag)
         self.lag_mean += _WEIGHT * (lag - self.lag_mean)
         if 0 < self._warn_after < lag:
@@ -126,16 +130,22 @@ class LoopMonitor:
 
     def _watch(self) -> None:
         stopped = self._stopped
-        before, cpu_before = time.monotonic(), self._cpu_used()
+        self._seen = time.monotonic(), self._cpu_used()
         while not stopped.wait(self._interval) and not self._loop.is_closed():
-            now, cpu = time.monotonic(), self._cpu_used()
+            now, before = time.monotonic(), self._seen
+            self._seen = now, self._cpu_used()
             tick = self._tick
             if tick is not None:
-                tick.excused += self._excuse(now - before, cpu - cpu_before)
+                tick.excused += self._excuse(*self._since(before, now))
                 self._judge(tick, now)
-            before, cpu_before = now, cpu
         if self._on_closed is not None and not stopped.is_set():
             self._on_closed()
+
+    def _since(self, seen: tuple[float, float | None], now: float) -> tuple[float, float]:
+        """Seconds since that look, and how many of them the loop's thread has computed, as far as that is known."""
+        before, computed = seen
+        used = self._cpu_used()
+        return now - before, 0.0 if computed is None or used is None else used - computed
 
     def _excuse(self, passed: float, cpu: float) -> float:
         """Seconds of the last look's time that no handler is to blame for.
@@ -167,14 +177,14 @@ class LoopMonitor:
         except Exception as error:
             return f"an unknown handler ({type(error).__name__} while asking)"
 
-    def _cpu_used(self) -> float:
-        """Processor time of the loop's thread so far, in seconds; 0 where the platform does not tell."""
+    def _cpu_used(self) -> float | None:
+        """Processor time of the loop's thread so far, in seconds; None where that cannot be told, or not yet."""
         if self._cpu_clock is None:
-            return 0.0
+            return None
         try:
             return time.clock_gettime(self._cpu_clock)
         except OSError:
-            return 0.0
+            return None
 
 
 def _thread_clock(ident: int) -> int | None:

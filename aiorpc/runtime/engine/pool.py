@@ -22,6 +22,7 @@ and so nobody sleeps on who was to be woken, and each job that was appended runs
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -49,6 +50,8 @@ _WEIGHT = 0.25
 # all of them at once, and no thread would get two jobs of one in a row. It goes by the last jobs, so many of them.
 _MOST_STANDING = 8
 _RECENT = 32
+# So many seconds the threads that have no job have to leave, as the process exits.
+_IDLE_LEAVE = 0.1
 # For so many seconds without a job a thread stands by. Then another one may.
 _STANDING = 1.0
 
@@ -67,6 +70,10 @@ class NoThread(WorkerClosed):
     A call that was refused for that may come again, which is for whoever serves it to say. It is no Overloaded of
     itself: where the caller of a call finds no thread to read the answer in, that call has been run.
     """
+
+
+class ProcessExits(SystemExit):
+    """Raised in the threads that run jobs, wherever they are, as their process exits. Nobody is told of it."""
 
 
 class _NotStarted(RuntimeError):
@@ -121,6 +128,7 @@ class ThreadPool:
         self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
         self._local = _Local()
         self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
+        self._idents: dict[threading.Lock, int] = {}  # of the threads, by what wakes them
         # Reentrant: who is interrupted gives it back, and a signal handler may submit something, too.
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
@@ -254,6 +262,25 @@ class ThreadPool:
             self._ended.wait_for(lambda: self.threads <= own + self._excused, timeout)
             return max(0, self.threads - own - self._excused - len(self._idle)) + len(self._jobs)
 
+    def end_jobs(self, timeout: float) -> None:
+        """Before the interpreter exits: raise ProcessExits in the jobs that run, and wait so long for their threads.
+
+        The interpreter ends a daemon thread as soon as that wants its lock. With a frame of C++ below, as where a job
+        computes with torch, this aborts the process in place of ending it with the status that it has. What waits for
+        a nested call has no such frame, as a rule, and is not waited for. Nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._jobs.clear()
+        if not self.close(min(timeout, _IDLE_LEAVE)):
+            return
+        for ident in list(self._idents.values()):
+            if ident != threading.get_ident():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(ProcessExits))
+        own = int(self.is_pool_thread())
+        with self._ended:
+            self._ended.wait_for(lambda: self._threads <= own + self._blocked, timeout)
+
     @contextlib.contextmanager
     def excused(self) -> Iterator[None]:
         """In it the calling thread waits for whoever closes the pool, who must not wait for it. Any thread."""
@@ -371,6 +398,7 @@ class ThreadPool:
             self._threads += 1
             self._starting.discard(announced)
             self._wakes.add(wake)
+            self._idents[wake] = threading.get_ident()
         self._local.depth = 0
         block_observer.set(self)
         if self._prepare is not None:
@@ -494,6 +522,7 @@ class ThreadPool:
     def _end(self, wake: threading.Lock) -> None:
         """This thread counts no more. With the lock held."""
         self._wakes.discard(wake)
+        self._idents.pop(wake, None)
         self._threads -= 1
         self._ended.notify_all()
 

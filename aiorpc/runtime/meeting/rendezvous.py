@@ -459,7 +459,8 @@ class Rendezvous:
 
     def _connect_again(self) -> None:
         self._board.close()
-        self._board = reach_tcp(self._place, self._patience)
+        # Who hosts may have come to the store of an earlier group that was just ending: nobody else hosts the next one.
+        self._board, self.hosts_store = open_tcp(self._place, self._patience)
         self._patience.trouble = ""
         self._world = self._make_world()
 

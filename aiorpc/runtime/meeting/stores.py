@@ -302,10 +302,12 @@ def open_tcp(place: MeetingPlace, patience: Patience) -> tuple[Board, bool]:
     """The TCP store at the place, and whether this process hosts it.
 
     Rank 0 hosts. Where ranks are free, so does whoever finds its own address and nobody there. If another process
-    turns out to have the port, it is taken for the host. RendezvousError if the time passes without a store.
+    turns out to have the port, it is taken for the host for as long as it has it: the store of a job that is just
+    ending goes away. RendezvousError if the time passes without a store.
     """
     if place.agent or place.rank not in (0, None) or not (place.world_size or is_local(place, patience)):
         return reach_tcp(place, patience), False
+    visitor = _Visitor(place, patience)
     for _ in patience.tries():
         if place.world_size or not listens(place):
             try:
@@ -315,7 +317,9 @@ def open_tcp(place: MeetingPlace, patience: Patience) -> tuple[Board, bool]:
             except RuntimeError as error:
                 patience.trouble = str(error).splitlines()[0]
         if listens(place):
-            return reach_tcp(place, patience), False
+            board = visitor.visit()
+            if board is not None:
+                return board, False
     raise RendezvousError(f"cannot host the store at {place} within {patience.seconds:g} s: {patience.trouble}")
 
 
@@ -386,8 +390,27 @@ def reach_tcp(place: MeetingPlace, patience: Patience) -> Board:
     What answers and is no torch store is told at once.
     """
     patience.trouble = patience.trouble or f"nobody has been reached yet; {place.host!r} may be long to look up"
-    asked = False
+    visitor = _Visitor(place, patience)
     for _ in patience.tries():
+        board = visitor.visit()
+        if board is not None:
+            return board
+    raise RendezvousError(f"cannot reach the store at {place} within {patience.seconds:g} s: {patience.trouble}")
+
+
+class _Visitor:
+    """Goes to the store at a place, as often as it is told to."""
+
+    def __init__(self, place: MeetingPlace, patience: Patience) -> None:
+        self._place, self._patience = place, patience
+        self._asked = False  # whether what listens there was asked for its language
+
+    def visit(self) -> Board | None:
+        """A client of the store; None if nobody answers now, for a reason that then stands in the patience.
+
+        RendezvousError if what answers is no torch store.
+        """
+        place, patience = self._place, self._patience
         # torch's client logs each failed attempt, and waits without limit for a server that never speaks.
         try:
             with socket.create_connection((place.host, place.port), min(patience.attempt(), 5.0)) as probe:
@@ -409,15 +432,15 @@ def reach_tcp(place: MeetingPlace, patience: Patience) -> Board:
             patience.trouble = (
                 "no answer from what listens there; if that is no store of torch, another program has the port"
             )
-            other = "" if asked else other_language(place.host, place.port, patience.attempt())
-            asked = True
+            other = "" if self._asked else other_language(place.host, place.port, patience.attempt())
+            self._asked = True
             if other:
                 raise RendezvousError(f"cannot meet at {place}: {other}") from None
         except socket.gaierror as error:
             patience.trouble = _unresolved(place, error)
         except (OSError, RuntimeError) as error:
             patience.trouble = str(error).splitlines()[0]
-    raise RendezvousError(f"cannot reach the store at {place} within {patience.seconds:g} s: {patience.trouble}")
+        return None
 
 
 def bounded(make: Callable[[], T], seconds: float) -> T:
