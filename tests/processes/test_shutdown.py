@@ -345,7 +345,7 @@ def test_clean_run_prints_nothing(tmp_path: Path) -> None:
 
 
 COMPUTES = """
-import logging, sys, threading, torch, aiorpc as rpc
+import atexit, logging, sys, threading, torch, aiorpc as rpc
 logging.getLogger("aiorpc").setLevel(logging.ERROR)  # it says that a handler runs still
 begun = threading.Event()
 def compute():
@@ -353,7 +353,14 @@ def compute():
     while True:
         value = torch.mm(value, value)
         begun.set()
+def call():
+    try:
+        print(rpc.rpc_sync("w0", len, ("abc",)))
+    except (rpc.WorkerClosed, rpc.NotInitialized) as error:
+        print(error)
+atexit.register(call)
 rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=sys.argv[1]))
+atexit.register(call)
 pending = [rpc.rpc_async("w0", compute, timeout=0) for _ in range(2)]
 assert begun.wait(30)
 if sys.argv[2] == "after a shutdown":
@@ -368,7 +375,11 @@ def test_a_process_exits_with_its_own_status_while_handlers_compute(when: str, t
     """They run on in threads that the interpreter would end in the midst of torch, which aborts the process."""
     (tmp_path / "computes.py").write_text(COMPUTES)
     done = run_program(["computes.py", f"file://{tmp_path}/store", when], tmp_path, timeout=60 * busy())
-    assert (done.code, done.out, done.err) == (7, "", "")
+    assert (done.code, done.err) == (7, "")
+    if when == "without a shutdown":
+        answer, refusal = done.out.splitlines()
+        assert answer == "3"
+        assert "worker 'w0' has left, as its process exits" in refusal
 
 
 EXIT = """

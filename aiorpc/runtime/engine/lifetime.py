@@ -11,8 +11,9 @@ class Lifetime:
 
     closed: whether the worker makes no calls: it has not joined yet, or it is CLOSING or CLOSED. leaving: whether it is
     leaving but still serves, until its group is done. forked: whether this is a child of the worker's process.
-    loop_ended: whether it ended because its loop had. Any thread may read them. `closed` and `leaving` follow from the
-    state; they are attributes of their own because each call looks at `closed`.
+    loop_ended: whether it ended because its loop had. exits: whether that was as its process exits. Any thread may read
+    them. `closed` and `leaving` follow from the state; they are attributes of their own because each call looks at
+    `closed`.
     """
 
     def __init__(self, name: str) -> None:
@@ -22,6 +23,7 @@ class Lifetime:
         self.leaving = False
         self.forked = False
         self.loop_ended = False
+        self.exits = False
 
     def enter(self, event: WorkerEvent) -> None:
         """Go to the state to which that event leads. On the thread that the table names for the event."""
@@ -30,6 +32,7 @@ class Lifetime:
         self.closed = not self.leaving and self.state is not WorkerState.RUNNING
         self.forked = self.forked or event is WorkerEvent.FORKED
         self.loop_ended = self.loop_ended or event is WorkerEvent.LOOP_ENDED
+        self.exits = self.exits or event is WorkerEvent.EXITED
 
     @property
     def ended(self) -> bool:
@@ -54,6 +57,11 @@ class Lifetime:
             return WorkerClosed(f"worker {self.name!r} has not joined its group yet; await it, or use `async with`")
         if self.loop_ended:
             return loop_has_ended(f"worker {self.name!r}")
+        if self.exits:
+            return WorkerClosed(
+                f"worker {self.name!r} has left, as its process exits: what `atexit` is to run while it can still make "
+                "calls has to be registered after it was started"
+            )
         return WorkerClosed(f"worker {self.name!r} has shut down; it makes no more calls")
 
 
