@@ -44,7 +44,8 @@ def init(
     that names have.
     Joining raises RendezvousError within ``options.rpc_timeout`` seconds when the group cannot be formed;
     DeviceMapError, a kind of it, for devices or device maps that cannot be; RpcUsageError for a rank, a size or an
-    init_method that makes no sense. Raised here: RpcUsageError for a name, a role or options that cannot be.
+    init_method that makes no sense. Raised here: RpcUsageError for a name, a role, options or a store that
+    cannot be.
     """
     return Worker(
         name, rank=rank, world_size=world_size, init_method=init_method, options=options, store=store, role=role

@@ -52,7 +52,10 @@ class RpcUsageError(RpcError):
 
 
 class SerializationError(RpcUsageError, TypeError):
-    """An argument or a result cannot be serialised; the text names it. position: its place in the message, from 0."""
+    """An argument or a result cannot be serialised, and the text names it; or the callee cannot read an argument.
+
+    In the latter case nothing was run. position: its place in the message, from 0.
+    """
 
     def __init__(self, message: str, position: int = 0) -> None:
         super().__init__(message)

@@ -29,6 +29,7 @@ from .protocol import codec
 from .protocol.messages import Method
 from .protocol.registered import register_safe
 from .protocol.trees import fill
+from .runtime.caller.misuse import check_arguments
 from .runtime.caller.peers import To
 from .runtime.calls.current import permits
 from .runtime.gradients.contexts import current_autograd
@@ -86,8 +87,9 @@ class RemoteModule(Module):
     and returns a module, which is moved to the device. The constructor blocks until it is there; on the worker's loop
     it raises WouldBlockLoop, use ``await RemoteModule.create(...)``.
 
-    It raises RemoteModuleError (a ValueError) for a remote_device that is none, or a module_cls that makes no module;
-    UnknownWorker; what module_cls raised; PeerLost, RpcTimeout. After an error nothing is left on the owner.
+    It raises RemoteModuleError (a ValueError) for a remote_device that is none, for a module_cls that makes no module,
+    and for a module in place of its class; RpcUsageError for args that are no tuple; UnknownWorker; what module_cls
+    raised; PeerLost, RpcTimeout. After an error nothing is left on the owner.
 
     on: name or rank of the owner, as given. device: where the module is, there. The object may be used from any thread,
     passed to other workers, which use the same module then, and be a part of a local module: ``parameters()`` of that
@@ -154,8 +156,15 @@ class RemoteModule(Module):
     def _make(
         self, module_cls: Callable[..., Module], args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None
     ) -> Future[RRef[Module]]:
+        if isinstance(module_cls, Module) or not callable(module_cls):
+            kind = type(module_cls).__qualname__
+            raise RemoteModuleError(
+                f"module_cls is a class or a function, which makes the module on {self.on!r}, and not an object of "
+                f"{kind}: pass the class and its arguments by themselves, RemoteModule(..., Class, args=(...))"
+            )
         node = registry.get()
-        values = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
+        args, kwargs = check_arguments(args, kwargs)
+        values = (module_cls, args, kwargs or {}, self.device)
         peer = node.peers.find(self.on)
         return peer.call(new_module, values, None, node.engine.default_timeout, depth=_depth_of_user())
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -60,8 +60,9 @@ class DistributedOptimizer:
     arguments go to the class on every owner. With several parameter groups, make several optimizers.
 
     The constructor blocks until all owners have theirs; on the worker's loop it raises WouldBlockLoop, use
-    ``await DistributedOptimizer.create(...)`` there. It raises RpcUsageError if there are no parameters, or no RRefs;
-    what the class raises on an owner, with a note that names it; PeerLost, RpcTimeout.
+    ``await DistributedOptimizer.create(...)`` there. It raises RpcUsageError if there are no parameters, or no RRefs,
+    and for an optimizer in place of its class; what the class raises on an owner, with a note that names it; PeerLost,
+    RpcTimeout.
 
     remote_optimizers: an RRef of each owner's optimizer. The object may be used from any thread, by several at once,
     and sent to other workers, which step the same optimizers then.
@@ -213,12 +214,18 @@ def _node_of(rrefs: Sequence[RRef[Any]]) -> Node:
 
 
 def _make(
-    optimizer_class: Callable[..., Any],
+    optimizer_class: object,
     params_rref: Sequence[RRef[Any]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Future[list[RRef[Any]]]:
     """RRefs of new optimizers, one on each owner."""
+    if not callable(optimizer_class):
+        kind = type(optimizer_class).__qualname__
+        raise RpcUsageError(
+            f"optimizer_class is the class, of which each owner makes its own, and not an object of {kind}: pass the "
+            "class and its arguments by themselves, DistributedOptimizer(Class, params_rref, lr=...)"
+        )
     node = registry.get()
     node.engine.lifetime.check_open()
     by_owner: dict[int, list[RRef[Any]]] = {}
@@ -240,7 +247,7 @@ def _make(
 
 
 def _checked(params_rref: Sequence[RRef[Any]]) -> list[RRef[Any]]:
-    if isinstance(params_rref, RRef | Tensor):
+    if isinstance(params_rref, RRef | Tensor) or not isinstance(params_rref, Iterable):
         raise RpcUsageError(f"params_rref is a list of RRefs of parameters, not one {type(params_rref).__name__}")
     rrefs = list(params_rref)
     if not rrefs:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from .errors import RpcUsageError, WorkerClosed, WouldBlockLoop
 from .futures import Future
 from .options import RpcBackendOptions
 from .protocol.states import WorkerState
+from .runtime.caller.misuse import check_arguments
 from .runtime.caller.peers import To
 from .runtime.engine.loops import LoopThread
 from .runtime.group.group import ShutdownReport
@@ -160,7 +159,7 @@ def rpc_sync(
     if args is None:
         args = ()
     if (type(args) is not tuple and type(args) is not list) or (kwargs is not None and type(kwargs) is not dict):
-        args, kwargs = _arguments(args, kwargs)
+        args, kwargs = check_arguments(args, kwargs)
     engine = node.engine
     if engine.thread == threading.get_ident():
         engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
@@ -184,19 +183,8 @@ def rpc_async(
     if args is None:
         args = ()
     if (type(args) is not tuple and type(args) is not list) or (kwargs is not None and type(kwargs) is not dict):
-        args, kwargs = _arguments(args, kwargs)
+        args, kwargs = check_arguments(args, kwargs)
     return node.peers.find(to).call(func, args, kwargs, node.engine.timeout(timeout))
-
-
-def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
-    """The arguments of a call, of whatever kind they were given. RpcUsageError if they cannot be those of a call."""
-    if isinstance(args, str | bytes | torch.Tensor) or not isinstance(args, Iterable):
-        raise RpcUsageError(
-            f"args must be a tuple of arguments, not {args!r:.80}; for a single one write args=(value,)"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise RpcUsageError(f"kwargs must be a dict of arguments by name, or None, not {kwargs!r:.80}")
-    return tuple(args), None if kwargs is None else dict(kwargs)
 
 
 __all__ = [

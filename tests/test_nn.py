@@ -13,7 +13,7 @@ import torch
 
 import aiorpc
 from aiorpc import RpcUsageError, RRef, UnknownWorker, Worker, WouldBlockLoop, autograd, nn
-from aiorpc.nn import RemoteModule
+from aiorpc.nn import RemoteModule, RemoteModuleError
 from aiorpc.optim import DistributedOptimizer
 from tests.processes import workers as processes
 from tests.scripts import run
@@ -330,6 +330,13 @@ async def test_modules_that_cannot_be_made(apart: list[Worker]) -> None:
         no_module: Any = not_a_module
         with pytest.raises(ValueError, match=r"not_a_module returned a int"):
             RemoteModule("worker1", no_module)
+        wrong: list[Any] = [torch.nn.Linear(2, 1), 3]
+        for made in wrong:
+            with pytest.raises(RemoteModuleError, match=r"not an object of (Linear|int): pass the class and its arg"):
+                RemoteModule("worker1/cpu", made)
+        no_tuple: Any = 2
+        with pytest.raises(RpcUsageError, match=r"args must be a tuple of arguments, not 2; .*args=\(value,\)"):
+            RemoteModule("worker1/cpu", torch.nn.Linear, no_tuple)
 
     await run(apart[0], script)
 

@@ -386,12 +386,18 @@ async def test_parameters_that_are_none(apart: list[Worker]) -> None:
         weight = aiorpc.remote("worker1", make, 0)
         cases: list[tuple[Any, str]] = [
             ([], "empty parameter list"),
+            (3, "a list of RRefs of parameters, not one int"),
             (weight, "not one RRef"),
             ([weight, torch.ones(1)], r"params_rref\[1\] is no RRef but a Tensor"),
         ]
         for wrong, words in cases:
             with pytest.raises(RpcUsageError, match=words):
                 DistributedOptimizer(torch.optim.SGD, wrong, lr=0.1)
+        made: Any = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+        with pytest.raises(
+            RpcUsageError, match="the class, of which each owner makes its own, and not an object of SGD"
+        ):
+            DistributedOptimizer(made, [weight])
         weight.to_here()
 
     await run(apart[0], script)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in torch's stubs
@@ -71,6 +71,10 @@ class Worker:
         self.role = check_role(role)
         if options is not None and not isinstance(options, RpcBackendOptions):
             raise RpcUsageError(f"options must be an RpcBackendOptions or None, not {options!r:.80}")
+        if store is not None and not isinstance(store, Store):
+            raise RpcUsageError(
+                f"store must be a store of torch.distributed, such as TCPStore(...), or None, not {store!r:.80}"
+            )
         self.options = (options or RpcBackendOptions()).copy()
         self.init_method = init_method or self.options.init_method
         self.hosted_by: LoopThread | None = None  # the thread that `init_rpc` started for it
@@ -149,6 +153,13 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<aiorpc.Worker {self.name!r} {self.state.value}>"
+
+    def __reduce__(self) -> NoReturn:
+        """No copies, either: there is one worker of a name."""
+        raise RpcUsageError(
+            f"worker {self.name!r} stays in its process, and cannot be copied, pickled or sent; a function that is "
+            "called has the worker that it runs on from aiorpc.current()"
+        )
 
     # --- joining ------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,18 @@ def test_verbs_take_names_ranks_and_infos(alone: Any) -> None:
         alone.rpc_sync("nobody", add, (1, 2))
 
 
+def test_arguments_that_are_no_sequence_are_told_as_such(alone: Any) -> None:
+    """All three verbs say what is missing; what torch takes is taken."""
+    for verb in (alone.rpc_sync, alone.rpc_async, alone.remote):
+        with pytest.raises(RuntimeError, match=r"args must be a tuple of arguments, not 3; .*args=\(value,\)"):
+            verb("me", add, args=3)
+        with pytest.raises(RuntimeError, match="kwargs must be a dict"):
+            verb("me", add, args=(1, 2), kwargs=3)
+    assert alone.rpc_sync("me", add, args="ab") == "ab"
+    assert alone.rpc_sync("me", add, args=[1, 2], kwargs=[]) == 3
+    assert alone.rpc_sync("me", list, args=None) == []
+
+
 def test_without_init(rpc: Any) -> None:
     """Verbs and RRefs raise torch's texts."""
     with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import logging
+import signal
 import sys
 import threading
 import traceback
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import aiorpc
-from aiorpc import RemoteError, RpcBackendOptions, RpcError, Worker
+from aiorpc import RemoteError, RpcBackendOptions, RpcError, SerializationError, Worker
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -288,13 +292,144 @@ def raise_bad_error() -> None:
 async def test_an_error_in_unpickling_at_the_callee_settles_that_call(
     pair: list[Worker], handler: Any, error: str
 ) -> None:
-    """The caller gets it; calls before and after on the same connection are answered."""
+    """The caller is told what it was, and where; calls before and after on the same connection are answered."""
     before = pair[0].call("worker1", for_a_moment)
     bad = pair[0].call("worker1", handler, BadState(error))
     after = pair[0].call("worker1", len, "abc")
-    with pytest.raises((ValueError, MemoryError, RemoteError), match="bad state"):
+    with pytest.raises(SerializationError, match=r"an argument of .* cannot be read on worker 'worker1': .*bad state"):
         await bad
     assert [await before, await after] == ["moment", 3]
+
+
+class OfNoModule:
+    """Arrives as what a module has that the callee cannot import."""
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, ("aiorpc_tests_no_such_module",)
+
+
+def take_items(value: object) -> Iterator[object]:
+    yield value
+
+
+async def take_items_async(value: object) -> AsyncIterator[object]:
+    yield value
+
+
+@aiorpc.batched(max_size=1)
+def take_together(values: list[object]) -> list[object]:
+    return values
+
+
+class Taker:
+    """Made of an argument, and takes one."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def take(self, value: object) -> None:
+        return None
+
+
+async def items_of(stream: AsyncIterator[object]) -> list[object]:
+    return [item async for item in stream]
+
+
+async def taken_by_a_reference(worker: Worker, value: object) -> None:
+    await worker.remote("worker1", Taker, 1).rpc_async().take(value)
+
+
+async def taken_by_an_object(workers: list[Worker], value: object) -> None:
+    with workers[1].serve("taker", Taker(1)):
+        await workers[0].peer("worker1").object("taker").take(value)
+
+
+async def of_the_only_member(worker: Worker, value: object) -> None:
+    (error,) = (await worker.group(["worker1"]).call(take, value)).errors.values()
+    raise error
+
+
+ARGUMENTS: dict[str, tuple[str, Callable[[list[Worker], object], Any]]] = {
+    "call": (":take", lambda workers, value: workers[0].call("worker1", take, value)),
+    "awaited": (":take_async", lambda workers, value: workers[0].call("worker1", take_async, value)),
+    "batch": (":take_together", lambda workers, value: workers[0].call("worker1", take_together, value)),
+    "stream": (":take_items", lambda workers, value: items_of(workers[0].stream("worker1", take_items, value))),
+    "items": (
+        ":take_items_async",
+        lambda workers, value: items_of(workers[0].stream("worker1", take_items_async, value)),
+    ),
+    "constructor": (":Taker", lambda workers, value: workers[0].remote("worker1", Taker, value)),
+    "reference": ("Taker.take", lambda workers, value: taken_by_a_reference(workers[0], value)),
+    "object": ("Taker.take", taken_by_an_object),
+    "group": (":take", lambda workers, value: of_the_only_member(workers[0], value)),
+}
+
+
+@pytest.mark.parametrize("way", ARGUMENTS)
+async def test_an_argument_that_cannot_be_read_is_told_from_an_error_of_the_function(
+    pair: list[Worker], way: str
+) -> None:
+    """With the function, the worker and what to do: nothing was run that could have raised it."""
+    function, start = ARGUMENTS[way]
+    with pytest.raises(SerializationError) as caught:
+        await start(pair, OfNoModule())
+    text = str(caught.value)
+    assert f"{function} cannot be read on worker 'worker1': ModuleNotFoundError: No module named" in text
+    assert text.startswith("an argument of ")
+    assert text.endswith("nothing was run; the module has to be importable there, too")
+    assert "import_module" in str(caught.value.__cause__)  # the traceback of what has gone wrong
+
+
+async def test_a_function_by_value_that_cannot_be_read(pair: list[Worker]) -> None:
+    """It has no name to be called by."""
+    held = OfNoModule()
+    with pytest.raises(SerializationError, match=r"^a function that came by value, or an argument, cannot be read on"):
+        await pair[0].call("worker1", lambda: held)
+
+
+async def test_an_error_of_aiorpc_in_unpickling_stays_what_it_is(pair: list[Worker]) -> None:
+    """Its class says whose doing it was, which is no doing of the argument's."""
+    with pytest.raises(aiorpc.Overloaded, match="no room"):
+        await pair[0].call("worker1", take, Refused())
+
+
+class Refused:
+    """Raises an error of the runtime's as it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return raise_it, (aiorpc.Overloaded("no room"),)
+
+
+class Signals:
+    """Its unpickling is interrupted by a signal."""
+
+    def __reduce__(self) -> Any:
+        return signal.raise_signal, (signal.SIGUSR1,)
+
+
+async def test_what_a_signal_handler_raises_in_unpickling_stays_what_it_is(pair: list[Worker]) -> None:
+    """It says nothing about the argument: the loop, which unpickles it, runs in the main thread."""
+
+    def handler(*_: object) -> None:
+        raise Simple("from a signal")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(Simple, match="from a signal"):
+            await pair[0].call("worker1", take_async, Signals())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+async def test_a_module_that_the_callee_cannot_import(pair: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the worker."""
+    module = types.ModuleType("aiorpc_tests_gone")
+    exec("def function(): ...", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    call = pair[0].call("worker1", module.function)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    with pytest.raises(aiorpc.RpcUsageError, match=r"worker 'worker1' cannot import it: No module named"):
+        await call
 
 
 async def for_a_moment() -> str:
@@ -317,7 +452,7 @@ async def test_a_large_message_that_cannot_be_read(pair: list[Worker]) -> None:
     """The same for those that are unpickled in the pool."""
     big = ["x" * 100] * 2000
     for handler in (take, take_async):
-        with pytest.raises(ValueError, match="bad state"):
+        with pytest.raises(SerializationError, match=r"cannot be read on worker 'worker1': ValueError: bad state"):
             await pair[0].call("worker1", handler, [BadState("value"), [text + str(i) for i, text in enumerate(big)]])
     with pytest.raises(RpcError, match="cannot be read here"):
         await pair[0].call("worker1", give_large)

@@ -382,3 +382,44 @@ def test_async_execution_changes_nothing_else() -> None:
     assert deferred.__name__ == "deferred"
     assert isinstance(Thing.static_above(), torch.futures.Future)
     assert isinstance(Thing().class_above(), torch.futures.Future)
+
+
+def test_async_execution_is_for_functions_that_return_a_future() -> None:
+    """What can return none is refused where it is decorated, and stays what it was."""
+
+    async def awaited() -> int:
+        return 1
+
+    def items() -> Iterator[int]:
+        yield 1
+
+    async def async_items() -> AsyncIterator[int]:
+        yield 1
+
+    for wrong, text in (
+        (awaited, r"awaited is an `async def`, which needs no decorator"),
+        (staticmethod(awaited), r"awaited is an `async def`"),
+        (functools.partial(awaited), r"is an `async def`"),
+        (AsyncCallable(), r"is an `async def`"),
+        (items, r"items is a generator function: it is called with aiorpc\.stream"),
+        (async_items, r"async_items is a generator function"),
+        (3, r"decorates a function that returns a Future, not 3"),
+        (len, r"len takes no attribute.*decorate a `def`"),
+    ):
+        with pytest.raises(RpcUsageError, match=text):
+            async_execution(wrong)  # type: ignore[type-var]  # what is no function, too
+    assert classify(awaited, "awaited").mode is Mode.COROUTINE
+    assert classify(async_execution(lambda: torch.futures.Future()), "a lambda").mode is Mode.DEFERRED
+
+
+def test_async_execution_takes_a_wrapper_that_makes_a_future_of_a_coroutine() -> None:
+    """What it wraps may be written in any way: its own result counts."""
+
+    async def inner() -> int:
+        return 1
+
+    @functools.wraps(inner)
+    def outer() -> torch.futures.Future[int]:
+        return torch.futures.Future()
+
+    assert classify(async_execution(outer), "outer").mode is Mode.DEFERRED

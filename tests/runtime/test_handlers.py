@@ -109,6 +109,11 @@ def not_deferred() -> int:
 
 
 @async_execution
+def deferred_coroutine() -> Any:
+    return hands_back_a_coroutine()
+
+
+@async_execution
 def deferred_error() -> Future[int]:
     future: Future[int] = Future()
     future.set_exception(KeyError("later"))
@@ -217,8 +222,14 @@ async def test_errors_of_async_execution(pair: list[Worker]) -> None:
         await pair[0].call("worker1", deferred_error)
     with pytest.raises(KeyError, match="at once"):
         await pair[0].call("worker1", raises_at_once)
-    with pytest.raises(RpcUsageError, match=r"must return a torch\.futures\.Future.*not_deferred.*int"):
+    with pytest.raises(
+        RpcUsageError, match=r"must return a torch\.futures\.Future.*not_deferred.*int.*@rpc.async_execution"
+    ):
         await pair[0].call("worker1", not_deferred)
+    with pytest.raises(
+        RpcUsageError, match=r"must return .*deferred_coroutine returned coroutine; .*@rpc.async_execution"
+    ):
+        await pair[0].call("worker1", deferred_coroutine)
 
 
 async def test_a_thousand_pending_deferred_calls_hold_no_thread() -> None:

@@ -796,7 +796,7 @@ async def test_refused_calls_give_their_memory_back(keeper: Keeper) -> None:
 async def test_unreadable_arguments_give_their_memory_back(warmed: list[Worker], function: Any) -> None:
     """The callee cannot unpickle them, wherever it tries to; the caller is told."""
     for value in (Unreadable(large()), [Unreadable(large()), "x" * 100_000]):
-        with pytest.raises(ValueError, match="not to be read"):
+        with pytest.raises(SerializationError, match="not to be read"):
             await warmed[0].call("worker1", function, value)
     await until_all_back(*warmed)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import logging
+import pickle
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -122,6 +124,23 @@ async def test_what_is_no_function_is_refused_before_it_is_sent(pair: list[Worke
     assert pair[0].statistics().calls_made == before
 
 
+async def test_what_names_no_worker_is_told_as_such(pair: list[Worker]) -> None:
+    """Also what cannot be looked up in a dictionary; who lists several workers is told of groups."""
+    wrong: list[Any] = [None, 1.0, True, b"worker1", {"worker1": 1}]
+    several: list[Any] = [["worker1"], ("worker1",), {"worker1"}]
+    for to in (*wrong, *several):
+        text = "a worker is named by a name, a rank or a WorkerInfo, not by "
+        text += r".*several workers are called together by rpc\.group" if to in several else ""
+        for make in (
+            lambda to=to: pair[0].call(to, add, 1),
+            lambda to=to: pair[0].remote(to, add, 1),
+            lambda to=to: pair[0].peer(to),
+            lambda to=to: pair[0].group(["worker0", to]),
+        ):
+            with pytest.raises(RpcUsageError, match=text):
+                make()
+
+
 @pytest.mark.parametrize("function", [makes_items, makes_items_later, makes_async_items])
 async def test_generators_that_are_returned_are_told_from_streams(
     pair: list[Worker], function: Callable[[], Any]
@@ -208,6 +227,50 @@ async def test_a_reference_is_not_its_value(pair: list[Worker]) -> None:
     assert await ref.rpc_async().size() == 3 and not hasattr(ref, "_size")
 
 
+def staying(worker: Worker) -> dict[str, tuple[Any, str]]:
+    """What belongs to one worker, and what to do in place of sending it."""
+    peer, group = worker.peer("worker1"), worker.group("*")
+    there = r"makes calls of the worker that made it.*make one there: "
+    return {
+        "worker": (worker, r"worker 'worker0' stays in its process.*aiorpc\.current\(\)"),
+        "peer": (peer, rf"{there}rpc\.peer\('worker1'\)"),
+        "info": (worker.peer(worker.info), rf"{there}rpc\.peer\('worker0'\)"),
+        "retrying": (worker.peer("worker1", retries=1), rf"{there}rpc\.peer\('worker1'\)"),
+        "group": (group, rf"{there}rpc\.group\(\.\.\.\)"),
+        "object": (peer.object("buffer"), rf"{there}rpc\.peer\('worker1'\)\.object\('buffer'\)"),
+        "method": (peer.object("buffer").size, rf"{there}rpc\.peer\('worker1'\)\.object\('buffer'\)"),
+        "objects": (group.object("buffer"), rf"{there}rpc\.group\(\.\.\.\)\.object\('buffer'\)"),
+    }
+
+
+async def test_what_belongs_to_a_worker_does_not_travel(pair: list[Worker]) -> None:
+    """As an argument, inside of one, or in a function that is sent by value; the error says what to do there."""
+    before = pair[0].statistics().calls_made
+    for value, text in staying(pair[0]).values():
+        for make in (
+            lambda value=value: pair[0].call("worker1", any_of, a=value),
+            lambda value=value: pair[0].call("worker1", any_of, a=[{"b": value}]),
+            lambda value=value: pair[0].call("worker1", lambda: value),
+            lambda value=value: pair[0].group("*").call(any_of, a=value),
+        ):
+            with pytest.raises(SerializationError, match=text):
+                make()
+        for use in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(RpcUsageError, match=text):
+                use(value)
+    assert pair[0].statistics().calls_made == before
+
+
+async def test_handles_can_be_copied(pair: list[Worker]) -> None:
+    """A copy makes the same calls; there is one worker of a name, and no copy of it."""
+    assert await copy.copy(pair[0].peer("worker1", timeout=30)).call(add, 1) == 2
+    retrying = copy.copy(pair[0].peer("worker1", retries=1))
+    assert "1 retries" in repr(retrying) and await retrying.call(add, 1) == 2
+    assert (await copy.copy(pair[0].group("*")).call(add, 1)).values() == [2, 2]
+    with pytest.raises(RpcUsageError, match="stays in its process"):
+        copy.copy(pair[0])
+
+
 # --- whose line it is -------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +348,31 @@ async def test_arguments_that_are_no_tuple_are_told_as_such(pair: list[Worker], 
 
     current_node.set(pair[0].node)
     await asyncio.to_thread(use)
+
+
+async def test_arguments_for_a_group_that_are_no_tuple_are_told_as_such(pair: list[Worker]) -> None:
+    """As those for one worker."""
+
+    def use() -> None:
+        group: Any = pair[0].group(["worker1"])
+        for verb in (group.rpc_sync, group.rpc_async):
+            for args in (5, torch.ones(2), "ab"):
+                with pytest.raises(RpcUsageError, match=r"args must be a tuple of arguments, not .*args=\(value,\)"):
+                    verb(add, args=args)
+            with pytest.raises(RpcUsageError, match="kwargs must be a dict"):
+                verb(add, (1,), kwargs=[1])
+        none: list[Any] = [None, [], range(0)]
+        for given in none:
+            assert group.rpc_sync(any_of, given, MappingProxyType({"a": 1})).values() == [{"a": 1}]
+
+    await asyncio.to_thread(use)
+
+
+def test_a_store_that_is_none_is_told_as_such() -> None:
+    """Before anybody joins."""
+    wrong: Any = 3
+    with pytest.raises(RpcUsageError, match=r"store must be a store of torch\.distributed, .* not 3"):
+        aiorpc.init("alone", store=wrong)
 
 
 @pytest.mark.parametrize(("rank", "text"), [(-7, "rank must not be negative, but is -7"), ("0", "rank must be an int")])

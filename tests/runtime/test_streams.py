@@ -417,6 +417,39 @@ async def test_the_wrong_verb_says_which_to_use(pair: list[Worker]) -> None:
         await anext(pair[0].stream("worker1", nothing))
 
 
+class Counter:
+    """Its methods are called through a reference, and through an object with a name."""
+
+    def count(self) -> int:
+        return 1
+
+    def numbers(self) -> Iterator[int]:
+        yield 1
+
+    @functools.wraps(squares)
+    def wrapping(self) -> list[int]:
+        return [1]
+
+
+@pytest.mark.parametrize("way", ["reference", "object"])
+async def test_the_wrong_verb_of_a_method_says_which_to_use(pair: list[Worker], way: str) -> None:
+    """There it is another proxy of the same reference or object, and no function of aiorpc's."""
+    handle: Any = pair[0].remote("worker1", Counter)
+    if way == "object":
+        pair[1].serve("counter", Counter())
+        handle = pair[0].peer("worker1").object("counter")
+    instead = r"use `async for item in ref\.stream\(\)\.numbers\("
+    with pytest.raises(RpcUsageError, match=rf"Counter\.numbers is a generator function: {instead}"):
+        await handle.rpc_async().numbers()
+    instead = r"use `await ref\.rpc_async\(\)\."
+    with pytest.raises(RpcUsageError, match=rf"Counter\.count is no generator function: {instead}count\(.*yield from"):
+        await anext(handle.stream().count())
+    with pytest.raises(RpcUsageError, match=rf"Counter\.wrapping wraps .* returned a list, .*{instead}wrapping\("):
+        await anext(handle.stream().wrapping())
+    assert await handle.rpc_async().count() == 1
+    assert [item async for item in handle.stream().numbers()] == [1]
+
+
 async def test_a_waiting_producer_holds_no_place_in_the_pool(producer: Producer) -> None:
     """Plain generators that wait for credit do not keep calls from running, even with one thread."""
     async with cluster(2, options=RpcBackendOptions(num_worker_threads=1, stream_window=2)) as workers:

@@ -146,12 +146,15 @@ class Resolver:
                     f"worker {self._engine.name!r} runs no function that is sent by value: it uses safe serialization"
                 )
             case _:  # by value: it comes out of the arguments, which may take long
+                call.function = self.name(function)
                 if self._permits is not None:
                     self._permits.check_by_value()
                 self._engine.background.submit(self._unpack_function, call)
 
     def _find(self, name: str) -> Handler:
-        return functions.resolve(name) if self._permits is None else self._permits.find(name)
+        if self._permits is not None:
+            return self._permits.find(name)
+        return functions.resolve(name, where=f"worker {self._engine.name!r}")
 
     def _import(self, number: int, name: str, call: ServedCall) -> None:
         """In a thread: the function's module has to be imported first."""
@@ -225,7 +228,7 @@ class Resolver:
                     self._permits.check_attribute(value, name, method)
                 if not callable(method):
                     raise RpcUsageError(f"{name!r} of {type(value).__qualname__} is not callable")
-                handler = functions.classify(method, f"{type(value).__qualname__}.{name}")
+                handler = functions.classify(method, f"{type(value).__qualname__}.{name}")._replace(method=name)
                 if of_class:
                     # Kept without the method: that would keep this value alive.
                     self._methods[type(value), name, attribute] = handler._replace(function=len)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ... import foreign
 from ...channels.landing import LandedCoroutine, current_landing
-from ...errors import Overloaded, RpcCancelled, RpcUsageError, SerializationError
+from ...errors import Overloaded, RpcCancelled, RpcError, RpcUsageError, SerializationError
 from ...futures import is_future, when_done
 from ...protocol.codec import names_nothing
 from ...protocol.messages import Values
@@ -35,6 +35,8 @@ from .backlog import Backlog
 from .batches import run_batch
 from .producing import serve_async_generator, serve_generator
 from .standing import Standing
+
+_REF = "ref is the reference, or the handle of the object, that it is called through"
 
 
 class Runner:
@@ -134,7 +136,10 @@ class Runner:
     # --- arguments ----------------------------------------------------------------------------------------------------
 
     def decode(self, call: ServedCall) -> list[Any]:
-        """The values of a call. In the thread that will use them. Raises whatever unpickling raises."""
+        """The values of a call. In the thread that will use them.
+
+        SerializationError for what unpickling raises: the function has not run, so it cannot have raised that.
+        """
         safe = self._engine.safe
         # A tree can only name what was registered.
         if not safe and call.handler is not None and call.handler.plain and not names_nothing(call.arguments.pickled):
@@ -154,6 +159,19 @@ class Runner:
                 f"an argument of {call.function} that {call.caller.name!r} has sent to worker {self._engine.name!r} "
                 f"{foreign.text_of(error)}"
             ) from error.__cause__
+        except RpcError:  # not of what was sent: the runtime refuses the references in it, or it is no message
+            raise
+        except BaseException as error:
+            if foreign.from_signal(error):
+                raise
+            raise self._unreadable(call, error) from error
+
+    def _unreadable(self, call: ServedCall, error: BaseException) -> SerializationError:
+        what = f"an argument of {call.function}" if call.handler is not None else f"{call.function}, or an argument,"
+        advice = "; the module has to be importable there, too" if foreign.is_a(error, ImportError) else ""
+        return SerializationError(
+            f"{what} cannot be read on worker {self._engine.name!r}: {foreign.said(error)}; nothing was run{advice}"
+        )
 
     def _take_arguments(self, call: ServedCall) -> tuple[list[Any], dict[str, Any]]:
         values, _, _, pickled, _, table, references, _ = call.arguments
@@ -293,11 +311,18 @@ class Runner:
         if is_future(result):
             when_done(result, partial(self._answers.answer_future, call, True))  # type: ignore[arg-type]  # is_future tells no checker
             return
+        kind = type(result).__qualname__
+        given = "it returns"
+        if inspect.iscoroutine(result):
+            result.close()  # else Python would say that it was never awaited
+            given = "the coroutine returns"
         self._answers.answer_error(
             call,
+            # The first half is torch's, word for word; its decorator has another name there, too.
             RpcUsageError(
-                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-                f"but {call.function} returned {type(result).__qualname__}"
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+                f"but {call.function} returned {kind}; without @rpc.async_execution its caller gets what "
+                f"{given}"
             ),
         )
 
@@ -468,14 +493,25 @@ def _check_items(call: ServedCall, made: object) -> None:
     elif not hasattr(made, "__next__" if call.handler.mode is Mode.GENERATOR else "__anext__"):
         raise RpcUsageError(
             f"{call.function} wraps a generator function, and has returned a {type(made).__qualname__}, which is no "
-            "generator: use aiorpc.call, not aiorpc.stream"
+            f"generator: {_not_streamed(call.handler)}"
         )
 
 
 def _wrong_verb(call: ServedCall, streamed: bool) -> RpcUsageError:
+    handler = call.handler
+    assert handler is not None, "it was found before its verb was looked at"
     if streamed:
-        return RpcUsageError(f"{call.function} is a generator function: use `async for item in aiorpc.stream(...)`")
+        method = handler.method
+        verb = f"ref.stream().{method}(...)`, where {_REF}" if method else "aiorpc.stream(...)`"
+        return RpcUsageError(f"{call.function} is a generator function: use `async for item in {verb}")
     return RpcUsageError(
-        f"{call.function} is no generator function: use aiorpc.call, not aiorpc.stream. "
+        f"{call.function} is no generator function: {_not_streamed(handler)}. "
         "If it returns a generator, write `yield from` in it"
     )
+
+
+def _not_streamed(handler: Handler) -> str:
+    """Which verb to use in place of a stream."""
+    if handler.method:
+        return f"use `await ref.rpc_async().{handler.method}(...)`, not ref.stream(), where {_REF}"
+    return "use aiorpc.call, not aiorpc.stream"

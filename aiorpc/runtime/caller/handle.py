@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from ...errors import RpcUsageError
 from ...futures import Future
+from ...protocol.identity import WorkerInfo
 from ...protocol.retries import check_backoff, check_retries
 from ...sites import call_site
 from ..references.rref import RRef
@@ -46,6 +47,19 @@ class PeerHandle:
         RpcUsageError for what can be no name of an object.
         """
         return ObjectHandle(self._home, self._to, name, self._timeout, self._wait)
+
+    def __copy__(self) -> Self:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        """It makes calls of this worker, of which there is none elsewhere."""
+        to = self._to.name if isinstance(self._to, WorkerInfo) else self._to
+        raise RpcUsageError(
+            f"{self!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the name, and make "
+            f"one there: rpc.peer({to!r})"
+        )
 
     def __repr__(self) -> str:
         return f"<aiorpc.peer {self._to!r}, timeout {self._timeout:g} s>"

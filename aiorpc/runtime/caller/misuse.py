@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 from ...errors import RpcUsageError
 from ...protocol.packing import PLAIN
@@ -40,6 +42,30 @@ def check_keywords(function: Any, kwargs: Mapping[str, Any], worker: str, verb: 
             f"{describe(function)} takes no argument {name!r}, and nothing was sent: keywords are passed on to the "
             f"function; {instead}"
         )
+
+
+def no_worker(value: object) -> str:
+    """The text of the error for a call to something that names no worker."""
+    advice = ""
+    if callable(value):
+        advice = "; the worker comes first, and then the function"
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        advice = "; several workers are called together by rpc.group([...]), with a name for each"
+    return f"a worker is named by a name, a rank or a WorkerInfo, not by {value!r:.80}{advice}"
+
+
+def check_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
+    """The arguments that were given to a verb with ``args=`` and ``kwargs=``. RpcUsageError for what can be none."""
+    if args is None:
+        args = ()
+    # A single argument most often: its comma was forgotten.
+    if isinstance(args, str | bytes | torch.Tensor) or not isinstance(args, Iterable):
+        raise RpcUsageError(
+            f"args must be a tuple of arguments, not {args!r:.80}; for a single one write args=(value,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise RpcUsageError(f"kwargs must be a dict of arguments by name, or None, not {kwargs!r:.80}")
+    return tuple(args), None if kwargs is None else dict(kwargs)
 
 
 def no_function(value: object, worker: str, verb: str = "call") -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ...errors import RpcUsageError
 from ...futures import Future
-from ...protocol.identity import check_object_name
+from ...protocol.identity import WorkerInfo, check_object_name
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
 from ...sites import call_site
@@ -82,6 +82,17 @@ class ObjectHandle:
     def __call__(self, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = _invoke(_MethodOfObject(self, "rpc_async", -1.0, "__call__"), args, kwargs)
         return future
+
+    def __copy__(self) -> ObjectHandle:
+        return ObjectHandle(self._home, self._to, self._name, self._timeout, self._wait, self._retried)
+
+    def __reduce__(self) -> NoReturn:
+        """It makes calls of this worker, of which there is none elsewhere."""
+        to = self._to.name if isinstance(self._to, WorkerInfo) else self._to
+        raise RpcUsageError(
+            f"{self!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the names, and make "
+            f"one there: rpc.peer({to!r}).object({self._name!r})"
+        )
 
     def __repr__(self) -> str:
         return f"<aiorpc.peer {self._to!r}, object {self._name!r}>"

@@ -21,6 +21,7 @@ from ...errors import (
 from ...protocol.identity import WorkerInfo, WorkerRecord, check_name
 from ..engine.deadlines import Deadlines
 from ..meeting.rendezvous import Rendezvous
+from .misuse import no_worker
 from .peer import Home as PeerHome
 from .peer import Peer
 
@@ -97,13 +98,12 @@ class Peers:
         at = (
             self._ranks.get(key, -1) if isinstance(key, int) and not self._dynamic else key
         )  # the place, not the worker
-        peer = self._peers.get(at)
-        if peer is not None and (peer.gone is None or not self._dynamic or self._engine.closed) and _is_key(key):
+        peer = self._peers.get(at) if _is_key(key) else None  # what is none may not even be hashable
+        if peer is not None and (peer.gone is None or not self._dynamic or self._engine.closed):
             return peer
         self._engine.lifetime.check_open()
         if not _is_key(key):
-            order = "; the worker comes first, and then the function" if callable(to) else ""
-            raise RpcUsageError(f"a worker is named by a name, a rank or a WorkerInfo, not by {to!r}{order}")
+            raise RpcUsageError(no_worker(to))
         if not self._dynamic or not isinstance(key, str):
             raise UnknownWorker(f"could not find destination worker {to!r}; the group has {self._names()}")
         with self._lock:

@@ -59,6 +59,7 @@ class Handler(NamedTuple):
     system: whether it belongs to the runtime and does not count as users' work. plain: whether the pickle of its
     arguments may name no class and no function, because the rights of the caller do not go so far. wrapper: whether it
     is a plain function that wraps one of generators (`functools.wraps`): only its result shows whether it gives items.
+    method: the name of a method that is called through a reference or an object with a name; empty for all else.
     """
 
     function: Callable[..., Any]
@@ -67,16 +68,38 @@ class Handler(NamedTuple):
     system: bool = False
     plain: bool = False
     wrapper: bool = False
+    method: str = ""
 
 
 def async_execution(fn: F) -> F:
     """Mark a handler that returns a Future: its thread is free at once, the reply goes out when the Future completes.
 
     The function must return a ``torch.futures.Future`` of any kind. With ``@staticmethod`` and ``@classmethod`` it may
-    be written on either side.
+    be written on either side. RpcUsageError for an ``async def``, which needs no mark, for a generator function, and
+    for what is no function.
     """
     target: Any = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
-    setattr(target, _DEFERRED, True)
+    if not callable(target):
+        raise RpcUsageError(f"async_execution decorates a function that returns a Future, not {target!r:.80}")
+    match _kind_of(_without_partials(target)):
+        case None:
+            pass
+        case Mode.COROUTINE:
+            raise RpcUsageError(
+                f"{describe(target)} is an `async def`, which needs no decorator: leave @async_execution away; its "
+                "caller gets what it returns, and it holds no thread while it waits"
+            )
+        case _:
+            raise RpcUsageError(
+                f"{describe(target)} is a generator function: it is called with aiorpc.stream, and returns no Future; "
+                "leave @async_execution away"
+            )
+    try:
+        setattr(target, _DEFERRED, True)
+    except AttributeError as error:
+        raise RpcUsageError(
+            f"{describe(target)} takes no attribute, and so no mark: decorate a `def` that calls it"
+        ) from error
     return fn
 
 
@@ -233,10 +256,11 @@ def is_loaded(name: str) -> bool:
     return module in sys.modules and not getattr(spec, "_initializing", False)
 
 
-def resolve(name: str, check: Callable[[str], None] | None = None) -> Handler:
+def resolve(name: str, check: Callable[[str], None] | None = None, *, where: str = "the callee") -> Handler:
     """The function of a wire name, imported if need be. RpcUsageError if there is none here.
 
     check: is given the name once its module is imported, before it is looked up there, and raises if it may not be.
+    where: which worker this is, for the text of an error.
     """
     module, _, qualname = name.partition(":")
     try:
@@ -251,10 +275,10 @@ def resolve(name: str, check: Callable[[str], None] | None = None) -> Handler:
             check(name)
         found = find_main(qualname) if module in MAIN_NAMES else _lookup(module, qualname) if module else None
     except ImportError as error:
-        raise RpcUsageError(f"RPC pickler does not serialize {name!r}: the callee cannot import it: {error}") from error
+        raise RpcUsageError(f"RPC pickler does not serialize {name!r}: {where} cannot import it: {error}") from error
     if not callable(found):
         raise RpcUsageError(
-            f"RPC pickler does not serialize {name!r}: the callee has no such function. "
+            f"RPC pickler does not serialize {name!r}: {where} has no such function. "
             "Define it in a module that both sides can import."
         )
     return classify(found, name)

@@ -46,7 +46,7 @@ class Permits:
         """
         sent = functions.normal(name)
         if self.may_import(name):
-            handler = functions.resolve(name, self._check_way)
+            handler = functions.resolve(name, self._check_way, where=f"worker {self._worker!r}")
             true = functions.name_of(handler.function)
             if true == sent or (self._rights.listed(self._role, sent) if true is None else self._allows(true)):
                 return handler
@@ -57,7 +57,7 @@ class Permits:
             if functions.is_intrinsic(place.found):
                 return functions.classify(place.found, sent)._replace(plain=True)
             if self._rights.allowed(self._role, sent, place.found, place.within):
-                handler = functions.resolve(name)
+                handler = functions.resolve(name, where=f"worker {self._worker!r}")
                 true = functions.name_of(handler.function)
                 if true == sent or is_exposed(place.found):  # not what a marked class has from elsewhere
                     return handler

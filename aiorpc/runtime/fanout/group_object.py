@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from ...errors import RpcUsageError
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
 from ...sites import CallSite, call_site
@@ -68,6 +69,19 @@ class GroupObject:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method = ObjectMethod(self._name, "__call__")
         return self._call(ObjectCall("rpc_async", -1.0, method, args, kwargs, call_site(sys._getframe(1))))
+
+    def __copy__(self) -> GroupObject:
+        return GroupObject(self._name, self._call)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce__()  # else it would be that of the proxy
+
+    def __reduce__(self) -> NoReturn:
+        """It makes calls of this worker, of which there is none elsewhere."""
+        raise RpcUsageError(
+            f"{self!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the names, and make "
+            f"one there: rpc.group(...).object({self._name!r})"
+        )
 
     def __repr__(self) -> str:
         return f"<aiorpc.GroupObject {self._name!r}>"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo, check_object_name
 from ...protocol.messages import ObjectMethod
 from ...sites import CallSite, call_site
+from ..caller.misuse import check_arguments
 from ..caller.peer import Peer, Try
 from ..caller.peers import Peers
 from ..caller.retrying import Retries
@@ -93,7 +94,9 @@ class PeerGroup:
 
         quorum: as of `aiorpc.group`, whose it is if None.
         """
-        return self._call(func, args or (), kwargs, self._with(timeout, quorum), call_site(sys._getframe(1)))
+        if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
+            args, kwargs = check_arguments(args, kwargs)
+        return self._call(func, args, kwargs, self._with(timeout, quorum), call_site(sys._getframe(1)))
 
     def rpc_sync(
         self,
@@ -105,7 +108,9 @@ class PeerGroup:
     ) -> Outcomes:
         """`rpc_async`, and block for the outcomes. Not on the worker's loop: WouldBlockLoop, with nothing sent."""
         self._home.engine.refuse_on_loop("group.rpc_sync()", "await group.call(...)")
-        return self._call(func, args or (), kwargs, self._with(timeout, quorum), call_site(sys._getframe(1))).wait()
+        if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
+            args, kwargs = check_arguments(args, kwargs)
+        return self._call(func, args, kwargs, self._with(timeout, quorum), call_site(sys._getframe(1))).wait()
 
     def _with(self, timeout: float, quorum: Quorum | None) -> GroupOptions:
         options = self._options
@@ -264,6 +269,16 @@ class PeerGroup:
         timeout, takes this worker back from the barrier. RpcUsageError for a worker that is no member.
         """
         return come(self._home, self._members.now(), tag, self._options.timeout)
+
+    def __copy__(self) -> PeerGroup:
+        return PeerGroup(self._home, self._members, self._options)
+
+    def __reduce__(self) -> NoReturn:
+        """It makes calls of this worker, of which there is none elsewhere."""
+        raise RpcUsageError(
+            f"{self!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the names, and make "
+            "one there: rpc.group(...)"
+        )
 
     def __repr__(self) -> str:
         return f"<aiorpc.group {self._members.describe()}, timeout {self._options.timeout:g} s>"

@@ -18,6 +18,7 @@ from ....errors import NotInitialized, Overloaded, PeerClosed, PeerLost, RpcErro
 from ....futures import Future
 from ....protocol.identity import WorkerInfo
 from ....protocol.reference_messages import Role
+from ....runtime.caller.misuse import check_arguments
 from ....runtime.caller.peer import Peer
 from ....runtime.calls.current import current_call
 from ....runtime.calls.functions import intrinsic
@@ -124,6 +125,11 @@ def _callable(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """What is sent in place of a script function, or while the program has a pickler of its own."""
     if not callable(func):
         raise TypeError("function should be callable.")
+    # As torch: any sequence will do, also a string, and what is false stands for no arguments by name.
+    if args is not None and not isinstance(args, Sequence):
+        args, _ = check_arguments(args, None)
+    if kwargs and type(kwargs) is not dict:
+        _, kwargs = check_arguments((), kwargs)
     if script.is_script(func):
         return (*script.by_name(func, args, kwargs), None)
     if _default_pickler is _internal_rpc_pickler:
