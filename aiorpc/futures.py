@@ -57,6 +57,9 @@ UNCLAIMED: Any = object()
 _FIRST = (0,)
 # A thread that waits looks so often, in seconds, whether it could have been forgotten.
 _LOOK = 1.0
+# So many seconds after a deadline a thread that waits ends the call itself. Before that it is for the loop to say.
+GRACE = 0.2
+_NEVER = float("inf")
 
 
 class ArrivalForFuture(Protocol):
@@ -86,6 +89,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     subject: str = "a Future"  # what it stands for
     site: CallSite | None = None  # where it was made; a failure that nobody looks at is logged if that is known
     loop: asyncio.AbstractEventLoop | None = None  # the loop that settles it; blocking there would never end
+    deadline: float | None = None  # when it settles at the latest, in `time.monotonic()` seconds; None: not known
     executor: Executor | None = None
     sources: Sequence[Future[Any]] = ()  # that it waits for; whoever waits for it looks out for those
     arrival: ArrivalForFuture | None = None  # where the tensors of the value come from; set before it settles
@@ -285,6 +289,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         timeout: seconds to wait; None relies on the call's own deadline. On RpcTimeout from here the Future is
         untouched; RpcUsageError if negative. Refused with WouldBlockLoop on the thread that runs the loop which has to
         settle it, and after a second on one that is to run the loop of a call and does not. Ctrl-C interrupts it.
+        A call whose own deadline passes meanwhile ends with RpcTimeout, also if its loop does not run.
         """
         if timeout is not None and not timeout >= 0:  # not a number is refused, too
             raise RpcUsageError(f"timeout must not be negative; got {timeout!r}")
@@ -330,20 +335,19 @@ class Future(torch.futures.Future[T], Generic[T]):
         observer = block_observer.get()
         if observer is not None:
             observer.enter_blocked()
-        left = _LOOK
-        until = 0.0 if timeout is None else time.monotonic() + timeout
+        now = time.monotonic()
+        until = _NEVER if timeout is None else now + timeout
+        due = _NEVER if self.deadline is None else self.deadline + GRACE
         try:
-            if timeout is not None:
-                left = timeout
             while True:
-                woken = gate.acquire(timeout=min(left, _LOOK))
+                woken = gate.acquire(timeout=max(0.0, min(until - now, due - now, _LOOK)))
                 if woken or self._state != PENDING:
                     break
-                if timeout is not None:
-                    left = until - time.monotonic()
-                    if left <= 0:
-                        break
+                now = time.monotonic()
+                if now >= until:
+                    break
                 self._refuse_idle_loop()
+                due = self.end_overdue(now) + GRACE
         except BaseException:
             self._remove_callback(gate)
             raise
@@ -353,6 +357,13 @@ class Future(torch.futures.Future[T], Generic[T]):
         # If the callback is gone already, somebody settled it just as the time was up: the outcome is there.
         if not woken and self._remove_callback(gate) and self._state == PENDING:
             raise RpcTimeout(f"waited {timeout:g} s for {self.describe()}", seconds=timeout or 0.0)
+
+    def end_overdue(self, now: float) -> float:
+        """End the calls that it waits for and whose time was up a while ago, as their loop has not done so. Any thread.
+
+        Returns the earliest deadline of the others, or infinity.
+        """
+        return min((source.end_overdue(now) for source in self.sources), default=_NEVER)
 
     def _homes(self) -> Iterator[Home]:
         """The loops that have to run for it to settle."""

@@ -157,6 +157,9 @@ class Error(NamedTuple):
 class Cancel(NamedTuple):
     """The caller does not wait for that call any more."""
 
+    #: Whether its time was up. Else its caller gave up.
+    expired: bool
+
 
 class Item(NamedTuple):
     """One item of a stream."""
@@ -405,6 +408,14 @@ def read_credit(body: Buffer) -> int:
     return count
 
 
+def read_cancel(body: Buffer) -> bool:
+    """Whether the time of a call that is cancelled was up. Raises ProtocolError."""
+    (expired,) = _read(Cancel, body)
+    if type(expired) is not bool:
+        raise ProtocolError(f"a call was cancelled for {expired!r:.40}, which is no reason")
+    return expired
+
+
 def read_channel(body: Buffer) -> ChannelMessage:
     """The ChannelMessage of a body. Raises ProtocolError."""
     message = _read(ChannelMessage, body)
@@ -473,6 +484,7 @@ READERS: dict[Kind, Callable[[Buffer], Any]] = {
     Kind.REPLY: lambda body: Reply(read_values(body)),
     Kind.ERROR: read_error,
     Kind.ITEM: lambda body: Item(read_values(body)),
+    Kind.CANCEL: lambda body: Cancel(read_cancel(body)),
     Kind.CREDIT: lambda body: Credit(read_credit(body)),
     Kind.CHANNEL: read_channel,
     Kind.PARCEL: read_parcel,

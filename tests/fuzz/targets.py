@@ -266,7 +266,7 @@ def bodies() -> list[tuple[int, bytes]]:
         (Kind.ITEM, Item(tensors)),
         (Kind.ERROR, Error("ValueError", "text", "traceback", "w0", PAYLOAD, True)),
         (Kind.CREDIT, Credit(3)),
-        (Kind.CANCEL, messages.Cancel()),
+        (Kind.CANCEL, messages.Cancel(False)),
         (Kind.GOODBYE, messages.Goodbye()),
         (Kind.RELEASE, messages.Release([[0, 4096, 64, 1]])),
         (Kind.PARCEL, Parcel(int(Kind.CALL), [(3, []), (1, [0, 4096, 64, 1, 0])], write(calls[0]))),
@@ -700,12 +700,13 @@ def seeds_of_members() -> list[bytes]:
     """Frames of each kind, alone and in a row."""
     frames = [Frame(kind, 1 + at % 3, body) for at, (kind, body) in enumerate(bodies())]
     call = next(frame for frame in frames if frame.kind == Kind.CALL)
+    cancel = Frame(int(Kind.CANCEL), call.call_id, write(messages.Cancel(True)))
     chunk = Frame(int(Kind.CHUNK), 1, write_chunk(Chunk(0, 300)), (bytes(300),))
     inline = Parcel(int(Kind.CALL), [(link_messages.INLINE, [])], call.body)
     return [
         *(live.input_of([frame]) for frame in frames),
         live.input_of([chunk, Frame(int(Kind.PARCEL), 1, write(inline), (bytes(64),))]),
-        live.input_of([call, Frame(int(Kind.CANCEL), call.call_id, b""), Frame(int(Kind.GOODBYE), 0, b"")]),
+        live.input_of([call, cancel, Frame(int(Kind.GOODBYE), 0, b"")]),
         b"\0" + written(Kind.CALL, 1, call.body)[:-3],
     ]
 

@@ -167,7 +167,8 @@ GOLDEN: list[tuple[Any, str]] = [
     (Item(VALUES), "919894c001a174c4016291009103c40150029191099194930102060393040500c0940708910090"),
     (FULL_ERROR._replace(message="wrong", pickled=None), "96a36d2e45a577726f6e67a175a177c0c3"),
     (FULL_ERROR, "96a36d2e45a174a175a177c40150c3"),
-    (Cancel(), ""),
+    (Cancel(False), "91c2"),
+    (Cancel(True), "91c3"),
     (Goodbye(), ""),
     (Ack(), ""),
     (Release([[1, 4096, 64, 7], [0, 128, 1 << 20, 8]]), "91929401cd100040079400cc80ce0010000008"),
@@ -305,7 +306,7 @@ def test_a_worker_of_another_version_is_told_so() -> None:
 FRAMES: list[tuple[Kind, int, bytes, tuple[bytes, ...], str]] = [
     (Kind.CREDIT, 5, write(Credit(3)), (), "0500000000000000020000000000000009a19103"),
     (Kind.RELEASE, 0, write(Release([[1, 4096, 64, 7]])), (), "0000000000000000090000000000000011a191919401cd10004007"),
-    (Kind.CANCEL, (1 << 64) - 1, b"", (), "ffffffffffffffff000000000000000007a1"),
+    (Kind.CANCEL, (1 << 64) - 1, write(Cancel(True)), (), "ffffffffffffffff020000000000000007a191c3"),
     (
         Kind.REPLY,
         258,
@@ -376,7 +377,7 @@ anything = (
     | st.builds(ChannelMessage, numbers, lists)
     | st.builds(Parcel, numbers, wires, st.binary(max_size=6))
     | st.builds(Chunk, st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
-    | st.sampled_from([Cancel(), Goodbye()])
+    | st.sampled_from([Cancel(False), Cancel(True), Goodbye()])
 )
 
 
@@ -518,7 +519,14 @@ def test_less_than_nothing_is_no_credit() -> None:
         read(Kind.CREDIT, pack([-1]))
 
 
-@pytest.mark.parametrize("kind", [Kind.CANCEL, Kind.GOODBYE, Kind.ACK])
+@pytest.mark.parametrize("body", [b"", pack([]), pack([None]), pack([1]), pack([True, True]), b"\xc3"])
+def test_a_call_is_cancelled_for_a_reason_or_for_none(body: bytes) -> None:
+    """Its time was up, or not: there is no third."""
+    with pytest.raises(ProtocolError):
+        read(Kind.CANCEL, body)
+
+
+@pytest.mark.parametrize("kind", [Kind.GOODBYE, Kind.ACK])
 def test_a_message_without_fields_has_no_body(kind: Kind) -> None:
     """Also an empty list is one byte too much."""
     with pytest.raises(ProtocolError, match="which has none"):

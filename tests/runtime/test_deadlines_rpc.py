@@ -8,14 +8,16 @@ import itertools
 import re
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import aiorpc
-from aiorpc import RpcBackendOptions, RpcTimeout, RpcUsageError, Worker
+from aiorpc import Overloaded, RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, Worker
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.testing import cluster
+from aiorpc.testing import Faults, cluster
+from tests.conftest import LoopFactory
 from tests.limits import busy
 from tests.runtime.waiting import LIMIT, until, wait_until
 
@@ -248,6 +250,92 @@ async def test_a_blocking_wait_gets_the_same_error(pair: list[Worker]) -> None:
         return call.done() or not call.cancel()
 
     assert not await asyncio.to_thread(script)
+
+
+def blocking(verb: Callable[[Worker, aiorpc.RRef[Any]], Any], worker: Worker, rref: aiorpc.RRef[Any]) -> list[Any]:
+    """The errors of a blocking verb, in a thread of its own: before it has ended, this returns."""
+    errors: list[Any] = []
+
+    def use() -> None:
+        current_node.set(worker.node)
+        try:
+            errors.extend(outcome.error for outcome in verb(worker, rref))
+        except RpcError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join(LIMIT)
+    assert not thread.is_alive() and errors
+    return errors
+
+
+def fail_once(worker: Worker) -> Any:
+    """A call with retries whose first try fails: the loop is to end the pause, which is over long before the time."""
+    with Faults(worker) as faults:
+        faults.fail("call", times=1, error=Overloaded("full"))
+        return worker.peer("worker1", timeout=0.3, retries=5, backoff=0.001).call(left)
+
+
+VERBS: dict[str, Callable[[Worker, aiorpc.RRef[Any]], Any]] = {
+    "rpc_sync": lambda worker, rref: aiorpc.rpc_sync("worker1", left, timeout=0.3),
+    "oneself": lambda worker, rref: aiorpc.rpc_sync("worker0", left, timeout=0.3),
+    "wait": lambda worker, rref: worker.peer("worker1", timeout=0.3).call(left).wait(),
+    "wait for longer": lambda worker, rref: worker.peer("worker1", timeout=0.3).call(left).wait(LIMIT),
+    "wait_all": lambda worker, rref: aiorpc.wait_all([worker.peer("worker1", timeout=0.3).call(left)]),
+    "retries": lambda worker, rref: worker.peer("worker1", timeout=0.3, retries=3).call(left).wait(),
+    "in a pause": lambda worker, rref: fail_once(worker).wait(),
+    "to_here": lambda worker, rref: rref.to_here(timeout=0.3),
+    "a reference": lambda worker, rref: rref.rpc_sync(timeout=0.3).upper(),
+    "an object": lambda worker, rref: worker.peer("worker1", timeout=0.3).object("it").rpc_sync().upper(),
+    "a group": lambda worker, rref: worker.group("*", timeout=0.3).rpc_sync(left),
+    "objects": lambda worker, rref: worker.group("*", timeout=0.3).object("it").rpc_sync().upper(),
+    "references": lambda worker, rref: worker.group(["worker1"]).remote(str).to_here(timeout=0.3),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_time_of_a_blocking_verb_passes_without_the_loop(loop_factory: LoopFactory, verb: str) -> None:
+    """Where nobody runs the loop, the thread that waits ends the call itself, and says so; then all goes on."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        context = cluster(2)
+        workers = runner.run(context.__aenter__())
+        try:
+            rref = runner.run(confirmed(workers[0].remote("worker1", str, "value")))
+            errors = blocking(VERBS[verb], workers[0], rref)
+            for error in errors:
+                assert isinstance(error, RpcTimeout) and (error.seconds, error.function != "") == (0.3, True), errors
+                assert error.worker in ("worker0", "worker1")
+                assert "set timeout (0.3 s)" in str(error) and "'worker0', which takes the answers, does not" in str(
+                    error
+                )
+            runner.run(until(lambda: not workers[0].pending_calls()))
+            assert runner.run(awaited(workers[0].call("worker1", len, "abc"))) == 3
+            runner.run(until(workers[1].is_idle))
+            del rref
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+
+
+async def confirmed(rref: aiorpc.RRef[Any]) -> aiorpc.RRef[Any]:
+    """Once its value is there."""
+    assert await rref == "value"
+    return rref
+
+
+async def awaited(future: aiorpc.Future[Any]) -> Any:
+    """Its value."""
+    return await future
+
+
+async def test_the_time_of_a_blocking_verb_passes_while_the_loop_is_blocked(pair: list[Worker]) -> None:
+    """The thread that waits says that it is late; the callee is told as soon as the loop goes on."""
+    rref = pair[0].remote("worker1", str, "value")
+    (error,) = blocking(VERBS["rpc_sync"], pair[0], rref)  # this blocks the loop
+    assert isinstance(error, RpcTimeout) and error.seconds == 0.3
+    assert "'worker0', which takes the answers, has not come to it for 0." in str(error)
+    assert pair[0].statistics().calls_timed_out == 1 and await rref == "value"
+    await until(pair[1].is_idle)
 
 
 async def test_the_callee_is_told(pair: list[Worker], flags: Flags) -> None:

@@ -553,6 +553,9 @@ class _Peer:
     def settle(self, call_id: int, error: RpcError) -> None:
         raise AssertionError
 
+    def end_overdue(self, call_id: int, now: float) -> None:
+        raise AssertionError
+
 
 class Three:
     """A call to three workers, as it goes on: one after the other answers, and somebody takes outcomes as they come."""

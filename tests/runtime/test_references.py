@@ -22,7 +22,7 @@ from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef,
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
-from aiorpc.testing import cluster
+from aiorpc.testing import Faults, cluster
 from tests.runtime.waiting import until, until_no_references
 
 
@@ -486,9 +486,52 @@ async def test_a_construction_that_timed_out(workers: list[Worker], gate: Gate) 
             await rref
     with pytest.raises(RpcTimeout, match="slow_thing"):
         rref.rpc_async().get()
-    with pytest.raises(RpcError):
-        workers[0].call("worker2", read, rref)
     gate.open.set()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("retries", [0, 2])
+async def test_a_construction_that_timed_out_is_not_passed_on(
+    workers: list[Worker], retries: int, inside: bool
+) -> None:
+    """Whoever wants to gets its error, and not one that says that the reference could not be written."""
+    rref = workers[0].peer("worker1", timeout=0.03).remote(never_made)
+    await until(lambda: workers[0].statistics().calls_timed_out == 1)
+    for _ in range(2):
+        with pytest.raises(RpcTimeout, match=r"set timeout \(0.03 s\): the call of .*never_made on worker 'worker1'"):
+            workers[0].peer("worker2", retries=retries).call(str, [rref] if inside else rref)
+        with pytest.raises(RpcTimeout, match="never_made on worker 'worker1'"):
+            workers[0].group(["worker1", "worker2"]).call(str, [rref] if inside else rref)
+
+
+async def never_made() -> Thing:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("late", [0.0, 0.1])
+@pytest.mark.parametrize("owner", ["worker1", "worker0"])
+async def test_who_waits_for_a_construction_that_times_out_gets_that_error(
+    workers: list[Worker], owner: str, late: float
+) -> None:
+    """The creator, also by methods and where it is the owner, and a third worker: the first time they ask, and later.
+
+    Also where the owner does not know that the time is up, as the call has come late.
+    """
+
+    async def fetch() -> Any:
+        return await rref
+
+    with Faults(workers[0]) as faults:
+        faults.delay(late, "remote", times=1)
+        rref = workers[0].peer(owner, timeout=0.2).remote(never_made)
+        calls = [workers[0].call("worker2", read_async, rref), rref.rpc_async().get()]
+        outcomes = await asyncio.gather(fetch(), *calls, return_exceptions=True)
+    outcomes += await asyncio.gather(fetch(), return_exceptions=True)
+    for error in outcomes:
+        assert isinstance(error, RpcTimeout), repr(error)
+        assert (error.worker, error.seconds) == (owner, 0.2) and error.function.endswith("never_made")
+        assert "set timeout (0.2 s)" in str(error)
 
 
 async def test_a_failed_construction_leaves_nothing_to_the_garbage_collector(workers: list[Worker]) -> None:

@@ -249,6 +249,11 @@ async def test_all_tries_have_one_deadline(store: Store) -> None:
         with pytest.raises(RpcTimeout):
             await peer.call(for_ever)
         assert time.monotonic() - began < 5 * busy() and RUNS["for ever"] == 1
+        with Faults(workers[0]) as faults:
+            faults.fail("call", times=2, error=Overloaded("full"))
+            with pytest.raises(RpcTimeout, match=r"set timeout \(0\.3 s\)") as caught:
+                await peer.call(for_ever)
+        assert caught.value.seconds == 0.3 and caught.value.worker == "worker1"  # not what the last try had
         await die(workers)
         began = time.monotonic()
         with pytest.raises(PeerLost):

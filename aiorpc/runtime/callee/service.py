@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ...errors import Overloaded, ProtocolError, RpcCancelled, RpcError
+from ...errors import Overloaded, ProtocolError, RpcCancelled, RpcError, RpcTimeout
 from ...protocol import reference_messages
 from ...protocol.codec import Past
 from ...protocol.frames import CALL, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import Call, read_call, read_credit
+from ...protocol.messages import Call, read_call, read_cancel, read_credit
 from ...protocol.packing import unpack
 from ...protocol.reference_messages import PassedReference
 from ...transport.connection import Connection
@@ -225,7 +225,7 @@ class Service:
         return False
 
     def _on_cancel(self, frame: Frame) -> None:
-        self.cancel(frame.call_id)
+        self.cancel(frame.call_id, read_cancel(frame.body))
 
     def _on_credit(self, frame: Frame) -> None:
         call = self.calls.get(frame.call_id)
@@ -246,8 +246,8 @@ class Service:
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
-    def cancel(self, call_id: int) -> None:
-        """The caller has given up on that call."""
+    def cancel(self, call_id: int, expired: bool = False) -> None:
+        """The caller has given up on that call. expired: as its time was up."""
         call = self.calls.get(call_id)
         if call is not None:
             # Before it is taken out: whoever has its answer ready and finds it gone has to see why (`_may_answer`).
@@ -260,12 +260,27 @@ class Service:
         if call.once is not None:
             self._answers.forget(call)
         if call.creates is not None:
-            error = RpcCancelled(f"{call.function} was cancelled by its caller")
+            # The creator knows by itself; but a fetch of its own, or of a third worker, may wait for the value here.
+            error: RpcError = RpcCancelled(f"{call.function} was cancelled by its caller")
+            if expired and call.deadline is not None:  # not compared with the time: that of the creator decides
+                error = self._timed_out(call, call.deadline - call.started)
             self._home.references.settle_created(call, None, error)
         if call.credits is not None:
             call.credits.stop()
         if call.on_cancel is not None:
             call.on_cancel()
+
+    def _timed_out(self, call: ServedCall, seconds: float) -> RpcTimeout:
+        seconds = max(0.0, round(seconds, 6))  # as the caller does
+        name = self._engine.name
+        return RpcTimeout(
+            f"RPC ran for more than set timeout ({seconds:g} s): the call of {call.function} on worker {name!r}, by "
+            f"which worker {call.caller.name!r} wanted to create the value of a reference. It was told to stop, and "
+            "may or may not have run.",
+            worker=name,
+            function=call.function,
+            seconds=seconds,
+        )
 
     def close(self) -> None:
         """The connection has ended: nobody waits for these calls any more."""

@@ -12,7 +12,7 @@ import torch
 from ... import foreign
 from ...callbacks import Executor
 from ...errors import ProtocolError, RpcCancelled, RpcError, SerializationError
-from ...futures import PENDING, UNCLAIMED, Future, Marks
+from ...futures import GRACE, PENDING, UNCLAIMED, Future, Marks
 from ...protocol.frames import PARCEL, RELEASE, Frame
 from ...transport.connection import Connection
 from ..engine.engine import Engine
@@ -48,6 +48,9 @@ class OwedForFuture(Protocol):
     def settle(self, call_id: int, error: RpcError) -> None:
         """That call ends with that error."""
 
+    def end_overdue(self, call_id: int, now: float) -> None:
+        """The time of that call was up a while ago, and the loop has not said so. Any thread."""
+
 
 class PeerForFuture(Protocol):
     """The worker that was called (`Peer`), as far as the Future of a call knows it."""
@@ -71,8 +74,10 @@ class CallFuture(Future[Any]):
     call_id: its number on the wire. entry: the function. started, deadline: ``time.monotonic()`` seconds; None: no
     limit. system: whether it is the runtime's own. again: what its Error said of another try; None: no Error has come.
     streamed: whether it stands for the end of a stream. patient: whether it waits for a worker of that name to join,
-    whoever bore the name before.
+    whoever bore the name before. allowed: seconds that all tries of the call have together, if it is tried again.
     """
+
+    allowed: float | None = None  # no slot: few have it
 
     # Slots: one is made for each call, and a dict that grows to a dozen entries costs more than the rest of it.
     __slots__ = (
@@ -212,6 +217,15 @@ class CallFuture(Future[Any]):
                     "What wants a Future of asyncio (asyncio.wait) takes asyncio.ensure_future(...) of it"
                 )
             raise AttributeError(text)
+
+    def end_overdue(self, now: float) -> float:
+        """As of any Future."""
+        if self.deadline is None or self._state != PENDING:
+            return float("inf")
+        if now < self.deadline + GRACE:
+            return self.deadline
+        self.peer.owed.end_overdue(self.call_id, now)
+        return float("inf")
 
     def _on_cancel(self) -> None:
         self.peer.owed.cancel(self.call_id)

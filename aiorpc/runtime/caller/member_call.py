@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from ...channels.landing import Arrival
 from ...errors import RpcError
+from ...futures import GRACE
 from ...sites import CallSite
 from .future import OwedForFuture
 from .known import FunctionEntry
@@ -36,6 +37,8 @@ class MemberCall:
 
     Its fields are those of a CallFuture. place: of the member in the group.
     """
+
+    allowed: float | None = None  # it is not tried again
 
     __slots__ = (
         "_error",
@@ -100,6 +103,15 @@ class MemberCall:
         # answer: whoever is interrupted meanwhile settles this once more.
         del self._group
         return True
+
+    def end_overdue(self, now: float) -> float:
+        """As of a Future."""
+        if self.deadline is None:
+            return float("inf")
+        if now < self.deadline + GRACE:
+            return self.deadline
+        self.peer.owed.end_overdue(self.call_id, now)
+        return float("inf")
 
     def cancel(self) -> None:
         """Nobody wants its answer any more: the callee is told so. Any thread."""

@@ -7,6 +7,7 @@ who that is, and whoever took it out settles its Future.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -18,7 +19,7 @@ import torch
 
 from ... import foreign
 from ...channels.landing import Landing
-from ...errors import RpcError, RpcTimeout
+from ...errors import RpcCancelled, RpcError, RpcTimeout
 from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
 from ...protocol.identity import WorkerRecord
@@ -61,8 +62,8 @@ class PeerForOwed(Protocol):
     @property
     def record(self) -> WorkerRecord | None: ...
 
-    def call_off(self, call_id: int) -> None:
-        """That call has ended here: take it back, or tell the callee."""
+    def call_off(self, call_id: int, expired: bool = False) -> None:
+        """That call has ended here: take it back, or tell the callee. expired: its time is up."""
 
     def load_references(self, passed: Sequence[PassedReference]) -> Sequence[Any]:
         """Handles of the references in a message from the peer."""
@@ -156,15 +157,33 @@ class OwedCalls:
             return
         self.streams.pop(call_id, None)
         self._time_out(future)
-        self._peer.call_off(call_id)
+        self._peer.call_off(call_id, True)
 
-    def _time_out(self, future: OwedCall) -> None:
+    def end_overdue(self, call_id: int, now: float) -> None:
+        """The time of that call was up a while ago, and the loop has not said so: whoever waits does. Any thread."""
+        future = self.pending.get(call_id)
+        try:
+            if self.take(call_id) is None or future is None or future.deadline is None:
+                return
+            self.streams.pop(call_id, None)
+            self._time_out(future, now - future.deadline)
+            self._peer.call_off(call_id, True)
+        except BaseException:  # a signal handler has raised it, maybe after the call was taken out of `pending`
+            if future is not None and call_id not in self.pending:
+                error = RpcCancelled(f"{future.describe()} was interrupted as its time was up")
+                with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
+                    future.settle(None, error)
+            raise
+
+    def _time_out(self, future: OwedCall, late: float = 0.0) -> None:
+        """late: so many seconds after its deadline another thread says so than that of the loop, which has not."""
         assert future.deadline is not None
         self._counters.timed_out += 1
         logger.debug("the time of %s is up; worker %r is %s", future.subject, self._peer.name, self._peer.state.value)
-        seconds = round(future.deadline - future.started, 6)  # what was asked for, not 0.09999999999854481
+        given = future.deadline - future.started if future.allowed is None else future.allowed
+        seconds = round(given, 6)  # what was asked for, not 0.09999999999854481
         had = f"{seconds:g} s"
-        if future.deadline < future.started:  # it has inherited one that had passed
+        if given < 0:  # it has inherited one that had passed
             seconds, had = 0.0, "0 s, as the time of the call that it is part of was over before it was made"
         state = self._peer.state
         outcome = ". It was told to stop, and may or may not have run."
@@ -172,6 +191,10 @@ class OwedCalls:
             nobody = self._peer.record is None
             why = "no worker of that name has joined" if nobody else state.value
             outcome = f"; there is no connection to it yet ({why}). Nothing was sent."
+        elif late:  # the word to stop waits for the loop, too
+            outcome = ". It may or may not have run."
+        if late:
+            outcome += f" {self._engine.why_late(late)}"
         future.settle(
             None,
             RpcTimeout(

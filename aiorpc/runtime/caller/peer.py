@@ -46,14 +46,14 @@ from ...errors import (
 from ...protocol.codec import Outgoing, Past
 from ...protocol.frames import CALL, ERROR, ITEM, REPLY, Buffer, Frame, Kind, encode_frame
 from ...protocol.identity import WorkerRecord
-from ...protocol.messages import ByName, Call, Fetch, Function, Method, ObjectMethod, write_plain
+from ...protocol.messages import ByName, Call, Cancel, Fetch, Function, Method, ObjectMethod, write, write_plain
 from ...protocol.packing import PLAIN
 from ...protocol.reference_messages import PassedReference
 from ...protocol.states import PEER, PeerEvent, PeerState
 from ...sites import CallSite
 from ...transport.connection import Connection
 from ..calls.current import current_call
-from ..calls.failures import absence_behind
+from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
 from ..calls.values import encode
 from ..engine.deadlines import Deadlines
@@ -79,10 +79,14 @@ class ReferencesForPeer(Protocol):
 
 
 class Try(NamedTuple):
-    """One try of a call with retries. site: where the call was made, None to leave that out. once: as in a Call."""
+    """One try of a call with retries. site: where the call was made, None to leave that out. once: as in a Call.
+
+    allowed: seconds that all of its tries have together; None for no limit, and where there is but this one.
+    """
 
     site: CallSite | None
     once: tuple[int, int] | None
+    allowed: float | None = None
 
 
 class Home(OwedHome, Protocol):
@@ -196,8 +200,8 @@ class Peer:
         whether it waits for the worker to join, however long that takes. later: whether a call without large arguments
         leaves with the next message, or with `flush`. depth: how many stack frames up the user's code is.
         one_try: for a call that may be tried more than once, in place of depth. Raises SerializationError, Overloaded,
-        and RpcUsageError for what is no function; nothing was sent then. If the peer is gone, nothing is raised here:
-        the Future has the error.
+        RpcUsageError for what is no function, and what the construction of a reference in the arguments ended with, as
+        its time was up; nothing was sent then. If the peer is gone, nothing is raised here: the Future has the error.
         """
         if self._lifetime.closed:
             self._lifetime.check_open()
@@ -274,6 +278,8 @@ class Peer:
         future.patient = wait
         if one_try is not None:
             future.site = one_try.site
+            if one_try.allowed is not None:
+                future.allowed = one_try.allowed
         elif not system:
             caller = sys._getframe(depth)
             future.site = (caller.f_code, caller.f_lasti)
@@ -286,8 +292,8 @@ class Peer:
                 body, buffers, out = encode(Call, head, values, self, self.route, tape, lends=not unknown)
             except SerializationError as error:
                 absence = absence_behind(error)
-                if type(absence) is UnknownWorker:  # nobody to wait for, as `remote` has nobody
-                    raise absence from None
+                if type(absence) is UnknownWorker or isinstance(absence, NO_VALUE):
+                    raise absence from None  # nobody to wait for, as `remote` has nobody; or nothing to pass on
                 if absence is not None:
                     owed.enter(future, stream)  # it ends before it is sent: whom its reference leads to is not there
                     owed.settle(call_id, absence)
@@ -507,7 +513,9 @@ class Peer:
                 self._unsend(out)
             raise
         if call_id not in owed.pending:
-            self.call_off(call_id)  # the word that it was given up may have come before it
+            deadline = message.call.deadline
+            expired = deadline is not None and deadline <= time.monotonic()
+            self.call_off(call_id, expired)  # the word that it was given up may have come before it
 
     def _wait(self, message: WaitingCall | WaitingFrame) -> None:
         if self.gone is None:
@@ -522,13 +530,16 @@ class Peer:
 
     # --- giving up ----------------------------------------------------------------------------------------------------
 
-    def call_off(self, call_id: int) -> None:
-        """A call has ended without its answer: take it back, or tell the callee. Any thread."""
+    def call_off(self, call_id: int, expired: bool = False) -> None:
+        """A call has ended without its answer: take it back, or tell the callee. Any thread.
+
+        expired: whether its time is up.
+        """
         if not self._take_back(call_id):
             link = self.link
             if link is not None:
                 link.distribution.give_up(call_id)
-            self.send(Kind.CANCEL, call_id, b"")
+            self.send(Kind.CANCEL, call_id, write(Cancel(expired)))
 
     def take_back(self, call_id: int) -> bool:
         """Forget a call that waits for its worker to join, so that it is not sent; its Future never settles then.

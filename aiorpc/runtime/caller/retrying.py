@@ -19,8 +19,17 @@ from typing import Any, NamedTuple, Protocol
 
 from ... import foreign
 from ...callbacks import current_autograd
-from ...errors import Overloaded, PeerClosed, PeerLost, PeerRefused, RpcUsageError, UnknownObject, WorkerClosed
-from ...futures import Future
+from ...errors import (
+    Overloaded,
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    RpcTimeout,
+    RpcUsageError,
+    UnknownObject,
+    WorkerClosed,
+)
+from ...futures import GRACE, Future
 from ...protocol.messages import ObjectMethod
 from ...protocol.retries import Backoff, Tries
 from ...protocol.states import RetriedEvent
@@ -97,11 +106,12 @@ class Retries:
         serving = current_call.get()
         if serving is not None and not serving.replied and serving.node is self._home and serving.deadline is not None:
             deadline = serving.deadline if deadline is None else min(deadline, serving.deadline)
+        allowed = None if deadline is None else deadline - now
         tries = Tries(options.retries, options.backoff, deadline, self.random)
         number = next(self._numbers) if options.idempotent else None
-        subject = f"the call of {describe(function)} on {'one of a group' if callable(to) else f'worker {to!r}'}"
-        future = RetriedFuture(self, engine, tries, subject, site)
-        future.begin(partial(self._make, to, function, args, kwargs, tries, site, number, options.wait, future.reached))
+        worker = None if callable(to) else to
+        future = RetriedFuture(self, engine, tries, describe(function), worker, site, allowed)
+        future.begin(partial(self._make, to, function, args, kwargs, tries, number, options.wait, future))
         return future
 
     def _make(
@@ -111,16 +121,16 @@ class Retries:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tries: Tries,
-        site: CallSite,
         number: int | None,
         wait: bool,
-        reached: list[Peer],
+        future: RetriedFuture,
     ) -> CallFuture:
-        """One try. reached: see `RetriedFuture`."""
+        """One try. future: of the whole call."""
         seconds = 0.0 if tries.deadline is None else max(tries.deadline - time.monotonic(), 0.001)
         peer = self._home.peers.find(to() if callable(to) else to)
-        once = None if number is None else (number, reached.count(peer))
-        return peer.call(function, args, kwargs, seconds, wait=wait, one_try=Try(site, once))
+        once = None if number is None else (number, future.reached.count(peer))
+        one_try = Try(future.site, once, future.allowed)
+        return peer.call(function, args, kwargs, seconds, wait=wait, one_try=one_try)
 
     def pause(self, future: RetriedFuture, seconds: float) -> None:
         """That call waits for its next try from now on."""
@@ -141,14 +151,27 @@ class RetriedFuture(Future[Any]):
     """The Future of a call that may be tried more than once. Its states are the table `protocol.states.RETRIED`.
 
     reached: the peers that earlier tries were sent to, each as often as that was, and that may know of them. A try that
-    was refused here is none of these; which of them it has run, a callee knows itself (`Remembered`).
+    was refused here is none of these; which of them it has run, a callee knows itself (`Remembered`). function: its
+    name. to: the worker, None for one of a group. allowed: seconds that all tries have together, None for no limit.
     """
 
     _apart = True
 
-    def __init__(self, retries: Retries, engine: Engine, tries: Tries, subject: str, site: CallSite) -> None:
+    def __init__(
+        self,
+        retries: Retries,
+        engine: Engine,
+        tries: Tries,
+        function: str,
+        to: To | None,
+        site: CallSite,
+        allowed: float | None,
+    ) -> None:
         super().__init__()
-        self.subject, self.site = subject, site
+        self.deadline, self.allowed = tries.deadline, allowed
+        self.function, self.to = function, to
+        self.subject = f"the call of {function} on {'one of a group' if to is None else f'worker {to!r}'}"
+        self.site = site
         self.loop, self.executor = engine.loop, engine.pool
         self.reached: list[Peer] = []
         self._retries = retries
@@ -256,6 +279,23 @@ class RetriedFuture(Future[Any]):
             seconds = time.monotonic() - self._began
             foreign.add_note(error, f"it was tried {self._tries.made} times in {seconds:.3g} s")
         self.settle(value, error)
+
+    def end_overdue(self, now: float) -> float:
+        """As of any Future. Between two tries there is no call that could end, but a pause that the loop is to end."""
+        due, deadline = super().end_overdue(now), self.deadline
+        if deadline is None or self._call is not None or self.done():
+            return due
+        if now < deadline + GRACE:
+            return min(due, deadline)
+        seconds = max(0.0, round(self.allowed or 0.0, 6))
+        late = self._engine.why_late(now - deadline)
+        text = (
+            f"RPC ran for more than set timeout ({seconds:g} s): the next try of {self.describe()} was not made. {late}"
+        )
+        worker = self.to if isinstance(self.to, str) else ""
+        if self.settle(None, RpcTimeout(text, worker=worker, function=self.function, seconds=seconds)):
+            self._on_cancel()
+        return due
 
     def _on_cancel(self) -> None:
         with self._lock:

@@ -13,7 +13,9 @@ from ...errors import (
     ProtocolError,
     RemoteError,
     RendezvousError,
+    RpcCancelled,
     RpcError,
+    RpcTimeout,
     SerializationError,
     UnknownWorker,
 )
@@ -32,6 +34,8 @@ _OWN: dict[str, type[errors.RpcError]] = {
 }
 # These would not report an error if they were raised as themselves at the caller: they end loops and generators.
 NEVER_AS_ITSELF = (StopIteration, StopAsyncIteration, GeneratorExit)
+# With one of these the creation of a value ends at its creator, whom the owner has not answered.
+NO_VALUE = (RpcTimeout, RpcCancelled)
 # By one of these a class says how its exceptions are pickled.
 _SAYS_HOW = frozenset(("__reduce__", "__reduce_ex__"))
 
@@ -119,14 +123,15 @@ def _set_fields(error: BaseException, packed: bytes | None) -> None:
 
 
 def absence_behind(error: SerializationError) -> RpcError | None:
-    """What a reference could not be written for, if that is that the worker it is meant for is not there.
+    """What a reference could not be written for: the worker that it is meant for is not there, or nor is its value.
 
+    The latter is the error with which the creation of the value has ended here: its time was up, or it was cancelled.
     Without its traceback, whose frames hold the values, and with them the error: a call is to end with it.
     """
     cause: BaseException | None = error
     while isinstance(cause, SerializationError):
         cause = cause.__cause__
-    if not isinstance(cause, (PeerLost, PeerClosed, PeerRefused, RendezvousError, UnknownWorker)):
+    if not isinstance(cause, (PeerLost, PeerClosed, PeerRefused, RendezvousError, UnknownWorker, *NO_VALUE)):
         return None
     _drop_frames(cause)
     return cause

@@ -129,6 +129,19 @@ class Engine:
                 "thread of its own (option dedicated_loop)"
             )
 
+    def why_late(self, late: float) -> str:
+        """Why a thread says that the time of a call was up, so many seconds after it was, and not the loop. Any thread.
+
+        For an error, which ends with it.
+        """
+        loop = f"The event loop of worker {self.name!r}, which takes the answers,"
+        if not self.loop.is_running():
+            return (
+                f"{loop} does not run: keep it running while threads make calls, or let the worker have a loop and a "
+                "thread of its own (option dedicated_loop)."
+            )
+        return f"{loop} has not come to it for {late:.2g} s: something blocks it, or it has too much to do."
+
     # --- handing work over, from any thread ---------------------------------------------------------------------------
 
     def call_on_loop(self, function: Callable[..., object], *args: Any) -> None:

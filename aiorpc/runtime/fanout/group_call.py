@@ -177,6 +177,10 @@ class GroupCall(Future[Outcomes]):
         self._call_off("it was cancelled")
         self._wake()
 
+    def end_overdue(self, now: float) -> float:
+        """As of any Future."""
+        return min((call.end_overdue(now) for call in list(self.calls.values())), default=float("inf"))
+
     @property
     def waiters(self) -> int:
         """Who waits for it now, those among them that wait for the next outcome."""

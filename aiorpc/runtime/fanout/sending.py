@@ -27,6 +27,7 @@ from ..caller.misuse import OF_GROUPS, check_keywords, no_function
 from ..caller.peer import Peer, Try
 from ..caller.waiting import WaitingCall, WaitingFrame
 from ..calls.current import CommonHome, current_call
+from ..calls.failures import NO_VALUE, absence_behind
 from ..calls.functions import describe
 from ..calls.values import encode
 from ..links.link import FEW, Link
@@ -122,7 +123,7 @@ class Sending:
     # --- before anything is sent ------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Write it for all that get the same. Raises SerializationError and RpcUsageError; nothing is sent then."""
+        """Write it for all that get the same, and send nothing. Raises what `Peer.call` raises, but for Overloaded."""
         self._home.engine.lifetime.check_open()
         if not self._methods:
             if not callable(self._function):
@@ -180,6 +181,9 @@ class Sending:
         try:
             body, buffers, out = encode(Call, head, values, peer)
         except SerializationError as error:
+            absence = absence_behind(error)
+            if isinstance(absence, NO_VALUE):  # as `Peer.call`
+                raise absence from None
             target, count = f"{len(self._peers)} workers", len(self._args)
             raise cannot_send(error, self.name, target, named is None, count, self._names) from error.__cause__
         if out is not None:
