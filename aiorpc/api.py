@@ -270,5 +270,9 @@ def subscribe(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and id of the current worker, or of the one of that name. UnknownWorker if the group has none."""
+    """Name and id of the current worker, or of the one of that name. Returns at once, but for a look at the store.
+
+    UnknownWorker if the group cannot have it, or has not had it yet. Of one that has gone: in a group without a size
+    PeerClosed or PeerLost, as a call to its name; in one of fixed size what it had, as its place has that for ever.
+    """
     return current().get_worker_info(worker_name)

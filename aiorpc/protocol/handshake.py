@@ -116,8 +116,8 @@ class Handshake:
     or None. link, pipe: the number that the opener gave to its link with the acceptor, and whether this is the second
     connection of it, for chunks (runtime/link.py); the acceptor learns both. sealed: what follows bears seals, see
     `keys`. session_of: asked by the acceptor for the `session` of the first connection of the link of that worker with
-    that number. The proofs of a second connection are made with it, which both sides of the first one know alone: no
-    other member opens it in their name.
+    that number; None if there is none, which ends the handshake. The proofs of a second connection are made with it,
+    which both sides of the first one know alone: no other member opens it in their name.
     binding: what both ends of the connection below have in common and nobody in between can have (`TlsLayer.binding`);
     proofs and keys are made over it. It has to be set before the first frame; empty where there is no such thing.
     safe: whether we read no pickles. lasting: whether we want a session (protocol/session.py), and once READY whether
@@ -260,9 +260,10 @@ class Handshake:
         self._check_flags(peer, theirs.flags)
         if (self.pipe or self.resumes) and self._session_of is not None:
             session = self._session_of(peer, self.link)
-            if session is None and self.resumes:
-                raise PeerRefused("the connection that is to go on has ended here")
-            self._secret = session or self._secret
+            if session is None:
+                ended = "that is to go on" if self.resumes else "whose second one this is to be"
+                raise PeerRefused(f"the connection {ended} has ended here")
+            self._secret = session
         return peer
 
     def _flags(self) -> int:

@@ -14,16 +14,16 @@ import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import Overloaded, RpcError, UnknownObject, UnknownWorker
+from ..errors import Overloaded, RpcError, RpcTimeout, UnknownObject, UnknownWorker
 from ..futures import Future
 from ..protocol.messages import ObjectMethod
 from ..runtime.caller.future import CallFuture
 from ..runtime.caller.peer import Peer, Try
+from ..runtime.caller.reworded import reworded
 from ..runtime.calls.failures import without_frames
 from ..runtime.node import Node
 from ..sites import CallSite
 from .packing import hand_over
-from .waiting import AskFuture
 
 _PAUSE = 0.1  # seconds until the owner is told again what it did not take
 # A call puts and takes for several callers, and none of them is on the stack.
@@ -31,6 +31,8 @@ _NOWHERE = Try(None, None)
 
 #: What is called with the value of a call, or with its error.
 Then = Callable[[Any, BaseException | None], None]
+#: What is asked for the error of somebody whose time was up, with the peer that has not answered.
+Late = Callable[[Peer, RpcTimeout], RpcTimeout]
 
 
 class Calls:
@@ -60,18 +62,21 @@ class Calls:
 
         self._begin(call, then, number)
 
-    def ask(self, method: str, args: Sequence[Any], timeout: float, site: CallSite) -> Future[Any]:
+    def ask(
+        self, method: str, args: Sequence[Any], timeout: float, site: CallSite, late: Late | None = None
+    ) -> Future[Any]:
         """Call a method of the queue for whoever has called that of the handle, as part of the call that it is in.
 
-        timeout: seconds, 0 for no limit. site: where that was. Any thread. Raises what `Peer.call` raises.
+        timeout: seconds, 0 for no limit. site: where that was. late: gives the error for when they are over; without
+        it that is the call's. Any thread. Raises what `Peer.call` raises.
         """
         peer = self._node.peers.find(self._owner)
         call = peer.call(ObjectMethod(self._queue, method), args, None, timeout, one_try=Try(site, None))
-        try:
-            return AskFuture(call, self._advised)
-        except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
-            call.cancel()
-            raise
+
+        def advised(error: BaseException | None) -> BaseException | None:
+            return late(peer, error) if late is not None and isinstance(error, RpcTimeout) else self._advised(error)
+
+        return reworded(call, advised)
 
     def knows_owner(self) -> bool:
         """Whether it is known which worker the owner is. Also true where the group cannot have it: a call says that."""

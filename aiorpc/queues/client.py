@@ -16,7 +16,7 @@ import contextlib
 import secrets
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ from ..errors import (
 )
 from ..futures import Future
 from ..protocol.states import PeerState
+from ..runtime.caller.peer import Peer
 from ..runtime.calls.failures import without_frames
 from ..runtime.calls.values import Results
 from ..runtime.node import Node
@@ -117,6 +118,27 @@ class Client:
         """A call of a method of the queue. timeout: seconds, None for the worker's own."""
         seconds = self.node.engine.default_timeout if timeout is None else timeout
         return self._calls.ask(method, args, seconds, call_site(sys._getframe(2)))
+
+    def join(self, timeout: float, unfinished: Callable[[], int | None]) -> Future[None]:
+        """Wait until all items are finished, for so many seconds, 0 for no limit.
+
+        unfinished: how many are not, where this worker can see that; None where it cannot.
+        """
+
+        def late(peer: Peer, cause: RpcTimeout) -> RpcTimeout:
+            time = f"{cause.seconds:g} s"
+            text = self._why_silent(peer, time)
+            if text is None:
+                count = unfinished()
+                what = "some of the items" if count is None else "1 item" if count == 1 else f"{count} items"
+                verb = "is" if count == 1 else "are"
+                text = (
+                    f"{what} of {self.describe()} {verb} not done after {time}: not got yet, or got and not finished "
+                    f"(`task_done`){self._or_busy()}"
+                )
+            return RpcTimeout(text, worker=self._owner, function=f"{self._name}.join", seconds=cause.seconds)
+
+        return self._calls.ask("join_items", (), timeout, call_site(sys._getframe(2)), late)
 
     def _packed(self, item: Any, copy: bool) -> Item:
         self.node.engine.lifetime.check_open()
@@ -452,22 +474,33 @@ class Client:
             names = sorted(waiting.producers.values())
             return self._keeps_back(names, time), names[0]
         peer, queue = self._calls.peer, self.describe()
-        if peer is not None and (peer.state is PeerState.CONNECTING or peer.state is PeerState.SUSPENDED):
-            former = peer.former  # first: it is forgotten before there is a record
-            why = "no worker of that name has joined"
-            if peer.record is not None:
-                why = f"the connection to it is {peer.state.value}"
-            elif former is not None and former.gone is not None:
-                why = f"{former.gone}. Whether another one of that name has joined since is not known yet"
-            return f"{queue} has not answered for {time}: {why}", self._owner
+        silent = None if peer is None else self._why_silent(peer, time)
+        if silent is not None:
+            return silent, self._owner
         text = f"{queue} has {'been full' if isinstance(waiting, PutFuture) else 'had no item'} for {time}"
-        if self._owner != self.node.engine.name:  # an owner that is silent looks like one that has nothing to say
-            text += (
-                f", or worker {self._owner!r} is busy or stopped, as it is connected and has not answered. Which of "
-                f"them it is, `await rpc.queue({self._name!r}, owner={self._owner!r}).qsize()` tells: a queue answers "
-                "that at once"
-            )
-        return text, self._owner
+        return text + self._or_busy(), self._owner
+
+    def _or_busy(self) -> str:
+        """What else may be behind it that the owner has nothing to say: one that is silent looks the same."""
+        if self._owner == self.node.engine.name:
+            return ""
+        return (
+            f", or worker {self._owner!r} is busy or stopped, as it is connected and has not answered. Which of "
+            f"them it is, `await rpc.queue({self._name!r}, owner={self._owner!r}).qsize()` tells: a queue answers "
+            "that at once"
+        )
+
+    def _why_silent(self, peer: Peer, time: str) -> str | None:
+        """What is said of a queue whose owner cannot have been asked; None if it was."""
+        if peer.state is not PeerState.CONNECTING and peer.state is not PeerState.SUSPENDED:
+            return None
+        former = peer.former  # first: it is forgotten before there is a record
+        why = "no worker of that name has joined"
+        if peer.record is not None:
+            why = f"the connection to it is {peer.state.value}"
+        elif former is not None and former.gone is not None:
+            why = f"{former.gone}. Whether another one of that name has joined since is not known yet"
+        return f"{self.describe()} has not answered for {time}: {why}"
 
     def _keeps_back(self, workers: Sequence[str], time: str) -> str:
         noun = "worker" if len(workers) == 1 else "workers"

@@ -113,7 +113,11 @@ class QueueHandle:
         of the last hundred. QueueShutDown if the queue is closed before all is finished.
         """
         client = self._client()
-        return client.ask("join_items", timeout=self._seconds(client, timeout))
+        return client.join(self._seconds(client, timeout), self._unfinished)
+
+    def _unfinished(self) -> int | None:
+        """How many items are not finished, where this worker can see that."""
+        return None
 
     # --- looking, ending ----------------------------------------------------------------------------------------------
 
@@ -176,6 +180,9 @@ class Queue(QueueHandle):
         """Serve it no longer: whoever waits there hears that it is shut down. Idempotent. Any thread."""
         self._object.close()
         self._node.engine.run_on_loop(self._end)
+
+    def _unfinished(self) -> int | None:
+        return self._served.unfinished
 
     def _end(self) -> None:
         end(self._served)

@@ -261,6 +261,11 @@ class ServedQueue:
         self._ended = True
         self._look_at_joiners()
 
+    @property
+    def unfinished(self) -> int:
+        """How many items were put and are not finished. Any thread."""
+        return self._unfinished
+
     async def join_items(self) -> None:
         """Wait until all items are finished. QueueShutDown if the queue is closed before that.
 

@@ -1,4 +1,4 @@
-"""Who waits for a queue: the Futures of `put` and `get`, and of the methods that only ask it for something."""
+"""Who waits for a queue: the Futures of `put` and `get`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from ..errors import RpcCancelled
 from ..futures import ERROR, Future
-from ..runtime.caller.future import CallFuture
 from ..runtime.node import Node
 from .items import Item
 
@@ -71,38 +70,6 @@ class PutFuture(WaitingFuture):
         """As of all; and the item is not kept any longer for its sake."""
         self.item = None
         return super().finish(value, error)
-
-
-class AskFuture(Future[Any]):
-    """The Future of a call that has one for itself: it settles as that does, but for the words of its error."""
-
-    _apart = True
-
-    def __init__(self, call: CallFuture, advised: Callable[[BaseException | None], BaseException | None]) -> None:
-        """advised: gives the error that whoever has asked is to get."""
-        super().__init__()
-        self.site, self.loop, self.executor = call.site, call.loop, call.executor
-        self.sources = (call,)
-        self._call = call
-        self._advised = advised
-        call.when_settled(self._on_settled)
-
-    @property
-    def subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
-        return self._call.subject
-
-    def _on_settled(self, call: Future[Any]) -> None:
-        try:
-            call.mark_seen()
-            self.arrival = call.arrival
-            self.settle(call._value, self._advised(call._error))
-        except BaseException:
-            # A signal handler has raised it, in a thread that reads the answer: nobody else would settle this Future.
-            self.cancel()
-            raise
-
-    def _on_cancel(self) -> None:
-        self._call.cancel()
 
 
 class GetFuture(WaitingFuture):

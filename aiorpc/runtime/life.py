@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -185,6 +186,7 @@ class Life:
                 require_secret=plan.options.require_secret,
                 secret_file=plan.options.secret_file,
                 certificates=tls is not None and (tls.verify_names or plan.options.require_secret is False),
+                safe=plan.options.serialization == "safe",
                 founding=Bounds().founding,
             )
         )
@@ -297,7 +299,8 @@ class Life:
             logger.info("still referred to at shutdown of %s: %s", self.lifetime.name, reference)
         if lost:
             own = f"{self.lifetime.name} (the process that had this name before)"
-            names = ", ".join(own if info.name == self.lifetime.name else info.name for info in lost)
+            times = Counter(own if info.name == self.lifetime.name else info.name for info in lost)
+            names = ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in times.items())
             logger.warning("worker %s shut down; lost on the way: %s", self.lifetime.name, names)
         return ShutdownReport(lost, not complete, leaked)
 

@@ -31,7 +31,7 @@ class Statistics:
     calls_cancelled: int = 0
     connections: int = 0
     connections_refused: int = 0
-    connections_given_up: int = 0  # whose other end went away before it had proved itself
+    connections_given_up: int = 0  # whose other end went away before it had proved itself; if local, not without a word
     connections_suspended: int = 0  # how often one broke that might go on over a new socket
     connections_resumed: int = 0  # how often one did
     bytes_sent: int = 0

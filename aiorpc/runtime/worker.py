@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from ..rights import check_role
 from .callee.objects import Objects, ServedObject
 from .caller.handle import PeerHandle, make_handle, retry_options
 from .caller.peers import To
+from .caller.reworded import reworded
 from .caller.stream import Stream, open_stream
 from .calls.current import CommonHome, current_node
 from .calls.pending import PendingCall
@@ -243,7 +245,10 @@ class Worker:
         """The WorkerInfo of a worker, once it has joined and answers. See `aiorpc.wait_for`."""
         node = self.node
         limit = node.engine.default_timeout if timeout is None else seconds(timeout, "timeout")
-        return node.peers.find(to).call(present, (), None, limit, system=True, wait=True)
+        peers = node.peers
+        peer = peers.find(to)
+        call = peer.call(present, (), None, limit, system=True, wait=True)
+        return reworded(call, partial(peers.not_come, peer))
 
     def publish(self, name: str, value: Any) -> Future[Publication]:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
@@ -258,12 +263,12 @@ class Worker:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def get_worker_info(self, name: str | None = None) -> WorkerInfo:
-        """Name and id of this worker, or of the one of that name. UnknownWorker if there is none yet."""
+        """Name and id of this worker, or of the one of that name. See `aiorpc.get_worker_info`."""
         self.check_open()
         if name is None:
             return self.info
         peers = self.node.peers
-        return peers.info(peers.id_of(peers.find(name)))
+        return peers.info_of(peers.find(name))
 
     def worker_infos(self) -> list[WorkerInfo]:
         """All members this worker knows, itself included, by id; without those that have left or were lost."""

@@ -102,6 +102,15 @@ def test_only_the_same_two_workers_go_on() -> None:
     assert not asked + asked_too
 
 
+@pytest.mark.parametrize("secret", [SECRET, SESSION])
+def test_a_second_connection_needs_a_first_one(secret: bytes) -> None:
+    """Where that has ended the secret of the group does not stand in for what it has left, and the reason says so."""
+    opener = Handshake(OPENER, secret, opener=True, expect=ACCEPTOR, link=3, pipe=True)
+    acceptor = Handshake(ACCEPTOR, SECRET, opener=False, session_of=lambda *_: None)
+    with pytest.raises(PeerRefused, match="the connection whose second one this is to be has ended here"):
+        shake(opener, acceptor)
+
+
 @pytest.mark.parametrize("byte", [0, 7, 8, 39])
 @pytest.mark.parametrize("kind", [Kind.PROOF, Kind.WELCOME])
 def test_what_was_received_is_under_the_proof(kind: Kind, byte: int) -> None:

@@ -774,10 +774,16 @@ async def test_join_waits_until_all_is_finished(pair: list[Worker]) -> None:
     await queue.join()
     await put_all(mine, [1, 2, 3])
     joins = [queue.join(), mine.join()]
-    with pytest.raises(RpcTimeout):
+    with pytest.raises(RpcTimeout, match=r"^3 items of queue 'q' of worker 'worker0' are not done after 0.05 s"):
         await queue.join(timeout=0.05)
     await mine.get_many(3)
     await mine.task_done(2)
+    with pytest.raises(RpcTimeout, match=r"^1 item of queue 'q' of worker 'worker0' is not done after 0.05 s"):
+        await asyncio.to_thread(queue.join(timeout=0.05).wait)
+    with pytest.raises(
+        RpcTimeout, match=r"^some of the items of queue 'q' of .* are not done after .*, or worker 'worker0'.* busy"
+    ):
+        await mine.join(timeout=0.05)
     assert not any(join.done() for join in joins)
     await queue.task_done()
     for join in joins:
@@ -918,6 +924,12 @@ async def test_all_methods_say_how_a_queue_is_made_that_is_not_there(verb: str, 
         assert "has no queue 'q'" in heard
 
 
+async def test_who_joins_a_queue_whose_owner_has_not_come_is_told_so(free: list[Worker]) -> None:
+    """It is not known then whether there are items."""
+    with pytest.raises(RpcTimeout, match=r"^queue 'q' of worker 'late' has not answered for 0.05 s: no worker of that"):
+        await handle(free[0], owner="late").join(timeout=0.05)
+
+
 async def test_who_asks_a_queue_can_give_up(pair: list[Worker], caplog: pytest.LogCaptureFixture) -> None:
     """The owner hears of it, and of what nobody looks at the line that has asked is logged, once."""
     queue = make(pair[0])
@@ -930,8 +942,9 @@ async def test_who_asks_a_queue_can_give_up(pair: list[Worker], caplog: pytest.L
     with pytest.raises(rpc.RpcCancelled):
         await join
     await until(lambda: not queue._served._joiners)
-    with pytest.raises(RpcTimeout, match=r"ran for more than set timeout .*join_items"):
+    with pytest.raises(RpcTimeout, match=r"^some of the items of queue 'q' of worker 'worker0' are not done") as caught:
         await mine.join(timeout=0.05)
+    assert (caught.value.worker, caught.value.function, caught.value.seconds) == ("worker0", "q.join", 0.05)
     done = mine.task_done(5)
     await until(done.done)
     del done

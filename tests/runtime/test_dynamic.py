@@ -27,6 +27,7 @@ from aiorpc import (
 )
 from aiorpc.protocol.frames import Frame
 from aiorpc.protocol.states import HandshakeState
+from aiorpc.runtime.caller.peers import UNMET
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.group import connecting
 from aiorpc.testing import cluster
@@ -173,7 +174,9 @@ async def test_a_name_that_was_lost_is_told_at_once(store: Store) -> None:
             call = worker.call("phoenix", len, argument)  # a reference needs the id of whom it is for
             with pytest.raises(PeerLost, match=r"phoenix \(rank 1.* was lost.*Nothing was sent.*call of builtins:len"):
                 await asyncio.wait_for(call, LIMIT)
-        with pytest.raises(RpcTimeout, match=r"'phoenix'.*no worker of that name.*Nothing was sent"):
+        with pytest.raises(
+            RpcTimeout, match=r"^worker 'phoenix' has not joined within 0.1 s; of.*phoenix \(.* was lost"
+        ):
             await worker.wait_for("phoenix", timeout=0.1)
         waiting = worker.wait_for("phoenix")
         stream = worker.peer("phoenix", wait=True).stream(pair)
@@ -212,6 +215,113 @@ async def test_a_name_that_was_never_seen_is_waited_for_once(store: Store) -> No
         async with aiorpc.init("late", store=store) as late:
             assert await waiting == late.info
             assert await worker.call("late", where) == "late"
+
+
+async def test_names_that_nobody_bears_leave_nothing_behind(store: Store) -> None:
+    """However many are called, waited for or asked for: of the latest something is kept, and of the others nothing."""
+    async with cluster(1, dynamic=True, store=store, options=RpcBackendOptions(newcomer_grace=0.05)) as (worker,):
+        peers = worker.node.peers
+        for name in (f"nobody{number}" for number in range(UNMET)):
+            worker.peer(name)
+        calls: list[asyncio.Future[Any]] = []
+        for number in range(2 * UNMET):
+            calls.append(asyncio.ensure_future(worker.peer(f"called{number}", timeout=0).call(where)))
+            calls.append(asyncio.ensure_future(worker.wait_for(f"awaited{number}", timeout=0.05)))
+            with pytest.raises(UnknownWorker):
+                worker.get_worker_info(f"asked{number}")
+        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 3 * LIMIT)
+        assert {type(each) for each in outcomes} == {UnknownWorker, RpcTimeout}
+        calls.clear()
+        outcomes.clear()  # a Future has its peer, and so have the frames of an error
+
+        def left() -> int:
+            gc.collect()
+            return len(peers.all())
+
+        await until(lambda: left() <= UNMET + 1)
+        for late in ("nobody0", "called0", "awaited0", f"called{2 * UNMET - 1}"):
+            async with aiorpc.init(late, store=store) as newcomer:
+                assert await worker.wait_for(late, timeout=LIMIT) == newcomer.info
+                assert await worker.call(late, where) == late
+
+
+async def test_names_of_a_store_that_does_not_answer_leave_nothing_behind() -> None:
+    """Each of the calls ends with an error of its own, and so does the peer that it was made to."""
+    store = WatchedStore()
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+
+        def refuse(operation: str, keys: tuple[str, ...]) -> None:
+            if ROSTER in keys:
+                raise RuntimeError("no answer")
+
+        store.look = refuse
+        calls = [worker.call(f"nobody{number}", where) for number in range(2 * UNMET)]
+        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), LIMIT)
+        assert {type(each) for each in outcomes} == {RendezvousError}
+        store.look = lambda operation, keys: None
+        calls.clear()
+        outcomes.clear()
+
+        def left() -> int:
+            gc.collect()
+            return len(worker.node.peers.all())
+
+        await until(lambda: left() <= UNMET + 1)
+
+
+async def test_who_has_a_peer_that_is_let_go_of_can_call_it(store: Store) -> None:
+    """A thread may have found it just before: its calls have their deadlines, find their worker, and end with ours."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        peers = worker.node.peers
+        found = {name: peers.find(name) for name in ("late", "later", "never")}
+        for number in range(2 * UNMET):
+            peers.find(f"nobody{number}")
+        assert all(peers.find(name) is not peer for name, peer in found.items())
+
+        def call(name: str, timeout: float) -> aiorpc.Future[str]:
+            return found[name].call(where, (), None, timeout, wait=True)
+
+        late, short, never = call("late", 0.0), call("never", 0.05), call("never", 0.0)
+        assert {call.worker for call in worker.pending_calls()} == {"late", "never"}
+        with pytest.raises(RpcTimeout, match="'never'"):
+            await asyncio.wait_for(short, LIMIT)
+        async with aiorpc.init("late", store=store):
+            assert await asyncio.wait_for(late, LIMIT) == await worker.call("late", where) == "late"
+            assert await call("late", LIMIT) == "late"
+        async with aiorpc.init("later", store=store):
+            assert await call("later", LIMIT) == await worker.call("later", where) == "later"
+        await worker.shutdown(graceful=False)
+        assert isinstance(never.exception(), WorkerClosed)
+
+
+async def test_a_name_that_is_let_go_of_still_tells_who_bore_it(store: Store) -> None:
+    """As long as it is known how that one has gone."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        async with aiorpc.init("phoenix", store=store):
+            assert await worker.call("phoenix", where) == "phoenix"
+        for _ in range(2):
+            with pytest.raises(PeerClosed, match=r"phoenix .* shut down. That was .* s ago, and nobody .* joined"):
+                await asyncio.wait_for(worker.call("phoenix", where), LIMIT)
+            for number in range(2 * UNMET):
+                worker.node.peers.find(f"nobody{number}")
+
+
+async def test_who_waits_in_vain_is_told_for_whom(store: Store) -> None:
+    """In words of joining, and not of what the runtime calls; also in a thread."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        with pytest.raises(RpcTimeout, match=r"^worker 'late' has not joined within 0.05 s$") as caught:
+            await worker.wait_for("late", timeout=0.05)
+        assert (caught.value.worker, caught.value.function, caught.value.seconds) == ("late", "wait_for", 0.05)
+        with pytest.raises(RpcTimeout, match=r"^worker 'late' has not joined within 0.05 s$"):
+            await asyncio.to_thread(worker.wait_for("late", timeout=0.05).wait)
+        cancelled = worker.wait_for("late", timeout=0)
+        assert cancelled.cancel()
+        await until(lambda: not worker.node.peers.find("late").owed.pending)
+        async with aiorpc.init("late", store=store):
+            peers, over = worker.node.peers, RpcTimeout("as the call has it", worker="late", seconds=0.5)
+            assert await worker.call("late", where) == "late"
+            told = str(peers.not_come(peers.find("late"), over))
+            assert told.startswith("late (rank 1, pid") and "has joined, and has not answered within 0.5 s" in told
 
 
 async def test_waiting_for_a_worker_that_is_there_or_cannot_come() -> None:
@@ -345,6 +455,7 @@ async def test_a_call_with_a_reference_is_refused_for_who_has_not_joined(store: 
     async with Worker("here", store=store) as worker:
         reference = worker.remote("here", list, [1])
         assert await reference == [1]
+        await until(lambda: worker.statistics().calls_pending == 0)  # its owner has the value before it has the answer
         for call in (
             lambda: worker.call("there", len, reference),
             lambda: worker.peer("there", wait=True).call(len, [reference]),
@@ -354,6 +465,19 @@ async def test_a_call_with_a_reference_is_refused_for_who_has_not_joined(store: 
             with pytest.raises(UnknownWorker, match=r"'there' has not joined yet.*Nothing was sent; wait first"):
                 call()
         assert worker.statistics().calls_pending == 0
+
+
+async def test_who_is_asked_for_by_name(store: Store) -> None:
+    """One that has not joined is unknown, whatever references do; one that has gone is told as a call tells it."""
+    async with cluster(1, dynamic=True, store=store) as (worker,):
+        with pytest.raises(UnknownWorker, match=r"^worker 'late' has not joined yet.*has worker0\. To wait") as caught:
+            worker.get_worker_info("late")
+        assert "reference" not in str(caught.value)
+        async with aiorpc.init("late", store=store) as late:
+            assert worker.get_worker_info("late") == late.info
+        await until(lambda: names(worker) == ["worker0"])
+        with pytest.raises(PeerClosed, match=r"late \(rank 1.*has shut down"):
+            worker.get_worker_info("late")
 
 
 async def test_references_to_workers_that_joined_later(store: Store) -> None:

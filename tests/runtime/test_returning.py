@@ -99,6 +99,29 @@ async def lose(worker: Worker, *others: Worker) -> None:
     await until(lambda: all(each.node.group.is_gone(worker.node.engine.record) for each in others))
 
 
+async def test_no_peer_is_left_of_a_worker_that_was_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """However often that happens, and at those who came later, too; what refers to the first one ends with its loss."""
+    async with place() as (workers, here):
+        ref = workers[0].remote("worker2", Count)
+        await ref
+        first = last = workers[2]
+        for _ in range(3):
+            await lose(last, *workers[:2])
+            last = await here.come_back(2)
+        for each in (*workers[:2], last):
+            assert await each.call("worker2", abs, -3) == 3
+            assert sorted(peer.name for peer in each.node.peers.all()) == ["worker0", "worker1", "worker2"]
+            assert each.node.peers.describe(2) == "worker2"
+            assert isinstance(each.node.peers.of(first.node.engine.record).gone, PeerLost)
+            with pytest.raises(PeerLost, match=r"worker2 \(rank 2, pid \d+ .* was lost"):
+                await each.node.peers.by_id(2).call(abs, (-3,), None, LONG)
+        with pytest.raises(PeerLost, match=r"worker2 \(rank 2, pid \d+ .* was lost"):
+            await ref.to_here()
+        assert ref.owner() == first.info
+        del ref
+    assert "worker worker0 shut down; lost on the way: worker2 (3 times)" in caplog.text
+
+
 @pytest.mark.parametrize("rank", [2, 0])
 async def test_a_new_worker_takes_the_place_of_a_lost_one(rank: int) -> None:
     """A member's or the leader's: all call it by name and rank, it calls all, and the others are told."""

@@ -14,6 +14,7 @@ import io
 import operator
 import os
 import pickle
+import re
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 import aiorpc as rpc
 from aiorpc import RRef, Worker
@@ -29,6 +31,7 @@ from aiorpc.autograd import parts
 from aiorpc.protocol.messages import Error
 from aiorpc.runtime.callee import answers
 from aiorpc.testing import cluster
+from tests.runtime.waiting import until
 
 
 @rpc.register_safe
@@ -395,11 +398,34 @@ async def test_a_class_that_only_the_sender_has_registered_is_refused(
 
 
 async def test_members_of_both_kinds_refuse_each_other() -> None:
-    """By name, and with the option."""
-    options = [rpc.RpcBackendOptions(serialization=mode, rpc_timeout=10.0) for mode in ("free", "safe")]
-    with pytest.raises(rpc.RpcError, match="serialization"):
-        async with cluster(2, options=options) as workers:
-            await workers[0].call("worker1", echo, 1)
+    """As they join, by name and with the option; in a group without a size those who were there go on."""
+    options = [rpc.RpcBackendOptions(serialization=mode, serve="*", rpc_timeout=10.0) for mode in ("free", "safe")]
+    told = r"^worker1 .* have serialization='safe', worker0 .* have 'free': give it the same value on all workers$"
+    store = HashStore()
+    members = [Worker(f"worker{n}", rank=n, world_size=2, store=store, options=options[n]) for n in range(2)]
+    outcomes = await asyncio.gather(*(worker.start() for worker in members), return_exceptions=True)
+    assert [type(error) for error in outcomes] == [rpc.RendezvousError] * 2
+    assert all(re.search(told, str(error)) for error in outcomes)
+    async with cluster(2, dynamic=True, store=(store := HashStore()), options=options[0]) as workers:
+        with pytest.raises(rpc.RendezvousError, match=r"^worker2 .* have serialization='safe', worker0 .*, worker1 "):
+            await Worker("worker2", store=store, options=options[1]).start()
+        assert await workers[0].call("worker1", echo, 1) == 1
+        async with Worker("worker2", store=store, options=options[0]) as third:
+            assert await third.call("worker0", echo, 2) == 2
+
+
+async def test_a_newcomer_of_the_other_kind_does_not_get_the_place_of_a_lost_one() -> None:
+    """It is told as it comes, and the place stays for another one."""
+    options = [rpc.RpcBackendOptions(serialization=mode, serve="*", rpc_timeout=10.0) for mode in ("free", "safe")]
+    async with cluster(2, store=(store := HashStore()), options=options[0]) as (one, other):
+        assert await one.call("worker1", echo, 1) == await other.call("worker0", echo, 1) == 1
+        await other.drop()
+        await until(lambda: one.node.group.is_gone(other.node.engine.record))
+        with pytest.raises(rpc.RendezvousError, match=r"worker1 .* have serialization='safe', worker0 .* have 'free'"):
+            await Worker("worker1", rank=1, world_size=2, store=store, options=options[1]).start()
+        async with Worker("worker1", rank=1, world_size=2, store=store, options=options[0]) as new:
+            assert await one.call("worker1", echo, 2) == 2
+            await asyncio.gather(one.shutdown(), new.shutdown())
 
 
 # --- what may be called -----------------------------------------------------------------------------------------------

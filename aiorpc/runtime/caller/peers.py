@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from ...errors import (
     PeerClosed,
@@ -14,11 +15,13 @@ from ...errors import (
     PeerRefused,
     RendezvousError,
     RpcError,
+    RpcTimeout,
     RpcUsageError,
     StoreGone,
     UnknownWorker,
 )
 from ...protocol.identity import WorkerInfo, WorkerRecord, check_name
+from ...protocol.states import PeerState
 from ..engine.deadlines import Deadlines
 from ..meeting.rendezvous import Rendezvous
 from .misuse import no_worker
@@ -26,6 +29,9 @@ from .peer import Home as PeerHome
 from .peer import Peer
 
 To = str | int | WorkerInfo
+
+#: Of names that nobody bears, and that nothing waits for, so many of the latest have a peer.
+UNMET = 128
 
 
 class GroupForPeers(Protocol):
@@ -54,7 +60,15 @@ class Peers:
     """The peers of one worker, itself among them. In a free group a peer may be here before its worker has joined.
 
     Its methods may be called from any thread where they do not say otherwise. A peer is entered under its id and its
-    name. Entries are made under the lock and read without it; `_adopt` needs none, as `setdefault` is atomic.
+    name. Entries are made under the lock and read without it.
+
+    A name that nobody bears has a peer, too: it knows when the name was called first, and whose it was before. While
+    something waits for it (CONNECTING) it stays; else it is in `_resting`, of which the oldest are let go of, as users
+    may ask for any number of names. Another thread may have found such a one just then, and call it: so those who have
+    it keep it in `_let_go`, where its calls are looked after, and it is entered again when it is looked for.
+
+    In a group of fixed size a peer that is gone goes down to its record and its error, in `_replaced`, once another
+    worker has its place: references may still name it, so calls to it end as before.
     """
 
     def __init__(self, home: Home) -> None:
@@ -64,6 +78,9 @@ class Peers:
         self._deadlines = Deadlines(home.engine.loop, self._scan_deadlines)
         self._peers: dict[str | int, Peer] = {}
         self._ranks: dict[int, int] = {}  # in a group of fixed size: the id of the worker that has the place, or had it
+        self._resting: dict[Peer, None] = {}  # those of names that nobody bears, the oldest first
+        self._let_go: WeakValueDictionary[int, Peer] = WeakValueDictionary()  # by what `id` gives
+        self._replaced: dict[int, tuple[WorkerRecord, RpcError]] = {}
         self._lock = threading.Lock()
         self._next_look: asyncio.Task[list[WorkerRecord]] | None = None  # that has not begun
         self._last_look: asyncio.Task[list[WorkerRecord]] | None = None
@@ -71,7 +88,10 @@ class Peers:
 
     def all(self) -> set[Peer]:
         """Every peer once."""
-        return set(self._peers.values())
+        peers = set(self._peers.values())
+        if self._let_go:
+            peers.update(peer for each in self._let_go.valuerefs() if (peer := each()) is not None)
+        return peers
 
     def _make(self, name: str, record: WorkerRecord | None, former: Peer | None = None) -> Peer:
         return Peer(self._home, self._deadlines, name, record, former)
@@ -110,7 +130,25 @@ class Peers:
             peer = self._peers.get(key)
             if peer is None or peer.gone is not None:
                 peer = self._peers[key] = self._make(check_name(key), None, _last_holder(peer))
+                self._rest(peer)
             return peer
+
+    def _rest(self, peer: Peer) -> None:
+        """Nothing waits for the worker of that name, or not yet; too many such peers are let go of. Under the lock."""
+        self._resting[peer] = None
+        while len(self._resting) > UNMET:
+            oldest = next(iter(self._resting))
+            del self._resting[oldest]
+            if oldest.record is not None or oldest.state is PeerState.CONNECTING or oldest.owed.pending:
+                continue  # it is known now, or will come here again
+            if self._peers.get(oldest.name) is not oldest:
+                continue
+            self._let_go[id(oldest)] = oldest  # first: it is looked after all the time
+            former = oldest.former
+            if former is not None and former.record is not None and self._peers.get(former.record.id) is former:
+                self._peers[oldest.name] = former
+            else:
+                del self._peers[oldest.name]
 
     def of(self, record: WorkerRecord) -> Peer:
         """The peer of a record that a worker proved or the rendezvous gave."""
@@ -126,6 +164,9 @@ class Peers:
         if peer is not None and (peer.gone is None or peer.record is not None or self._engine.closed):
             return peer
         if not self._dynamic:
+            replaced = self._replaced.get(worker_id)
+            if replaced is not None:
+                return self._make_gone(*replaced)
             peer = self._make(_name_of(worker_id), None)  # and not kept: whoever invents ids must not fill our memory
             peer.fail(_no_member(worker_id))
             return peer
@@ -137,6 +178,9 @@ class Peers:
 
     def add(self, record: WorkerRecord) -> Peer:
         """The peer of a record, entered under its id and, unless another worker of that name lives, its name."""
+        replaced = self._replaced.get(record.id)
+        if replaced is not None:
+            return self._make_gone(*replaced)
         with self._lock:
             peer = self._peers.get(record.id)
             if peer is None or _was_not_found(peer):
@@ -145,15 +189,19 @@ class Peers:
                 peer = waiting if waiting is not None and unknown else self._make(record.name, record)
             if peer.record is None:
                 peer.identify(record)
+                self._resting.pop(peer, None)
             peer.rename(record.name)
             self._peers[record.id] = peer
             if not self._dynamic:
-                self._ranks[record.rank] = max(record.id, self._ranks.get(record.rank, -1))
+                before = self._ranks.get(record.rank, -1)
+                self._ranks[record.rank] = max(record.id, before)
             named = self._peers.get(record.name)
             if self._gives_way(named, record):
                 if named is not None and named is not peer and named.gone is None:
                     self._peers[_name_of(record.id)] = named  # its calls are looked after, too
                 self._peers[record.name] = peer
+            if not self._dynamic:
+                self._reduce(before)
         search = self._searches.get(peer)
         if search is not None:
             self._engine.call_on_loop(search.set)
@@ -168,6 +216,32 @@ class Peers:
                     continue
                 self._peers.pop(key, None)
 
+    def on_lost(self, record: WorkerRecord) -> None:
+        """A worker was lost, and its peer is gone; it may have been replaced before that became known here."""
+        with self._lock:
+            self._reduce(record.id)
+
+    def _reduce(self, worker_id: int) -> None:
+        """No more than the record and the error of that worker are kept, if it is gone and was replaced. Locked."""
+        peer = self._peers.get(worker_id)
+        if self._dynamic or peer is None or peer.record is None or peer.gone is None:
+            return
+        if self._ranks.get(peer.record.rank) == worker_id:
+            return
+        error: BaseException | None = peer.gone
+        while error is not None:  # the frames in which it was raised have the peer
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
+        self._replaced[worker_id] = peer.record, peer.gone  # first: it is looked for there when it is not found here
+        for key in (worker_id, peer.name, _name_of(worker_id)):
+            if self._peers.get(key) is peer:
+                del self._peers[key]
+
+    def _make_gone(self, record: WorkerRecord, error: RpcError) -> Peer:
+        peer = self._make(record.name, record)
+        peer.fail(error)
+        return peer
+
     def _gives_way(self, named: Peer | None, record: WorkerRecord) -> bool:
         """Whether a name leads to the worker of that record from now on, and not to the peer that it led to."""
         if named is None or named.gone is not None or named.record is None:
@@ -175,7 +249,31 @@ class Peers:
         return not self._dynamic and named.record.id < record.id  # it has taken the place of that one
 
     def id_of(self, peer: Peer) -> int:
-        """The id of a peer. UnknownWorker if it has not joined yet; what a call by its name ends with if it is gone."""
+        """The id of a peer, for a reference. UnknownWorker if it has not joined yet.
+
+        If the last worker of that name is gone, the error is what a call to the name ends with.
+        """
+        number = self._known_id(peer)
+        if number is None:
+            raise UnknownWorker(
+                f"worker {peer.name!r} has not joined yet, and a call that makes or passes a reference does not wait "
+                "for it, as the reference names the worker that has it. Nothing was sent; wait first: "
+                f"`await rpc.wait_for({peer.name!r})`"
+            )
+        return number
+
+    def info_of(self, peer: Peer) -> WorkerInfo:
+        """Name and id of a peer. Raises as `id_of` does."""
+        number = self._known_id(peer)
+        if number is None:
+            raise UnknownWorker(
+                f"worker {peer.name!r} has not joined yet, as far as worker {self._engine.name!r} and the store know; "
+                f"the group has {self._names()}. To wait until it comes: `await rpc.wait_for({peer.name!r})`"
+            )
+        return self.info(number)
+
+    def _known_id(self, peer: Peer) -> int | None:
+        """The id of a peer, asking the store if need be; None if it has not joined yet. If it is gone, as `id_of`."""
         number = _number_in(peer.name)
         if number is not None:
             return number
@@ -191,11 +289,7 @@ class Peers:
         if peer.record is None:
             if peer.former is not None or silent is not None:
                 raise self._absent(peer, silent)
-            raise UnknownWorker(
-                f"worker {peer.name!r} has not joined yet, and a call that makes or passes a reference does not wait "
-                "for it, as the reference names the worker that has it. Nothing was sent; wait first: "
-                f"`await rpc.wait_for({peer.name!r})`"
-            )
+            return None
         return peer.record.id
 
     def info(self, worker_id: int) -> WorkerInfo:
@@ -206,15 +300,26 @@ class Peers:
     def describe(self, worker_id: int) -> str:
         """The name of a worker, for errors and reports; its id as text if the name is not known."""
         peer = self._peers.get(worker_id)
-        return peer.name if peer is not None else _name_of(worker_id)
+        if peer is not None:
+            return peer.name
+        replaced = self._replaced.get(worker_id)
+        return replaced[0].name if replaced is not None else _name_of(worker_id)
 
     async def locate(self, peer: Peer) -> WorkerRecord | None:
         """The record of a peer, looking for it if it has not joined; None once nobody waits for that. On the loop."""
         self._searches[peer] = met = asyncio.Event()
+        by_name = _number_in(peer.name) is None
+        if by_name and peer.record is None:
+            with self._lock:
+                self._resting.pop(peer, None)
+                self._peers.setdefault(peer.name, peer)  # it may have been let go of
         try:
             return await self._search(peer, met)
         finally:
             del self._searches[peer]
+            if by_name and peer.record is None:
+                with self._lock:
+                    self._rest(peer)
 
     async def _search(self, peer: Peer, met: asyncio.Event) -> WorkerRecord | None:
         pause = 0.01
@@ -251,6 +356,21 @@ class Peers:
                         await met.wait()
                 pause = min(2 * pause, 0.5)
         return peer.record
+
+    def not_come(self, peer: Peer, error: BaseException | None) -> BaseException | None:
+        """The error of somebody who has waited for a worker, for the one that the call to it has ended with."""
+        if not isinstance(error, RpcTimeout):
+            return error
+        within, former, record = f"within {error.seconds:g} s", peer.former, peer.record
+        if record is None:
+            text = f"worker {peer.name!r} has not joined {within}"
+            if former is not None and former.gone is not None:
+                text += f"; of the last one that had the name: {former.gone}"
+        elif peer.state is PeerState.CONNECTING:
+            text = f"{record.describe()} has joined, and could not be connected to {within}"
+        else:
+            text = f"{record.describe()} has joined, and has not answered {within}: busy, stopped or cut off"
+        return RpcTimeout(text, worker=peer.name, function="wait_for", seconds=error.seconds)
 
     def _absent(self, peer: Peer, silent: StoreGone | None) -> RpcError:
         """The error of a call to a name that nobody bears now. silent: why the store cannot say whether it is so."""
@@ -292,6 +412,7 @@ class Peers:
         with self._lock:
             peer.identify(record)
             self._peers.setdefault(record.id, peer)
+            self._resting.pop(peer, None)
 
 
 def _name_of(worker_id: int) -> str:

@@ -30,6 +30,8 @@ logger = logging.getLogger("aiorpc")
 
 # So many refusals are logged in so many seconds; all are counted (`Statistics.connections_refused`).
 REFUSALS_LOGGED, REFUSALS_EVERY = 100, 60.0
+# Of so many connections that have ended it is known what they had left for a second one, which may be on its way.
+_ENDED = 64
 # So many seconds after it was said that the system gives no connection that is said again.
 UNTAKEN_EVERY = 60.0
 # Of the descriptors that the process may have, strangers take none beyond this share: handlers open files and sockets.
@@ -55,6 +57,7 @@ class Acceptor:
         self._name = home.engine.name
         self._listeners = listeners
         self._handshakes: dict[_Accepting, None] = {}  # oldest first
+        self._ended: dict[tuple[str, int], bytes] = {}  # sessions by incarnation and number of the link, oldest first
         self._logged, self._logged_since = 0, 0.0  # lines about refusals, in this stretch of time
         self._untaken_said = -UNTAKEN_EVERY  # when it was said last that no connection could be taken
 
@@ -136,9 +139,13 @@ class Acceptor:
         return None
 
     def session_of(self, record: WorkerRecord, link_number: int) -> bytes | None:
-        """What the first connection of that link has left for its second one; None if there is no such link."""
+        """What the first connection of that link has left for its second one; None if there is no such link.
+
+        Also of one that has just ended, as that of a worker that has left: its second connection, which nobody needs
+        any more, is then told from one that a stranger opens, and no refusal is counted.
+        """
         link = self.home.links.find(record, link_number, opener=False)
-        return link.connection.session if link is not None else None
+        return link.connection.session if link is not None else self._ended.get((record.incarnation, link_number))
 
     def goes_on(self, record: WorkerRecord, link_number: int, pipe: bool) -> int:
         """The opener of a connection has a new socket for it: how many frames have come here. Raises PeerRefused."""
@@ -206,6 +213,9 @@ class Acceptor:
         """A connection on which we served has ended."""
         self.home.services.discard(service)
         self._engine.counters.add_connection(service.connection)
+        self._ended[service.record.incarnation, service.link.number] = service.connection.session
+        if len(self._ended) > _ENDED:
+            del self._ended[next(iter(self._ended))]
         service.close()
         if isinstance(cause, ProtocolError) and not service.sure:  # who was lost, and why, may be told by another sign
             text = handshake.shown(foreign.text_of(cause))
@@ -321,5 +331,6 @@ class _Accepting:
             self._serving(cause)
         elif cause is not None and not isinstance(cause, (ConnectionResetError, BrokenPipeError)):
             self.acceptor.refuse(foreign.text_of(cause))
-        else:
+        elif self.connection.bytes_received or not self.connection.local:
+            # Over a unix socket whoever says nothing has looked whether somebody listens here (`remove_stale`).
             self._home.engine.counters.given_up += 1

@@ -292,6 +292,7 @@ class Group:
         if not engine.lifetime.leaving and self._table.returning is Returning.MEMBER:
             logger.warning("worker %s was lost: %s", record.describe(), cause)
         home.peers.of(record).fail(failure(record, cause, error))
+        home.peers.on_lost(record)
         self._forget(record)
         if home.rendezvous.dynamic:
             engine.tasks.spawn(self._strike_off(home.rendezvous, record))

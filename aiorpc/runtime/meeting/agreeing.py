@@ -45,7 +45,7 @@ class Agreement:
     # --- before there is a secret -------------------------------------------------------------------------------------
 
     def check_alike(self) -> None:
-        """RendezvousError if members know each other by different things: else their first calls would tell them."""
+        """RendezvousError if members would refuse each other: else their first calls would tell them, and as a loss."""
         members = self._world.members()
         with_it, without = _parted(members, [member.own_secret for member in members])
         if with_it and without:
@@ -57,6 +57,13 @@ class Agreement:
             raise RendezvousError(
                 f"{with_them} know members by their certificates alone, {without} do not: give all workers tls= with "
                 f"the same verify_names and require_secret, or {SET_IT}"
+            )
+        if isinstance(self._world, FreeWorld):
+            members = self._world.alive(members)  # whoever has died refuses nobody
+        safe, free = _parted(members, [member.safe for member in members])
+        if safe and free:
+            raise RendezvousError(
+                f"{safe} have serialization='safe', {free} have 'free': give it the same value on all workers"
             )
 
     def check_allowed(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:

@@ -23,12 +23,14 @@ class Proof:
     """By what a worker lets itself be known as a member, and by what it knows the others.
 
     key: made of AIORPC_SECRET; None without. require_secret: the option. certificates: without AIORPC_SECRET they will
-    do, as every connection shows one that bears the name of its worker.
+    do, as every connection shows one that bears the name of its worker. safe: whether it reads no pickles (option
+    `serialization`): members of both kinds refuse each other.
     """
 
     key: bytes | None = field(default=None, repr=False)
     require_secret: bool | None = None
     certificates: bool = False
+    safe: bool = False
 
     @property
     def lacks_secret(self) -> bool:
@@ -38,7 +40,7 @@ class Proof:
     def member(self, record: WorkerRecord, claims: DeviceClaims, generation: int, *, trusted: bool = False) -> Member:
         """The worker of that record, as it enters that generation."""
         own = self.key is not None
-        member = Member(record, own, trusted and own, claims, "", self.require_secret, self.certificates)
+        member = Member(record, own, trusted and own, claims, "", self.require_secret, self.certificates, self.safe)
         return member.sealed(self.key, generation)
 
 
@@ -48,8 +50,8 @@ class Member:
 
     own_secret: the worker brought AIORPC_SECRET. trusted: it holds the group's secret. claims: what it says of its
     devices; not in the record, which goes over each connection. require_secret: its option of that name. certificates:
-    it takes them for the proof of membership, where there is no AIORPC_SECRET. seal: made of all that with
-    AIORPC_SECRET; "" without.
+    it takes them for the proof of membership, where there is no AIORPC_SECRET. safe: it reads no pickles. seal: made of
+    all that with AIORPC_SECRET; "" without.
     """
 
     record: WorkerRecord
@@ -59,6 +61,7 @@ class Member:
     seal: str = ""
     require_secret: bool | None = None
     certificates: bool = False
+    safe: bool = False
 
     def sealed(self, key: bytes | None, generation: int) -> Member:
         """As a member that has AIORPC_SECRET enters it into that generation; as it is without one."""
@@ -79,13 +82,13 @@ class Member:
         return hmac.compare_digest(self._seal(key, generation).encode(), self.seal.encode())
 
     def _seal(self, key: bytes, generation: int) -> str:
-        asked = [self.require_secret, self.certificates]
+        asked = [self.require_secret, self.certificates, self.safe]
         said = ["aiorpc member", generation, self.record.to_wire(), self.own_secret, self.claims.to_json(), *asked]
         return hmac.digest(key, json.dumps(said).encode(), "sha256").hex()
 
     def to_json(self) -> list[object]:
         """The form `from_json` reads."""
-        asked = [self.require_secret, self.certificates]
+        asked = [self.require_secret, self.certificates, self.safe]
         return [self.record.to_wire(), self.own_secret, self.trusted, self.claims.to_json(), self.seal, *asked, VERSION]
 
     @classmethod
@@ -97,12 +100,13 @@ class Member:
                 f"a worker has come that speaks version {value[-1]} of the protocol, we speak {VERSION}; use one "
                 "aiorpc everywhere"
             )
-        if not isinstance(value, list) or len(value) != 8 or not isinstance(value[4], str) or not value[4].isascii():
+        if not isinstance(value, list) or len(value) != 9 or not isinstance(value[4], str) or not value[4].isascii():
             raise RendezvousError(_NO_WORKER)
         try:
             record, claims = WorkerRecord.from_wire(value[0]), DeviceClaims.from_json(value[3])
             required = value[5] if isinstance(value[5], bool) else None
-            return cls(record, value[1] is True, value[2] is True, claims, value[4], required, value[6] is True)
+            own, trusted, certificates, safe = (value[place] is True for place in (1, 2, 6, 7))
+            return cls(record, own, trusted, claims, value[4], required, certificates, safe)
         except (ProtocolError, DeviceMapError) as error:
             raise RendezvousError(f"{_NO_WORKER} ({error})") from None
 

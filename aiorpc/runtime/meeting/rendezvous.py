@@ -109,6 +109,7 @@ class Rendezvous:
         require_secret: bool | None = None,
         secret_file: str | os.PathLike[str] | None = None,
         certificates: bool = False,
+        safe: bool = False,
         founding: float = 0.0,
     ) -> Rendezvous:
         """Reach (or host) the store that `init_method` names, or use the `store` given.
@@ -116,14 +117,15 @@ class Rendezvous:
         timeout: seconds for this, `join` and `agree_secret` together, 0 means no limit; or what counts them and has its
         own `stop`, which then says as well what is waited for. require_secret: whether nobody joins without
         AIORPC_SECRET; None: only where members or store are on another host. secret_file: where the secret stands, in
-        place of AIORPC_SECRET. certificates: without a secret they say who is a member.
+        place of AIORPC_SECRET. certificates: without a secret they say who is a member. safe: whether this worker reads
+        no pickles.
         founding: seconds that whoever finds nobody in a free group at ``tcp://`` waits for members of an earlier store.
         RendezvousError: a variable of env:// is missing, AIORPC_SECRET is none, or the store cannot be reached in time.
         RpcUsageError: the arguments make no sense.
         """
         patience = timeout if isinstance(timeout, Patience) else Patience(timeout, stop)
         own_secret = given_secret(secret_file)
-        proof = Proof(None, require_secret, certificates and own_secret is None)
+        proof = Proof(None, require_secret, certificates and own_secret is None, safe)
         make = partial(cls, patience=patience, own_secret=own_secret, proof=proof, founding=founding)
         if store is not None:
             check_ranks(rank, world_size)
@@ -345,7 +347,8 @@ class Rendezvous:
         they are the same everywhere, and no secret. Else the first member makes them and leaves them in a 0600 file in
         a directory like `directory`, private to this user. If there are members on other hosts that is a
         RendezvousError, unless `require_secret` is False: then they get the secret through the store, and whoever
-        reaches that may join. RendezvousError, too, where somebody else was at what the store says of it.
+        reaches that may join. RendezvousError, too, where somebody else was at what the store says of it, and where
+        members differ in what they must agree on (`Agreement.check_alike`).
         """
         agreement = self._agreement()
         agreement.check_alike()

@@ -1,0 +1,52 @@
+"""The Future of a call that stands for something else: its errors speak of that, and not of a function of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...futures import Future
+from .future import CallFuture
+
+#: Gives the error that whoever waits is to get for the one that a call has ended with; None if it has a value.
+Words = Callable[[BaseException | None], BaseException | None]
+
+
+class RewordedFuture(Future[Any]):
+    """It settles as a call does, but for the words of its error; to cancel it is to cancel the call."""
+
+    _apart = True
+
+    def __init__(self, call: CallFuture, words: Words) -> None:
+        super().__init__()
+        self.site, self.loop, self.executor = call.site, call.loop, call.executor
+        self.sources = (call,)
+        self._call = call
+        self._words = words
+        call.when_settled(self._on_settled)
+
+    @property
+    def subject(self) -> str:  # type: ignore[override]  # an attribute there; here it is made of the call's
+        return self._call.subject
+
+    def _on_settled(self, call: Future[Any]) -> None:
+        try:
+            call.mark_seen()
+            self.arrival = call.arrival
+            self.settle(call._value, self._words(call._error))
+        except BaseException:
+            # A signal handler has raised it, in a thread that reads the answer: nobody else would settle this Future.
+            self.cancel()
+            raise
+
+    def _on_cancel(self) -> None:
+        self._call.cancel()
+
+
+def reworded(call: CallFuture, words: Words) -> RewordedFuture:
+    """That Future of a call that was just made."""
+    try:
+        return RewordedFuture(call, words)
+    except BaseException:  # a signal handler has raised it: nobody will get the Future, so nobody could cancel it
+        call.cancel()
+        raise
