@@ -16,6 +16,7 @@ from .api import (
     serve,
     stream,
     subscribe,
+    unpublish,
     wait_for,
 )
 from .collecting import collect_all, wait_all
@@ -176,6 +177,7 @@ __all__ = [
     "shutdown",
     "stream",
     "subscribe",
+    "unpublish",
     "wait_all",
     "wait_for",
 ]

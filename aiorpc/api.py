@@ -249,9 +249,29 @@ def publish(name: str, value: Any) -> Future[Publication]:
     A name has one publisher at a time: the Future raises RpcUsageError if another worker that lives publishes it, with
     its name, and RendezvousError if the store of the group cannot be asked about that, the first time. Raised here:
     RpcUsageError for what can be no name, SerializationError, NotInitialized, WorkerClosed. Cancelling the Future does
-    not keep the version from being published. The newest version is kept until this worker leaves.
+    not keep the version from being published. The newest version is kept until the name is unpublished, or this worker
+    leaves.
     """
     return current().publish(name, value)
+
+
+def unpublish(name: str) -> Future[None]:
+    """Publish a name no longer; returns a Future at once. Any thread.
+
+    ``await unpublish("policy")``, or ``unpublish("policy").wait()`` in a thread that may block. Versions that were
+    published before the call are published still. Then the subscriptions to the name end, on all workers: a reader
+    takes what has come to it, and its loop is over. Whoever is to have the last version has to have it before: ``await
+    published.delivered()``. A delivery that is still waited for settles as it stands. Values that readers have taken
+    stay as they are; the memory of a version goes when the last of them is dropped.
+    The name is free from then on. This worker or another one may publish it anew, and versions go on; who subscribes
+    afterwards waits for that. The Future settles when all members have heard it; one that does not answer for 5 s hears
+    it later, and may follow the next publisher as if this one had left.
+
+    The Future raises RpcUsageError if this worker does not publish the name, with who does, and RendezvousError, with
+    the name as it was, if the store of the group cannot be asked. Raised here: RpcUsageError for what can be no name,
+    NotInitialized, WorkerClosed. Cancelling the Future does not keep the name from being unpublished.
+    """
+    return current().unpublish(name)
 
 
 def subscribe(

@@ -362,6 +362,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             found = find_main(value.__qualname__)
             if found is value:
                 return load_main, (value.__qualname__,)
+        if isinstance(value, FunctionType) and getattr(value, "__module__", None) is None:
+            # It was made by `exec`, and is no module's. cloudpickle would look for it in all of them, which takes long,
+            # and those that make up what they are asked for, as torch.ops does, keep that.
+            return self._dynamic_function_reduce(value)
         return super().reducer_override(value)
 
 

@@ -37,6 +37,14 @@ class Claim(NamedTuple):
     first: int
 
 
+class Unpublished(NamedTuple):
+    """I do not publish that name any more: subscriptions to it end, and others may claim it."""
+
+    name: str
+    #: That of the claim that has ended.
+    turn: int
+
+
 class Want(NamedTuple):
     """Give me the newest version of that name, once it is newer than what I have."""
 
@@ -152,6 +160,7 @@ Message = (
     LatestWanted
     | Latest
     | Claim
+    | Unpublished
     | Want
     | AskLeader
     | PieceWanted
@@ -167,6 +176,7 @@ MESSAGES: Family[Message] = Family(
         "latest wanted": LatestWanted,
         "latest": Latest,
         "claim": Claim,
+        "unpublished": Unpublished,
         "want": Want,
         "ask": AskLeader,
         "piece": PieceWanted,

@@ -254,6 +254,10 @@ class Worker:
         """Give a value to all who subscribe to a name, as its next version. See `aiorpc.publish`."""
         return self.node.publications.publish(name, value)
 
+    def unpublish(self, name: str) -> Future[None]:
+        """Publish a name no longer. See `aiorpc.unpublish`."""
+        return self.node.publications.unpublish(name)
+
     def subscribe(
         self, name: str, *, timeout: float | None = None, map_location: str | torch.device | None = None
     ) -> Subscription:
@@ -282,8 +286,8 @@ class Worker:
         """News of the group from now on, for ``async for``; ends when this worker shuts down.
 
         Workers that join, leave, are lost, or take the place of one that was lost; networks that break, and come back.
-        What is not read yet is kept. To be called from any thread, and iterated on any loop. `aclose`, or dropping it,
-        ends it early.
+        What is not read yet is kept, 65,536 events at most: of more the oldest are dropped, and the log says so. To be
+        called from any thread, and iterated on any loop. `aclose`, or dropping it, ends it early.
         """
         return self._news.listen()
 

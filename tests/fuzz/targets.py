@@ -353,6 +353,7 @@ def taste_families(data: bytes) -> None:
 
 PUBLISHED: list[publication.Message] = [
     publication.Claim("policy", 1, 3, "learner", 1),
+    publication.Unpublished("policy", 1),
     publication.LatestWanted("policy"),
     publication.Latest("policy", 4, 3),
     publication.Want("policy", 1, 2, True, [1], False),

@@ -131,6 +131,60 @@ async def test_publishers_killed_at_random_are_followed_by_others(seed: int) -> 
             reading.cancel()
 
 
+def publish_and_unpublish_forever(place: Place, link: Link) -> None:
+    """Publish a few versions, end the name, and so on, until the process is killed."""
+    place.init_rpc()
+    rng = random.Random(place.name)
+    while True:
+        try:
+            for number in range(rng.randrange(1, 4)):
+                rpc.publish("policy", {"w": torch.full((SIZE,), float(number))}).wait().delivered(timeout=1).wait()
+            rpc.unpublish("policy").wait()
+        except rpc.RpcUsageError:  # the one before is not known to be gone yet
+            time.sleep(0.02)
+        else:
+            link.tell("unpublished")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", rounds(1))
+async def test_publishers_killed_while_they_end_names_are_followed_by_others(seed: int) -> None:
+    """A reader that subscribes again whenever the name ends gets whole versions of each, and nothing of them stays."""
+    rng = random.Random(seed)
+    with processes() as children, meeting_file() as init_method:
+        async with rpc.init("w0", init_method=init_method) as worker:
+            seen: set[str] = set()
+
+            async def read() -> None:
+                while True:
+                    last = 0
+                    async with worker.subscribe("policy", timeout=60) as versions:
+                        async for got in versions:
+                            assert number_of(got.value) >= 0 and got.version > last
+                            last = got.version
+                            seen.add(got.publisher.name)
+                            del got  # the error that ends the task has this frame
+
+            reading = asyncio.ensure_future(read())
+            for number in range(KILLS):
+                name = f"p{number}"
+                child = children.start(Place(name, -1, None, init_method), publish_and_unpublish_forever)
+                await until(partial(seen.__contains__, name))
+                assert await child.ahear() == "unpublished"
+                await asyncio.sleep(rng.random() * 0.05)
+                child.kill()
+                await asyncio.to_thread(child.join)
+                assert not reading.done()
+            reading.cancel()
+            await asyncio.wait([reading])
+            await until(lambda: not worker.node.publications.feeds)
+            await until(lambda: len(worker.worker_infos()) == 1)
+            published = await worker.publish("policy", weights(1))
+            async with worker.subscribe("policy", timeout=20) as versions:
+                assert (await anext(versions)).version == published.version
+
+
 def read_on_host(place: Place, link: Link, host: str, stalled: float) -> None:
     """Believe to be on that host, and tell each version that comes."""
     vars(life)["host_identity"] = lambda: host

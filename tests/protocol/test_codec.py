@@ -266,6 +266,24 @@ def test_lambdas_and_closures_travel_by_value() -> None:
     assert part() == 6
 
 
+def test_a_function_of_no_module_travels_without_a_look_into_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that ``exec`` makes: a module that makes up what it is asked for is not asked for its name."""
+    asked: list[str] = []
+
+    class Inventive(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return object()
+
+    monkeypatch.setitem(sys.modules, "inventive", Inventive("inventive"))
+    space: dict[str, Any] = {"factor": 3}
+    exec("def times(x): return factor * x\ndef twice(x): return times(times(x))", space)
+    times, twice = travel(space["times"], space["twice"])
+    assert (times(2), twice(2), times.__name__, times.__module__) == (6, 18, "times", None)
+    assert travel(times)[0](5) == 15
+    assert not {"times", "twice"}.intersection(asked)
+
+
 def test_named_functions_travel_by_name() -> None:
     """A module's function arrives as the very same object, and its pickle is short."""
     (function,) = travel(travel)

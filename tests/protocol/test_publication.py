@@ -22,6 +22,7 @@ from aiorpc.protocol.publication import (
     ReadersOfHost,
     SlotOffer,
     SubscriptionClosed,
+    Unpublished,
     VersionsReleased,
     Want,
     check_name,
@@ -34,6 +35,7 @@ OFFER = SlotOffer(1, 9, 8192, b"n" * 16)
 EDITION = Edition(5, 3, "a", 64, [[0, 64]], OFFER, True, [1, 2], "m", None)
 GOLDEN: list[tuple[Message, str]] = [
     (Claim("n", 2, 1, "w", 7), "96a5636c61696da16e0201a17707"),
+    (Unpublished("n", 2), "93ab756e7075626c6973686564a16e02"),
     (LatestWanted("n"), "92ad6c61746573742077616e746564a16e"),
     (Latest("n", 4, 3), "94a66c6174657374a16e0403"),
     (Want("n", 1, 0, True, [], False), "97a477616e74a16e0100c390c2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import decimal
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc
 from aiorpc import NotInitialized, RpcBackendOptions, Worker, WorkerInfo, WorkerJoined, WorkerLeft
 from aiorpc.runtime.calls.current import current_call
+from aiorpc.runtime.group import events
 from aiorpc.testing import cluster
 from tests.runtime.waiting import until
 
@@ -273,13 +275,13 @@ async def test_events_of_workers_that_join_and_leave() -> None:
 async def test_a_listener_may_stop(pair: list[Worker]) -> None:
     """Closing it takes the listener off the list, and so does dropping it; a wait that is cancelled does not."""
     listeners = []
-    events = pair[0].events()
+    news = pair[0].events()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(events), 0.01)
+        await asyncio.wait_for(anext(news), 0.01)
     listeners.append(pair[0].node.news.listeners)
-    await events.aclose()
+    await news.aclose()
     listeners.append(pair[0].node.news.listeners)
-    assert [event async for event in events] == []
+    assert [event async for event in news] == []
     dropped = pair[0].events()
     listeners.append(pair[0].node.news.listeners)
     del dropped
@@ -314,16 +316,42 @@ async def test_events_before_the_first_look_are_kept() -> None:
     """Events come from the moment of the call on, in order, the end behind them, on whichever loop they are read."""
     store = HashStore()
     async with cluster(1, dynamic=True, store=store) as (worker,):
-        events = worker.events()
+        news = worker.events()
         async with aiorpc.init("late", store=store) as late:
             info = late.info
             await until(lambda: len(worker.worker_infos()) == 2)
         await until(lambda: len(worker.worker_infos()) == 1)
 
     async def read() -> list[Any]:
-        return [event async for event in events]
+        return [event async for event in news]
 
     assert await asyncio.to_thread(asyncio.run, read()) == [WorkerJoined(info), WorkerLeft(info)]
+
+
+async def test_events_that_nobody_takes_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The oldest are dropped; that is logged as it begins, and with how many there were at the next turn."""
+    monkeypatch.setattr(events, "_MOST_EVENTS", 3)
+    news = events.Events()
+    kept, read = news.listen(), news.listen()
+    told = [WorkerJoined(WorkerInfo(f"guest{number}", number)) for number in range(8)]
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        for event in told[:5]:
+            news.publish(event)
+            assert await anext(read) == event
+        begun, *others = caplog.messages
+        assert "of which 3 wait: the oldest ones are dropped from now on" in begun and not others
+        assert [await anext(kept) for _ in range(3)] == told[2:5]
+        assert caplog.messages[1:] == [
+            "2 events of the group were dropped, the oldest first, as nobody took them in time"
+        ]
+        for event in told[5:]:
+            news.publish(event)
+        news.end()
+        assert [event async for event in kept] == told[6:]
+        assert [event async for event in kept] == []
+        assert len(caplog.messages) == 5  # nobody has taken the last ones of the other listener either, nor the end
 
 
 async def test_the_switch_interval_is_the_shortest_that_a_worker_of_the_process_asks_for() -> None:

@@ -182,15 +182,16 @@ def test_what_a_member_has_claimed_stays_claimed_at_another_store(caplog: pytest
     opened = partial(Rendezvous.open, f"tcp://127.0.0.1:{port}", rank=None, world_size=None, timeout=LIMIT)
     with closing(opened()) as first, closing(opened()) as second:
         assert found(first, "a") == ["a"] and found(second, "b") == ["a", "b"]
-        for each, key in ((first, "x"), (second, "y"), (second, "z")):
+        for each, key in ((first, "x"), (second, "y"), (second, "z"), (first, "released")):
             assert each.swap(key, "", "before") == "before"
             assert each.swap(key, "before", each.record.name) == each.record.name
+        assert first.swap("released", "a", "nobody's", lasting=False) == "nobody's"
         assert first.swap("y", "", "late") == "b"
         first.serve_secret_requests()
         del store
         store, _ = serve("127.0.0.1", port)
         assert first.meet_again(first.record)
-        assert (first.look_up("x"), first.look_up("y")) == ("a", None)
+        assert [first.look_up(key) for key in ("x", "y", "released")] == ["a", None, None]
         with closing(opened()) as newcomer:
             found(newcomer, "c")
             assert newcomer.swap("x", "", "c") == "a"
@@ -216,6 +217,8 @@ async def test_a_published_name_stays_taken_at_another_store(quick_founding: Cal
             assert claim is not None and a.node.engine.record.incarnation in claim
             with pytest.raises(aiorpc.RpcUsageError, match="'weights' is published by worker 'a'"):
                 await b.publish("weights", 2)
+            await a.unpublish("weights")
+            await b.publish("weights", 2)
             await a.shutdown()
 
 

@@ -11,6 +11,8 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +22,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.protocol.identity import WorkerRecord
-from aiorpc.protocol.publication import Latest, Message, SubscriptionClosed, VersionsReleased, Want
-from aiorpc.runtime.publication import feed
+from aiorpc.protocol.publication import Claim, Latest, Message, SubscriptionClosed, Unpublished, VersionsReleased, Want
+from aiorpc.runtime.publication import feed, publications
+from aiorpc.runtime.publication.claims import release_claim
 from aiorpc.runtime.publication.shelf import MOST_HELD, Key
 from aiorpc.runtime.publication.subscription import Subscription
 from aiorpc.testing import cluster
@@ -357,7 +360,7 @@ async def test_two_that_claim_a_name_at_once_are_told_apart(pair: list[Worker]) 
 async def test_a_turn_ends_in_time_and_may_be_tried_again(pair: list[Worker]) -> None:
     """The error says what was waited for, and why it has not come."""
     async with pair[1].subscribe("policy", timeout=0.05) as versions:
-        with pytest.raises(rpc.RpcTimeout, match=r"no version of 'policy' has come .* nobody has published it yet"):
+        with pytest.raises(rpc.RpcTimeout, match=r"no version of 'policy' has come .* nobody publishes it at present"):
             await anext(versions)
     async with pair[1].subscribe("policy", timeout=20) as versions:
         await pair[0].publish("policy", weights(1))
@@ -702,3 +705,247 @@ async def test_a_publisher_forgets_whom_it_has_told_once_they_are_gone() -> None
             assert len(publisher.told) == 1
             await guest.shutdown()
             await until(lambda: not publisher.told)
+
+
+async def test_a_reader_hears_of_a_publisher_however_many_names_there_are(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a name that it reads always; of others, for which there is no room, once it reads them."""
+    monkeypatch.setattr(publications, "_MOST_NAMES", 3)
+    for number in range(3):
+        await pair[0].publish(f"other{number}", {"step": number})
+    async with pair[1].subscribe("policy") as versions:
+        published = await pair[0].publish("policy", weights(1))
+        assert (await anext(versions)).version == 1
+        assert (await published.delivered()).has == (pair[1].info,)
+    with caplog.at_level(logging.WARNING, "aiorpc"):
+        last = await pair[0].publish("last", weights(2))
+        await until(lambda: "worker1 keeps who publishes 3 names, and no more" in caplog.text)
+    assert pair[1].node.publications.claim("last") is None
+    assert (await last.delivered()).reached
+    async with pair[1].subscribe("last") as versions:
+        assert number_of((await anext(versions)).value) == 2
+
+
+async def test_who_published_what_nobody_reads_is_forgotten_once_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many workers come, publish and leave; who reads such a name later is told whose it was."""
+    monkeypatch.setattr(publications, "_MANY_NAMES", 4)
+    store, names = HashStore(), [f"of{number}" for number in range(12)]
+    async with cluster(1, dynamic=True, store=store) as (first,):
+        there = first.node.publications
+        async with first.subscribe("of0", timeout=20) as versions:
+            for number, name in enumerate(names):
+                async with Worker(f"guest{number}", store=store) as guest:
+                    await guest.publish(name, {"step": number})
+                    await until(partial(there.claim, name))
+                    if number == 0:
+                        assert (await anext(versions)).value == {"step": 0}
+                await until(lambda: len(first.worker_infos()) == 1)
+            kept = [name for name in names if there.claim(name) is not None]
+            assert "of0" in kept and len(kept) <= 6
+
+        async def says_whose() -> bool:
+            with pytest.raises(rpc.RpcTimeout) as raised:
+                await anext(late)
+            return "worker 'guest1' (id 2) published it, and has left or was lost" in str(raised.value)
+
+        assert there.claim("of1") is None
+        async with first.subscribe("of1", timeout=0.05) as late:
+            await until(says_whose)
+
+
+async def test_who_cannot_hear_of_a_publisher_now_may_read_and_hears_later(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that refuses to be told, as it is overloaded, counts as a reader, and is told again."""
+    there = pair[1].node.publications
+    heard, refused = there.on_claim, 0
+
+    def refuse(claim: Claim, caller_id: int) -> int:
+        nonlocal refused
+        refused += 1
+        raise rpc.Overloaded("too many calls")
+
+    monkeypatch.setattr(there, "on_claim", refuse)
+    async with pair[1].subscribe("policy", timeout=20) as versions:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(versions), 0.01)
+        with caplog.at_level(logging.WARNING, "aiorpc"):
+            published = await pair[0].publish("policy", weights(1))
+            await until(lambda: refused >= 2)
+        assert caplog.text.count("who publishes 'policy', and goes on trying: too many calls") == 1
+        delivery = await published.delivered(timeout=0.01)
+        assert (delivery.missing, delivery.reached) == ((pair[1].info,), False)
+        monkeypatch.setattr(there, "on_claim", heard)
+        assert number_of((await anext(versions)).value) == 1
+        assert (await published.delivered()).has == (pair[1].info,)
+
+
+async def test_subscriptions_end_when_the_name_is_unpublished(trio: list[Worker]) -> None:
+    """On all workers, the publisher's own among them, whether they wait or have something to take."""
+    waiting = [worker.subscribe("policy") for worker in trio]
+    idle = trio[1].subscribe("policy")
+    other = trio[2].subscribe("other")
+    published = await trio[0].publish("policy", weights(1))
+    got = [await anext(subscription) for subscription in waiting]
+    turns = [asyncio.ensure_future(anext(subscription)) for subscription in waiting]
+    await published.delivered()
+    await trio[0].unpublish("policy")
+    for turn in turns:
+        with pytest.raises(StopAsyncIteration):
+            await turn
+    assert [each.version async for each in idle] == [1]
+    assert [number_of(each.value) for each in got] == [1, 1, 1]
+    await trio[0].publish("other", weights(2))
+    assert number_of((await anext(other)).value) == 2
+    for subscription in (*waiting, idle, other):
+        subscription.close()
+
+
+async def test_a_name_that_was_unpublished_may_be_published_anew(trio: list[Worker]) -> None:
+    """By another worker or by the same one; versions go on, and who subscribes from then on reads that."""
+    for number, publisher in enumerate((trio[0], trio[1], trio[1], trio[2], trio[0])):
+        published = await publisher.publish("policy", weights(number))
+        assert published.version == number + 1
+        async with trio[2].subscribe("policy") as versions:
+            got = await anext(versions)
+            assert (got.version, got.publisher, number_of(got.value)) == (number + 1, publisher.info, number)
+            await publisher.unpublish("policy")
+            assert [each async for each in versions] == []
+
+
+async def test_the_blocking_form_of_unpublishing(pair: list[Worker]) -> None:
+    """A thread unpublishes with ``wait``, and its ``for`` ends."""
+
+    def read() -> list[int]:
+        published = pair[0].publish("policy", weights(1)).wait()
+        with pair[1].subscribe("policy", timeout=20) as versions:
+            published.delivered(quorum=1).wait()
+            pair[0].unpublish("policy").wait()
+            return [each.version for each in versions]
+
+    assert await asyncio.to_thread(read) == [1]
+
+
+async def test_publishing_and_unpublishing_take_turns(pair: list[Worker]) -> None:
+    """What was published before is published still, and what is published behind it begins the name anew."""
+    async with pair[1].subscribe("policy") as versions:
+        first = pair[0].publish("policy", weights(1))
+        ended = pair[0].unpublish("policy")
+        second = await pair[0].publish("policy", weights(2))
+        assert first.done() and ended.done()
+        assert ((await first).version, second.version) == (1, 2)
+        assert [each.version async for each in versions] in ([], [1])
+    async with pair[1].subscribe("policy") as versions:
+        assert number_of((await anext(versions)).value) == 2
+
+
+async def test_the_memory_of_a_name_that_was_unpublished_goes_with_its_readers(pair: list[Worker]) -> None:
+    """At once where nobody reads it; else what a reader holds stays as it is until that is dropped."""
+    for number in range(3):
+        await pair[0].publish(f"of{number}", weights(number))
+    assert slots_of(pair[0]) == 3
+    async with pair[1].subscribe("of1") as versions:
+        got = await anext(versions)
+        for number in range(3):
+            await pair[0].unpublish(f"of{number}")
+        assert slots_of(pair[0]) == 1
+        await pair[0].publish("of1", weights(7))
+        assert number_of(got.value) == 1
+        del got
+        await until(lambda: slots_of(pair[0]) == 1)
+        await pair[0].unpublish("of1")
+    await until(lambda: slots_of(pair[0]) == 0)
+    assert not pair[0].node.publications.publishers and pair[1].node.publications.claim("of1") is None
+
+
+async def test_a_delivery_of_a_name_that_was_unpublished_settles(pair: list[Worker]) -> None:
+    """As it stands then; afterwards nobody knows any more who has got it."""
+    published = await pair[0].publish("policy", weights(1))
+    delivered = published.delivered(quorum=2, timeout=0)
+    async with pair[1].subscribe("policy") as versions:
+        await anext(versions)
+        await published.delivered(quorum=1)
+        await pair[0].unpublish("policy")
+        delivery = await delivered
+        assert (delivery.has, delivery.reached) == ((pair[1].info,), False)
+    with pytest.raises(rpc.RpcUsageError, match="worker 'worker0' has unpublished 'policy'"):
+        await published.delivered()
+
+
+async def test_only_its_publisher_may_unpublish_a_name(pair: list[Worker]) -> None:
+    """The others are told who that is; what never was one is no name here either."""
+    with pytest.raises(rpc.RpcUsageError, match=r"worker 'worker0' cannot unpublish 'policy'.*nobody publishes it"):
+        await pair[0].unpublish("policy")
+    await pair[1].publish("policy", weights(1))
+    await until(lambda: pair[0].node.publications.claim("policy"))
+    with pytest.raises(rpc.RpcUsageError, match=r"it does not publish it: worker 'worker1' .* publishes it"):
+        await pair[0].unpublish("policy")
+    with pytest.raises(rpc.RpcUsageError, match="what is published has a name"):
+        pair[0].unpublish("no name")
+    pair[0].node.publications.on_unpublished(Unpublished("policy", 1), pair[0].info.id)  # who speaks for itself alone
+    async with pair[0].subscribe("policy") as versions:
+        assert (await anext(versions)).version == 1
+
+
+async def test_a_name_stays_as_it_is_when_the_store_cannot_be_asked(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others would not find it free; so it is published still, and may be unpublished later."""
+
+    def swap(*_: object, **__: object) -> str:
+        raise rpc.RendezvousError("the store is gone")
+
+    async with pair[1].subscribe("policy") as versions:
+        await pair[0].publish("policy", weights(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(pair[0].node.rendezvous, "swap", swap)
+            with pytest.raises(rpc.RendezvousError, match="the store is gone"):
+                await pair[0].unpublish("policy")
+        await pair[0].publish("policy", weights(2))
+        assert number_of((await anext(versions)).value) in (1, 2)
+        await pair[0].unpublish("policy")
+        assert [each.version async for each in versions] in ([], [2])
+
+
+async def test_who_has_not_heard_that_a_name_was_unpublished_may_publish_it(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store says that it is free; and a reader that has not heard it follows the next publisher."""
+    engine = trio[0].node.engine
+    engine.bounds = replace(engine.bounds, vouch=0.01)
+    late = [worker.node.publications for worker in trio[1:]]
+    heard = late[0].on_unpublished
+
+    def refuse(*_: object) -> None:
+        raise rpc.Overloaded("too many calls")
+
+    for each in late:
+        monkeypatch.setattr(each, "on_unpublished", refuse)
+    async with trio[2].subscribe("policy", timeout=20) as versions:
+        await trio[0].publish("policy", weights(1))
+        assert (await anext(versions)).version == 1
+        await trio[0].unpublish("policy")
+        assert all(each.claim("policy") is not None for each in late)
+        published = await trio[1].publish("policy", weights(2))
+        assert published.version == 2
+        got = await anext(versions)
+        assert (got.version, got.publisher) == (2, trio[1].info)
+        monkeypatch.setattr(late[0], "on_unpublished", heard)
+
+
+async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its claim is released, but nobody was told: for its readers it has left, and whoever publishes next goes on."""
+    async with (
+        three_of_a_free_group() as (first, second, reader),
+        reader.subscribe("policy", timeout=20) as versions,
+    ):
+        await first.publish("policy", weights(1))
+        assert (await anext(versions)).version == 1
+        record, rendezvous = first.node.engine.record, first.node.rendezvous
+        claim = first.node.publications.publishers["policy"].claim
+        await first.node.engine.steps.run(partial(release_claim, rendezvous, claim, record, 1))
+        await first.drop()
+        published = await second.publish("policy", weights(2))
+        got = await anext(versions)
+        assert (got.version, got.publisher, number_of(got.value)) == (published.version, second.info, 2)

@@ -107,6 +107,34 @@ async def test_the_next_publisher_is_followed_on_all_hosts(monkeypatch: pytest.M
             subscription.close()
 
 
+async def test_all_hosts_let_go_of_a_name_that_is_unpublished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their readers have the last version, also where it came in pieces meanwhile; nobody fetches or keeps it then."""
+    async with hosts(monkeypatch, learner="a", a="a", b1="b", b2="b", c="c") as workers:
+        learner = workers["learner"]
+        subscriptions = [worker.subscribe("policy") for worker in workers.values()]
+
+        def all_ask() -> bool:  # the readers of its own host, and who fetches for another one
+            subscribers = learner.node.publications.publishers["policy"].subscribers.values()
+            return sum(each.asked is not None for each in subscribers) == 4
+
+        for version in (1, 3):
+            await learner.publish("policy", weights(version, SIZE))
+            await turn(subscriptions, version)
+            await until(all_ask)
+            last = await learner.publish("policy", weights(version + 1, SIZE))
+            await learner.unpublish("policy")
+            assert last.version == version + 1
+            await turn(subscriptions, version + 1)
+            for subscription in subscriptions:
+                with pytest.raises(StopAsyncIteration):
+                    await anext(subscription)
+            await until(lambda: not any(worker.node.publications.relays for worker in workers.values()))
+            await until(lambda: not any(worker.node.memory.slots.used for worker in workers.values()))
+            subscriptions = [worker.subscribe("policy") for worker in workers.values()]
+        for subscription in subscriptions:
+            subscription.close()
+
+
 async def test_who_is_busy_with_an_older_version_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds up the host behind it once, until that has waited long enough for a piece."""
     async with hosts(monkeypatch, learner="a", b="b", c="c") as workers:
@@ -179,3 +207,18 @@ async def test_without_leave_to_map_bytes_come_from_a_slot(monkeypatch: pytest.M
                 await turn([versions], version)
             await until(lambda: workers["learner"].node.memory.slots.used == 1)
             assert len(workers["learner"].node.memory.slots.numbers()) <= 3
+
+
+async def test_lost_readers_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of other hosts, of whom who fetches there has told."""
+    async with hosts(monkeypatch, learner="a", b="b") as workers:
+        learner, reader = workers["learner"], workers["b"]
+        published = await learner.publish("policy", weights(1))
+        async with reader.subscribe("policy") as versions:
+            await turn([versions], 1)
+            publisher, record = learner.node.publications.publishers["policy"], reader.node.engine.record
+            guests = [replace(record, name=f"guest{number}", id=100 + number) for number in range(1000)]
+            publisher.on_readers_of_host(record, dict.fromkeys(guests, 0))
+            publisher.forget_gone(guests)
+            delivery = await published.delivered(quorum=2, timeout=0.01)
+            assert len(delivery.lost) == 256 and delivery.lost[-1] == guests[-1].info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import weakref
 from collections import deque
@@ -11,6 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from ...protocol.identity import WorkerInfo
+
+logger = logging.getLogger("aiorpc")
+
+# Events that wait for a listener to take them.
+_MOST_EVENTS = 65_536
 
 
 @dataclass(frozen=True)
@@ -108,17 +114,30 @@ class Events:
 
 
 class Listener(AsyncIterator[Event]):
-    """Gets each event once, in order. `put` from any thread; iterated on any loop, by one task at a time."""
+    """Gets each event once, in order. `put` from any thread; iterated on any loop, by one task at a time.
+
+    So many as wait at most (`_MOST_EVENTS`) are kept; of more the oldest are dropped, which is logged as it begins, and
+    with how many there were at the next turn.
+    """
 
     def __init__(self, on_close: Callable[[Listener], None], awaited: set[Listener]) -> None:
         """on_close: is called when it is to hear no more. awaited: it is in there while somebody waits for it."""
         self._on_close = on_close
         self._awaited = awaited
-        self._events: deque[Event | None] = deque()
+        self._events: deque[Event | None] = deque(maxlen=_MOST_EVENTS)
+        self._dropped = 0  # since the last turn
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def put(self, event: Event | None) -> None:
         """Add the next event; None ends the iteration."""
+        if len(self._events) == self._events.maxlen:
+            self._dropped += 1
+            if self._dropped == 1:
+                logger.warning(
+                    "nobody takes the events of a listener to the group, of which %d wait: the oldest ones are dropped "
+                    "from now on. Iterate over what events() gives, or close it",
+                    len(self._events),
+                )
         self._events.append(event)
         if self._waiting is not None:
             loop, arrived = self._waiting
@@ -134,10 +153,15 @@ class Listener(AsyncIterator[Event]):
                 await arrived.wait()
             finally:
                 self._awaited.discard(self)
-        event = self._events[0]
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            logger.warning(
+                "%d events of the group were dropped, the oldest first, as nobody took them in time", dropped
+            )
+        event = self._events.popleft()
         if event is None:
+            self._events.appendleft(event)  # so is each turn from here on
             raise StopAsyncIteration
-        self._events.popleft()
         return event
 
     async def aclose(self) -> None:

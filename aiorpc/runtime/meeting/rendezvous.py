@@ -249,15 +249,17 @@ class Rendezvous:
             members = [member for member in members if member.own_secret]  # whoever joins without it is told so
         return [member.record for member in members]
 
-    def swap(self, key: str, expected: str, desired: str) -> str:
+    def swap(self, key: str, expected: str, desired: str, *, lasting: bool = True) -> str:
         """Set a key of this group in the store to `desired` if it is `expected` ("" for missing); what it holds then.
 
-        What this worker has set there goes into the next store, too, if this one is replaced (`meet_again`).
-        RendezvousError if the store cannot be asked.
+        What this worker has set there goes into the next store, too, if this one is replaced (`meet_again`); neither
+        that nor what it had set before if not `lasting`. RendezvousError if the store cannot be asked.
         """
         self._check_there()
         held = self._board.swap(f"{self.generation}/{key}", expected, desired)
-        if held == desired:
+        if not lasting:
+            self._written.pop(key, None)
+        elif held == desired:
             self._written[key] = desired
         return held
 

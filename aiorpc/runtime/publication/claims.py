@@ -1,7 +1,9 @@
 """Who may publish a name: whoever has entered a claim to it in the store of the group, until that worker is gone.
 
 A claim is made once for each name and publisher. It is changed by compare and set, so two that claim a name at once are
-told apart. A claim is taken over only when its worker is known to be gone; the later claim has more turns.
+told apart. A claim is taken over only when its worker is known to be gone, or has released it; the later claim has more
+turns. One that was released stands in the store without an incarnation, and with the last version in place of the
+first, so that whoever claims the name next counts on behind it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from ...protocol.publication import LAST_VERSION, Claim
 from ..meeting.rendezvous import Rendezvous
 
 _TRIES = 8
+_RELEASED = ""  # in place of the incarnation of a worker
 
 
 def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: int, gone: set[int]) -> Claim:
@@ -38,20 +41,41 @@ def make_claim(rendezvous: Rendezvous, name: str, record: WorkerRecord, newest: 
     raise RpcUsageError(f"{name!r} was claimed by other workers {_TRIES} times in a row")
 
 
+def release_claim(rendezvous: Rendezvous, claim: Claim, record: WorkerRecord, last: int) -> None:
+    """Make a name free that this worker has claimed. last: its last version, 0 for none. Blocking, in bounds.
+
+    Nothing if the store holds another claim by now. RendezvousError if the store cannot be asked.
+    """
+    mine = json.dumps([claim.turn, record.id, record.name, record.incarnation, claim.first])
+    free = json.dumps([claim.turn, record.id, record.name, _RELEASED, max(last, 1)])
+    rendezvous.swap(f"published/{claim.name}", mine, free, lasting=False)
+
+
+def is_free(rendezvous: Rendezvous, name: str) -> bool:
+    """Whether the store says that the last one who had a name has released it. Blocking, in bounds."""
+    found = rendezvous.look_up(f"published/{name}")
+    return found is not None and _parse(rendezvous, name, found)[3] == _RELEASED
+
+
 def taken(name: str, worker: str, holder: int) -> RpcUsageError:
     """The error for a name that a worker, of that name and id, has."""
     return RpcUsageError(
         f"{name!r} is published by worker {worker!r} (id {holder}), and a name has one publisher: let that one "
-        "publish, or take another name. When that worker has left or was lost, the name is free"
+        "publish, or take another name. When that worker has unpublished it, has left or was lost, the name is free"
     )
 
 
 def find_claim(rendezvous: Rendezvous, name: str) -> Claim | None:
-    """The claim to a name that stands in the store, whether its worker lives or not. Blocking, in bounds."""
+    """The claim to a name that stands in the store, whether its worker lives or not. Blocking, in bounds.
+
+    None if nobody has ever had the name, or if the last one who had it has released it.
+    """
     found = rendezvous.look_up(f"published/{name}")
     if found is None:
         return None
-    turn, holder, worker, _, first = _parse(rendezvous, name, found)
+    turn, holder, worker, incarnation, first = _parse(rendezvous, name, found)
+    if incarnation == _RELEASED:
+        return None
     return Claim(name, turn, holder, worker, first)
 
 
@@ -68,7 +92,7 @@ def _parse(rendezvous: Rendezvous, name: str, text: str) -> tuple[int, int, str,
 
 
 def _is_gone(rendezvous: Rendezvous, holder: int, incarnation: str, gone: set[int]) -> bool:
-    if holder in gone:
+    if holder in gone or incarnation == _RELEASED:
         return True
     # Of a free group the store knows who is in it; a member may have gone before this worker came.
     return rendezvous.dynamic and all(each.incarnation != incarnation for each in rendezvous.members())

@@ -136,6 +136,13 @@ class Feed:
         self._lock = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self.closed = False
+        self._over = False  # the name was unpublished
+        self._asking = False  # whether a question is under way, or its answer is being read
+
+    @property
+    def reads(self) -> bool:
+        """Whether it fetches versions: it is neither closed, nor was the name unpublished."""
+        return not self.closed and not self._over
 
     def start(self) -> None:
         """Begin to fetch versions."""
@@ -177,11 +184,15 @@ class Feed:
     async def _run(self) -> None:
         pause = _FIRST_PAUSE
         try:
-            while True:
+            while not self._over:
                 record, self._leader = await self._publications.source(self.name, self.newest), None
                 try:
-                    while self._publications.publishes(record, self.name) or not self.newest:
-                        await self._fetch(record)
+                    while self._goes_on(record):
+                        self._asking = True
+                        try:
+                            await self._fetch(record)
+                        finally:
+                            self._asking = False
                         pause = _FIRST_PAUSE
                 except (PeerLost, PeerClosed):
                     await asyncio.sleep(_FIRST_PAUSE)  # whoever publishes the name next says so
@@ -190,10 +201,16 @@ class Feed:
                 except RpcError as error:
                     self._trouble = str(error)
                     logger.debug("worker %s: fetching %r again: %s", self.engine.name, self.name, error)
-                    await asyncio.sleep(pause)
+                    if self.reads:
+                        await asyncio.sleep(pause)
                     pause = min(2 * pause, _LAST_PAUSE)
+            self._finished()
         except Exception as error:
             self.end(error)
+
+    def _goes_on(self, record: WorkerRecord) -> bool:
+        """Whether that worker is to be asked for the next version."""
+        return self.reads and (self._publications.publishes(record, self.name) or not self.newest)
 
     async def _fetch(self, record: WorkerRecord) -> None:
         self._follow(record)
@@ -339,6 +356,19 @@ class Feed:
         """No more versions come, because of that error; what has come can be taken still."""
         self._error = self._error or error.with_traceback(None)
         self._wake()
+
+    def finish(self) -> None:
+        """The name was unpublished. What answers a question that is under way can be taken still, then it ends."""
+        self._over = True
+        if not self._asking:
+            if self._task is not None:
+                self._task.cancel()
+                self._task = None
+            self._finished()
+
+    def _finished(self) -> None:
+        self.kept, self._views = None, {}
+        self.end(StopAsyncIteration())
 
     def close(self) -> None:
         """Fetch no more, and tell the publisher. What was taken stays valid. Again: nothing."""

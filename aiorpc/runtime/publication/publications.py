@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, cast
@@ -29,6 +30,7 @@ from ...protocol.publication import (
     PieceWanted,
     ReadersOfHost,
     SubscriptionClosed,
+    Unpublished,
     VersionsReleased,
     Want,
     check_name,
@@ -49,7 +51,7 @@ from ..group.events import Events, Listener
 from ..group.group import Group
 from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
-from .claims import find_claim, make_claim, taken
+from .claims import find_claim, is_free, make_claim, release_claim, taken
 from .content import Content, take_apart
 from .feed import Feed
 from .publisher import Delivery, Publisher
@@ -59,8 +61,11 @@ from .subscription import Publication, Subscription
 
 logger = logging.getLogger("aiorpc")
 
-# Names that other workers publish, as far as this one keeps who does.
-_MOST_NAMES = 65_536
+# Names that other workers publish, as far as this one keeps who does; and how many have to come before it looks which
+# of them it need not know any more.
+_MOST_NAMES, _MANY_NAMES = 65_536, 64
+# Seconds between two tries to tell a worker of a claim, or of its end.
+_FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 # So many versions are skipped by who takes a name over while a member says nothing, which may have newer ones than all
 # others: more than anybody publishes in that time. Versions shall go up, and nobody waits until it answers.
 _SKIPPED = 1_000_000_000
@@ -88,11 +93,13 @@ class Publications:
         self.publishers: dict[str, Publisher] = {}
         self.relays: dict[str, Relay] = {}
         self.feeds: dict[int, Feed] = {}
-        self._ended: list[Relay] = []  # whose versions are held still
+        self._ended: list[Shelf] = []  # whose versions are held still
         self._home = home
         self._engine = home.engine
         self._claims: dict[str, Claim] = {}
-        self._claiming: dict[str, asyncio.Lock] = {}
+        self._unseen, self._look_after = 0, _MANY_NAMES  # names since the last look at them, and before the next one
+        self._full = False  # whether it was said that there is no room for more
+        self._claiming: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._claimed = asyncio.Event()
         self._numbers = itertools.count(1)
         self._pending: set[Future[Any]] = set()
@@ -109,6 +116,15 @@ class Publications:
         future: Future[Publication] = self._future(f"publishing {name!r}")
         future.site = call_site(outside("aiorpc"))  # so a failure that nobody looks at is logged
         self._begin(future, lambda: self._publish(name, content, future))
+        return future
+
+    def unpublish(self, name: str) -> Future[None]:
+        """See `aiorpc.unpublish`."""
+        check_name(name)
+        self._engine.lifetime.check_open()
+        future: Future[None] = self._future(f"unpublishing {name!r}")
+        future.site = call_site(outside("aiorpc"))
+        self._begin(future, lambda: self._unpublish(name, future))
         return future
 
     def subscribe(self, name: str, timeout: float | None, map_location: Any = None) -> Subscription:
@@ -136,7 +152,13 @@ class Publications:
         future: Future[Delivery] = self._future(f"the delivery of version {version} of {name!r}")
 
         async def begin() -> None:
-            self.publishers[name].delivered(version, quorum, limit, future)
+            publisher = self.publishers.get(name)
+            if publisher is None:
+                raise RpcUsageError(
+                    f"worker {engine.name!r} has unpublished {name!r}, and does not know any more who has version "
+                    f"{version} of it: wait for the delivery first, then unpublish the name"
+                )
+            publisher.delivered(version, quorum, limit, future)
 
         self._begin(future, begin)
         return future
@@ -175,7 +197,7 @@ class Publications:
     async def _publisher(self, name: str) -> Publisher:
         """The publisher of a name, for which it is claimed the first time. Raises what `make_claim` raises."""
         publisher = self.publishers.get(name)
-        if publisher is not None:
+        if publisher is not None and not publisher.ending:
             return publisher
         async with self._claiming.setdefault(name, asyncio.Lock()):
             publisher = self.publishers.get(name)
@@ -190,7 +212,7 @@ class Publications:
     async def _claim(self, name: str) -> Claim:
         home, record = self._home, self._engine.record
         known = self._claims.get(name)
-        if known is not None and self._living(known) is not None:
+        if known is not None and self._living(known) is not None and not await self._is_free(name):
             raise taken(name, known.worker, known.publisher)
         newest = 0
         if await self._engine.steps.run(partial(find_claim, home.rendezvous, name)) is not None:
@@ -209,12 +231,44 @@ class Publications:
         gone = {member.id for member in home.group.members.values() if home.group.is_gone(member)}
         return await self._engine.steps.run(partial(make_claim, home.rendezvous, name, record, newest, gone))
 
+    async def _is_free(self, name: str) -> bool:
+        """Whether the worker that is known to publish a name has unpublished it, which this one has not heard yet."""
+        try:
+            return bool(await self._engine.steps.run(partial(is_free, self._home.rendezvous, name)))
+        except RendezvousError:
+            return False
+
+    async def _unpublish(self, name: str, future: Future[None]) -> None:
+        async with self._claiming.setdefault(name, asyncio.Lock()):
+            publisher = self.publishers.get(name)
+            if publisher is None:
+                raise RpcUsageError(
+                    f"worker {self._engine.name!r} cannot unpublish {name!r}, as it does not publish it: "
+                    f"{self.describe(name)}"
+                )
+            publisher.ending = True  # who publishes a version from here on waits for the lock, and claims the name anew
+            try:
+                await publisher.idle.wait()
+                claim, record, last = publisher.claim, self._engine.record, publisher.last
+                await self._engine.steps.run(partial(release_claim, self._home.rendezvous, claim, record, last))
+            except BaseException:
+                publisher.ending = False
+                raise
+            del self.publishers[name]
+            publisher.retire(f"worker {self._engine.name!r} has unpublished {name!r}")
+            if publisher.stored:
+                self._ended.append(publisher)
+            # All who answer have heard it before this worker can claim the name once more; the others hear it later.
+            told = [self._engine.tasks.spawn(self._tell_end(claim, each)) for each in self._home.group.live()]
+            await asyncio.wait(told, timeout=self._engine.bounds.vouch)
+        future.settle(None)
+
     def _look(self) -> None:
         """The group has changed: tell claims to who has not heard of them, and forget readers that are gone."""
         group = self._home.group
         for publisher in self.publishers.values():
             for record in group.live():
-                if record.incarnation not in publisher.told and record.id != self._engine.id:
+                if record.incarnation not in publisher.told and record.id != self._engine.id and not publisher.ending:
                     publisher.tell(record)
                     self._engine.tasks.spawn(self._tell_claim(publisher, record))
             publisher.told.intersection_update(record.incarnation for record in group.live())
@@ -227,13 +281,52 @@ class Publications:
         self._on_dead()
 
     async def _tell_claim(self, publisher: Publisher, record: WorkerRecord) -> None:
-        peer = self._home.peers.of(record)
-        said = write(publisher.claim)
+        limit = self._engine.options.rpc_timeout
+        # Deliveries do not wait for a worker that says nothing for so long.
+        silent = self._engine.loop.call_later(limit, publisher.expect, record, 0) if limit else None
+
+        def goes_on() -> bool:
+            if self.publishers.get(publisher.name) is not publisher:
+                return False
+            publisher.tell(record)  # it may have subscriptions, which wait for this publisher and do not know of it
+            return True
+
         try:
-            subscriptions = await peer.call(claimed, (said,), None, self._engine.options.rpc_timeout, system=True)
-        except RpcError:
-            subscriptions = 0
+            subscriptions = await self._say(record, claimed, publisher.claim, goes_on)
+        finally:
+            if silent is not None:
+                silent.cancel()
         publisher.expect(record, subscriptions if type(subscriptions) is int else 0)
+
+    async def _tell_end(self, claim: Claim, record: WorkerRecord) -> None:
+        await self._say(record, unpublished, Unpublished(claim.name, claim.turn), lambda: True)
+
+    async def _say(
+        self, record: WorkerRecord, function: Any, message: Claim | Unpublished, goes_on: Callable[[], bool]
+    ) -> Any:
+        """Say something to a worker until it has heard it, as one that is overloaded runs no calls. Its answer.
+
+        None if it is gone, or this worker is, or if there is nothing to say any more (goes_on).
+        """
+        said, pause = write(message), _FIRST_PAUSE
+        while True:
+            try:
+                return await self._home.peers.of(record).call(function, (said,), None, 0.0, system=True)
+            except Overloaded as error:
+                if pause == _FIRST_PAUSE:
+                    logger.warning(
+                        "worker %s has not told %s yet who publishes %r, and goes on trying: %s",
+                        self._engine.name,
+                        record.describe(),
+                        message.name,
+                        error,
+                    )
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+                if not goes_on():
+                    return None
+            except RpcError:
+                return None
 
     def _on_dead(self) -> None:
         here = self._engine.record.host
@@ -241,7 +334,7 @@ class Publications:
             shelf.on_dead(lambda record: provably_dead(record, here) or record.host != here)
 
     def _shelves(self) -> list[Shelf]:
-        self._ended = [relay for relay in self._ended if relay.stored]
+        self._ended = [shelf for shelf in self._ended if shelf.stored]
         return [*self.publishers.values(), *self.relays.values(), *self._ended]
 
     def shelves_of(self, name: str) -> list[Shelf]:
@@ -301,9 +394,9 @@ class Publications:
             else:
                 if claim is None:
                     return None  # whoever publishes it first says so
+                self._hear(claim)
                 record = self._living(claim)
                 if record is not None:
-                    self._hear(claim)
                     return record
         kept = [(latest.kept, record) for record, latest in await self._ask_all(name) if latest is not None]
         newest, record = max(kept, key=lambda each: each[0])
@@ -398,7 +491,7 @@ class Publications:
         """Who publishes a name, for errors."""
         claim = self._claims.get(name)
         if claim is None:
-            return "nobody has published it yet"
+            return "nobody publishes it at present"
         what = "publishes it" if self._living(claim) is not None else "published it, and has left or was lost"
         return f"worker {claim.worker!r} (id {claim.publisher}) {what}"
 
@@ -420,16 +513,53 @@ class Publications:
         """A worker says that it publishes a name. How many subscriptions to it there are here."""
         if claim.publisher != caller_id:
             raise RpcUsageError(f"the worker with id {caller_id} speaks for itself alone, and not for {claim.worker!r}")
-        if claim.name not in self._claims and len(self._claims) >= _MOST_NAMES:
-            raise Overloaded(f"worker {self._engine.name!r} keeps who publishes {_MOST_NAMES} names, and no more")
-        self._hear(claim)
-        return sum(feed.name == claim.name and not feed.closed for feed in self.feeds.values())
+        subscriptions = sum(feed.name == claim.name and feed.reads for feed in self.feeds.values())
+        if subscriptions or claim.name in self._claims or len(self._claims) < _MOST_NAMES:
+            self._hear(claim)
+        else:  # who reads it later finds its claim in the store
+            self._look_at_claims()
+            if not self._full:
+                self._full = True
+                logger.warning(
+                    "worker %s keeps who publishes %d names, and no more: of further ones it asks the store of the "
+                    "group",
+                    self._engine.name,
+                    _MOST_NAMES,
+                )
+        return subscriptions
+
+    def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
+        """A worker does not publish a name any more: the subscriptions to it end here. Nothing of a claim before."""
+        claim = self._claims.get(message.name)
+        if claim is not None and claim.publisher == caller_id and claim.turn == message.turn:
+            del self._claims[message.name]
+            for feed in [feed for feed in self.feeds.values() if feed.name == message.name and feed.reads]:
+                feed.finish()
 
     def _hear(self, claim: Claim) -> None:
         known = self._claims.get(claim.name)
         if known is None or known.turn < claim.turn:
+            if known is None:
+                self._look_at_claims()
             self._claims[claim.name] = claim
             self._wake()
+
+    def _look_at_claims(self) -> None:
+        """One more name: forget who has published what nobody reads here, of workers that are gone.
+
+        Who reads it later asks the store. All are looked at once as many have come as were left the last time, or as
+        there was room for, but not before some have come (`_MANY_NAMES`): so it costs little on average.
+        """
+        self._unseen += 1
+        if self._unseen < self._look_after:
+            return
+        read_here = {feed.name for feed in self.feeds.values() if feed.reads}
+        has_gone = self._home.group.has_gone
+        for name, claim in list(self._claims.items()):
+            if name not in read_here and has_gone(claim.publisher):
+                del self._claims[name]
+        left = len(self._claims)
+        self._unseen, self._look_after = 0, max(_MANY_NAMES, min(left, _MOST_NAMES - left))
 
     def _wake(self) -> None:
         self._claimed.set()
@@ -438,6 +568,11 @@ class Publications:
     def shelf_of(self, name: str) -> Shelf | None:
         """What gives versions of a name to others here; None if nothing does."""
         return self.publishers.get(name) or self.relays.get(name)
+
+    def shelf_with(self, name: str, version: int) -> Shelf | None:
+        """What gives a version of a name to others here, also where the name was unpublished; None if nothing does."""
+        ended = [shelf for shelf in self._ended if shelf.name == name and shelf.has(version)]
+        return ended[0] if ended else self.shelf_of(name)
 
     def record_of(self, worker_id: int) -> WorkerRecord:
         """The record of a member that calls. RpcUsageError if it is none any more."""
@@ -464,8 +599,8 @@ class Publications:
             feed.let_go()
         for publisher in self.publishers.values():
             publisher.close(error)
-        for relay in [*self.relays.values(), *self._ended]:
-            relay.clear()
+        for shelf in [*self.relays.values(), *self._ended]:
+            shelf.clear()
         for future in list(self._pending):
             future.settle(None, error)
         self._watch.close()
@@ -498,6 +633,14 @@ def claimed(said: bytes) -> int:
 
 @system
 @inline
+def unpublished(said: bytes) -> None:
+    """Handler: the caller does not publish a name any more."""
+    publications, caller_id = _current()
+    publications.on_unpublished(read(Unpublished, said), caller_id)
+
+
+@system
+@inline
 def wanted(said: bytes) -> Results | asyncio.Future[Results]:
     """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
     publications, caller_id = _current()
@@ -513,7 +656,7 @@ async def pieced(said: bytes) -> torch.Tensor:
     """Handler: some bytes of a version, once they are there, for a worker that fetches it for its host."""
     publications, caller_id = _current()
     message = read(PieceWanted, said)
-    shelf = publications.shelf_of(message.name)
+    shelf = publications.shelf_with(message.name, message.version)
     if shelf is None:
         raise RpcUsageError(f"worker {current.caller().name!r} asks for a version of {message.name!r} that is not here")
     return await shelf.piece(publications.record_of(caller_id), message)

@@ -76,6 +76,10 @@ class Publisher(Shelf):
         super().__init__(home, claim.name)
         self.claim = claim
         self.told: set[str] = set()  # the incarnations of the workers that were told of the claim
+        self.ending = False  # whether the name is being unpublished: no version is begun
+        self.idle = asyncio.Event()  # set while no version is being copied
+        self.idle.set()
+        self._copying = 0
         self._arena = home.links.memory.arena
         self._accelerators = home.links.accelerators
         self._next = claim.first
@@ -87,9 +91,25 @@ class Publisher(Shelf):
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
+    @property
+    def last(self) -> int:
+        """The last version that was begun; one less than the first if none was."""
+        return self._next - 1
+
     async def put(self, content: Content) -> int:
         """Copy a value and give it to whoever waits; its version. Returns when its buffers are not read any more."""
         version, self._next = self._next, self._next + 1
+        self._copying += 1
+        self.idle.clear()
+        try:
+            await self._put(version, content)
+        finally:
+            self._copying -= 1
+            if not self._copying:
+                self.idle.set()
+        return version
+
+    async def _put(self, version: int, content: Content) -> None:
         engine = self._engine
         origin = Origin(engine.id, engine.name, engine.record.main)
         stored = self.begin(version, origin, content.bodies, content.spans, content.size)
@@ -106,7 +126,6 @@ class Publisher(Shelf):
             await in_background(engine, copy)
         self._put_at = time.monotonic()
         self.finish(stored)
-        return version
 
     def _synchronize(self, marks: Sequence[Event]) -> None:
         driver = self._accelerators.accelerator
@@ -214,7 +233,10 @@ class Publisher(Shelf):
     def on_reader_gone(self, key: Key, subscriber: Subscriber) -> None:
         """A reader has left or was lost; if it was a leader, another one of its host will ask."""
         self._end_leader(key)
-        self._lost[subscriber.record.info] = subscriber.have, self.newest
+        self._remember_lost(subscriber.record.info, subscriber.have)
+
+    def _remember_lost(self, info: WorkerInfo, had: int) -> None:
+        self._lost[info] = had, self.newest
         while len(self._lost) > _MOST_LOST:
             del self._lost[next(iter(self._lost))]
 
@@ -226,8 +248,7 @@ class Publisher(Shelf):
                 if leader.record == record:
                     del self._leaders[host]
                 elif record.id in leader.readers:
-                    info, had = leader.readers.pop(record.id)
-                    self._lost[info] = had, self.newest
+                    self._remember_lost(*leader.readers.pop(record.id))
         self.on_readers()
 
     # --- delivery -----------------------------------------------------------------------------------------------------
@@ -268,6 +289,12 @@ class Publisher(Shelf):
         lost = tuple(info for info, (had, newest) in self._lost.items() if had < awaited.version <= newest)
         wanted = needed(awaited.quorum, len(have))
         return Delivery(awaited.version, has, missing, lost, len(has) >= wanted)
+
+    def retire(self, reason: str) -> None:
+        """The name is unpublished: deliveries have come as far as they will, and what readers hold stays with them."""
+        for awaited in tuple(self._awaited):
+            self._settle(awaited)
+        self.end(reason)
 
     def close(self, error: Exception) -> None:
         """The worker ends."""

@@ -136,6 +136,10 @@ class Shelf:
         """How many versions take up memory."""
         return len(self._stored)
 
+    def has(self, version: int) -> bool:
+        """Whether a version takes up memory."""
+        return version in self._stored
+
     # --- filling ------------------------------------------------------------------------------------------------------
 
     def begin(self, version: int, origin: Origin, bodies: tuple[bytes, ...], spans: list[Span], size: int) -> Stored:

@@ -54,8 +54,10 @@ class Publication:
         quorum: how many readers are enough: a number of them, a share of those there are (a float up to 1.0), or None
         for all that there are at that time. timeout: seconds, 0 for no limit; None for this worker's ``rpc_timeout``.
         When the time is up the Future settles as well: what it gives names who has the version and who is missing, and
-        says in `reached` whether they are enough. A reader that is lost is not waited for. Raises RpcUsageError for a
-        quorum that is none, or that is larger than a group of fixed size; WorkerClosed if this worker has shut down.
+        says in `reached` whether they are enough. A reader that is lost is not waited for. If the name is unpublished
+        meanwhile it settles as it stands then; of a name that was unpublished before, it raises RpcUsageError. Raised
+        here: RpcUsageError for a quorum that is none, or that is larger than a group of fixed size; WorkerClosed if
+        this worker has shut down.
         """
         return self._deliveries.delivered(self.name, self.version, quorum, timeout)
 
@@ -68,7 +70,8 @@ class Subscription(AsyncIterator[PublishedVersion], Iterator[PublishedVersion]):
 
     Each turn gives the newest version that there is, once that is newer than the one before: older ones that nobody
     began are skipped. The next one is fetched meanwhile. One task or thread at a time takes versions; taking one that
-    is cancelled loses none. It ends when it is closed, by ``async with``, ``with``, `close`, or when it is dropped.
+    is cancelled loses none. It ends when it is closed, by ``async with``, ``with``, `close`, or when it is dropped, and
+    when the publisher unpublishes the name: then the loop is over once what has come was taken.
 
     Versions go up, also from one publisher to the next. Whoever takes a name over asks all members for the newest that
     they have; if one that lives does not say so within 5 s, as its loop is blocked, 1,000,000,000 versions are skipped
