@@ -23,7 +23,7 @@ import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
 from aiorpc.protocol.identity import WorkerRecord
 from aiorpc.protocol.publication import Claim, Latest, Message, SubscriptionClosed, Unpublished, VersionsReleased, Want
-from aiorpc.runtime.publication import feed, publications
+from aiorpc.runtime.publication import feed, known
 from aiorpc.runtime.publication.claims import release_claim
 from aiorpc.runtime.publication.shelf import MOST_HELD, Key
 from aiorpc.runtime.publication.subscription import Subscription
@@ -711,7 +711,7 @@ async def test_a_reader_hears_of_a_publisher_however_many_names_there_are(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a name that it reads always; of others, for which there is no room, once it reads them."""
-    monkeypatch.setattr(publications, "_MOST_NAMES", 3)
+    monkeypatch.setattr(known, "_MOST_NAMES", 3)
     for number in range(3):
         await pair[0].publish(f"other{number}", {"step": number})
     async with pair[1].subscribe("policy") as versions:
@@ -729,7 +729,7 @@ async def test_a_reader_hears_of_a_publisher_however_many_names_there_are(
 
 async def test_who_published_what_nobody_reads_is_forgotten_once_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many workers come, publish and leave; who reads such a name later is told whose it was."""
-    monkeypatch.setattr(publications, "_MANY_NAMES", 4)
+    monkeypatch.setattr(known, "_MANY_NAMES", 4)
     store, names = HashStore(), [f"of{number}" for number in range(12)]
     async with cluster(1, dynamic=True, store=store) as (first,):
         there = first.node.publications

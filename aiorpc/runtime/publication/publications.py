@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -28,10 +28,7 @@ from ...protocol.publication import (
     LatestWanted,
     Message,
     PieceWanted,
-    ReadersOfHost,
-    SubscriptionClosed,
     Unpublished,
-    VersionsReleased,
     Want,
     check_name,
     needed,
@@ -40,9 +37,6 @@ from ...protocol.publication import (
 )
 from ...sites import call_site, outside
 from ..caller.peers import Peers
-from ..calls import current
-from ..calls.current import current_call
-from ..calls.functions import inline, system
 from ..calls.values import Results
 from ..engine.engine import Engine
 from ..engine.host import provably_dead
@@ -54,6 +48,8 @@ from ..meeting.rendezvous import Rendezvous
 from .claims import find_claim, is_free, make_claim, release_claim, taken
 from .content import Content, take_apart
 from .feed import Feed
+from .handlers import SAID, claimed, latest, pieced, unpublished, wanted
+from .known import KnownClaims
 from .publisher import Delivery, Publisher
 from .relay import Relay
 from .shelf import Shelf, in_background
@@ -61,9 +57,6 @@ from .subscription import Publication, Subscription
 
 logger = logging.getLogger("aiorpc")
 
-# Names that other workers publish, as far as this one keeps who does; and how many have to come before it looks which
-# of them it need not know any more.
-_MOST_NAMES, _MANY_NAMES = 65_536, 64
 # Seconds between two tries to tell a worker of a claim, or of its end.
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 1.0
 # So many versions are skipped by who takes a name over while a member says nothing, which may have newer ones than all
@@ -96,11 +89,8 @@ class Publications:
         self._ended: list[Shelf] = []  # whose versions are held still
         self._home = home
         self._engine = home.engine
-        self._claims: dict[str, Claim] = {}
-        self._unseen, self._look_after = 0, _MANY_NAMES  # names since the last look at them, and before the next one
-        self._full = False  # whether it was said that there is no room for more
+        self._claims = KnownClaims(home.engine.name, self._read_here, home.group.has_gone)
         self._claiming: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._claimed = asyncio.Event()
         self._numbers = itertools.count(1)
         self._pending: set[Future[Any]] = set()
         self._listener: Listener | None = None
@@ -204,7 +194,7 @@ class Publications:
             if publisher is None:
                 claim = await self._claim(name)
                 publisher = self.publishers[name] = Publisher(self._home, claim)
-                self._hear(claim)
+                self._claims.hear(claim)
                 self._follow_group()
                 self._look()
         return publisher
@@ -277,7 +267,7 @@ class Publications:
             for record in shelf.on_gone(group.is_gone):
                 if record.pid != os.getpid() and record.host == self._engine.record.host:
                     self._watch.add(record)
-        self._wake()  # whoever follows a worker that is gone looks for another one
+        self._claims.wake()  # whoever follows a worker that is gone looks for another one
         self._on_dead()
 
     async def _tell_claim(self, publisher: Publisher, record: WorkerRecord) -> None:
@@ -373,7 +363,7 @@ class Publications:
         """
         looked = False
         while True:
-            changed = self._claimed
+            changed = self._claims.changed
             claim = self._claims.get(name)
             record = None if claim is None else self._living(claim)
             if record is None and not newest and not looked:
@@ -381,7 +371,7 @@ class Publications:
                 record = await self._look_for(name, claim)
             if record is not None:
                 return record
-            if self._claimed is changed:
+            if self._claims.changed is changed:
                 await changed.wait()
 
     async def _look_for(self, name: str, claim: Claim | None) -> WorkerRecord | None:
@@ -394,7 +384,7 @@ class Publications:
             else:
                 if claim is None:
                     return None  # whoever publishes it first says so
-                self._hear(claim)
+                self._claims.hear(claim)
                 record = self._living(claim)
                 if record is not None:
                     return record
@@ -501,7 +491,7 @@ class Publications:
 
     def tell(self, record: WorkerRecord, message: Message) -> None:
         """Say something to a worker that needs no answer."""
-        function = _SAID[type(message)]
+        function = SAID[type(message)]
         with contextlib.suppress(RpcError):  # it is gone, or this worker is
             limit = self._engine.options.rpc_timeout
             call = self._home.peers.of(record).call(function, (write(message),), None, limit, system=True)
@@ -513,57 +503,23 @@ class Publications:
         """A worker says that it publishes a name. How many subscriptions to it there are here."""
         if claim.publisher != caller_id:
             raise RpcUsageError(f"the worker with id {caller_id} speaks for itself alone, and not for {claim.worker!r}")
-        subscriptions = sum(feed.name == claim.name and feed.reads for feed in self.feeds.values())
-        if subscriptions or claim.name in self._claims or len(self._claims) < _MOST_NAMES:
-            self._hear(claim)
-        else:  # who reads it later finds its claim in the store
-            self._look_at_claims()
-            if not self._full:
-                self._full = True
-                logger.warning(
-                    "worker %s keeps who publishes %d names, and no more: of further ones it asks the store of the "
-                    "group",
-                    self._engine.name,
-                    _MOST_NAMES,
-                )
-        return subscriptions
+        self._claims.offer(claim)
+        return len(self._readers(claim.name))
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
         """A worker does not publish a name any more: the subscriptions to it end here. Nothing of a claim before."""
         claim = self._claims.get(message.name)
         if claim is not None and claim.publisher == caller_id and claim.turn == message.turn:
-            del self._claims[message.name]
-            for feed in [feed for feed in self.feeds.values() if feed.name == message.name and feed.reads]:
+            self._claims.forget(message.name)
+            for feed in self._readers(message.name):
                 feed.finish()
 
-    def _hear(self, claim: Claim) -> None:
-        known = self._claims.get(claim.name)
-        if known is None or known.turn < claim.turn:
-            if known is None:
-                self._look_at_claims()
-            self._claims[claim.name] = claim
-            self._wake()
+    def _readers(self, name: str) -> list[Feed]:
+        return [feed for feed in self.feeds.values() if feed.name == name and feed.reads]
 
-    def _look_at_claims(self) -> None:
-        """One more name: forget who has published what nobody reads here, of workers that are gone.
-
-        Who reads it later asks the store. All are looked at once as many have come as were left the last time, or as
-        there was room for, but not before some have come (`_MANY_NAMES`): so it costs little on average.
-        """
-        self._unseen += 1
-        if self._unseen < self._look_after:
-            return
-        read_here = {feed.name for feed in self.feeds.values() if feed.reads}
-        has_gone = self._home.group.has_gone
-        for name, claim in list(self._claims.items()):
-            if name not in read_here and has_gone(claim.publisher):
-                del self._claims[name]
-        left = len(self._claims)
-        self._unseen, self._look_after = 0, max(_MANY_NAMES, min(left, _MOST_NAMES - left))
-
-    def _wake(self) -> None:
-        self._claimed.set()
-        self._claimed = asyncio.Event()
+    def _read_here(self) -> set[str]:
+        """The names that are read here."""
+        return {feed.name for feed in self.feeds.values() if feed.reads}
 
     def shelf_of(self, name: str) -> Shelf | None:
         """What gives versions of a name to others here; None if nothing does."""
@@ -608,103 +564,3 @@ class Publications:
     def close_in_child(self) -> None:
         """In a forked child: let go of the descriptors, which are the parent's."""
         self._watch.close_in_child()
-
-
-class _NodeThatPublishes(Protocol):
-    """A running worker, whose published values these are."""
-
-    publications: Publications
-
-
-def _current() -> tuple[Publications, int]:
-    """In a handler: the published values of this worker, and the id of the caller."""
-    call = current_call.get()
-    assert call is not None, "these functions are handlers"
-    return cast(_NodeThatPublishes, call.node).publications, call.caller_id
-
-
-@system
-@inline
-def claimed(said: bytes) -> int:
-    """Handler: the caller publishes a name. How many subscriptions to it there are here."""
-    publications, caller_id = _current()
-    return publications.on_claim(read(Claim, said), caller_id)
-
-
-@system
-@inline
-def unpublished(said: bytes) -> None:
-    """Handler: the caller does not publish a name any more."""
-    publications, caller_id = _current()
-    publications.on_unpublished(read(Unpublished, said), caller_id)
-
-
-@system
-@inline
-def wanted(said: bytes) -> Results | asyncio.Future[Results]:
-    """Handler: the newest version of a name that this worker publishes, once the caller has not got it."""
-    publications, caller_id = _current()
-    message = read(Want, said)
-    shelf = publications.shelf_of(message.name)
-    if shelf is None:
-        return publications.hand_on(message)
-    return shelf.want(publications.record_of(caller_id), message)
-
-
-@system
-async def pieced(said: bytes) -> torch.Tensor:
-    """Handler: some bytes of a version, once they are there, for a worker that fetches it for its host."""
-    publications, caller_id = _current()
-    message = read(PieceWanted, said)
-    shelf = publications.shelf_with(message.name, message.version)
-    if shelf is None:
-        raise RpcUsageError(f"worker {current.caller().name!r} asks for a version of {message.name!r} that is not here")
-    return await shelf.piece(publications.record_of(caller_id), message)
-
-
-@system
-@inline
-def readers(said: bytes) -> None:
-    """Handler: what the readers of another host have, for which the caller fetches."""
-    publications, caller_id = _current()
-    message = read(ReadersOfHost, said)
-    publisher = publications.publishers.get(message.name)
-    if publisher is not None:
-        have = {publications.member(worker): version for worker, version in message.readers}
-        known = {record: version for record, version in have.items() if record is not None}
-        publisher.on_readers_of_host(publications.record_of(caller_id), known)
-
-
-@system
-@inline
-def latest(said: bytes) -> bytes:
-    """Handler: what this worker has of a name."""
-    publications, _ = _current()
-    return write(publications.latest(read(LatestWanted, said).name))
-
-
-@system
-@inline
-def released(said: bytes) -> None:
-    """Handler: the caller does not use some versions any more."""
-    publications, caller_id = _current()
-    message = read(VersionsReleased, said)
-    for shelf in publications.shelves_of(message.name):
-        shelf.released(publications.record_of(caller_id), message)
-
-
-@system
-@inline
-def ended(said: bytes) -> None:
-    """Handler: a subscription of the caller has ended."""
-    publications, caller_id = _current()
-    message = read(SubscriptionClosed, said)
-    for shelf in publications.shelves_of(message.name):
-        shelf.closed(publications.record_of(caller_id), message)
-
-
-_SAID: dict[type[Message], Callable[[bytes], None]] = {
-    VersionsReleased: released,
-    SubscriptionClosed: ended,
-    ReadersOfHost: readers,
-}

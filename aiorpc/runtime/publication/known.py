@@ -1,0 +1,85 @@
+"""Who publishes which name, as far as one worker has heard of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+from ...protocol.publication import Claim
+
+logger = logging.getLogger("aiorpc")
+
+# Names that other workers publish, as far as this one keeps who does; and how many have to come before it looks which
+# of them it need not know any more.
+_MOST_NAMES, _MANY_NAMES = 65_536, 64
+
+
+class KnownClaims:
+    """The latest claim to each name that is known. On the loop.
+
+    worker: the name of this worker, for the log. read_here: gives the names that are read here, whose claims are kept
+    in any case; has_gone: whether the worker of that id is gone. Whoever needs a claim that is not here finds it in the
+    store. changed: is set, and another one is put in its place, when a claim has come, or the group has changed.
+    """
+
+    def __init__(self, worker: str, read_here: Callable[[], Collection[str]], has_gone: Callable[[int], bool]) -> None:
+        self.changed = asyncio.Event()
+        self._worker = worker
+        self._read_here = read_here
+        self._has_gone = has_gone
+        self._claims: dict[str, Claim] = {}
+        self._unseen, self._look_after = 0, _MANY_NAMES  # names since the last look at them, and before the next one
+        self._full = False  # whether it was said that there is no room for more
+
+    def get(self, name: str) -> Claim | None:
+        """The claim to that name, None if none is known."""
+        return self._claims.get(name)
+
+    def hear(self, claim: Claim) -> None:
+        """A claim that this worker needs, or has room for; nothing if it knows of a later one."""
+        known = self._claims.get(claim.name)
+        if known is None or known.turn < claim.turn:
+            if known is None:
+                self._look()
+            self._claims[claim.name] = claim
+            self.wake()
+
+    def offer(self, claim: Claim) -> None:
+        """A claim of which another worker tells: it is kept if the name is read here, or if there is room."""
+        if claim.name in self._claims or len(self._claims) < _MOST_NAMES or claim.name in self._read_here():
+            self.hear(claim)
+            return
+        self._look()
+        if not self._full:
+            self._full = True
+            logger.warning(
+                "worker %s keeps who publishes %d names, and no more: of further ones it asks the store of the group",
+                self._worker,
+                _MOST_NAMES,
+            )
+
+    def forget(self, name: str) -> None:
+        """Nobody publishes that name any more."""
+        self._claims.pop(name, None)
+
+    def wake(self) -> None:
+        """Whoever waits for a change looks again."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def _look(self) -> None:
+        """One more name: forget who has published what nobody reads here, of workers that are gone.
+
+        All are looked at once as many have come as were left the last time, or as there was room for, but not before
+        some have come (`_MANY_NAMES`): so it costs little on average.
+        """
+        self._unseen += 1
+        if self._unseen < self._look_after:
+            return
+        read_here = self._read_here()
+        for name, claim in list(self._claims.items()):
+            if name not in read_here and self._has_gone(claim.publisher):
+                del self._claims[name]
+        left = len(self._claims)
+        self._unseen, self._look_after = 0, max(_MANY_NAMES, min(left, _MOST_NAMES - left))
