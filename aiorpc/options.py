@@ -193,10 +193,10 @@ class RpcBackendOptions:
     secret_file: the file with the secret of the group, which only its owner may read, in place of AIORPC_SECRET. None
         takes what AIORPC_SECRET_FILE names, if it is set.
     require_secret: whether nobody joins without AIORPC_SECRET. None: nobody does if members of the group, or the store
-        where they meet, are on another host or in another container, and there are no certificates (`tls`) that bear
-        the names of workers. False: there the secret of the group goes through the store, and whoever reaches that may
-        run code on all workers; with `tls` it does not, and any certificate of the authority will do. The same on all
-        workers.
+        where they meet, are on another host, in another container or of another user, and there are no certificates
+        (`tls`) that bear the names of workers. False: there the secret of the group goes through the store, and whoever
+        reaches that may run code on all workers; with `tls` it does not, and any certificate of the authority will do.
+        The same on all workers.
     serve: what this worker runs for others: patterns for names such as ``"actors:step"`` or ``"actors:*"``, and
         ``rpc.exposed`` for what bears that mark; one list for all callers, or a dict of lists by their role, with
         ``"*"`` for all other roles. Everything by default, and where a list is ``"*"``.

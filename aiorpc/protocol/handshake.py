@@ -388,7 +388,8 @@ def _unpack(data: Buffer) -> list[Any]:
     try:
         unpacked = msgpack.unpackb(data, max_array_len=64, max_map_len=0)
     except Exception as error:
-        raise ProtocolError(f"a HELLO that is no msgpack: {error}") from None
+        # msgpack says what is wrong with some of them by the type alone.
+        raise ProtocolError(f"a HELLO that is no msgpack: {str(error) or type(error).__name__}") from None
     if type(unpacked) is not list:
         raise ProtocolError("a HELLO that is none")
     return unpacked

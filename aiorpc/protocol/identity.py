@@ -67,8 +67,8 @@ class WorkerRecord:
     """All that others need to know to reach a worker and to tell whether it still lives.
 
     name: as in WorkerInfo. id: its number in the group, which no other worker of the group has or had. incarnation:
-    random hex, new for every init. host: identity of the host and its namespaces (equal on both sides: unix sockets
-    and pidfd work). hostname, pid: for people. main: identity of the main module. unix_path: path of its unix
+    random hex, new for every init. host: identity of the host, its namespaces and its user (equal on both sides: unix
+    sockets and pidfd work). hostname, pid: for people. main: identity of the main module. unix_path: path of its unix
     socket, "" if none. tcp_host, tcp_port: where it listens, port 0 if nowhere. role: what it says it is in the
     group, by which others decide what they run for it; "" if nothing. tls: "1.3" if it speaks nothing but TLS
     there, and over TCP at all; "" if it speaks none. Behind `UNUSABLE` stands why it cannot: such a worker joins

@@ -22,10 +22,13 @@ class LastingConnection(Connection):
 
     on_suspended: while there is none, the end of its socket is its own; else `go_on` follows, or `abort`. on_resumed:
     called when it goes on. silent_for: how long its host had not answered when its socket was given up, in seconds.
+    lacking: as it went on last, what told the first frame that the other end had not received from others; None if it
+    had received all.
     """
 
     on_resumed: Callable[[], None] | None = None
     silent_for = 0.0
+    lacking: tuple[int, bytes] | None = None
     _full = False  # nothing is written until something has come
     _untold = False  # it was halted, and whoever mends it has not heard of that
     _ack: Sequence[Buffer] = ()  # the last one that was queued
@@ -185,6 +188,7 @@ class LastingConnection(Connection):
             raise ConnectionError("the other side takes nothing")
         with self._reading, self._lock:
             self.queue.go_on(other.queue, received)
+            self.lacking = self.queue.first()
             unfinished, place = self.decoder.unfinished, self.decoder.place
             if unfinished is not None and self.on_cut is not None:
                 self.on_cut(*unfinished)

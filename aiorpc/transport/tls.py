@@ -141,15 +141,15 @@ class TlsLayer:
         decoder, read, incoming = self._decoder, self._read, self._incoming
         more = True
         while more:
-            buffer = decoder.get_buffer()
+            buffer, filling = decoder.get_buffer(), decoder.filling
             with self.lock:
                 try:
                     # What a record begins may be large, so that the next ones belong elsewhere.
-                    taken = self._fill(buffer) if decoder.filling else read(len(buffer), buffer)
+                    taken = self._fill(buffer) if filling else read(len(buffer), buffer)
                     if not taken:
                         raise self._ended()
-                    # Less than there is room for: that was all that is left of the record.
-                    more = incoming.pending > 0 or (taken == len(buffer) and self._object.pending() > 0)
+                    # Less than there is room for: that was all that is left of the record, where one was read.
+                    more = incoming.pending > 0 or ((filling or taken == len(buffer)) and self._object.pending() > 0)
                 except ssl.SSLWantReadError:
                     break
                 except ssl.SSLError as error:

@@ -468,6 +468,13 @@ def test_malformed_hello_is_a_protocol_error(body: bytes) -> None:
         assert side.state is HandshakeState.FAILED
 
 
+@pytest.mark.parametrize("body", [b"\xc1", b"\x91" * 10_000])
+def test_a_hello_that_is_no_msgpack_says_what_is_wrong_with_it(body: bytes) -> None:
+    """Also where msgpack has no words for it, and its type alone says that."""
+    with pytest.raises(ProtocolError, match=r"a HELLO that is no msgpack: \w+"):
+        accepting().feed(Frame(Kind.HELLO, 0, body))
+
+
 @given(st.integers(0, 3), st.data())
 def test_mutated_handshake_fails_with_documented_errors_only(which: int, data: st.DataObject) -> None:
     """Change any bytes of any frame: the handshake fails with PeerRefused or ProtocolError, or it was not changed."""

@@ -45,6 +45,7 @@ from aiorpc.runtime.group import connecting
 from aiorpc.runtime.links.distribution import Distribution
 from aiorpc.runtime.links.messages import SHARED
 from aiorpc.testing import cluster
+from aiorpc.transport import sockets
 from tests.leaks import open_descriptors
 from tests.runtime.waiting import until, until_no_references, wait_until
 
@@ -257,8 +258,26 @@ async def test_address_where_nobody_answers_is_given_up_in_time() -> None:
             full.listen(0)  # it takes one connection, and the system is silent to all others
             stack.enter_context(socket.create_connection(address, LONG))
             workers[0].node.engine.bounds = Bounds(connect=0.05)
-            with pytest.raises(PeerLost, match=r"worker1.*cannot be reached"):
+            place = rf"no answer from 127\.0\.0\.2:{address[1]} within 0\.05 s \(a firewall\?.* address and port_range"
+            with pytest.raises(PeerLost, match=rf"worker1.*cannot be reached: .*does not take connections: {place}"):
                 await answer(workers[0].peer("worker1", timeout=0).call(abs, -3))
+
+
+async def test_what_the_system_does_not_permit_is_tried_once(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As to connect to what is another user's: waiting does not change that."""
+    tries = []
+
+    async def connect(path: str) -> socket.socket:
+        tries.append(path)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(sockets, "connect_unix", connect)
+    pair[0].node.engine.bounds = Bounds(connect=100 * LONG)
+    with pytest.raises(PeerLost, match=r"worker1.*cannot be reached: .*Permission denied"):
+        await answer(pair[0].peer("worker1", timeout=0).call(abs, -3))
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])

@@ -1,12 +1,25 @@
-"""Whether a process of this host is gone."""
+"""Whether a process of this host is gone, and who is on this host."""
 
 from __future__ import annotations
 
 import os
+import socket
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from aiorpc import Worker
 from aiorpc.runtime.engine import host
+
+from .test_rendezvous import make_record
+
+ELSEWHERE = f"{os.getuid()}@another-boot:1:1"
+
+
+def of_another_user(identity: str) -> str:
+    """The identity of this host as a process of another user has it."""
+    return f"{os.getuid() + 1}@{identity.partition('@')[2]}"
 
 
 def ended_child() -> int:
@@ -38,3 +51,44 @@ def test_a_zombie_that_is_collected_during_the_look_is_gone(monkeypatch: pytest.
 
     monkeypatch.setattr(os, "kill", find_and_collect)
     assert host.is_gone(pid)
+
+
+def test_two_users_of_a_host_see_each_other_and_are_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No unix socket of the one can be used by the other one; a death can still be seen."""
+    here, uid = host.host_identity(), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    there = host.host_identity()
+    assert there != here
+    assert host.sees(here, there) and host.sees(there, here) and host.sees(here, here)
+    assert not host.sees(here, ELSEWHERE)
+    assert host.sees("elsewhere", "elsewhere") and not host.sees("elsewhere", "somewhere else")
+
+
+def test_the_death_of_another_users_process_is_seen() -> None:
+    """And that of a process with the same number on another host is not."""
+    pid, here = ended_child(), host.host_identity()
+    try:
+        assert host.provably_dead(make_record("w", 0, host=of_another_user(here), pid=pid), here)
+        assert not host.provably_dead(make_record("w", 0, host=of_another_user(here)), here)
+        assert not host.provably_dead(make_record("w", 0, host=ELSEWHERE, pid=pid), here)
+    finally:
+        os.waitpid(pid, 0)
+
+
+def test_a_host_without_proc_is_known_by_a_legible_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes any bytes for it, and a record does not."""
+
+    def unreadable(path: Path, encoding: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node\udcff\x1b")
+    assert host.host_identity() == f"{os.getuid()}@host:node??"
+
+
+async def test_a_member_of_another_user_is_watched_by_its_process(pair: list[Worker]) -> None:
+    """So its death is told at once, whether or not it was ever connected to; one on another host cannot be watched."""
+    group, record = pair[0].node.group, pair[1].node.engine.record
+    other = replace(record, incarnation="other", host=of_another_user(record.host), pid=os.getppid())
+    assert group.watch(other)
+    assert not group.watch(replace(other, incarnation="far", host=ELSEWHERE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import socket
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,10 +275,106 @@ async def test_the_end_of_the_grace_is_a_loss() -> None:
         await until(lambda: workers[1].statistics().calls_running)
         with away():
             cut()
-            with pytest.raises(rpc.PeerLost, match="worker1") as caught:
+            why = r"could not be made again within reconnect_grace=0\.2 s: .*Network is unreachable"
+            with pytest.raises(rpc.PeerLost, match=rf"worker1.* broke: .*; it {why}") as caught:
                 await call
             assert caught.value.worker == "worker1"
             await until(lambda: not workers[1].statistics().calls_running)
+
+
+async def test_the_end_of_the_grace_says_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try that takes too long has no words of its own."""
+    monkeypatch.setattr(mending, "TRY", 0.01)
+    async with cluster(2, options=rpc.RpcBackendOptions(**TCP, reconnect_grace=0.2)) as workers:
+        assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
+        call = workers[0].call("worker1", bodies.ablock)
+        await until(lambda: workers[1].statistics().calls_running)
+
+        async def connect(host: str, port: int) -> socket.socket:
+            await asyncio.Event().wait()
+            raise AssertionError("nobody answers")
+
+        monkeypatch.setattr(sockets, "connect_tcp", connect)
+        cut()
+        with pytest.raises(rpc.PeerLost, match=rf"0\.2 s: no answer from 127\.0\.0\.1:{port_of(workers[1])}"):
+            await call
+
+
+class Lossy(socket.socket):
+    """Takes all that is sent, and loses it from the first on that is large."""
+
+    LARGE = 16 << 10
+    lost = False
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        return len(data) if self._loses(len(data)) else super().send(data, flags)
+
+    def sendmsg(self, buffers: Any, ancillary: Any = (), flags: int = 0, address: Any = None) -> int:
+        size = sum(map(len, buffers))
+        return size if self._loses(size) else super().sendmsg(buffers, ancillary, flags)
+
+    def _loses(self, size: int) -> bool:
+        self.lost = self.lost or size > self.LARGE
+        return self.lost
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[None]:
+    """What is large is lost on connections that are opened here, as packets are that are too large for a tunnel."""
+    connect = sockets.connect_tcp
+
+    async def connect_badly(host: str, port: int) -> socket.socket:
+        return Lossy(fileno=(await connect(host, port)).detach())
+
+    sockets.connect_tcp = connect_badly
+    try:
+        yield
+    finally:
+        sockets.connect_tcp = connect
+
+
+async def break_once(worker: Worker, other: Worker) -> None:
+    """The connection over which one worker calls the other breaks, and goes on."""
+    peer = worker.node.peers.of(other.node.engine.record)
+    assert peer.state is PeerState.READY
+    await give_up_the_socket(worker, other)
+    await until(lambda: peer.state is PeerState.READY)
+
+
+@ALSO_TLS
+@pytest.mark.parametrize("mended", [False, True], ids=["for good", "for a while"])
+async def test_what_never_gets_through_is_a_loss_although_the_connection_goes_on(
+    kind: str,
+    mended: bool,
+    options: rpc.RpcBackendOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where all that is large is lost: it is said once, and waited for until the grace is over, but not for ever."""
+    caplog.set_level(logging.WARNING, "aiorpc")
+    later = 0.0
+    monkeypatch.setattr(mending, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
+    async with cluster(2, options=options) as workers:
+        with black_hole():
+            assert await workers[0].call("worker1", bodies.add, 1, 2) == 3
+            call = workers[0].call("worker1", bodies.echo, torch.ones(20_000))
+            for _ in range(3):
+                await break_once(*workers)
+            assert not call.done()
+            if not mended:
+                later = 2 * options.reconnect_grace
+                await give_up_the_socket(*workers)
+                with pytest.raises(rpc.PeerLost, match=r"worker1.*the same message has not got through.* MTU"):
+                    await asyncio.wait_for(call, 30)
+        if mended:
+            await break_once(*workers)
+            assert (await call).sum() == 20_000
+            later = 2 * options.reconnect_grace
+            await break_once(*workers)
+            assert await workers[0].call("worker1", bodies.add, 3, 4) == 7
+            assert not workers[0].node.group.lost
+        said = [record.getMessage() for record in caplog.records if "has gone on 3 times" in record.getMessage()]
+        assert len(said) == 1 and "worker1" in said[0] and "MTU" in said[0]
 
 
 async def test_a_listener_that_is_gone_is_a_loss_at_once() -> None:

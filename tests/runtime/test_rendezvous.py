@@ -213,6 +213,8 @@ def test_only_rank_0_hosts_a_tcp_store() -> None:
         ("node0", "127.0.1.1", False, "127.0.0.1"),
         ("localhost", "127.0.0.1", True, "127.0.0.1"),
         ("127.0.1.1", "127.0.1.1", True, "127.0.0.1"),
+        ("::1", "::1", True, "::1"),
+        ("localhost", "::1 127.0.0.1", True, "127.0.0.1"),
         ("", "", True, "127.0.0.1"),
     ],
 )
@@ -223,9 +225,20 @@ def test_others_are_led_to_an_address_that_they_can_reach(
     own = {"10.0.0.7": "10.0.0.1", "127.0.1.1": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
     if connected:
         own["192.0.2.1"] = "172.16.0.9"
-    monkeypatch.setattr(stores, "_addresses", lambda _: [means])
+    own["::1"] = "::1"
+    monkeypatch.setattr(stores, "_addresses", lambda _: means.split())
     monkeypatch.setattr(stores, "_own_address", lambda to, _: own.get(to))
     assert stores.local_address(stores.MeetingPlace(0, 2, host=host, port=4000)) == address
+
+
+@pytest.mark.parametrize(("host", "means"), [("::1", ["::1"]), ("localhost", ["::1", "127.0.0.1"]), ("", [])])
+def test_where_there_is_no_ipv4_the_loopback_address_is_that_of_ipv6(
+    host: str, means: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing names an address, as when workers meet in a file."""
+    monkeypatch.setattr(stores, "_addresses", lambda _: means)
+    monkeypatch.setattr(stores, "_own_address", lambda to, _: to if to == "::1" else None)
+    assert stores.local_address(stores.MeetingPlace(0, 2, host=host, port=4000)) == "::1"
 
 
 def test_a_name_used_twice_is_an_error_on_every_rank(group: Group) -> None:
@@ -1017,6 +1030,33 @@ def test_on_several_hosts_a_secret_is_required(here: Group, tmp_path: Path, size
         with pytest.raises(RendezvousError, match=r"AIORPC_SECRET is not set, and .* on another host .*openssl rand"):
             opened.agree_secret(own, records, tmp_path)
     assert not here.store.check(["aiorpc/1/secret"]) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [3, None])
+@pytest.mark.parametrize("method", ["tcp://127.0.0.1:{}", "file://{}"])
+def test_two_users_of_a_host_need_a_secret(tmp_path: Path, size: int | None, method: str) -> None:
+    """Neither may read a file of the other one; each is told so, as their calls would fail."""
+    other = f"{os.getuid() + 1}@{host_identity().partition('@')[2]}"
+    place = method.format(f"{tmp_path}/meet" if "file" in method else free_port())
+    with closing(Group(place, None)) as group:
+        group.require_secret = None
+        if size is None:
+            group.join(None, None, "w0")
+            records = group.join(None, None, "w1", host=other)
+        else:
+            hosts = ("", other, "")
+            met = together(*(lambda n=n: group.join(n, size, f"w{n}", host=hosts[n]) for n in range(size)))
+            records = next(result for result in met if isinstance(result, list))
+        (tmp_path / "directory").mkdir()
+        for opened in group.opened:
+            if size is None and opened is group.opened[0]:
+                continue  # it was there first, when there was nobody else
+            own = opened.record
+            others = "w1" if own.name != "w1" else "w0"
+            said = rf"AIORPC_SECRET is not set, and {others} .*another user.* Set AIORPC_SECRET"
+            with pytest.raises(RendezvousError, match=said):
+                opened.agree_secret(own, records, tmp_path / "directory")
+        assert not list((tmp_path / "directory").iterdir())
 
 
 def join_far(group: Group, rank: int, size: int) -> list[WorkerRecord]:

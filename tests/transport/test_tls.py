@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiorpc.errors import PeerRefused, ProtocolError
-from aiorpc.protocol.frames import CHUNK, Frame, FrameDecoder, Kind, encode_frame
+from aiorpc.protocol.frames import CHUNK, FIRST_READ_SIZE, READ_SIZE, Frame, FrameDecoder, Kind, encode_frame
 from aiorpc.protocol.states import TlsState
 from aiorpc.transport import tls as tls_module
 from aiorpc.transport.certificates import Credentials
@@ -37,15 +37,16 @@ def credentials(authority: Authority) -> Iterator[dict[str, Credentials]]:
     yield {name: Credentials(authority.tls(name), name) for name in ("w0", "w1")}
 
 
-def side(credentials: Credentials, *, opener: bool) -> TlsLayer:
+def side(credentials: Credentials, *, opener: bool, read_size: int = READ_SIZE) -> TlsLayer:
     context, own = credentials.context(opener=opener)
-    decoder = FrameDecoder(max_body=1 << 24, max_segment=1 << 24)
+    decoder = FrameDecoder(max_body=1 << 24, max_segment=1 << 24, read_size=read_size)
     return TlsLayer(context, decoder, opener=opener, own=own)
 
 
-def shaken(credentials: dict[str, Credentials]) -> tuple[TlsLayer, TlsLayer]:
-    """An opener and an acceptor that are open."""
-    opener, acceptor = side(credentials["w0"], opener=True), side(credentials["w1"], opener=False)
+def shaken(credentials: dict[str, Credentials], read_size: int = READ_SIZE) -> tuple[TlsLayer, TlsLayer]:
+    """An opener and an acceptor that are open; what the latter reads at once."""
+    opener = side(credentials["w0"], opener=True)
+    acceptor = side(credentials["w1"], opener=False, read_size=read_size)
     opener.start()
     acceptor.start()
     for _ in range(4):
@@ -125,6 +126,19 @@ def test_chunks_are_decrypted_into_their_place(credentials: dict[str, Credential
     data = b"".join(bytes(part) for part in encode_frame(CHUNK, 3, b"\x90", [content]))
     frames = acceptor.feed(encrypted(opener, data))
     assert len(frames) == 1 and bytes(place) == content
+
+
+@pytest.mark.parametrize("before", [0, 1_000])
+def test_the_end_of_a_large_buffer_is_read_however_its_records_lie(
+    credentials: dict[str, Credentials], before: int
+) -> None:
+    """Its first record is read in part to see what it is, the next ones to where they belong; nothing comes behind."""
+    for size in range(3 * RECORD, 4 * RECORD, 1_111):
+        opener, acceptor = shaken(credentials, read_size=FIRST_READ_SIZE)
+        data = frame(0, before) + frame(1, 0, b"s" * size)
+        wire = b"".join(encrypted(opener, data[at : at + RECORD]) for at in range(0, len(data), RECORD))
+        frames = [*acceptor.feed(wire[:FIRST_READ_SIZE]), *acceptor.feed(wire[FIRST_READ_SIZE:])]
+        assert found(frames)[-1:] == [(1, 0, [b"s" * size])]
 
 
 SPOILT: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {

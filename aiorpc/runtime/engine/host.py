@@ -10,23 +10,35 @@ import socket
 import sys
 from pathlib import Path
 
-from ...protocol.identity import WorkerRecord
+from ...protocol.identity import WorkerRecord, legible
 
 # Made at import, so that children that are forked later share it: they run the same interactive main as their parent.
 _PROCESS = secrets.token_hex(16)
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when they can see each other's unix sockets and pids.
+    """Equal for two processes exactly when they can see each other's pids and use each other's unix sockets.
 
-    One boot of one kernel, one network namespace, one pid namespace (containers may share some of them).
+    One boot of one kernel, one network namespace, one pid namespace (containers may share some of them), and one user:
+    sockets, secrets and memory are for this user alone. So two users of a host are like two hosts, which is said
+    before the "@"; what is behind it says who can see each other's pids (`sees`).
     """
+    user = os.getuid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         spaces = [str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid")]
     except OSError:
-        return f"host:{socket.gethostname()}"
-    return ":".join([boot, *spaces])
+        return f"{user}@host:{legible(socket.gethostname())}"
+    return f"{user}@{':'.join([boot, *spaces])}"
+
+
+def sees(here: str, host: str) -> bool:
+    """Whether processes with these two identities of their hosts see each other's pids, be it as two users."""
+    return here == host or (_without_user(here) == _without_user(host) != "")
+
+
+def _without_user(host: str) -> str:
+    return host.partition("@")[2]
 
 
 def main_identity() -> str:
@@ -56,11 +68,11 @@ def most_descriptors() -> int:
 
 
 def provably_dead(record: WorkerRecord, here: str) -> bool:
-    """True only if the record's process was on this host (identity `here`) and is gone or a zombie.
+    """True only if the record's process was on this host (identity `here`), of any user, and is gone or a zombie.
 
     A pid that was given to another process since makes it look alive: the answer errs on that side.
     """
-    return record.host == here and is_gone(record.pid)
+    return sees(here, record.host) and is_gone(record.pid)
 
 
 def is_gone(pid: int) -> bool:

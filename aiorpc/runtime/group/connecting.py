@@ -178,9 +178,7 @@ class Connector:
         pause = FIRST_PAUSE
         while True:
             try:
-                # The system tries for minutes where nobody answers.
-                async with asyncio.timeout(engine.bounds.connect):
-                    sock = await _reach(engine, record, engine.options.transports)
+                sock = await self._reach_in_time(record)
                 number = next(self._numbers)
                 opening = _Opening(engine, self._secret, record, sock, number)
                 opening.on_closed = partial(self._closed, peer, opening.connection)
@@ -205,10 +203,26 @@ class Connector:
                 ended = refused is not None and now > refused + engine.bounds.refused
                 if ended and record.host != engine.record.host:  # something between may refuse, for a while
                     ended, refused = await self._home.group.look_for_farewell(record), None
-                if ended or now > limit or provably_dead(record, engine.record.host):
+                refuses_us = isinstance(error, PermissionError)  # however often we ask
+                if ended or refuses_us or now > limit or provably_dead(record, engine.record.host):
                     raise ConnectionError(f"{record.describe()} does not take connections: {error}") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
+
+    async def _reach_in_time(self, record: WorkerRecord) -> socket.socket:
+        """A socket that leads to a worker. Raises OSError, which says why, and RpcError."""
+        engine = self._engine
+        try:
+            # The system tries for minutes where nobody answers.
+            async with asyncio.timeout(engine.bounds.connect):
+                return await _reach(engine, record, engine.options.transports)
+        except TimeoutError as error:
+            if str(error):  # the system's own
+                raise
+            raise TimeoutError(
+                f"no answer from {record.tcp_host}:{record.tcp_port} within {engine.bounds.connect:g} s "
+                "(a firewall? see the options address and port_range)"
+            ) from error
 
     def _watch(self, record: WorkerRecord, number: int, peer: Peer | None, connection: LastingConnection) -> None:
         line = Line(connection, record, number, pipe=peer is None, opener=True, peer=peer)

@@ -31,7 +31,7 @@ from ..calls import current
 from ..calls.current import current_call
 from ..calls.functions import system
 from ..engine.engine import Engine
-from ..engine.host import provably_dead
+from ..engine.host import provably_dead, sees
 from ..engine.watch import ProcessWatch
 from ..gradients.contexts import Gradients
 from ..links.links import Links
@@ -243,7 +243,7 @@ class Group:
 
     def watch(self, record: WorkerRecord) -> bool:
         """Watch the process of a member, connected or not; False if that cannot be done from here."""
-        if record.host != self._engine.record.host:
+        if not sees(self._engine.record.host, record.host):
             return False
         return record.pid == os.getpid() or self._watch.add(record)
 

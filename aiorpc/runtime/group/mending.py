@@ -8,6 +8,10 @@ connection has not been reached. They give up at once when the process is proved
 elsewhere when its listener refuses connections again and again, as a worker listens for as long as it lives; and when
 something else answers in its place, be it another incarnation, a worker that has given this one up, or no worker at
 all. As a goodbye may not have arrived, the store is asked whether the worker has left before its loss is told.
+
+A connection may go on again and again and be of no use, as where the network loses all that is large: a tunnel does
+that if packets are too large for it, and a handshake is small. So a connection is given up, too, if the same frame does
+not get through it for the time of the grace, however often it goes on (`STUCK`).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from ... import foreign
 from ...errors import PeerRefused, ProtocolError
 from ...protocol.identity import WorkerRecord
 from ...protocol.states import PeerEvent
@@ -40,6 +45,9 @@ TRY = 4.0
 REFUSALS = 5
 # While its host takes connections, a process that does not answer may be busy, and is waited for so many times as long.
 BUSY = 6
+# So often a connection goes on again, the same frame being lacking at the other end, before that means anything.
+STUCK = 2
+TOO_LARGE = "what is large does not get there (is the MTU of a tunnel too large?)"
 # Of the grace, what is left at least when the host has been silent for long before.
 LEAST_SHARE = 0.5
 
@@ -71,6 +79,11 @@ class Line:
     peer: Peer | None = None
     #: How often it was suspended.
     times: int = field(default=0, init=False)
+    #: What tells the first frame of ours from others that the other end had not received as the connection went on last
+    #: (`LastingConnection.lacking`); how often it has gone on since without that; and until when that is waited for.
+    lacking: tuple[int, bytes] | None = field(default=None, init=False)
+    in_vain: int = field(default=0, init=False)
+    limit: float = field(default=0.0, init=False)
     #: When what listens there was last seen to be that worker, or to be silent as it may be; ``time.monotonic()``. Set
     #: by whoever speaks with it (`Connector.reopen`): that it takes connections says nothing.
     reached: float = field(default=0.0, init=False)
@@ -120,8 +133,23 @@ class Mender:
         if line.peer is not None:
             line.peer.on_line(PeerEvent.RESUMED)
         logger.info("worker %s: a connection with %s goes on", self._engine.name, line.record.describe())
+        self._look_for_progress(line)
         if self._forget(line):
             self._home.news.publish(WorkerResumed(line.record.info))
+
+    def _look_for_progress(self, line: Line) -> None:
+        """Give up a connection that goes on again and again although what it has to send does not get through."""
+        engine, lacking, now = self._engine, line.connection.lacking, time.monotonic()
+        if lacking is None or lacking != line.lacking:
+            line.lacking, line.in_vain, line.limit = lacking, 0, now + engine.options.reconnect_grace
+            return
+        line.in_vain += 1
+        said = f"has gone on {line.in_vain + 1} times, and the same message has not got through: {TOO_LARGE}"
+        if line.in_vain == STUCK:
+            logger.warning("worker %s: a connection with %s %s", engine.name, line.record.describe(), said)
+        if line.in_vain >= STUCK and now >= line.limit:
+            # Whoever has it go on is not done with that.
+            engine.loop.call_soon(line.connection.abort, ConnectionError(f"it {said}"))
 
     def _forget(self, line: Line) -> bool:
         """It is not suspended any more; whether it was the last one of that worker."""
@@ -136,7 +164,8 @@ class Mender:
     async def _mend(self, line: Line, cause: OSError, limit: float, last: float) -> None:
         """Try until then. limit: for a host that cannot be reached; last: for a process that does not answer."""
         connection, times = line.connection, line.times
-        reason: Exception = cause
+        reason: Exception | None = None
+        failed = ""  # why the last try did
         pause, refusals = FIRST_PAUSE, 0
         while connection.suspended and line.times == times:
             now = time.monotonic()
@@ -151,9 +180,11 @@ class Mender:
                 # The acceptor has not been refused: what it has asked is somebody else than it served.
                 reason = error if line.opener else ConnectionError(f"somebody else is at its address: {error}")
                 break
-            except ConnectionRefusedError:
+            except ConnectionRefusedError as error:
+                failed = foreign.text_of(error)
                 refusals += 1
             except Exception as error:  # whatever it is, a timeout as a rule: there is a limit, and it is tried again
+                failed = foreign.text_of(error) or f"what listens at {_place(line.record)} says nothing"
                 logger.debug("worker %s: %s is not reached: %r", self._engine.name, line.record.describe(), error)
                 refusals = 0
             if connection.suspended:
@@ -163,10 +194,25 @@ class Mender:
         if line.times == times:
             self._forget(line)
             if connection.suspended:
-                connection.abort(None if left else reason)
+                connection.abort(None if left else reason or self._loss(line, cause, refusals, failed))
 
     async def _try(self, line: Line, seconds: float) -> None:
         """Reach the other process, and have the line go on if this end has opened it."""
-        async with asyncio.timeout(seconds):
-            sock = await self._home.reach(line.record)
+        try:
+            async with asyncio.timeout(seconds):
+                sock = await self._home.reach(line.record)
+        except TimeoutError as error:
+            raise TimeoutError(foreign.text_of(error) or f"no answer from {_place(line.record)}") from error
         await self._reopen(line, sock)  # a process that is busy takes its time
+
+    def _loss(self, line: Line, cause: OSError, refusals: int, failed: str) -> OSError:
+        """Why a connection is given up: what has broken it, and why it was not made again."""
+        text, record = foreign.text_of(cause), line.record
+        if provably_dead(record, self._engine.record.host):
+            return ConnectionError(f"{text}, and its process is gone")
+        grace = f" within reconnect_grace={self._engine.options.reconnect_grace:g} s" if refusals < REFUSALS else ""
+        return ConnectionError(f"{text}; it could not be made again{grace}{failed and ': '}{failed}")
+
+
+def _place(record: WorkerRecord) -> str:
+    return f"{record.tcp_host}:{record.tcp_port}"

@@ -188,7 +188,7 @@ class Accelerators:
         """ipc or staging, and why not the former, as far as that can be told without trying."""
         reason = self._obstacle() or str(theirs.get("obstacle", "it says nothing of devices"))
         if record.host != self._engine.record.host:
-            reason = "it is on another host"
+            reason = "it is on another host, or of another user"
         return (STAGING, reason) if reason else (IPC, "")
 
     def on_chosen(self, record: WorkerRecord, way: str, reason: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import RendezvousError
 from ...protocol.identity import WorkerRecord
+from ..engine.host import sees
 from .fixed import FixedWorld
 from .free import FreeWorld
 from .held import ADVICE, SECRET_BYTES, HeldSecret, from_hex
@@ -68,8 +69,16 @@ class Agreement:
 
     def check_allowed(self, record: WorkerRecord, records: Sequence[WorkerRecord]) -> None:
         """RendezvousError if these members, of whom `record` is this one, may not make their secret themselves."""
-        far = [other.describe() for other in records if other.host != record.host]
+        others_than_here = [other for other in records if other.host != record.host]
+        far = [other.describe() for other in others_than_here]
         place = self._place
+        if self._confined and far and all(sees(record.host, other.host) for other in others_than_here):
+            raise RendezvousError(
+                f"AIORPC_SECRET is not set, and {', '.join(far)} would be run by another user of this host than "
+                f"{record.describe()}. Neither may read a file with a secret that the other one has made. "
+                f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. If there is to be "
+                "no worker of another user, somebody else has written into the store"
+            )
         if self._confined and far:
             raise RendezvousError(
                 f"the store at {place} says that {', '.join(far)} would be on another host or in another "
@@ -87,8 +96,9 @@ class Agreement:
                 f"{careless} have require_secret=False, {others} have not. {_upper(SET_IT)}"
             )
         where = f"{', '.join(far)} would be" if far else f"the store at {place} is"
+        container = "in another container, or of another user" if far else "or in another container"
         raise RendezvousError(
-            f"AIORPC_SECRET is not set, and {where} on another host than {record.describe()}, or in another container. "
+            f"AIORPC_SECRET is not set, and {where} on another host than {record.describe()}, {container}. "
             f"{_upper(SET_IT)}. Or give tls= to all, with certificates that bear their names. Or give "
             "require_secret=False to all: then their secret goes through the store, and whoever reaches "
             f"{place} is trusted to run code on all of them"

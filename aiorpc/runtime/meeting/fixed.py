@@ -28,7 +28,7 @@ from typing import Any
 from ...devices import DeviceClaims, check_device_maps
 from ...errors import RendezvousError
 from ...protocol.identity import WorkerRecord
-from ..engine.host import host_identity, is_gone, provably_dead
+from ..engine.host import host_identity, is_gone, provably_dead, sees
 from .membership import SET_IT, Member, Proof, same_process
 from .stores import Board, Patience
 
@@ -300,7 +300,7 @@ class FixedWorld:
     def _is_stale(self, verdict: _Verdict, patience: Patience) -> bool:
         """True if a verdict found on arrival says nothing about the group that now gathers."""
         old = abs(time.time() - verdict.time) > (patience.seconds or 60.0)
-        return verdict.kind != _ABORT or old or (verdict.host == self._here and is_gone(verdict.pid))
+        return verdict.kind != _ABORT or old or (sees(self._here, verdict.host) and is_gone(verdict.pid))
 
     def _note_doubt(self, verdict: _Verdict) -> None:
         """A failure that this rank passes over as a stale one, by the clocks of two hosts, which may differ.
@@ -308,7 +308,7 @@ class FixedWorld:
         Nothing in the store says whether it was that of the group that now gathers. Who comes shows it: members of a
         new try do. If nobody comes, as all others have failed, what they were told is told here, too.
         """
-        if verdict.kind == _ABORT and verdict.host != self._here:
+        if verdict.kind == _ABORT and not sees(self._here, verdict.host):
             ago = time.time() - verdict.time
             when = f"{ago:.0f} s before" if ago >= 0 else f"{-ago:.0f} s after"
             self._doubt = (

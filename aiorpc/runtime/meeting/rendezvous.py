@@ -166,7 +166,7 @@ class Rendezvous:
         return self._world.generation
 
     def local_address(self) -> str:
-        """IP address of the interface that reaches the rendezvous; 127.0.0.1 if that is on this host alone."""
+        """IP address of the interface that reaches the rendezvous; a loopback one if that is on this host alone."""
         return local_address(self._place)
 
     def join(

@@ -284,7 +284,9 @@ class NewcomersInStore:
         if self._held is not None:
             if far and self._places.proof.require_secret is not False:
                 self.turn_away(
-                    newcomer, f"it is on another host than the leader, and AIORPC_SECRET is not set: {SET_IT}"
+                    newcomer,
+                    "it is on another host than the leader, or of another user, and AIORPC_SECRET is not set: "
+                    f"{SET_IT}",
                 )
                 return
             offer = self._held.offer(far)

@@ -29,6 +29,7 @@ _LONGEST_ATTEMPT = 30.0
 _CLOSING = "closing"
 # Addresses that nobody has (RFC 5737, RFC 3849): they stand for the rest of the world where a route is asked for.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+_LOOPBACK = ("127.0.0.1", "::1")
 _DIGITS = 18
 _CAN_WRITE = (
     "Whoever reaches that store can write there, and so keep a group from forming, but not join it: another program "
@@ -496,7 +497,7 @@ def is_loopback(place: MeetingPlace) -> bool:
 
 
 def local_address(place: MeetingPlace) -> str:
-    """Address of the interface that reaches the place; 127.0.0.1 where there is no network in between.
+    """Address of the interface that reaches the place; a loopback one where there is no network in between.
 
     Where the name of this host stands for a loopback address here, as with Debian, others are led to that of the
     interface towards the rest of the world.
@@ -504,11 +505,16 @@ def local_address(place: MeetingPlace) -> str:
     addresses = _addresses(place) if place.host else []
     if place.host and not is_loopback(place):
         addresses += _ELSEWHERE
+    near = []
     for address in addresses:
         own = _own_address(address, place.port)
         if own is not None and not ipaddress.ip_address(own).is_loopback:
             return own
-    return "127.0.0.1"
+        near.append(own)
+    if _LOOPBACK[0] in near:
+        return _LOOPBACK[0]
+    near += [_own_address(address, 1) for address in _LOOPBACK]  # some hosts have only one of them
+    return next((own for own in near if own is not None), _LOOPBACK[0])
 
 
 def _own_address(address: str, port: int) -> str | None:

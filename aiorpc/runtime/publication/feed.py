@@ -279,7 +279,7 @@ class Feed:
         view = self._views.get(offer.slot)
         try:
             if record.host != self.engine.record.host:
-                raise ProtocolError("its memory is on another host")
+                raise ProtocolError("its memory is on another host, or of another user")
             if view is None or view.nonce != offer.nonce:
                 view = SlotView(f"/proc/{record.pid}/fd/{offer.fd}", offer.size, offer.nonce)
                 self._views[offer.slot] = view
