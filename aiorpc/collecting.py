@@ -1,12 +1,14 @@
-"""Many Futures as one: `collect_all` and `wait_all`, for Futures of torch as well."""
+"""Many Futures as one: `collect_all` and `wait_all`, for Futures of torch as well. And one that is waited for alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from .callbacks import Repeatable
 from .futures import AnyFuture, Future, is_future, when_done
+
+T = TypeVar("T")
 
 
 class _Counted(Repeatable):
@@ -63,3 +65,14 @@ def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
         if isinstance(future, Future):
             future.mark_seen()
     return [future.wait() for future in done]
+
+
+def wait_alone(future: Future[T]) -> T:
+    """Wait for a Future that nobody else has. Who is interrupted cancels it: else nobody could, nor ever look at it."""
+    try:
+        return future.wait()
+    except BaseException:
+        future.cancel()  # nothing if its error is what was raised
+        raise
+    finally:
+        del future  # see `Future._outcome`

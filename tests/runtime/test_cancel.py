@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiorpc
-from aiorpc import RpcCancelled, Worker
+from aiorpc import RpcBackendOptions, RpcCancelled, Worker
 from aiorpc.callbacks import block_observer
 from aiorpc.runtime.calls.values import LARGE_PICKLE
 from tests.runtime.waiting import LIMIT, until, until_no_references
@@ -370,3 +372,42 @@ async def leave_something_running() -> str:
 
 async def what_was_left() -> tuple[bool, float | None]:
     return await left.pop()
+
+
+class Patient:
+    def wait(self) -> str:
+        return thread()
+
+
+BLOCKING: dict[str, Callable[[], Any]] = {
+    "rpc_sync": lambda: aiorpc.rpc_sync("alone", thread),
+    "a method of a reference": lambda: aiorpc.RRef(Patient()).rpc_sync().wait(),
+    "a method of an object": lambda: aiorpc.peer("alone").object("patient").rpc_sync().wait(),
+    "a group": lambda: aiorpc.group(["alone"]).rpc_sync(thread),
+    "an object of each member": lambda: aiorpc.group(["alone"]).object("patient").rpc_sync().wait(),
+}
+
+
+@pytest.mark.parametrize("verb", BLOCKING)
+def test_who_is_interrupted_in_a_blocking_verb_has_called_it_off(
+    verb: str, flags: Flags, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody has its Future: else nobody could, and a failure would be logged as one that nobody has looked at."""
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet")
+    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+
+    def interrupt() -> None:
+        flags.entered.wait(LIMIT)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    main, interrupter = threading.get_ident(), threading.Thread(target=interrupt)
+    try:
+        with aiorpc.serve("patient", Patient()):
+            interrupter.start()
+            with pytest.raises(KeyboardInterrupt):
+                BLOCKING[verb]()
+            assert flags.cancelled.wait(LIMIT)
+    finally:
+        interrupter.join()
+        aiorpc.shutdown()
+    assert not caplog.records

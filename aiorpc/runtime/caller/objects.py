@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+from ...collecting import wait_alone
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo, check_object_name
@@ -159,7 +160,7 @@ def _invoke(method: _MethodOfObject, args: tuple[Any, ...], kwargs: dict[str, An
         future = home.retries.call(to, function, args, kwargs, seconds, retried, call_site(sys._getframe(2)))
     else:
         future = peer.call(function, args, kwargs, seconds, wait=handle._wait, depth=3)
-    return future.wait() if verb == "rpc_sync" else future
+    return wait_alone(future) if verb == "rpc_sync" else future
 
 
 def not_tried_again(verb: str, to: To) -> RpcUsageError:

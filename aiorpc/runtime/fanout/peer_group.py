@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
+from ...collecting import wait_alone
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.identity import WorkerInfo, check_object_name
@@ -110,7 +111,7 @@ class PeerGroup:
         self._home.engine.refuse_on_loop("group.rpc_sync()", "await group.call(...)")
         if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
             args, kwargs = check_arguments(args, kwargs)
-        return self._call(func, args, kwargs, self._with(timeout, quorum), call_site(sys._getframe(1))).wait()
+        return wait_alone(self._call(func, args, kwargs, self._with(timeout, quorum), call_site(sys._getframe(1))))
 
     def _with(self, timeout: float, quorum: Quorum | None) -> GroupOptions:
         options = self._options
@@ -253,7 +254,7 @@ class PeerGroup:
             what = f"objects.rpc_sync().{function.name}()"
             self._home.engine.refuse_on_loop(what, f"await the objects' {function.name}()")
         future = self._call(function, args, kwargs, options, site)
-        return future.wait() if verb == "rpc_sync" else future
+        return wait_alone(future) if verb == "rpc_sync" else future
 
     def _refuse_retries(self, verb: str) -> None:
         if self._options.retry.retries:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, overload
 
+from ...collecting import wait_alone
 from ...errors import RpcUsageError
 from ...futures import Future
 from ...protocol.messages import Fetch, Method
@@ -52,7 +53,7 @@ class RRefGroup(Sequence[RRef[Any]]):
 
         def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], site: CallSite) -> Outcomes:
             self._home.engine.refuse_on_loop(f"refs.rpc_sync().{name}()", f"await refs.rpc_async().{name}()")
-            return self._call(name, args, kwargs, timeout, site).wait()
+            return wait_alone(self._call(name, args, kwargs, timeout, site))
 
         return GroupProxy(call)
 
@@ -68,7 +69,7 @@ class RRefGroup(Sequence[RRef[Any]]):
     def to_here(self, timeout: float = -1.0) -> Outcomes:
         """Copies of all values, as `Outcomes`; blocks. Not on the worker's loop: ``await refs`` there."""
         self._home.engine.refuse_on_loop("refs.to_here()", "await refs")
-        return self._fetch(self._seconds(timeout), call_site(sys._getframe(1))).wait()
+        return wait_alone(self._fetch(self._seconds(timeout), call_site(sys._getframe(1))))
 
     def __await__(self) -> Generator[Any, None, Outcomes]:
         """The same as `to_here`, without blocking."""

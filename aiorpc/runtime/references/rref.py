@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast
 
+from ...collecting import wait_alone
 from ...errors import RpcError, RpcUsageError
 from ...futures import Future
 from ...protocol import codec
@@ -191,7 +192,7 @@ class RRef(Generic[T]):
         if self.is_owner():
             return self._value_future().wait(self._references.engine.timeout(timeout) or None)
         self._references.engine.refuse_on_loop("rref.to_here()", "await rref")
-        return self._fetch(timeout, 3).wait()
+        return wait_alone(self._fetch(timeout, 3))
 
     def __await__(self) -> Generator[Any, None, T]:
         """The same value as `to_here`, without blocking."""
@@ -366,4 +367,4 @@ def _invoke(proxy: _Proxy, name: str, depth: int, /, *args: Any, **kwargs: Any) 
     if proxy._verb == "rpc_sync":
         engine.refuse_on_loop(f"rref.rpc_sync().{name}()", f"await rref.rpc_async().{name}()")
     future = peer.call(method, args, kwargs, seconds, depth=depth)
-    return future.wait() if proxy._verb == "rpc_sync" else future
+    return wait_alone(future) if proxy._verb == "rpc_sync" else future

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from ....collecting import wait_all
+from ....collecting import wait_all, wait_alone
 from ....errors import NotInitialized, Overloaded, PeerClosed, PeerLost, RpcError, RpcTimeout, RpcUsageError
 from ....futures import Future
 from ....protocol.identity import WorkerInfo
@@ -147,7 +147,7 @@ def rpc_sync(
 ) -> Any:
     """Run ``func(*args, **kwargs)`` on a worker and block for the result; raises what it raised."""
     registry.get().engine.refuse_on_loop("rpc_sync()", "await aiorpc.call(...)")
-    return _start(to, func, args, kwargs, timeout).wait()
+    return wait_alone(_start(to, func, args, kwargs, timeout))
 
 
 def rpc_async(
