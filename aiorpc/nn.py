@@ -140,7 +140,7 @@ class RemoteModule(Module):
         made = cls.__new__(cls)
         Module.__init__(made)
         node = made._adopt(remote_device)
-        if node.peers.info(node.peers.id_of(node.peers.find(made.on))) != module_rref.owner():
+        if node.peers.info_of(node.peers.find(made.on)) != module_rref.owner():
             raise RemoteModuleError(f"{remote_device!r} is not where the module is: its owner is {module_rref.owner()}")
         made.module_rref = module_rref
         return made
