@@ -152,7 +152,8 @@ class NotAllowed(RpcError, PermissionError):
 class RpcTimeout(RpcError, TimeoutError):
     """The deadline passed. The callee may or may not have run the function; it was told to stop.
 
-    worker: the callee's name. function: what was called. seconds: how long it had.
+    worker: the callee's name. function: what was called. seconds: how long it had. late: what kept the loop of the
+    caller's own worker from telling the time, if a thread had to; else "".
     """
 
     def __init__(self, message: str, *, worker: str = "", function: str = "", seconds: float = 0.0) -> None:
@@ -160,6 +161,7 @@ class RpcTimeout(RpcError, TimeoutError):
         self.worker = worker
         self.function = function
         self.seconds = seconds
+        self.late = ""
 
 
 class RpcCancelled(RpcError):

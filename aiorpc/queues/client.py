@@ -136,6 +136,8 @@ class Client:
                     f"{what} of {self.describe()} {verb} not done after {time}: not got yet, or got and not finished "
                     f"(`task_done`){self._or_busy()}"
                 )
+            if cause.late:
+                text += f". {cause.late}"
             return RpcTimeout(text, worker=self._owner, function=f"{self._name}.join", seconds=cause.seconds)
 
         return self._calls.ask("join_items", (), timeout, call_site(sys._getframe(2)), late)

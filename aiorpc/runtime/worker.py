@@ -368,7 +368,8 @@ class Worker:
 
     async def __aenter__(self) -> Worker:
         """Join the group, unless that was awaited before; inside the block this worker is the current one."""
-        if self._token is not None or self.state is not WorkerState.RUNNING:
+        here = self._own_loop is not None or self._life.loop is asyncio.get_running_loop()
+        if self._token is not None or self.state is not WorkerState.RUNNING or not here:
             await self.start()
         self._token = current_node.set(self.node)
         return self

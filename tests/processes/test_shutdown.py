@@ -347,6 +347,7 @@ def test_clean_run_prints_nothing(tmp_path: Path) -> None:
 COMPUTES = """
 import atexit, logging, sys, threading, torch, aiorpc as rpc
 logging.getLogger("aiorpc").setLevel(logging.ERROR)  # it says that a handler runs still
+torch.set_num_threads(1)
 begun = threading.Event()
 def compute():
     value = torch.ones(100, 100)

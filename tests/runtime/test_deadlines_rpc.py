@@ -333,9 +333,11 @@ async def test_the_time_of_a_blocking_verb_passes_while_the_loop_is_blocked(pair
     rref = pair[0].remote("worker1", str, "value")
     (error,) = blocking(VERBS["rpc_sync"], pair[0], rref)  # this blocks the loop
     assert isinstance(error, RpcTimeout) and error.seconds == 0.3
-    assert "'worker0', which takes the answers, has not come to it for 0." in str(error)
+    assert "'worker0', which takes the answers, has not come to it for " in str(error)
     assert pair[0].statistics().calls_timed_out == 1 and await rref == "value"
     await until(pair[1].is_idle)
+    (error,) = blocking(lambda worker, _: worker.wait_for("worker1", timeout=0.3).wait(), pair[0], rref)
+    assert "has joined, and has not answered within 0.3 s. The event loop of worker 'worker0'" in str(error)
 
 
 async def test_the_callee_is_told(pair: list[Worker], flags: Flags) -> None:

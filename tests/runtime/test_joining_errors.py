@@ -112,11 +112,11 @@ async def test_a_worker_that_nobody_has_awaited_says_so() -> None:
 
 async def test_a_refusal_is_logged_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
     """As soon as the members meet, before any call of theirs."""
-    options = [RpcBackendOptions(serialization="safe"), RpcBackendOptions()]
+    options = [RpcBackendOptions(transports=("tcp",), authenticate_frames=seals) for seals in (True, False)]
     with caplog.at_level(logging.WARNING, "aiorpc"):
         async with cluster(2, options=options, dynamic=True) as workers:
             await until(lambda: "refused a connection" in caplog.text and "was lost" in caplog.text)
-            with pytest.raises(RpcError, match="serialization='free', and the worker that it called has 'safe'; give"):
+            with pytest.raises(RpcError, match="give authenticate_frames the same value"):
                 await asyncio.wait_for(workers[1].call("worker0", len, "abc"), LIMIT)
 
 

@@ -354,6 +354,21 @@ async def test_a_block_of_a_worker_that_was_awaited_before_is_the_end_of_it() ->
         await worker.__aenter__()
 
 
+def test_a_worker_that_runs_on_another_loop_is_not_entered_here(tmp_path: Path) -> None:
+    """It could not be left at the end of the block."""
+    options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet")
+    aiorpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+
+    async def enter() -> None:
+        with pytest.raises(RpcUsageError, match="was started before"):
+            await aiorpc.current().__aenter__()
+
+    try:
+        asyncio.run(enter())
+    finally:
+        aiorpc.shutdown()
+
+
 async def test_shutdown_again_with_a_loop_of_its_own() -> None:
     """A worker whose loop has ended gives its report again, also at the end of its `async with`."""
     async with aiorpc.init(

@@ -7,6 +7,7 @@ import copy
 import gc
 import logging
 import pickle
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -949,3 +950,57 @@ async def test_a_publisher_that_ends_while_it_unpublishes_is_followed(monkeypatc
         published = await second.publish("policy", weights(2))
         got = await anext(versions)
         assert (got.version, got.publisher, number_of(got.value)) == (published.version, second.info, 2)
+
+
+async def test_a_name_whose_end_the_store_has_not_confirmed_is_claimed_anew(
+    trio: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have released the name, and its answer was lost: then another worker may have it by now."""
+    first, second, reader = trio
+    rendezvous = first.node.rendezvous
+
+    def lose(*args: Any, **options: Any) -> str:
+        swap(*args, **options)
+        raise rpc.RendezvousError("the answer was lost")
+
+    swap = rendezvous.swap
+    for taken in (False, True):
+        version = (await first.publish("policy", [1])).version
+        with monkeypatch.context() as patched:
+            patched.setattr(rendezvous, "swap", lose)
+            with pytest.raises(rpc.RendezvousError, match="was lost"):
+                await first.unpublish("policy")
+        if not taken:
+            assert (await first.publish("policy", [2])).version == version + 1
+    assert (await second.publish("policy", [3])).version == version + 1
+    with pytest.raises(rpc.RpcUsageError, match="is published by worker 'worker1'"):
+        await first.publish("policy", [4])
+    async with reader.subscribe("policy", timeout=20) as versions:
+        assert (await anext(versions)).value == [3]
+
+
+async def test_a_newcomer_is_told_of_a_name_that_was_not_unpublished_after_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who joins while that is tried hears of the claim once it has failed."""
+    async with cluster(2, dynamic=True) as workers:
+        publisher, other = workers
+        await publisher.publish("policy", [1])
+        publications = publisher.node.publications
+        rendezvous = publisher.node.rendezvous
+        began, fails = threading.Event(), threading.Event()
+
+        def fail(*_: Any, **__: Any) -> str:
+            began.set()
+            fails.wait(20)
+            raise rpc.RendezvousError("it cannot be asked")
+
+        monkeypatch.setattr(rendezvous, "swap", fail)
+        ending = publisher.unpublish("policy")
+        await asyncio.to_thread(began.wait, 20)
+        told = publications.publishers["policy"].told
+        told.discard(other.node.engine.record.incarnation)  # as one that has joined just now
+        fails.set()
+        with pytest.raises(rpc.RendezvousError, match="cannot be asked"):
+            await ending
+        await until(lambda: other.node.engine.record.incarnation in told)

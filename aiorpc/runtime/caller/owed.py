@@ -189,21 +189,19 @@ class OwedCalls:
         outcome = ". It was told to stop, and may or may not have run."
         if state is PeerState.CONNECTING:
             nobody = self._peer.record is None
-            why = "no worker of that name has joined" if nobody else state.value
-            outcome = f"; there is no connection to it yet ({why}). Nothing was sent."
+            stands = "no worker of that name has joined" if nobody else state.value
+            outcome = f"; there is no connection to it yet ({stands}). Nothing was sent."
         elif late:  # the word to stop waits for the loop, too
             outcome = ". It may or may not have run."
-        if late:
-            outcome += f" {self._engine.why_late(late)}"
-        future.settle(
-            None,
-            RpcTimeout(
-                f"RPC ran for more than set timeout ({had}): {future.describe()} got no answer{outcome}",
-                worker=self._peer.name,
-                function=future.function,
-                seconds=seconds,
-            ),
+        why = self._engine.why_late(late) if late else ""
+        error = RpcTimeout(
+            f"RPC ran for more than set timeout ({had}): {future.describe()} got no answer{outcome}{why and ' '}{why}",
+            worker=self._peer.name,
+            function=future.function,
+            seconds=seconds,
         )
+        error.late = why
+        future.settle(None, error)
 
     def cancel(self, call_id: int) -> None:
         """The caller of that call has given up: forget it and tell the callee. Any thread."""

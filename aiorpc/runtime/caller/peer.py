@@ -20,6 +20,7 @@ Invariants
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import threading
@@ -293,7 +294,8 @@ class Peer:
             except SerializationError as error:
                 absence = absence_behind(error)
                 if type(absence) is UnknownWorker or isinstance(absence, NO_VALUE):
-                    raise absence from None  # nobody to wait for, as `remote` has nobody; or nothing to pass on
+                    # Nobody to wait for, as `remote` has nobody; or nothing to pass on. A copy: others raise it, too.
+                    raise copy.copy(absence) from None
                 if absence is not None:
                     owed.enter(future, stream)  # it ends before it is sent: whom its reference leads to is not there
                     owed.settle(call_id, absence)

@@ -369,7 +369,10 @@ class Peers:
         elif peer.state is PeerState.CONNECTING:
             text = f"{record.describe()} has joined, and could not be connected to {within}"
         else:
-            text = f"{record.describe()} has joined, and has not answered {within}: busy, stopped or cut off"
+            why = "" if error.late else ": busy, stopped or cut off"
+            text = f"{record.describe()} has joined, and has not answered {within}{why}"
+        if error.late:
+            text += f". {error.late}"
         return RpcTimeout(text, worker=peer.name, function="wait_for", seconds=error.seconds)
 
     def _absent(self, peer: Peer, silent: StoreGone | None) -> RpcError:

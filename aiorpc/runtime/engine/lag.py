@@ -132,11 +132,12 @@ class LoopMonitor:
         stopped = self._stopped
         self._seen = time.monotonic(), self._cpu_used()
         while not stopped.wait(self._interval) and not self._loop.is_closed():
-            now, before = time.monotonic(), self._seen
-            self._seen = now, self._cpu_used()
-            tick = self._tick
+            now, tick = time.monotonic(), self._tick
             if tick is not None:
-                tick.excused += self._excuse(*self._since(before, now))
+                tick.excused += self._excuse(*self._since(self._seen, now))
+            # Behind it: a tick between the two excuses the same time twice, and would not excuse it at all else.
+            self._seen = now, self._cpu_used()
+            if tick is not None:
                 self._judge(tick, now)
         if self._on_closed is not None and not stopped.is_set():
             self._on_closed()

@@ -8,6 +8,7 @@ the call is made in a context of autograd, there are devices, or a reference tra
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -183,7 +184,7 @@ class Sending:
         except SerializationError as error:
             absence = absence_behind(error)
             if isinstance(absence, NO_VALUE):  # as `Peer.call`
-                raise absence from None
+                raise copy.copy(absence) from None
             target, count = f"{len(self._peers)} workers", len(self._args)
             raise cannot_send(error, self.name, target, named is None, count, self._names) from error.__cause__
         if out is not None:

@@ -140,11 +140,8 @@ class Rendezvous:
         if place.path:
             return make(place, open_file(place), False)
         made, hosts_store = open_tcp(place, patience)
-        patience.trouble = ""
         rendezvous = make(place, made, hosts_store)
-        if hosts_store:
-            # A store shared with a process group of torch outlives us and may still say that we were leaving.
-            rendezvous._board.set_closing(False)
+        rendezvous._reached()
         return rendezvous
 
     @property
@@ -462,11 +459,18 @@ class Rendezvous:
         self._wait_for_end()
         self._connect_again()
 
+    def _reached(self) -> None:
+        """There is a store."""
+        self._patience.trouble = ""
+        if self.hosts_store:
+            # One shared with a process group of torch outlives us and may still say that we were leaving.
+            self._board.set_closing(False)
+
     def _connect_again(self) -> None:
         self._board.close()
         # Who hosts may have come to the store of an earlier group that was just ending: nobody else hosts the next one.
         self._board, self.hosts_store = open_tcp(self._place, self._patience)
-        self._patience.trouble = ""
+        self._reached()
         self._world = self._make_world()
 
     def _wait_for_end(self) -> None:

@@ -27,7 +27,7 @@ from ...devices import DeviceClaims
 from ...errors import RendezvousError, StoreGone
 from ...protocol.identity import WorkerRecord
 from ...protocol.leaving import Roster
-from ..engine.host import host_identity, provably_dead
+from ..engine.host import host_identity, provably_dead, sees
 from .fixed import CLOSED, has_formed
 from .held import HeldSecret
 from .membership import SET_IT, Member, Proof, same_process
@@ -235,7 +235,7 @@ class PlacesInStore:
 
     def sign_of_life(self, record: WorkerRecord, newcomer: WorkerRecord) -> str:
         """What shows from here that a worker lives, to the newcomer that wants its place; "" if nothing does."""
-        if record.host == self._here:
+        if sees(self._here, record.host):
             alive = not provably_dead(record, self._here)
             return f"process {record.pid} of this host runs" if alive else ""
         if (record.tcp_host, record.tcp_port) == (newcomer.tcp_host, newcomer.tcp_port):

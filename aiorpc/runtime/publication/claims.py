@@ -51,12 +51,6 @@ def release_claim(rendezvous: Rendezvous, claim: Claim, record: WorkerRecord, la
     rendezvous.swap(f"published/{claim.name}", mine, free, lasting=False)
 
 
-def is_free(rendezvous: Rendezvous, name: str) -> bool:
-    """Whether the store says that the last one who had a name has released it. Blocking, in bounds."""
-    found = rendezvous.look_up(f"published/{name}")
-    return found is not None and _parse(rendezvous, name, found)[3] == _RELEASED
-
-
 def taken(name: str, worker: str, holder: int) -> RpcUsageError:
     """The error for a name that a worker, of that name and id, has."""
     return RpcUsageError(

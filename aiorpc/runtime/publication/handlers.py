@@ -103,6 +103,12 @@ def wanted(said: bytes) -> Results | asyncio.Future[Results]:
     publications, caller_id = _current()
     message = read(Want, said)
     shelf = publications.shelf_of(message.name)
+    before = [version for version in message.released if shelf is None or not shelf.has(version)]
+    if before:  # of before the name was unpublished, and published anew
+        release = VersionsReleased(message.name, message.subscription, before)
+        for other in publications.shelves_of(message.name):
+            if other is not shelf:
+                other.released(publications.record_of(caller_id), release)
     if shelf is None:
         return publications.hand_on(message)
     return shelf.want(publications.record_of(caller_id), message)

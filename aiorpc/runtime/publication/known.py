@@ -31,14 +31,18 @@ class KnownClaims:
         self._claims: dict[str, Claim] = {}
         self._unseen, self._look_after = 0, _MANY_NAMES  # names since the last look at them, and before the next one
         self._full = False  # whether it was said that there is no room for more
+        self._over: dict[str, tuple[int, int]] = {}  # turn and publisher of claims that have ended, the latest ones
 
     def get(self, name: str) -> Claim | None:
         """The claim to that name, None if none is known."""
         return self._claims.get(name)
 
     def hear(self, claim: Claim) -> None:
-        """A claim that this worker needs, or has room for; nothing if it knows of a later one."""
+        """A claim that this worker needs, or has room for; nothing if it has ended, or if a later one is known."""
         known = self._claims.get(claim.name)
+        turn, publisher = self._over.get(claim.name, (0, -1))
+        if claim.publisher == publisher and claim.turn <= turn:  # it was read in the store before it ended
+            return
         if known is None or known.turn < claim.turn:
             if known is None:
                 self._look()
@@ -59,9 +63,17 @@ class KnownClaims:
                 _MOST_NAMES,
             )
 
-    def forget(self, name: str) -> None:
-        """Nobody publishes that name any more."""
-        self._claims.pop(name, None)
+    def end(self, name: str, turn: int, publisher: int) -> bool:
+        """That claim of that worker has ended, as it says itself. Whether it was the one that was known."""
+        self._over.pop(name, None)
+        self._over[name] = turn, publisher
+        if len(self._over) > _MANY_NAMES:
+            del self._over[next(iter(self._over))]
+        claim = self._claims.get(name)
+        if claim is None or claim.publisher != publisher or claim.turn != turn:
+            return False
+        del self._claims[name]
+        return True
 
     def wake(self) -> None:
         """Whoever waits for a change looks again."""

@@ -45,7 +45,7 @@ from ..group.events import Events, Listener
 from ..group.group import Group
 from ..links.links import Links
 from ..meeting.rendezvous import Rendezvous
-from .claims import find_claim, is_free, make_claim, release_claim, taken
+from .claims import find_claim, make_claim, release_claim, taken
 from .content import Content, take_apart
 from .feed import Feed
 from .handlers import SAID, claimed, latest, pieced, unpublished, wanted
@@ -187,12 +187,22 @@ class Publications:
     async def _publisher(self, name: str) -> Publisher:
         """The publisher of a name, for which it is claimed the first time. Raises what `make_claim` raises."""
         publisher = self.publishers.get(name)
-        if publisher is not None and not publisher.ending:
+        if publisher is not None and not publisher.ending and not publisher.unsure:
             return publisher
         async with self._claiming.setdefault(name, asyncio.Lock()):
             publisher = self.publishers.get(name)
-            if publisher is None:
-                claim = await self._claim(name)
+            if publisher is None or publisher.unsure:
+                try:
+                    claim = await self._claim(name)
+                except RpcUsageError:  # another worker has it
+                    if publisher is not None:
+                        self._retire(publisher)
+                    raise
+                if publisher is not None and claim == publisher.claim:
+                    publisher.unsure = False
+                    return publisher
+                if publisher is not None:  # the store has released it, although it could not say so
+                    self._retire(publisher)
                 publisher = self.publishers[name] = Publisher(self._home, claim)
                 self._claims.hear(claim)
                 self._follow_group()
@@ -202,8 +212,14 @@ class Publications:
     async def _claim(self, name: str) -> Claim:
         home, record = self._home, self._engine.record
         known = self._claims.get(name)
-        if known is not None and self._living(known) is not None and not await self._is_free(name):
-            raise taken(name, known.worker, known.publisher)
+        if known is not None and known.publisher != record.id and self._living(known) is not None:
+            # This one may not have heard yet that it was unpublished, nor who has it since.
+            try:
+                stands = await self._engine.steps.run(partial(find_claim, home.rendezvous, name))
+            except RendezvousError:
+                stands = known
+            if stands is not None and self._living(stands) is not None:
+                raise taken(name, stands.worker, stands.publisher)
         newest = 0
         if await self._engine.steps.run(partial(find_claim, home.rendezvous, name)) is not None:
             found = await self._ask_all(name)
@@ -221,13 +237,6 @@ class Publications:
         gone = {member.id for member in home.group.members.values() if home.group.is_gone(member)}
         return await self._engine.steps.run(partial(make_claim, home.rendezvous, name, record, newest, gone))
 
-    async def _is_free(self, name: str) -> bool:
-        """Whether the worker that is known to publish a name has unpublished it, which this one has not heard yet."""
-        try:
-            return bool(await self._engine.steps.run(partial(is_free, self._home.rendezvous, name)))
-        except RendezvousError:
-            return False
-
     async def _unpublish(self, name: str, future: Future[None]) -> None:
         async with self._claiming.setdefault(name, asyncio.Lock()):
             publisher = self.publishers.get(name)
@@ -242,16 +251,21 @@ class Publications:
                 claim, record, last = publisher.claim, self._engine.record, publisher.last
                 await self._engine.steps.run(partial(release_claim, self._home.rendezvous, claim, record, last))
             except BaseException:
-                publisher.ending = False
+                publisher.ending, publisher.unsure = False, True  # the answer of the store may have been lost alone
+                self._look()  # newcomers have not been told meanwhile
                 raise
-            del self.publishers[name]
-            publisher.retire(f"worker {self._engine.name!r} has unpublished {name!r}")
-            if publisher.stored:
-                self._ended.append(publisher)
+            self._retire(publisher)
             # All who answer have heard it before this worker can claim the name once more; the others hear it later.
             told = [self._engine.tasks.spawn(self._tell_end(claim, each)) for each in self._home.group.live()]
             await asyncio.wait(told, timeout=self._engine.bounds.vouch)
         future.settle(None)
+
+    def _retire(self, publisher: Publisher) -> None:
+        """What this worker publishes no longer."""
+        del self.publishers[publisher.name]
+        publisher.retire(f"worker {self._engine.name!r} has unpublished {publisher.name!r}")
+        if publisher.stored:
+            self._ended.append(publisher)
 
     def _look(self) -> None:
         """The group has changed: tell claims to who has not heard of them, and forget readers that are gone."""
@@ -508,9 +522,7 @@ class Publications:
 
     def on_unpublished(self, message: Unpublished, caller_id: int) -> None:
         """A worker does not publish a name any more: the subscriptions to it end here. Nothing of a claim before."""
-        claim = self._claims.get(message.name)
-        if claim is not None and claim.publisher == caller_id and claim.turn == message.turn:
-            self._claims.forget(message.name)
+        if self._claims.end(message.name, message.turn, caller_id):
             for feed in self._readers(message.name):
                 feed.finish()
 

@@ -77,6 +77,7 @@ class Publisher(Shelf):
         self.claim = claim
         self.told: set[str] = set()  # the incarnations of the workers that were told of the claim
         self.ending = False  # whether the name is being unpublished: no version is begun
+        self.unsure = False  # whether that has failed, so that it is to be seen first whether the claim still stands
         self.idle = asyncio.Event()  # set while no version is being copied
         self.idle.set()
         self._copying = 0
