@@ -12,6 +12,7 @@ from ...protocol.identity import WorkerInfo
 from ...protocol.retries import check_backoff, check_retries
 from ...sites import call_site
 from ..references.rref import RRef
+from .misuse import stays_here
 from .objects import Home, ObjectHandle, not_tried_again
 from .peers import To
 from .retrying import RetryOptions
@@ -56,10 +57,7 @@ class PeerHandle:
     def __reduce__(self) -> NoReturn:
         """It makes calls of this worker, of which there is none elsewhere."""
         to = self._to.name if isinstance(self._to, WorkerInfo) else self._to
-        raise RpcUsageError(
-            f"{self!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the name, and make "
-            f"one there: rpc.peer({to!r})"
-        )
+        raise stays_here(self, f"rpc.peer({to!r})")
 
     def __repr__(self) -> str:
         return f"<aiorpc.peer {self._to!r}, timeout {self._timeout:g} s>"

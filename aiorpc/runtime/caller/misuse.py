@@ -54,6 +54,14 @@ def no_worker(value: object) -> str:
     return f"a worker is named by a name, a rank or a WorkerInfo, not by {value!r:.80}{advice}"
 
 
+def stays_here(handle: object, there: str) -> RpcUsageError:
+    """The error for a handle that is pickled: it makes calls of this worker. there: what makes one on another."""
+    return RpcUsageError(
+        f"{handle!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the names, and make "
+        f"one there: {there}"
+    )
+
+
 def check_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
     """The arguments that were given to a verb with ``args=`` and ``kwargs=``. RpcUsageError for what can be none."""
     if args is None:

@@ -13,6 +13,7 @@ from ...protocol.messages import ObjectMethod
 from ...rights import is_public
 from ...sites import call_site
 from ..references.references import References
+from .misuse import stays_here
 from .peers import Peers, To
 from .retrying import Retries, RetryOptions
 from .stream import open_stream
@@ -90,10 +91,7 @@ class ObjectHandle:
     def __reduce__(self) -> NoReturn:
         """It makes calls of this worker, of which there is none elsewhere."""
         to = self._to.name if isinstance(self._to, WorkerInfo) else self._to
-        raise RpcUsageError(
-            f"{self!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the names, and make "
-            f"one there: rpc.peer({to!r}).object({self._name!r})"
-        )
+        raise stays_here(self, f"rpc.peer({to!r}).object({self._name!r})")
 
     def __repr__(self) -> str:
         return f"<aiorpc.peer {self._to!r}, object {self._name!r}>"

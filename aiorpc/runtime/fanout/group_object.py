@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from ...errors import RpcUsageError
 from ...protocol.messages import ObjectMethod
 from ...rights import is_public
 from ...sites import CallSite, call_site
+from ..caller.misuse import stays_here
 from .proxies import GroupProxy
 
 
@@ -78,10 +78,7 @@ class GroupObject:
 
     def __reduce__(self) -> NoReturn:
         """It makes calls of this worker, of which there is none elsewhere."""
-        raise RpcUsageError(
-            f"{self!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the names, and make "
-            f"one there: rpc.group(...).object({self._name!r})"
-        )
+        raise stays_here(self, f"rpc.group(...).object({self._name!r})")
 
     def __repr__(self) -> str:
         return f"<aiorpc.GroupObject {self._name!r}>"

@@ -13,7 +13,7 @@ from ...futures import Future
 from ...protocol.identity import WorkerInfo, check_object_name
 from ...protocol.messages import ObjectMethod
 from ...sites import CallSite, call_site
-from ..caller.misuse import check_arguments
+from ..caller.misuse import check_arguments, stays_here
 from ..caller.peer import Peer, Try
 from ..caller.peers import Peers
 from ..caller.retrying import Retries
@@ -276,10 +276,7 @@ class PeerGroup:
 
     def __reduce__(self) -> NoReturn:
         """It makes calls of this worker, of which there is none elsewhere."""
-        raise RpcUsageError(
-            f"{self!r} makes calls of the worker that made it, and cannot be pickled or sent; pass the names, and make "
-            "one there: rpc.group(...)"
-        )
+        raise stays_here(self, "rpc.group(...)")
 
     def __repr__(self) -> str:
         return f"<aiorpc.group {self._members.describe()}, timeout {self._options.timeout:g} s>"
