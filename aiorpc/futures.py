@@ -104,6 +104,7 @@ class Future(torch.futures.Future[T], Generic[T]):
     _twins: bool = False  # whether torch's half gets a twin of the value: see `_twin`
     _devices: list[torch.device] = []  # noqa: RUF012  # never changed
     _home_thread: int | None = None  # the thread that made `loop`, and is to run it; None if that is not known
+    _parent: Callable[[], Future[Any] | None] = staticmethod(lambda: None)  # whose `then` has made it
     _homes_beside: Sequence[Home] = ()  # loops that have to run besides `loop` and those of `sources`
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
@@ -363,7 +364,9 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         Returns the earliest deadline of the others, or infinity.
         """
-        return min((source.end_overdue(now) for source in self.sources), default=_NEVER)
+        parent = self._parent()
+        waited_for = self.sources if parent is None else [*self.sources, parent]
+        return min((each.end_overdue(now) for each in waited_for), default=_NEVER)
 
     def _homes(self) -> Iterator[Home]:
         """The loops that have to run for it to settle."""
@@ -432,6 +435,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         child.site = self.site  # what it fails with has been looked at by the callback alone
         child.loop, child.executor = self.loop, self.executor
         child._home_thread = self._home_thread
+        child._parent = weakref.ref(self)  # weak: chains of them would keep all values
         if self.sources:
             child._homes_beside = tuple(self._homes())
 

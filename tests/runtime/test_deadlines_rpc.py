@@ -282,6 +282,9 @@ VERBS: dict[str, Callable[[Worker, aiorpc.RRef[Any]], Any]] = {
     "oneself": lambda worker, rref: aiorpc.rpc_sync("worker0", left, timeout=0.3),
     "wait": lambda worker, rref: worker.peer("worker1", timeout=0.3).call(left).wait(),
     "wait for longer": lambda worker, rref: worker.peer("worker1", timeout=0.3).call(left).wait(LIMIT),
+    "then": lambda worker, rref: (
+        worker.peer("worker1", timeout=0.3).call(left).then(lambda future: future.value()).wait()
+    ),
     "wait_all": lambda worker, rref: aiorpc.wait_all([worker.peer("worker1", timeout=0.3).call(left)]),
     "retries": lambda worker, rref: worker.peer("worker1", timeout=0.3, retries=3).call(left).wait(),
     "in a pause": lambda worker, rref: fail_once(worker).wait(),
