@@ -553,7 +553,7 @@ class _Peer:
     def settle(self, call_id: int, error: RpcError) -> None:
         raise AssertionError
 
-    def end_overdue(self, call_id: int, now: float) -> None:
+    def end_overdue(self, call_id: int, now: float) -> float:
         raise AssertionError
 
 

@@ -12,7 +12,7 @@ import torch
 from ... import foreign
 from ...callbacks import Executor
 from ...errors import ProtocolError, RpcCancelled, RpcError, SerializationError
-from ...futures import GRACE, PENDING, UNCLAIMED, Future, Marks
+from ...futures import PENDING, UNCLAIMED, Future, Marks
 from ...protocol.frames import PARCEL, RELEASE, Frame
 from ...transport.connection import Connection
 from ..engine.engine import Engine
@@ -48,8 +48,8 @@ class OwedForFuture(Protocol):
     def settle(self, call_id: int, error: RpcError) -> None:
         """That call ends with that error."""
 
-    def end_overdue(self, call_id: int, now: float) -> None:
-        """The time of that call was up a while ago, and the loop has not said so. Any thread."""
+    def end_overdue(self, call_id: int, now: float) -> float:
+        """End that call if its time was up a while ago; its deadline if that is still to come, else infinity."""
 
 
 class PeerForFuture(Protocol):
@@ -220,12 +220,7 @@ class CallFuture(Future[Any]):
 
     def end_overdue(self, now: float) -> float:
         """As of any Future."""
-        if self.deadline is None or self._state != PENDING:
-            return float("inf")
-        if now < self.deadline + GRACE:
-            return self.deadline
-        self.peer.owed.end_overdue(self.call_id, now)
-        return float("inf")
+        return self.peer.owed.end_overdue(self.call_id, now)
 
     def _on_cancel(self) -> None:
         self.peer.owed.cancel(self.call_id)

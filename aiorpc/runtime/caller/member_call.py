@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from ...channels.landing import Arrival
 from ...errors import RpcError
-from ...futures import GRACE
 from ...sites import CallSite
 from .future import OwedForFuture
 from .known import FunctionEntry
@@ -106,12 +105,7 @@ class MemberCall:
 
     def end_overdue(self, now: float) -> float:
         """As of a Future."""
-        if self.deadline is None:
-            return float("inf")
-        if now < self.deadline + GRACE:
-            return self.deadline
-        self.peer.owed.end_overdue(self.call_id, now)
-        return float("inf")
+        return self.peer.owed.end_overdue(self.call_id, now)
 
     def cancel(self) -> None:
         """Nobody wants its answer any more: the callee is told so. Any thread."""

@@ -20,6 +20,7 @@ import torch
 from ... import foreign
 from ...channels.landing import Landing
 from ...errors import RpcCancelled, RpcError, RpcTimeout
+from ...futures import GRACE
 from ...protocol.codec import Past
 from ...protocol.frames import ERROR, REPLY, Buffer, Frame
 from ...protocol.identity import WorkerRecord
@@ -159,21 +160,28 @@ class OwedCalls:
         self._time_out(future)
         self._peer.call_off(call_id, True)
 
-    def end_overdue(self, call_id: int, now: float) -> None:
-        """The time of that call was up a while ago, and the loop has not said so: whoever waits does. Any thread."""
+    def end_overdue(self, call_id: int, now: float) -> float:
+        """Whoever waits for that call ends it if its time was up a while ago, as the loop has not done so. Any thread.
+
+        Returns its deadline if that is still to come, else infinity: nothing is to be done for it again.
+        """
         future = self.pending.get(call_id)
+        if future is None or future.deadline is None:
+            return float("inf")
+        if now < future.deadline + GRACE:
+            return future.deadline
         try:
-            if self.take(call_id) is None or future is None or future.deadline is None:
-                return
-            self.streams.pop(call_id, None)
-            self._time_out(future, now - future.deadline)
-            self._peer.call_off(call_id, True)
+            if self.take(call_id) is not None:
+                self.streams.pop(call_id, None)
+                self._time_out(future, now - future.deadline)
+                self._peer.call_off(call_id, True)
         except BaseException:  # a signal handler has raised it, maybe after the call was taken out of `pending`
-            if future is not None and call_id not in self.pending:
+            if call_id not in self.pending:
                 error = RpcCancelled(f"{future.describe()} was interrupted as its time was up")
                 with contextlib.suppress(AttributeError):  # a part of a group's call that has ended belongs to none
                     future.settle(None, error)
             raise
+        return float("inf")
 
     def _time_out(self, future: OwedCall, late: float = 0.0) -> None:
         """late: so many seconds after its deadline another thread says so than that of the loop, which has not."""
