@@ -206,7 +206,7 @@ class RemoteModule(Module):
         node = self._node()
         name = self.device
         device = torch.device(name if name == "cpu" or ":" in name else f"{name}:0")
-        return device in node.accelerators.claims.maps.get(self.module_rref.owner_name(), {}).values()
+        return node.accelerators.comes_back(self.module_rref.owner_name(), device)
 
     # --- the module ---------------------------------------------------------------------------------------------------
 
@@ -404,24 +404,27 @@ def parse_remote_device(remote_device: str, here: str) -> tuple[To, torch.device
     worker, slash, device = remote_device.partition("/")
     if not slash:
         local = _device(worker)
-        if local is not None:
+        if isinstance(local, torch.device):
             return here, local
         device = "cpu"
     place = _device(device)
     rank = _RANK.fullmatch(worker)
-    if place is None or not worker or (worker.startswith("rank:") and rank is None):
+    if isinstance(place, str) or not worker or (worker.startswith("rank:") and rank is None):
+        reason = f"; {place}" if isinstance(place, str) else ""
         raise RemoteModuleError(
-            f"Could not parse remote_device {remote_device!r}: it is '<worker>/<device>', 'rank:<rank>/<device>' or "
-            "'<device>', with a device as torch.device takes it, and cpu if there is none"
+            # As torch says it, with more forms; and what torch says of the device.
+            f"Could not parse remote_device: {remote_device}. The valid format is '<workername>/<device>', "
+            f"'rank:<rank>/<device>', '<workername>' or '<device>'{reason}"
         )
     return int(rank[1]) if rank else worker, place
 
 
-def _device(text: str) -> torch.device | None:
+def _device(text: str) -> torch.device | str:
+    """The device of that text, or why there is none."""
     try:
         return torch.device(text)
-    except RuntimeError:
-        return None
+    except RuntimeError as error:
+        return str(error)
 
 
 def _metadata_of(state: Any) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -56,6 +56,25 @@ class Route:
                 f"{self.worker!r}; {self._hint}"
             )
         return target
+
+
+class Staying(Route):
+    """From a worker to itself, where it has no map for that: what lies on a device stays there."""
+
+    def __init__(self, accelerator: Accelerator | None, worker: str, use: Callable[[int], None]) -> None:
+        """use: told of each device that something goes by."""
+        super().__init__(accelerator, {}, worker, "")
+        self._use = use
+
+    def leads(self, device: torch.device) -> bool:
+        """Everywhere where tensors of ours can be."""
+        return self.accelerator is not None and device.type == self.accelerator.kind
+
+    def target(self, tensor: Tensor) -> str:
+        """Where it is."""
+        assert tensor.device.index is not None, "it lies on a device"
+        self._use(tensor.device.index)
+        return str(tensor.device)
 
 
 def going(accelerator: Accelerator | None, devices: Mapping[torch.device, torch.device], worker: str) -> Route:

@@ -65,9 +65,13 @@ class Shard(torch.nn.Module):
 
     def __init__(self, number: int, settings: Settings, device: str, staged: bool) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed + number)  # the same layer in whatever process it is made
-            self.linear = torch.nn.Linear(settings.size, settings.size).to(device)
+        self.linear = torch.nn.utils.skip_init(torch.nn.Linear, settings.size, settings.size)
+        # The same layer in whatever process it is made, whatever other threads draw meanwhile.
+        drawn = torch.Generator().manual_seed(settings.seed + number)
+        bound = settings.size**-0.5
+        for parameter in self.linear.parameters():
+            torch.nn.init.uniform_(parameter, -bound, bound, generator=drawn)
+        self.linear.to(device)
         self.device = device
         self.staged = staged
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -379,7 +380,8 @@ def test_a_process_exits_with_its_own_status_while_handlers_compute(when: str, t
     assert (done.code, done.err) == (7, "")
     if when == "without a shutdown":
         answer, refusal = done.out.splitlines()
-        assert answer == "3"
+        # Python 3.12 starts no thread any more when `atexit` is at work, and those that there are compute.
+        assert answer == "3" or ((3, 12) <= sys.version_info < (3, 13) and "as the interpreter ends" in answer)
         assert "worker 'w0' has left, as its process exits" in refusal
 
 

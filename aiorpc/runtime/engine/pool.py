@@ -371,8 +371,12 @@ class ThreadPool:
         return True
 
     def _take_back(self, job: _Job, reason: _NotStarted) -> None:
-        """No thread could be started: fine while others live to run the job; else the job is withdrawn."""
-        if self.threads > 0:
+        """No thread could be started: fine while others live to run the job; else the job is withdrawn.
+
+        At the end of the interpreter only an idle one counts: what the others do may end with the process.
+        """
+        ending = sys.is_finalizing() or "interpreter shutdown" in str(reason)  # as Python 3.12 says it, and earlier
+        if self._idle if ending else self.threads > 0:
             return
         for index in range(len(self._jobs)):
             # By identity: comparing arguments could mean comparing tensors.
@@ -380,7 +384,7 @@ class ThreadPool:
                 del self._jobs[index]
                 if self._closed:
                     raise WorkerClosed(self._why_unusable()) from None
-                if sys.is_finalizing() or "interpreter shutdown" in str(reason):  # as Python 3.12 says it, and earlier
+                if ending:
                     raise WorkerClosed(f"pool {self._name} has no thread, as the interpreter ends: {reason}") from None
                 raise NoThread(f"worker {self._name!r} cannot start a thread: {reason}; nothing was run") from None
 

@@ -22,7 +22,7 @@ from ...channels.accelerator import Accelerator, DeviceBuffer
 from ...channels.device import DIRECT, IPC, STAGING, Devices
 from ...channels.device.outbox import Inbox, Outbox
 from ...channels.landing import Arrival, Landing
-from ...channels.routes import Route, going
+from ...channels.routes import Route, Staying, going, returning
 from ...devices import DeviceClaims, devices_used, to_device_map
 from ...errors import DeviceMapError, WorkerClosed
 from ...options import RpcBackendOptions
@@ -95,7 +95,31 @@ class Accelerators:
 
     def route_to(self, name: str) -> Route | None:
         """The route of calls to the worker of that name; None if tensors need not be looked at."""
+        if self._stays(name):
+            return self._staying() or None
         return going(self.accelerator, self.claims.maps.get(name, {}), name) or None
+
+    def route_back(self, name: str, theirs: Mapping[str, Any]) -> Route | None:
+        """As `route_to`, for answers to the worker of that name, which has opened the link with that descriptor."""
+        if self._stays(name):
+            return self._staying() or None
+        return returning(self.accelerator, self._their_map(theirs), name) or None
+
+    def comes_back(self, name: str, device: torch.device) -> bool:
+        """Whether what lies on that device of the worker of that name can come here as it is."""
+        return self._stays(name) or device in self.claims.maps.get(name, {}).values()
+
+    def _stays(self, name: str) -> bool:
+        """Whether it is this worker, and says nothing else of tensors that it sends to itself."""
+        return name == self._engine.name and name not in self.claims.maps
+
+    def _staying(self) -> Staying:
+        return Staying(self.accelerator, self._engine.name, self._use_index)
+
+    def _use_index(self, index: int) -> None:
+        """Any thread; something lies there, so it is awake."""
+        if index not in self._used:
+            self._used = sorted({*self._used, index})
 
     def land(self) -> Landing | None:
         """Fresh streams for a message that brings tensors to devices: one for each device that calls use."""
@@ -160,7 +184,7 @@ class Accelerators:
             return f"{self.accelerator.kind} devices share no memory between processes"
         return next((reason for index in self._used if (reason := shared.obstacle(index))), "")
 
-    def their_map(self, theirs: Mapping[str, Any]) -> dict[torch.device, torch.device]:
+    def _their_map(self, theirs: Mapping[str, Any]) -> dict[torch.device, torch.device]:
         """The opener's map to us, out of its descriptor; what lies here and is new is used from now on."""
         try:
             device_map = to_device_map(theirs.get("map") or {})

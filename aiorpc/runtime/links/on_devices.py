@@ -14,7 +14,7 @@ from ...channels.accelerator import Event, Tensor
 from ...channels.device import Devices
 from ...channels.device.messages import MESSAGES, Message
 from ...channels.device.outbox import Inbox, Outbox
-from ...channels.routes import Route, returning
+from ...channels.routes import Route
 from ...errors import ProtocolError
 from ...protocol.frames import Buffer, Frame
 from ...protocol.identity import WorkerRecord
@@ -93,8 +93,7 @@ class LinkDevices:
         if type(theirs) is not dict:
             raise ProtocolError(f"a worker that says of its devices {theirs!r:.40}")
         if not self._link.opener:
-            names = self._accelerators.their_map(theirs)
-            self._link.route_back = returning(self._accelerators.accelerator, names, self._link.record.name) or None
+            self._link.route_back = self._accelerators.route_back(self._link.record.name, theirs)
         self.channel.choose(*self._accelerators.choose(self._link.record, theirs))
 
     def on_frame(self, frame: Frame, fields: list[Any], failure: Exception | None) -> None:
