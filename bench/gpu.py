@@ -8,6 +8,9 @@ Three figures for each size, each of calls that begin when both devices are at r
 
 The plain copy, ``target.copy_(source)`` within one process and waited for, stands beside the second. With one GPU both
 processes use it (device 0 to 0), with more it goes from the first to the second.
+
+Besides, a training step of two layers, one in each process: forward, backward and the optimizers' step, waited for. Its
+size is that of the activations, which go there and back, as their gradients do.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 import torch
 
-from . import functions, gpu_clients, hardware, machine, report
+from . import functions, gpu_clients, gradient_clients, hardware, machine, report
 from .bulk import KB, MB, label
 from .cohort import Cohort
 from .picture import OURS, THEIRS
@@ -40,6 +43,9 @@ TENSORS_HELD = 20
 SHARE = 0.25  # of the plan's seconds: there are many sizes
 AIORPC, STAGING, TORCH, COPY = "aiorpc", "aiorpc, staging", "torch.distributed.rpc", "plain copy"
 RECEIVED = "sent, received"
+TRAINING = "training step"
+WIDTH = 1024  # of both layers, and of the batch
+WARM_UP_STEPS = 5
 #: Whose times are divided by whose: the second of each pair by the first.
 RATIOS = ((AIORPC, TORCH), (STAGING, TORCH), (COPY, AIORPC))
 QUANTITIES: dict[str, Callable[..., Any]] = {
@@ -148,19 +154,39 @@ class Run:
         return found
 
     def measure(self, size: int) -> list[GpuRow]:
-        """All figures of that size. A way that fails is dropped, and the size is measured anew with the others."""
-        progress(f"         {label(size)}")
+        """All figures of that size."""
+        return self._with_those_that_work(label(size), partial(self._rows, size))
+
+    def train(self, width: int = WIDTH) -> list[GpuRow]:
+        """A training step, with layers of that width."""
+        return self._with_those_that_work(TRAINING, partial(self._steps, width))
+
+    def _with_those_that_work(self, what: str, measure: Callable[[], list[GpuRow]]) -> list[GpuRow]:
+        """A way that fails is dropped, and all is measured anew with the others."""
+        progress(f"         {what}")
         while self._cohorts:
             try:
-                return self._rows(size)
+                return measure()
             except _WayFailed as failure:
                 progress(f"         {failure.way} failed and is left out from here on")
-                self.failures.append(Failure(failure.way, f"{label(size)}: {failure}"))
+                self.failures.append(Failure(failure.way, f"{what}: {failure}"))
                 self._cohorts.pop(failure.way).kill()
         return []
 
+    def _calling(self) -> list[str]:
+        return [name for name in self._cohorts if name != COPY]
+
+    def _steps(self, width: int) -> list[GpuRow]:
+        share = {"width": width, "batch": width, "warm_up": WARM_UP_STEPS, "devices": self._devices, **self._box()}
+        cases: dict[str, Callable[[], Figures]] = {
+            name: partial(self._in_client, name, gradient_clients.steps, **share) for name in self._calling()
+        }
+        found = self._stage.alternate(cases, first=0)
+        values = {name: tuple(1e6 / each for each in column(found[name], "step")) for name in cases}
+        return [GpuRow(TRAINING, 4 * width * width, values)]
+
     def _rows(self, size: int) -> list[GpuRow]:
-        calling = [name for name in self._cohorts if name != COPY]
+        calling = self._calling()
         for name in calling:
             self._in_client(name, gpu_clients.warm_up, size=size, device=self._devices[0])
         share = {"size": size, "devices": self._devices, **self._box()}
@@ -204,8 +230,12 @@ def measure(
     arguments: Sequence[str],
     devices: tuple[str, str],
     sizes: Sequence[int] = SIZES,
+    width: int = WIDTH,
 ) -> Found:
-    """Measure all sizes. devices: of the caller and the callee; ``("cpu", "cpu")`` tries the program without a GPU."""
+    """Measure all sizes, and a training step with layers of that width.
+
+    devices: of the caller and the callee; ``("cpu", "cpu")`` tries the program without a GPU.
+    """
     begin = time.monotonic()
     facts = hardware.facts(arguments, plan.rounds, plan.seconds * SHARE) | machine.speed()
     with Stage(plan) as stage, contextlib.ExitStack() as stack:
@@ -215,7 +245,7 @@ def measure(
         facts |= {"sides": "aiorpc against torch.distributed.rpc and a plain copy", "method": _method(plan)}
         chosen = sizes_that_fit(sizes, int(facts["device memory"]))
         facts["left out"] = ", ".join(label(size) for size in sizes if size not in chosen) or "nothing"
-        rows = [row for size in chosen for row in run.measure(size)]
+        rows = [row for size in chosen for row in run.measure(size)] + run.train(width)
     return Found(facts, tuple(rows), tuple(run.failures), time.monotonic() - begin)
 
 

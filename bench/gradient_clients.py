@@ -17,10 +17,12 @@ import torch
 
 from .bulk_clients import AGAIN_CALLS
 from .functions import resident_bytes
+from .gpu_clients import synchronize
 from .stats import BenchError, percentile
 
 Tensor = torch.Tensor
 FIRST, SECOND = 1, 2  # seeds of the layers
+CPU = ("cpu", "cpu")
 LEARNING_RATE = 0.01
 CHECKED_STEPS = 3
 WARM_UP_CHAINS = 5
@@ -46,7 +48,7 @@ def side_of(rpc: Any) -> Side:
 # --- what the server runs ---------------------------------------------------------------------------------------------
 
 
-def layer(size: int, seed: int) -> torch.nn.Linear:
+def layer(size: int, seed: int, device: str = "cpu") -> torch.nn.Linear:
     """A linear layer of size by size: the same one in whatever process it is made."""
     generator = torch.Generator().manual_seed(seed)  # its own: other threads draw from the common one
     made: torch.nn.Linear = torch.nn.utils.skip_init(torch.nn.Linear, size, size)
@@ -54,7 +56,7 @@ def layer(size: int, seed: int) -> torch.nn.Linear:
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.uniform_(-bound, bound, generator=generator)
-    return made
+    return made.to(device)
 
 
 def apply_layer(rref: Any, x: Tensor) -> Tensor:
@@ -141,21 +143,24 @@ def interleaved(cases: Mapping[str, Callable[[], object]], seconds: float, least
 
 
 @functools.lru_cache(maxsize=1)
-def examples(width: int, batch: int) -> tuple[Tensor, Tensor]:
+def examples(width: int, batch: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """What goes into a model, and what should come out."""
     generator = torch.Generator().manual_seed(0)
-    inputs, goal = torch.randn(2, batch, width, generator=generator)
+    inputs, goal = torch.randn(2, batch, width, generator=generator).to(device)
     return inputs, goal
 
 
 class Training:
-    """Two layers with a rectifier between them, the mean square of the error, and an optimizer of all parameters."""
+    """Two layers with a rectifier between them, the mean square of the error, and an optimizer of all parameters.
 
-    def __init__(self, rpc: Any, width: int, batch: int, to: str) -> None:
-        self._side, self._to = side_of(rpc), to
-        self._inputs, self._goal = examples(width, batch)
-        self.first = layer(width, FIRST)
-        self.second = rpc.remote(to, layer, args=(width, SECOND))
+    devices: of the layer here, and of the one there.
+    """
+
+    def __init__(self, rpc: Any, width: int, batch: int, to: str, devices: tuple[str, str] = CPU) -> None:
+        self._side, self._to, self._here = side_of(rpc), to, devices[0]
+        self._inputs, self._goal = examples(width, batch, devices[0])
+        self.first = layer(width, FIRST, devices[0])
+        self.second = rpc.remote(to, layer, args=(width, SECOND, devices[1]))
         rrefs = [rpc.RRef(parameter) for parameter in self.first.parameters()]
         rrefs += rpc.rpc_sync(to, parameter_rrefs, args=(self.second, rpc.__name__))
         self._optimizer = self._side.optim.DistributedOptimizer(torch.optim.SGD, rrefs, lr=LEARNING_RATE)
@@ -172,12 +177,14 @@ class Training:
         """Forward and backward."""
         with self._side.autograd.context() as context_id:
             self._backward(context_id)
+        synchronize(self._here)
 
     def step(self) -> None:
         """The same, and a step of the optimizer."""
         with self._side.autograd.context() as context_id:
             self._backward(context_id)
             self._optimizer.step(context_id)
+        synchronize(self._here)
 
     def step_at_once(self) -> None:
         """The same as `step`, backward and step in one verb where that side has one."""
@@ -187,6 +194,7 @@ class Training:
             return
         with self._side.autograd.context() as context_id:
             at_once(context_id, [self._loss()])
+        synchronize(self._here)
 
     def parameters(self) -> list[Tensor]:
         """All parameters as they are now."""
@@ -194,10 +202,10 @@ class Training:
         return here + list(self._side.rpc.rpc_sync(self._to, parameters, args=(self.second,)))
 
 
-def trained(width: int, batch: int, steps: int) -> list[Tensor]:
+def trained(width: int, batch: int, steps: int, device: str = "cpu") -> list[Tensor]:
     """The parameters of the same model in one process after so many steps."""
-    inputs, goal = examples(width, batch)
-    model = torch.nn.Sequential(layer(width, FIRST), torch.nn.ReLU(), layer(width, SECOND))
+    inputs, goal = examples(width, batch, device)
+    model = torch.nn.Sequential(layer(width, FIRST, device), torch.nn.ReLU(), layer(width, SECOND, device))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -206,22 +214,29 @@ def trained(width: int, batch: int, steps: int) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def training(rpc: Any, width: int, batch: int, to: str, warm_up: int) -> Training:
+def training(rpc: Any, width: int, batch: int, to: str, warm_up: int, devices: tuple[str, str] = CPU) -> Training:
     """A model that was found right, and has taken so many steps."""
-    found = Training(rpc, width, batch, to)
+    found = Training(rpc, width, batch, to, devices)
     for _ in range(CHECKED_STEPS):
         found.step()
-    check("parameters after some steps", found.parameters(), trained(width, batch, CHECKED_STEPS))
+    check("parameters after some steps", found.parameters(), trained(width, batch, CHECKED_STEPS, devices[0]))
     for _ in range(warm_up):
         found.step()
     return found
 
 
 def steps(
-    rpc: Any, width: int, batch: int, warm_up: int, seconds: float, least: int, to: str = "server"
+    rpc: Any,
+    width: int,
+    batch: int,
+    warm_up: int,
+    seconds: float,
+    least: int,
+    to: str = "server",
+    devices: tuple[str, str] = CPU,
 ) -> dict[str, float]:
     """Steps per second, also with backward and step in one verb, and passes without a step; by the median time."""
-    model = training(rpc, width, batch, to, warm_up)
+    model = training(rpc, width, batch, to, warm_up, devices)
     cases = {"step": model.step, "at once": model.step_at_once, "pass": model.pass_}
     found = interleaved(cases, seconds, least)
     return {name: 1e6 / microseconds for name, microseconds in found.items()}

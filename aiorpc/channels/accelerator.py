@@ -65,7 +65,7 @@ class Interprocess(Protocol):
     """Memory and events shared with another process of the host. Addresses and sizes in bytes.
 
     All may be called from any thread, and raise RuntimeError with what the driver said. `allocate`, `free`, `open`,
-    `close` and `open_event` may block for milliseconds, or for as long as the device is busy: not on a loop.
+    `close`, `events` and `open_events` may block for milliseconds, or for as long as the device is busy: not on a loop.
     """
 
     def uuid(self, index: int) -> str:
@@ -95,14 +95,15 @@ class Interprocess(Protocol):
     def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
         """Enqueue a copy between addresses that the stream's device reaches."""
 
-    def event(self, index: int) -> Event:
-        """An event that can be exported. It lives as long as somebody may wait for it."""
+    def events(self, index: int, count: int) -> list[Event]:
+        """Events that can be exported. They live as long as somebody may wait for one."""
 
     def export_event(self, event: Event) -> bytes:
         """What another process opens it by."""
 
-    def open_event(self, index: int, handle: bytes) -> Event:
-        """An event of another process, for device `index`; either process may record it and wait for it."""
+    def open_events(self, index: int, handles: Sequence[bytes]) -> list[Event]:
+        """Events that another process made together, for device `index`; either process may record them and wait for
+        them."""
 
     def record(self, event: Event, stream: Stream) -> None:
         """What the stream has been given so far is what those who wait from now on wait for."""
@@ -112,6 +113,9 @@ class Interprocess(Protocol):
 
     def query(self, event: Event) -> bool:
         """Whether that is done."""
+
+    def release(self, event: Event) -> None:
+        """The other process is dead, and its devices with it: nobody waits for what it has recorded. Never blocks."""
 
 
 class Accelerator(Protocol):
@@ -154,9 +158,6 @@ class Accelerator(Protocol):
 
     def fresh(self, index: int) -> Stream:
         """A stream other than the default one, in turn out of a pool."""
-
-    def spare(self, index: int) -> Stream:
-        """A stream that nothing else is ever given: not in the pool, not a default one."""
 
     def entered(self, streams: Sequence[Stream]) -> AbstractContextManager[object]:
         """Within it these are the current streams of this thread, each on its device."""

@@ -17,14 +17,15 @@ from __future__ import annotations
 import ctypes
 import glob
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .accelerator import Stream
+from .signals import Signal, make_signals, open_signals
 
 HANDLE_SIZE = 64
 GRANULE = 2 << 20  # in bytes
@@ -33,23 +34,17 @@ MEMCPY_DEFAULT = 4  # the addresses say what they are
 LAZY_ENABLE_PEER_ACCESS = 1
 ATTRIBUTE_COMPUTE_MODE = 20
 ATTRIBUTE_UNIFIED_ADDRESSING = 41
-ATTRIBUTE_IPC_EVENT_SUPPORT = 125
 COMPUTE_MODES = {1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}  # 0: the default one
-EVENT_FLAGS = 2 | 4  # disable timing, which interprocess ones must; interprocess
+HOST_FLAGS = 1 | 2  # locked for all devices, and with an address for them
 OUT_OF_MEMORY = 2
-NOT_READY = 600
+INVALID_CONTEXT = 201  # of the driver: the thread has none yet
 
 _Guard = Callable[[int], AbstractContextManager[object]]
+_NOTHING = nullcontext()
 
 
 class MemoryHandle(ctypes.Structure):
     """``cudaIpcMemHandle_t``: passed by value."""
-
-    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_SIZE),)
-
-
-class EventHandle(ctypes.Structure):
-    """``cudaIpcEventHandle_t``: passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_SIZE),)
 
@@ -69,14 +64,17 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaDeviceCanAccessPeer": (_int_out, _int, _int),
     "cudaDeviceGetAttribute": (_int_out, _int, _int),
     "cudaGetLastError": (),
-    "cudaEventCreateWithFlags": (_address_out, ctypes.c_uint),
-    "cudaEventDestroy": (_address,),
-    "cudaEventRecord": (_address, _address),
-    "cudaEventQuery": (_address,),
-    "cudaStreamWaitEvent": (_address, _address, ctypes.c_uint),
-    "cudaIpcGetEventHandle": (ctypes.POINTER(EventHandle), _address),
-    "cudaIpcOpenEventHandle": (_address_out, EventHandle),
+    "cudaHostRegister": (_address, ctypes.c_size_t, ctypes.c_uint),
+    "cudaHostGetDevicePointer": (_address_out, _address, ctypes.c_uint),
+    "cudaHostUnregister": (_address,),
+    "cudaSetDevice": (_int,),
 }
+# Of the driver's own library; the runtime's has nothing of the kind. A stream, an address, a value, flags.
+DRIVER_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuStreamWriteValue32_v2": (_address, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
+    "cuStreamWaitValue32_v2": (_address, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint),
+}
+DRIVER = "libcuda.so.1"
 TEXTS = ("cudaGetErrorString", "cudaGetErrorName")
 
 
@@ -127,40 +125,45 @@ def find_runtime() -> CudaRuntime | None:
 def open_runtime(path: str) -> CudaRuntime | None:
     """The runtime library of that path, if it can be loaded and has all that is needed."""
     try:
-        return CudaRuntime(ctypes.CDLL(path))
+        library = ctypes.CDLL(path)
+        try:
+            return CudaRuntime(library, ctypes.CDLL(DRIVER))
+        except (OSError, AttributeError):  # no driver, or one without these functions
+            return CudaRuntime(library)
     except (OSError, AttributeError):  # not to be loaded; without one of the functions
         return None
-
-
-class CudaEvent:
-    """An event, destroyed with its object. index: of the device that it is recorded on."""
-
-    __slots__ = ("_destroy", "address", "index")
-
-    def __init__(self, address: int, index: int, destroy: Callable[[int], int]) -> None:
-        self.address = address
-        self.index = index
-        self._destroy = destroy
-
-    def __del__(self) -> None:
-        self._destroy(self.address)  # at exit the driver may be gone, and says so; nobody asks
 
 
 class CudaRuntime:
     """See `Interprocess`. device: the guard that makes a device current for a while."""
 
-    def __init__(self, library: ctypes.CDLL, *, device: _Guard = torch.cuda.device) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        driver: ctypes.CDLL | None = None,
+        *,
+        device: _Guard = torch.cuda.device,
+        current: Callable[[], int] = torch.cuda.current_device,
+    ) -> None:
+        """driver: its own library; without it processes share no events. current: the thread's current device."""
         self._functions: dict[str, Callable[..., int]] = {}
         for name, arguments in SIGNATURES.items():
             function = library[name]  # an object of our own: others may have declared other types
             function.argtypes, function.restype = arguments, ctypes.c_int
             self._functions[name] = function
+        self._driver_functions: dict[str, Callable[..., int]] = {}
+        if driver is not None:
+            for name, arguments in DRIVER_SIGNATURES.items():
+                function = driver[name]
+                function.argtypes, function.restype = arguments, ctypes.c_int
+                self._driver_functions[name] = function
         self._texts: list[Callable[[int], bytes]] = []
         for name in TEXTS:
             function = library[name]
             function.argtypes, function.restype = (ctypes.c_int,), ctypes.c_char_p
             self._texts.append(function)
         self._device = device
+        self._current = current
         self._uuids: dict[int, str] = {}
 
     # Devices.
@@ -188,8 +191,8 @@ class CudaRuntime:
         mode = self._attribute(ATTRIBUTE_COMPUTE_MODE, index)
         if mode:
             return f"the compute mode of {name} is {COMPUTE_MODES.get(mode, mode)}"
-        if not self._attribute(ATTRIBUTE_IPC_EVENT_SUPPORT, index):
-            return f"{name} has no interprocess events"
+        if not self._driver_functions:
+            return f"the driver of {name} has no stream memory operations"
         if not self._attribute(ATTRIBUTE_UNIFIED_ADDRESSING, index):
             return f"{name} has no unified addressing"
         return ""
@@ -255,50 +258,82 @@ class CudaRuntime:
 
     def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
         """Enqueue a copy between addresses that the stream's device reaches."""
-        # The default stream is the same number 0 on each device: only the current device tells which one is meant.
-        with self._device(stream.device_index):
-            self._call("cudaMemcpyAsync", stream.device_index, target, source, size, MEMCPY_DEFAULT, stream.cuda_stream)
+        index = stream.device_index
+        with self._on(index):
+            self._call("cudaMemcpyAsync", index, target, source, size, MEMCPY_DEFAULT, stream.cuda_stream)
 
-    # Events. Not of torch's class: to open one may block while the device is busy, and that holds the interpreter.
+    def _on(self, index: int) -> AbstractContextManager[object]:
+        """Where something is enqueued on one of that device's streams. Most often it is the current device anyway.
 
-    def event(self, index: int) -> CudaEvent:
-        """An event that can be exported. It lives as long as somebody may wait for it."""
-        address = ctypes.c_void_p()
+        The default stream is the same number 0 on each device: only the current device tells which one is meant.
+        """
+        return _NOTHING if self._current() == index else self._device(index)
+
+    # Events: see `signals`.
+
+    def events(self, index: int, count: int) -> list[Signal]:
+        """Events that can be exported. They live as long as somebody may wait for one."""
         with self._device(index):
-            self._call("cudaEventCreateWithFlags", index, address, EVENT_FLAGS)
-        return CudaEvent(self._value(address), index, self._functions["cudaEventDestroy"])
+            return make_signals(self, index, count)
 
-    def export_event(self, event: CudaEvent) -> bytes:
+    def export_event(self, event: Signal) -> bytes:
         """What another process opens it by: 64 bytes."""
-        handle = EventHandle()
-        with self._device(event.index):
-            self._call("cudaIpcGetEventHandle", event.index, handle, event.address)
-        return bytes(handle)
+        return event.handle
 
-    def open_event(self, index: int, handle: bytes) -> CudaEvent:
-        """An event of another process, for device `index`; may block while the device is busy."""
-        address = ctypes.c_void_p()
-        _check_size(handle)
+    def open_events(self, index: int, handles: Sequence[bytes]) -> list[Signal]:
+        """Events that another process has made together, for device `index`."""
         with self._device(index):
-            self._call("cudaIpcOpenEventHandle", index, address, EventHandle.from_buffer_copy(handle))
-        return CudaEvent(self._value(address), index, self._functions["cudaEventDestroy"])
+            return open_signals(self, index, handles)
 
-    def record(self, event: CudaEvent, stream: Stream) -> None:
+    def record(self, event: Signal, stream: Stream) -> None:
         """What the stream has been given so far is what those who wait from now on wait for."""
-        with self._device(stream.device_index):  # see `copy`
-            self._call("cudaEventRecord", stream.device_index, event.address, stream.cuda_stream)
+        event.record(stream)
 
-    def wait(self, event: CudaEvent, stream: Stream) -> None:
+    def wait(self, event: Signal, stream: Stream) -> None:
         """What the stream is given from now on comes after what the event recorded last."""
-        with self._device(stream.device_index):
-            self._call("cudaStreamWaitEvent", stream.device_index, stream.cuda_stream, event.address, 0)
+        event.wait(stream)
 
-    def query(self, event: CudaEvent) -> bool:
+    def query(self, event: Signal) -> bool:
         """Whether that is done."""
-        code = self._try("cudaEventQuery", event.address)
-        if code != NOT_READY:
-            self._check("cudaEventQuery", event.index, code)
-        return code != NOT_READY
+        return event.done()
+
+    def release(self, event: Signal) -> None:
+        """The other process is dead: nobody waits for what it has recorded."""
+        event.release()
+
+    def register(self, address: int, size: int) -> int:
+        """See `Memops`."""
+        found = ctypes.c_void_p()
+        self._call("cudaHostRegister", None, address, size, HOST_FLAGS)
+        try:
+            self._call("cudaHostGetDevicePointer", None, found, address, 0)
+        except RuntimeError:
+            self.unregister(address)
+            raise
+        return self._value(found)
+
+    def unregister(self, address: int) -> None:
+        """See `Memops`."""
+        self._call("cudaHostUnregister", None, address)
+
+    def write_value(self, address: int, value: int, stream: Stream) -> None:
+        """See `Memops`."""
+        self._enqueue("cuStreamWriteValue32_v2", address, value, stream)
+
+    def wait_value(self, address: int, value: int, stream: Stream) -> None:
+        """See `Memops`."""
+        self._enqueue("cuStreamWaitValue32_v2", address, value, stream)
+
+    def _enqueue(self, name: str, address: int, value: int, stream: Stream) -> None:
+        index = stream.device_index
+        with self._on(index):
+            function = self._driver_functions[name]
+            code = function(stream.cuda_stream, address, value, 0)
+            if code == INVALID_CONTEXT:  # the runtime would give the thread one, the driver does not
+                self._call("cudaSetDevice", index, index)
+                code = function(stream.cuda_stream, address, value, 0)
+        if code:
+            raise RuntimeError(f"{name} on cuda:{index}: the driver refuses it (CUresult {code})")
 
     # Calls.
 

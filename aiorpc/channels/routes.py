@@ -10,6 +10,7 @@ from ..errors import SerializationError
 from .accelerator import Accelerator, Tensor
 
 _CPU = torch.device("cpu")
+_Map = Mapping[torch.device, torch.device]
 
 
 class Route:
@@ -18,9 +19,7 @@ class Route:
     worker: the other one. hint: what to do about a device that the map does not name; ends the error's text.
     """
 
-    def __init__(
-        self, accelerator: Accelerator | None, devices: Mapping[torch.device, torch.device], worker: str, hint: str
-    ) -> None:
+    def __init__(self, accelerator: Accelerator | None, devices: _Map, worker: str, hint: str) -> None:
         self.accelerator = accelerator
         self.worker = worker
         self._hint = hint
@@ -77,14 +76,33 @@ class Staying(Route):
         return str(tensor.device)
 
 
-def going(accelerator: Accelerator | None, devices: Mapping[torch.device, torch.device], worker: str) -> Route:
-    """For requests to that worker."""
+def going(
+    accelerator: Accelerator | None,
+    devices: Mapping[torch.device, torch.device],
+    worker: str,
+    *,
+    as_torch: bool = False,
+) -> Route:
+    """For requests to that worker. as_torch: say it in words that programs for torch may look for."""
     hint = f"set one before init (options.set_device_map({worker!r}, {{0: 0}}), say), or send tensor.cpu()"
+    if as_torch:
+        hint = (
+            "TensorPipe RPC backend only supports CPU tensors by default; to send others call `set_device_map` on "
+            f"`TensorPipeRpcBackendOptions`: {hint}"
+        )
     return Route(accelerator, devices, worker, hint)
 
 
-def returning(accelerator: Accelerator | None, devices: Mapping[torch.device, torch.device], worker: str) -> Route:
-    """For answers to that worker, by the inverse of its map of ours."""
+def returning(
+    accelerator: Accelerator | None,
+    devices: Mapping[torch.device, torch.device],
+    worker: str,
+    *,
+    as_torch: bool = False,
+) -> Route:
+    """For answers to that worker, by the inverse of its map of ours. as_torch: as of `going`."""
     inverse = {target: source for source, target in devices.items()}
     hint = "answers go by the inverse of the caller's map to this worker, which the caller sets; or return tensor.cpu()"
+    if as_torch:
+        hint = f"Response device mapping is not available: {hint}"
     return Route(accelerator, inverse, worker, hint)

@@ -132,7 +132,7 @@ class Node:
             credentials=meeting.credentials,
             on_handler_error=hooks.on_handler_error,
         )
-        self.accelerators = Accelerators(engine, plan.accelerator, plan.claims)
+        self.accelerators = Accelerators(engine, plan.accelerator, plan.claims, as_torch=hooks.as_torch)
         stack.push_async_callback(self._end_devices)
         stack.push_async_callback(self._end_connections)
         stack.push_async_callback(self._end_engine)

@@ -224,7 +224,7 @@ from pathlib import Path
 from bench import gpu
 from bench.stage import Plan
 plan = replace(Plan.quick(), rounds=1, seconds=0.1)
-found = gpu.measure(plan, ["--gpu"], (sys.argv[1], sys.argv[2]), (4096, 1 << 20))
+found = gpu.measure(plan, ["--gpu"], (sys.argv[1], sys.argv[2]), (4096, 1 << 20), 64)
 gpu.show(found)
 gpu.write(found, Path(sys.argv[3]))
 """
@@ -238,7 +238,9 @@ def small_run(devices: tuple[str, str], out: Path) -> tuple[dict[str, Any], str]
     data: dict[str, Any] = json.loads(out.with_name(f"{out.name}.json").read_text(encoding="utf-8"))
     assert data["failures"] == []
     figures = {(each["quantity"], each["bytes"]): each["values"] for each in data["rows"]}
-    assert set(figures) == {(quantity, size) for quantity in gpu.QUANTITIES for size in (4096, 1 << 20)}
+    transfers = {(quantity, size) for quantity in gpu.QUANTITIES for size in (4096, 1 << 20)}
+    assert set(figures) == transfers | {(gpu.TRAINING, 4 * 64 * 64)}
+    assert set(figures[gpu.TRAINING, 4 * 64 * 64]) == {AIORPC, STAGING, TORCH}
     assert all(len(rounds) == 1 and rounds[0] > 0 for values in figures.values() for rounds in values.values())
     assert set(figures[RECEIVED, 4096]) == {AIORPC, STAGING, TORCH, COPY}
     assert out.with_name(f"{out.name}.png").read_bytes().startswith(b"\x89PNG")

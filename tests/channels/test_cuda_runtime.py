@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL:
 @pytest.fixture
 def runtime(library: ctypes.CDLL) -> CudaRuntime:
     """Calls reach the real library at once."""
-    return CudaRuntime(library, device=lambda index: nullcontext())
+    return CudaRuntime(library, device=lambda index: nullcontext(), current=lambda: -1)
 
 
 without_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -133,7 +133,7 @@ class Lane:
         self.device_index, self.cuda_stream = device_index, cuda_stream
 
 
-def recorded(library: Recording) -> tuple[CudaRuntime, list[int]]:
+def recorded(library: Recording, driver: Recording | None = None) -> tuple[CudaRuntime, list[int]]:
     """A runtime over it, and the devices that it made current."""
     entered: list[int] = []
 
@@ -141,7 +141,8 @@ def recorded(library: Recording) -> tuple[CudaRuntime, list[int]]:
         entered.append(index)
         return nullcontext()
 
-    return CudaRuntime(library, device=device), entered  # type: ignore[arg-type]  # in place of a library
+    libraries: tuple[Any, Any] = library, driver or Recording()
+    return CudaRuntime(*libraries, device=device, current=lambda: 9), entered
 
 
 def test_each_call_is_made_on_its_device() -> None:
@@ -155,6 +156,8 @@ def test_each_call_is_made_on_its_device() -> None:
     runtime.close(4, 10)
     runtime.copy(10, 20, 30, Lane(5, 0))
     assert entered == [0, 1, 2, 3, 4, 5]
+    runtime.copy(10, 20, 30, Lane(9, 0))
+    assert entered == [0, 1, 2, 3, 4, 5], "it is current"
     assert library.calls[-1] == ("cudaMemcpyAsync", (10, 20, 30, 4, 0))
 
 
@@ -198,17 +201,16 @@ def test_a_handle_of_another_size_is_refused(runtime: CudaRuntime, size: int) ->
     with pytest.raises(RuntimeError, match=f"64 bytes, not {size}"):
         runtime.open(0, bytes(size))
     with pytest.raises(RuntimeError, match=f"64 bytes, not {size}"):
-        runtime.open_event(0, bytes(size))
+        runtime.open_events(0, [bytes(size)])
 
 
 @pytest.mark.parametrize(
     ("name", "attributes", "reason"),
     [
-        ("NVIDIA H200", {20: 0, 125: 1, 41: 1}, ""),
-        ("NVIDIA H200 MIG 1g.18gb", {20: 0, 125: 1, 41: 1}, "is a MIG instance"),
-        ("NVIDIA H200", {20: 3, 125: 1, 41: 1}, "compute mode of NVIDIA H200 is exclusive process"),
-        ("NVIDIA H200", {20: 0, 125: 0, 41: 1}, "no interprocess events"),
-        ("NVIDIA H200", {20: 0, 125: 1, 41: 0}, "no unified addressing"),
+        ("NVIDIA H200", {20: 0, 41: 1}, ""),
+        ("NVIDIA H200 MIG 1g.18gb", {20: 0, 41: 1}, "is a MIG instance"),
+        ("NVIDIA H200", {20: 3, 41: 1}, "compute mode of NVIDIA H200 is exclusive process"),
+        ("NVIDIA H200", {20: 0, 41: 0}, "no unified addressing"),
     ],
 )
 def test_what_stands_in_the_way_is_named(
@@ -216,10 +218,38 @@ def test_what_stands_in_the_way_is_named(
 ) -> None:
     """The name of the device and its attributes are all that is asked."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
-    runtime, _ = recorded(Recording(cudaDeviceGetAttribute=lambda number, index: attributes[number]))
-    obstacle = runtime.obstacle(0)
+    library = Recording(cudaDeviceGetAttribute=lambda number, index: attributes[number])
+    obstacle = recorded(library)[0].obstacle(0)
     assert reason in obstacle
     assert bool(reason) == bool(obstacle)
+
+
+def test_a_driver_without_stream_memory_operations_stands_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or no driver at all, as far as it can be loaded."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    library: Any = Recording(cudaDeviceGetAttribute=lambda number, index: {20: 0, 41: 1}[number])
+    runtime = CudaRuntime(library, device=lambda index: nullcontext())
+    assert "no stream memory operations" in runtime.obstacle(0)
+
+
+def test_words_are_written_and_waited_for_on_the_streams_device() -> None:
+    """By the driver's own functions; a thread that has no context yet gets one, which the runtime would see to."""
+    library, driver = Recording(), Recording(cuStreamWriteValue32_v2=[201, 0], cuStreamWaitValue32_v2=[1])
+    runtime, entered = recorded(library, driver)
+    runtime.write_value(4096, 7, Lane(2, 50))
+    assert entered == [2]
+    assert driver.calls == [("cuStreamWriteValue32_v2", (50, 4096, 7, 0))] * 2
+    assert library.calls == [("cudaSetDevice", (2,))]
+    with pytest.raises(RuntimeError, match=r"cuStreamWaitValue32_v2 on cuda:1: the driver refuses it \(CUresult 1\)"):
+        runtime.wait_value(4096, 7, Lane(1, 50))
+
+
+def test_memory_that_has_no_address_for_devices_is_not_left_registered() -> None:
+    """It would stay locked until the process ends."""
+    library = Recording(cudaHostGetDevicePointer=[1])
+    with pytest.raises(RuntimeError, match="cudaHostGetDevicePointer"):
+        recorded(library)[0].register(4096, 4096)
+    assert library.names == ["cudaHostRegister", "cudaHostGetDevicePointer", "cudaGetLastError", "cudaHostUnregister"]
 
 
 def test_a_device_reaches_itself_and_peers_that_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

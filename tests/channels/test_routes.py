@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from aiorpc.channels.routes import Route, going, returning
+from aiorpc.channels.routes import Route, Staying, going, returning
 from aiorpc.devices import to_device_map
 from aiorpc.errors import SerializationError
 from tests.fakes.cuda import FakeCuda
@@ -152,3 +152,29 @@ def test_route_keeps_no_hold_of_the_map(fake: FakeCuda) -> None:
     route = going(fake, devices, "ps")
     devices.clear()
     assert route.target(fake.fake_tensor(torch.ones(2), 0)) == "cuda:1"
+
+
+def test_programs_for_torch_find_its_words(fake: FakeCuda) -> None:
+    """Those that PyTorch's own tests look for; with them who, where and what to do."""
+    words = {
+        going: r"to worker 'w'; TensorPipe RPC backend only supports CPU tensors by default.*`set_device_map` on "
+        r"`TensorPipeRpcBackendOptions`: set one before init",
+        returning: r"to worker 'w'; Response device mapping is not available: answers go by the inverse",
+    }
+    for make, text in words.items():
+        with pytest.raises(SerializationError, match=text):
+            make(fake, {}, "w", as_torch=True).takes(fake.fake_tensor(torch.ones(2), 0))
+
+
+def test_to_oneself_everything_stays(fake: FakeCuda) -> None:
+    """On each device, and whoever keeps count of the devices in use is told."""
+    used: list[int] = []
+    route = Staying(fake, "w", used.append)
+    for index in (2, 0):
+        tensor = fake.fake_tensor(torch.ones(2), index)
+        assert route.takes(tensor)
+        assert route.target(tensor) == str(tensor.device)
+        assert route.leads(tensor.device)
+    assert set(used) == {2, 0}
+    assert not route.takes(torch.ones(2)) and not route.leads(CPU) and not route.host_target
+    assert not Staying(None, "w", used.append)

@@ -8,7 +8,7 @@ import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -258,6 +258,18 @@ class FakeInterprocess:
             self._events += 1
         handle = self._handle(_EVENT, page, number, index)
         return InterprocessEvent(self._fake, index, _address(page, number), handle, True)
+
+    def events(self, index: int, count: int) -> list[InterprocessEvent]:
+        """Several."""
+        return [self.event(index) for _ in range(count)]
+
+    def open_events(self, index: int, handles: Sequence[bytes]) -> list[InterprocessEvent]:
+        """Several."""
+        return [self.open_event(index, handle) for handle in handles]
+
+    def release(self, event: InterprocessEvent) -> None:
+        """What the other process has recorded counts as done. Nothing is asked of the device."""
+        event.words[_COMPLETED] = event.words[_RECORDED]
 
     def export_event(self, event: InterprocessEvent) -> bytes:
         """64 bytes. Only of an event of this process."""

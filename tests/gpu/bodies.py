@@ -29,7 +29,8 @@ Tensor = torch.Tensor
 MIB = 1 << 20
 HERE = "cuda:0"
 START = 100.0  # seconds: the other process starts its device
-# Cycles of the device: about a fifth of a second at 2 GHz. Long against what a message takes.
+# Cycles of the device: about a fifth of a second at 2 GHz. Long against what a message takes. (torch keeps 32 bits of
+# what a kernel is told to sleep: see `sleep_long`.)
 LONG = 400_000_000
 # Each body runs first with short kernels: the first launch of any kernel loads it, which may wait for those that run.
 ROUNDS = (1, LONG)
@@ -37,7 +38,7 @@ ROUNDS = (1, LONG)
 # --- calls of the driver ----------------------------------------------------------------------------------------------
 
 CALLS: Counter[str] = Counter()  # of this process, by the name of the method
-SET_UP = ("allocate", "free", "export", "open", "close", "event", "open_event")
+SET_UP = ("allocate", "free", "export", "open", "close", "events", "open_events")
 
 
 def count_calls() -> None:
@@ -75,7 +76,7 @@ def lend(place: Place, link: Link) -> None:
         if obstacle := runtime.obstacle(0):
             raise RuntimeError(obstacle)
         address = runtime.allocate(0, SHARED)
-        event = runtime.event(0)
+        (event,) = runtime.events(0, 1)
         offer = runtime.uuid(0), runtime.export(0, address), runtime.export_event(event)
     except RuntimeError as error:
         link.tell(str(error))
@@ -107,7 +108,7 @@ def borrow(place: Place, link: Link) -> list[int]:
         if runtime is None or not runtime.reaches(0, uuid):
             raise RuntimeError(f"no way from here to device {uuid}")
         address = runtime.open(0, handle)
-        event = runtime.open_event(0, event_handle)
+        (event,) = runtime.open_events(0, [event_handle])
     except RuntimeError as error:
         link.tell(str(error))
         return []
@@ -501,10 +502,16 @@ def keep(tensor: Tensor) -> None:
     ARRIVED.put((tensor, event))
 
 
-def send_behind_a_kernel(to: str, size: int, cycles: int) -> None:
-    """Send a tensor that a kernel of so many cycles has to be done for."""
+def sleep_long(times: int) -> None:
+    """Keep the current stream busy for so many times `LONG`."""
+    for _ in range(times):
+        torch.cuda._sleep(LONG)
+
+
+def send_behind_kernels(to: str, size: int, times: int) -> None:
+    """Send a tensor that so many kernels of `LONG` cycles have to be done for."""
     tensor = torch.zeros(size, dtype=torch.uint8, device=HERE)
-    torch.cuda._sleep(cycles)
+    sleep_long(times)
     tensor.fill_(7)
     rpc.rpc_sync(to, keep, args=(tensor,))
 
@@ -550,11 +557,11 @@ def all_streams_work() -> None:
 async def lose_the_sender(size: int) -> None:
     """w1 is killed while what it has sent waits for a kernel of its own; w0 hears of it and goes on computing."""
     victim: int = await rpc.call("w1", pid)
-    await rpc.call("w1", send_behind_a_kernel, "w0", size, 1)
+    await rpc.call("w1", send_behind_kernels, "w0", size, 0)
     tensor, event = ARRIVED.get_nowait()
     torch.cuda.current_stream().wait_event(event)
     assert int(tensor.sum()) == 7 * size
-    pending = rpc.call("w1", send_behind_a_kernel, "w0", size, 25 * LONG)
+    pending = rpc.call("w1", send_behind_kernels, "w0", size, 100)
     tensor, event = await in_thread(lambda: ARRIVED.get(timeout=30), 40, "the tensor's arrival")
     assert not event.query(), "the kernel was over before the sender could be killed"
     await _kill(victim, [pending, rpc.call("w1", echo, 1)])

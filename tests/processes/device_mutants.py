@@ -25,7 +25,7 @@ JOINING = (  # they speak with no device: what orders something there is the `jo
     "aiorpc.runtime.calls.batching",
     "aiorpc.futures",
 )
-ORDERING = ("wait", "record", "keep", "mark", "synchronize")
+ORDERING = ("wait", "record", "keep", "mark", "synchronize", "release")
 
 
 class _Finder(ast.NodeVisitor):

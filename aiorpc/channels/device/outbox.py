@@ -63,7 +63,7 @@ class Outbox:
         self._address = driver.allocate(index, self.size)
         try:
             self.handle = driver.export(index, self._address)
-            self._events: list[Event] = [driver.event(index) for _ in self.slots]
+            self._events: list[Event] = driver.events(index, len(self.slots))
             self.event_handles = [driver.export_event(event) for event in self._events]
         except BaseException:
             driver.free(index, self._address)
@@ -118,10 +118,10 @@ class Outbox:
             driver.record(event, stream)
         return size
 
-    def release_waiters(self, stream: Stream) -> None:
+    def release_waiters(self) -> None:
         """The reader's process has died, maybe before its device had done what it recorded: as of an inbox."""
-        for event in self._events:
-            self._driver.record(event, stream)
+        for event in list(self._events):
+            self._driver.release(event)
 
     def free(self) -> None:
         """Nobody has it open any more. Idempotent."""
@@ -150,7 +150,7 @@ class Inbox:
         self.slots = slots
         self._address = driver.open(index, handle)
         try:
-            self._events: list[Event] = [driver.open_event(index, handle) for handle in event_handles]
+            self._events: list[Event] = driver.open_events(index, event_handles)
         except BaseException:
             driver.close(index, self._address)
             raise
@@ -171,11 +171,11 @@ class Inbox:
             driver.copy(target, self._address + place, size, stream)
             driver.record(event, stream)
 
-    def release_waiters(self, stream: Stream) -> None:
-        """The sender's process has died, maybe before its device had done what it recorded: record all events anew,
-        so that no stream of ours waits for it for ever."""
-        for event in self._events:
-            self._driver.record(event, stream)
+    def release_waiters(self) -> None:
+        """The sender's process has died, maybe before its device had done what it recorded: no stream of ours waits
+        for that, now or later. Never blocks."""
+        for event in list(self._events):
+            self._driver.release(event)
 
     def close(self) -> None:
         """Let go of it. May block until copies out of it are done. Idempotent."""

@@ -63,11 +63,14 @@ def claims_of(options: RpcBackendOptions, accelerator: Accelerator | None) -> De
 class Accelerators:
     """The devices of one worker. Its methods belong to the loop where they do not say otherwise."""
 
-    def __init__(self, engine: Engine, accelerator: Accelerator | None, claims: DeviceClaims) -> None:
-        """claims: what this worker has told the others of its devices."""
+    def __init__(
+        self, engine: Engine, accelerator: Accelerator | None, claims: DeviceClaims, *, as_torch: bool = False
+    ) -> None:
+        """claims: what this worker has told the others of its devices. as_torch: errors have torch's words, too."""
         self.accelerator = accelerator
         self.claims = claims
         self._engine = engine
+        self._as_torch = as_torch
         self._used: list[int] = []
         self._threads = ThreadPool(f"{engine.name}-devices", _THREADS)
         self._retired: list[tuple[WorkerRecord, Outbox | Inbox]] = []
@@ -97,13 +100,13 @@ class Accelerators:
         """The route of calls to the worker of that name; None if tensors need not be looked at."""
         if self._stays(name):
             return self._staying() or None
-        return going(self.accelerator, self.claims.maps.get(name, {}), name) or None
+        return going(self.accelerator, self.claims.maps.get(name, {}), name, as_torch=self._as_torch) or None
 
     def route_back(self, name: str, theirs: Mapping[str, Any]) -> Route | None:
         """As `route_to`, for answers to the worker of that name, which has opened the link with that descriptor."""
         if self._stays(name):
             return self._staying() or None
-        return returning(self.accelerator, self._their_map(theirs), name) or None
+        return returning(self.accelerator, self._their_map(theirs), name, as_torch=self._as_torch) or None
 
     def comes_back(self, name: str, device: torch.device) -> bool:
         """Whether what lies on that device of the worker of that name can come here as it is."""
@@ -253,17 +256,14 @@ class Accelerators:
         retired, self._retired = self._retired, []
         for record, box in retired:
             if provably_dead(record, self._engine.record.host):
-                self.in_background(self._let_go, record, box, True)
+                box.release_waiters()  # at once: threads that free memory wait for streams, which may wait for this
+                self.in_background(self._let_go, record, box)
             else:
                 self._retired.append((record, box))
 
-    def _let_go(self, record: WorkerRecord, box: Outbox | Inbox, dead: bool = False) -> None:
-        """In a thread. dead: nobody else records its events any more."""
-        driver = self.accelerator
-        assert driver is not None, "without it there are none"
+    def _let_go(self, record: WorkerRecord, box: Outbox | Inbox) -> None:
+        """In a thread."""
         try:
-            if dead:
-                box.release_waiters(driver.spare(box.index))
             box.free() if isinstance(box, Outbox) else box.close()
         except RuntimeError as error:
             logger.debug("letting go of device memory shared with %s: %s", record.describe(), error)
