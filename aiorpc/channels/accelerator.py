@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -49,8 +50,9 @@ class DeviceBuffer:
         return self.carrier.numel()
 
 
+@lru_cache(128)
 def device_index(target: Any) -> int:
-    """Of a target like ``cuda:1`` its number; -1 for the host. Raises ValueError."""
+    """Of a target like ``cuda:1`` its number; -1 for the host. Raises ValueError, or TypeError for what has no hash."""
     if type(target) is not str:
         raise ValueError(f"{target!r:.40} is no device")
     if target == "cpu":
@@ -158,6 +160,9 @@ class Accelerator(Protocol):
 
     def fresh(self, index: int) -> Stream:
         """A stream other than the default one, in turn out of a pool."""
+
+    def is_idle(self, stream: Stream) -> bool:
+        """Whether it has done all that it was given."""
 
     def entered(self, streams: Sequence[Stream]) -> AbstractContextManager[object]:
         """Within it these are the current streams of this thread, each on its device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -39,42 +40,93 @@ class Arrival:
                 self._join()
 
     def _join(self) -> None:
-        driver = self._accelerator
+        driver, streams = self._accelerator, dict[int, Stream]()
         for index, event in self._events:
-            driver.wait(event, driver.current(index))
+            stream = streams[index] = driver.current(index)
+            driver.wait(event, stream)
         for index, carrier in self._carriers:
-            driver.keep(carrier, driver.current(index))
+            driver.keep(carrier, streams[index] if index in streams else driver.current(index))
+
+
+class StreamPool:
+    """Streams for messages that arrive: as few as are needed at once. Any thread.
+
+    torch keeps the memory that it takes back for the stream that it was made for. If each message had another of 32
+    streams, a worker that receives tensors of a gigabyte would keep 32 of them.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._free: dict[int, deque[Stream]] = {}
+
+    def take(self, indices: Sequence[int]) -> dict[int, Stream]:
+        """One for each of these devices, for the taker alone until it gives them back."""
+        return {index: self._take(index) for index in indices}
+
+    def _take(self, index: int) -> Stream:
+        free = self._free.get(index)
+        if free is None:
+            free = self._free[index] = deque()
+        for _ in range(_LOOKS):
+            try:
+                stream = free.pop()  # that which was given back last
+            except IndexError:
+                break
+            if self._accelerator.is_idle(stream):
+                return stream
+            free.appendleft(stream)  # what is given to it now would come after all that it has to do
+        return self._accelerator.fresh(index)
+
+    def give(self, streams: Mapping[int, Stream]) -> None:
+        """They are free again; what they have still to do goes on."""
+        for index, stream in streams.items():
+            free = self._free[index]
+            if stream not in free and len(free) < _MOST_FREE:  # torch's own pool begins anew after its last one
+                free.append(stream)
+
+
+_LOOKS = 4  # at free streams, until one is taken that does nothing
+_MOST_FREE = 32
 
 
 class Landing:
-    """Where the tensors of one message arrive. streams: by device; none: on those that are current."""
+    """Where the tensors of one message arrive. pool, devices: whose streams it takes; none: those that are current."""
 
-    __slots__ = ("_streams", "accelerator", "carriers")
+    __slots__ = ("_lent", "_pool", "accelerator", "carriers", "streams")
 
-    def __init__(self, accelerator: Accelerator, streams: Mapping[int, Stream] | None = None) -> None:
+    def __init__(self, accelerator: Accelerator, pool: StreamPool | None = None, devices: Sequence[int] = ()) -> None:
         self.accelerator = accelerator
         self.carriers: list[tuple[int, Tensor]] = []  # of the tensors that were made, each with its device
-        self._streams = dict(streams or {})
+        self._pool = pool
+        self._lent = {} if pool is None else pool.take(devices)
+        self.streams = dict(self._lent)  # by device
+
+    def __del__(self) -> None:
+        pool, lent = getattr(self, "_pool", None), getattr(self, "_lent", None)
+        if pool is not None and lent:
+            pool.give(lent)
 
     def entered(self) -> AbstractContextManager[object]:
         """Within it its streams are the current ones of this thread."""
-        return self.accelerator.entered(list(self._streams.values())) if self._streams else nullcontext()
+        return self.accelerator.entered(list(self.streams.values())) if self.streams else nullcontext()
 
     def is_entered(self) -> bool:
         """Whether its streams are the current ones of this thread."""
-        return all(self.accelerator.current(index) == stream for index, stream in self._streams.items())
+        return all(self.accelerator.current(index) == stream for index, stream in self.streams.items())
 
     def remember(self) -> None:
         """The streams that are current now are the ones to enter from now on."""
-        for index in self._streams:
-            self._streams[index] = self.accelerator.current(index)
+        for index in self.streams:
+            self.streams[index] = self.accelerator.current(index)
 
     def arrival(self) -> Arrival | None:
         """What the users of the tensors that were made wait for. With its streams current."""
         if not self.carriers:
             return None
-        driver = self.accelerator
-        events = [(index, driver.mark(driver.current(index))) for index in {index for index, _ in self.carriers}]
+        driver, events = self.accelerator, list[tuple[int, Event]]()
+        for index in dict(self.carriers):  # once each
+            stream = self.streams.get(index)
+            events.append((index, driver.mark(driver.current(index) if stream is None else stream)))
         return Arrival(driver, events, self.carriers)
 
 

@@ -131,6 +131,8 @@ def describe_plain(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorEntry], 
     buffers: list[Any] = []
     storages = set()
     for tensor in tensors:
+        if not tensor.is_cpu:  # else to be told so costs an exception
+            return None
         try:
             size = tensor.nbytes  # not defined for sparse ones
             flags = 0
@@ -187,7 +189,9 @@ def rebuild(
             buffer, offset, code, shape, strides, flags, target = entry
             kind = _NUMPY.get(code)
             # As `_take` does, for most of them without a function for each.
-            if kind is None or strides is not None or flags or target is not None:
+            if target is not None and landing is not None:
+                tensors.append(_take_on_device(entry, there, landing))
+            elif kind is None or strides is not None or flags or target is not None:
                 tensors.append(_take(entry, buffers, storages, there, landing))
             elif buffer >= 0:
                 tensors.append(torch.from_numpy(numpy.ndarray(shape, kind, buffers[buffer])))
@@ -206,6 +210,40 @@ def warm_up() -> None:
     """Have torch and numpy set up what they need of each other: the first tensor of a program takes a millisecond."""
     table, buffers = describe([torch.zeros(DIRECT_SIZE)])
     describe(rebuild(table, [bytearray(bytes(buffer)) for buffer in buffers]))  # type: ignore[arg-type]  # host memory
+
+
+def describe_away(tensors: Sequence[torch.Tensor], route: Route) -> tuple[list[TensorEntry], list[Any]] | None:
+    """As `describe_plain`, for tensors on devices that the route leads from; None if one is another kind."""
+    driver = route.accelerator
+    if driver is None:
+        return None
+    table: list[TensorEntry] = []
+    buffers: list[Any] = []
+    storages = set()
+    try:
+        for tensor in tensors:
+            device = tensor.device
+            if not (route.leads(device) and driver.holds(tensor) and tensor.is_contiguous()):
+                return None
+            if tensor.__dict__ or tensor.is_neg() or tensor.is_conj() or _IS_ZERO(tensor):
+                return None
+            size, storage = tensor.nbytes, tensor.untyped_storage()
+            if not size or not storage.nbytes():
+                return None
+            storages.add(storage._cdata)
+            if len(storages) <= len(table):
+                return None
+            target = route.target(tensor)
+            flat = torch.empty(0, dtype=torch.uint8, device=device)
+            flat.set_(storage, tensor.storage_offset() * tensor.itemsize, (size,), (1,))
+            flags = REQUIRES_GRAD if tensor.requires_grad else 0
+            there = None if target == "cpu" else target
+            entry = (len(buffers), 0, _CODES[tensor.dtype], tensor.shape, None, flags, there)
+            table.append(_new(TensorEntry, entry))
+            buffers.append(DeviceBuffer(flat, device.index, target))
+    except RuntimeError:  # inside of a transform (vmap) it has no memory
+        return None
+    return table, buffers
 
 
 class _Host:
@@ -437,6 +475,13 @@ def _take_on_device(entry: Sequence[Any], buffers: list[Any], landing: Landing |
     buffer, offset, code, shape, strides, flags, target = entry
     index = device_index(target)
     dtype = DTYPES[code]
+    if strides is None and landing is not None and dtype is not None and buffer >= 0:  # most, in fewer steps
+        received = buffers[buffer]
+        if type(received) is DeviceBuffer and received.index == index:
+            made = received.carrier.view(dtype).view(shape)
+            landing.carriers.append((index, made))
+            tensor = landing.accelerator.tensor(made, index)
+            return _flagged(tensor, flags) if flags else tensor
     if landing is None or not 0 <= index < landing.accelerator.count():
         raise ValueError(f"there is no {target} here")
     if dtype is None:

@@ -32,6 +32,7 @@ _HANDLE = struct.Struct(f"<4siiII{NONCE_SIZE}s")
 _KIND = b"asig"
 _HEADER = 64  # bytes before the first event: the nonce
 _CELL = 32  # bytes of an event
+_MOST_BYTES = 1 << 20  # of memory that another process names
 # Of the words of an event: done by the maker, done by the opener, recorded by the maker, by the opener, who was last.
 _MAKER, _OPENER = 0, 1
 _RECORDED, _LAST, _WORDS = 2, 4, 5
@@ -137,10 +138,10 @@ def open_signals(memops: Memops, index: int, handles: Sequence[bytes]) -> list[S
     numbers = [each[-1] for each in found]
     if pid == os.getpid():
         raise RuntimeError("these events are of this process")
-    if size % PAGE or _HEADER + (max(numbers) + 1) * _CELL > size:
+    if size % PAGE or size > _MOST_BYTES or _HEADER + (max(numbers) + 1) * _CELL > size:
         raise RuntimeError(f"{size} bytes have no event {max(numbers)}")
     try:
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise RuntimeError(f"the memory of events of process {pid} cannot be opened: {error.strerror}") from None
     try:

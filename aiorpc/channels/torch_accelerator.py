@@ -1,14 +1,18 @@
 """The devices that torch has, as an `Accelerator`: CUDA, and kinds whose module has streams and events as CUDA's has.
 
 Nothing here starts a device: that is done by the first memory, stream or event that somebody asks for.
+
+Current streams and devices are asked for and set by ``torch.accelerator``: it does what the module of a kind does, in a
+third of the Python functions. Its streams are of a class that lacks what `Interprocess` needs to know of one, so those
+that are given out here are of the module's class.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +24,10 @@ from .cuda_runtime import find_runtime
 Tensor = torch.Tensor
 # In bytes. Up to here what lies in ordinary memory of the host goes through pinned memory on its way to a device.
 PINNED_DETOUR = 4 << 20
+# Streams of a device that are handed out in turn: as many as torch's pool has.
+POOL_STREAMS = 32
+# Objects for current streams that are kept: those of torch's pools, and then some of the program's own.
+KNOWN_STREAMS = 256
 
 
 def find_accelerator() -> Accelerator | None:
@@ -44,8 +52,11 @@ class TorchAccelerator:
         self._kind = kind
         self._interprocess = interprocess
         self._module = torch.get_device_module(kind) if module is None else module
-        self._lock = threading.Lock()
-        self._spare: dict[int, Stream] = {}
+        general = module is None and torch.accelerator.current_accelerator() == torch.device(kind)
+        self._current: ModuleType | Any = torch.accelerator if general else _as_accelerator(self._module)
+        self._count = -1
+        self._pools: dict[int, Iterator[Stream]] = {}
+        self._known: dict[tuple[int, int], Stream] = {}  # by device and number of the stream
         # Only CUDA has to be asked to sleep, in place of turning on a core, while it synchronises.
         self._event_options = {"blocking": True} if kind == "cuda" else {}
 
@@ -61,7 +72,9 @@ class TorchAccelerator:
 
     def count(self) -> int:
         """How many there are; numbered from 0."""
-        return int(self._module.device_count())
+        if self._count < 0:
+            self._count = int(self._module.device_count())
+        return self._count
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether it is a strided tensor of torch's own types that lies on one of these."""
@@ -83,7 +96,10 @@ class TorchAccelerator:
 
     def empty(self, size: int, index: int) -> Tensor:
         """A flat uint8 tensor of so many bytes; memory of the current stream. Raises torch.OutOfMemoryError."""
-        return self._empty(size, device=torch.device(self._kind, index))
+        device = torch.device(self._kind, index)
+        if torch.is_inference_mode_enabled():
+            return self._empty(size, device=device)
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
     def pinned(self, size: int) -> Tensor:
         """A flat uint8 tensor on the host, page-locked. Making a new one can take milliseconds; torch reuses them."""
@@ -116,25 +132,32 @@ class TorchAccelerator:
 
     def current(self, index: int) -> Stream:
         """The current stream of this thread on that device."""
-        return self._module.current_stream(index)
+        key = index, self._current.current_stream(index).stream_id
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= KNOWN_STREAMS:  # of a program that makes streams itself, again and again
+                self._known.clear()
+            known = self._known[key] = self._module.current_stream(index)
+        return known
 
     def fresh(self, index: int) -> Stream:
         """A stream other than the default one, in turn out of torch's pool of 32."""
-        return self._module.Stream(device=index)
+        pool = self._pools.get(index)
+        if pool is None:  # two threads may make one each, of the same streams
+            streams = [self._module.Stream(device=index) for _ in range(POOL_STREAMS)]
+            pool = self._pools[index] = itertools.cycle(streams)
+        return next(pool)
 
-    def spare(self, index: int) -> Stream:
-        """One of torch's other pool, that for urgent work, of which nobody here takes another."""
-        with self._lock:
-            if index not in self._spare:
-                self._spare[index] = self._module.Stream(device=index, priority=-1)
-            return self._spare[index]
+    def is_idle(self, stream: Stream) -> bool:
+        """Whether it has done all that it was given."""
+        return bool(stream.query())
 
     def entered(self, streams: Sequence[Stream]) -> AbstractContextManager[object]:
         """Within it these are the current streams of this thread, each on its device; the current device stays.
 
         It may be entered again, also within itself, by one thread at a time.
         """
-        return _Entered(self._module, streams)
+        return _Entered(self._current, streams)
 
     def keep(self, carrier: Tensor, stream: Stream) -> None:
         """The memory is in use on that stream, too, until what the stream has by the time it is freed."""
@@ -155,6 +178,16 @@ class TorchAccelerator:
         event.synchronize()
 
 
+def _as_accelerator(module: ModuleType | Any) -> Any:
+    """What a kind that is not that of ``torch.accelerator`` has in place of it."""
+    return SimpleNamespace(
+        current_stream=module.current_stream,
+        set_stream=module.set_stream,
+        current_device_index=module.current_device,
+        device_index=module.device,
+    )
+
+
 class _Entered:
     """Streams that are current for a while.
 
@@ -162,33 +195,39 @@ class _Entered:
     starts a device which nobody has used so far (500 MB of it).
     """
 
-    __slots__ = ("_before", "_module", "_streams")
+    __slots__ = ("_before", "_current", "_streams")
 
-    def __init__(self, module: ModuleType | Any, streams: Sequence[Stream]) -> None:
-        self._module = module
-        self._streams = tuple(streams)
-        self._before: list[list[Stream]] = []
+    def __init__(self, current: ModuleType | Any, streams: Sequence[Stream]) -> None:
+        self._current = current
+        self._streams = streams
+        self._before: list[list[tuple[Stream, bool]]] = []
 
     def __enter__(self) -> None:
-        before: list[Stream] = []
+        before: list[tuple[Stream, bool]] = []
         self._before.append(before)
+        for_thread = self._current
         try:
             for stream in self._streams:
-                current = self._module.current_stream(stream.device_index)
-                self._set(stream)
-                before.append(current)
+                current = for_thread.current_stream(stream.device_index)
+                other = current.stream_id != stream.stream_id  # by their numbers: they may be of two classes
+                if other:
+                    self._set(stream)
+                before.append((current, other))
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *exc_info: object) -> None:
-        for stream in reversed(self._before.pop()):
-            self._set(stream)
+        for stream, other in reversed(self._before.pop()):
+            # Where nothing was set, what was done inside may have set another one.
+            if other or self._current.current_stream(stream.device_index).stream_id != stream.stream_id:
+                self._set(stream)
 
     def _set(self, stream: Stream) -> None:
         """To set a stream makes its device current; the guard puts back the one that was."""
-        if stream.device_index == self._module.current_device():
-            self._module.set_stream(stream)
+        for_thread, index = self._current, stream.device_index
+        if index == for_thread.current_device_index():
+            for_thread.set_stream(stream)
             return
-        with self._module.device(stream.device_index):
-            self._module.set_stream(stream)
+        with for_thread.device_index(index):
+            for_thread.set_stream(stream)

@@ -29,7 +29,7 @@ _PAUSE = 0.1  # seconds until the owner is told again what it did not take
 # A call puts and takes for several callers, and none of them is on the stack.
 _NOWHERE = Try(None, None)
 
-#: What is called with the value of a call, or with its error.
+#: What is called with the value of a call, or with its error. The loop's current streams have waited for the value.
 Then = Callable[[Any, BaseException | None], None]
 #: What is asked for the error of somebody whose time was up, with the peer that has not answered.
 Late = Callable[[Peer, RpcTimeout], RpcTimeout]
@@ -149,9 +149,18 @@ class Calls:
         self._under_way.pop(number, None)
         future.mark_seen()
         # Not raised: it may be the error of a peer, which outlives this call; its traceback would keep these frames.
-        value, error = future._value, future._error
-        if not self._node.engine.loop.is_closed():
-            self._node.engine.run_on_loop(then, value, self._advised(error))
+        value, error, arrival = future._value, self._advised(future._error), future.arrival
+        if self._node.engine.loop.is_closed():
+            return
+        if arrival is None:  # most
+            self._node.engine.run_on_loop(then, value, error)
+            return
+
+        def joined() -> None:
+            arrival.join()
+            then(value, error)
+
+        self._node.engine.run_on_loop(joined)
 
     def _advised(self, error: BaseException | None) -> BaseException | None:
         """What a call has ended with, in words of queues. Any thread."""

@@ -405,6 +405,10 @@ class Client:
         if not values:
             get.finish(None, self._lost.popleft() if self._lost else failure)
             return
+        if any(
+            type(each) is tuple and not each[0] for each in fetched.values()
+        ):  # not packed: there may be devices in it
+            get.arrival = self.node.accelerators.arrival(values)
         if not get.finish_with(values if get.many else values[0], there):
             self.put_back(there)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiorpc.channels.accelerator import Accelerator, Stream
-from aiorpc.channels.landing import Arrival, LandedCoroutine, Landing
+from aiorpc.channels.landing import Arrival, LandedCoroutine, Landing, StreamPool
 from tests.fakes.cuda import FakeCuda, FakeTensor
 
 LAG = (0, 0.001)
@@ -35,7 +35,7 @@ def slowly(fake: FakeCuda, value: float, index: int = 0, size: int = 1000) -> Fa
 
 
 def lands(fake: FakeCuda, *indices: int) -> Landing:
-    return Landing(fake, {index: fake.fresh(index) for index in indices})
+    return Landing(fake, StreamPool(fake), indices)
 
 
 def land(fake: FakeCuda, landing: Landing, value: float, index: int = 0) -> FakeTensor:
@@ -44,6 +44,55 @@ def land(fake: FakeCuda, landing: Landing, value: float, index: int = 0) -> Fake
         tensor = slowly(fake, value, index)
     landing.carriers.append((index, fake.carrier(tensor)))
     return tensor
+
+
+# --- streams of landings ----------------------------------------------------------------------------------------------
+
+
+def test_messages_one_after_the_other_take_one_stream(fake: FakeCuda) -> None:
+    """torch keeps memory for each stream by itself: others would keep as much again."""
+    pool = StreamPool(fake)
+    first = Landing(fake, pool, [0, 1]).streams
+    for _ in range(10):
+        assert Landing(fake, pool, [0, 1]).streams == first
+        fake.machine.drain(10.0)
+
+
+def test_messages_at_once_have_streams_of_their_own(fake: FakeCuda) -> None:
+    """Until the last of them is gone."""
+    pool = StreamPool(fake)
+    landings = [Landing(fake, pool, [0]) for _ in range(3)]
+    streams = [landing.streams[0] for landing in landings]
+    assert len({id(stream) for stream in streams}) == 3
+    del landings[1]
+    assert Landing(fake, pool, [0]).streams[0] is streams[1]
+
+
+def test_a_stream_that_still_works_is_left_alone(fake: FakeCuda) -> None:
+    """What was given to it now would come after all of that; when it is done it is taken again."""
+    pool = StreamPool(fake)
+    landing = Landing(fake, pool, [0])
+    (stream,) = landing.streams.values()
+    with landing.entered():
+        tensor = slowly(fake, 1.0, size=100_000)
+    del landing
+    other = Landing(fake, pool, [0])
+    assert other.streams[0] is not stream
+    fake.machine.drain(10.0)
+    assert Landing(fake, pool, [0]).streams[0] is stream
+    del tensor
+
+
+def test_streams_of_the_program_do_not_come_into_the_pool(fake: FakeCuda) -> None:
+    """A handler may have made another one current: that is entered again, and is still the program's own."""
+    pool, mine = StreamPool(fake), fake.fresh(0)
+    landing = Landing(fake, pool, [0])
+    (stream,) = landing.streams.values()
+    with fake.entered([mine]):
+        landing.remember()
+    assert landing.streams[0] is mine
+    del landing
+    assert Landing(fake, pool, [0]).streams[0] is stream
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------

@@ -16,8 +16,16 @@ import pytest
 import torch
 from torch import nn
 
+from aiorpc.channels import layout
 from aiorpc.channels.accelerator import Accelerator
-from aiorpc.channels.torch_accelerator import PINNED_DETOUR, TorchAccelerator, find_accelerator
+from aiorpc.channels.routes import Route
+from aiorpc.channels.torch_accelerator import (
+    KNOWN_STREAMS,
+    PINNED_DETOUR,
+    POOL_STREAMS,
+    TorchAccelerator,
+    find_accelerator,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Lane:
     """A stream, as far as it is asked for here."""
 
     device_index: int
-    number: int
+    stream_id: int
 
 
 class Devices:
@@ -34,9 +42,15 @@ class Devices:
     def __init__(self) -> None:
         self._local = threading.local()
         self.broken: Lane | None = None
+        self.made = 0
+        self.set = 0
 
     def device_count(self) -> int:
         return 2
+
+    def Stream(self, device: int) -> Lane:  # torch's name
+        self.made += 1
+        return Lane(device, self.made)
 
     def current_device(self) -> int:
         return getattr(self._local, "device", 0)
@@ -53,6 +67,7 @@ class Devices:
     def set_stream(self, lane: Lane) -> None:
         if lane == self.broken:
             raise RuntimeError("no such stream")
+        self.set += 1
         self._local.device = lane.device_index
         self._streams[lane.device_index] = lane
 
@@ -67,7 +82,7 @@ class Devices:
 
     def state(self) -> tuple[int, list[int]]:
         """The current device, and the numbers of the current streams."""
-        return self.current_device(), [self.current_stream(index).number for index in range(2)]
+        return self.current_device(), [self.current_stream(index).stream_id for index in range(2)]
 
 
 @pytest.fixture
@@ -147,6 +162,34 @@ def test_an_error_inside_leaves_the_streams(accelerator: TorchAccelerator, devic
     assert devices.state() == (0, [0, 0])
 
 
+def test_streams_that_are_current_are_not_set_again(accelerator: TorchAccelerator, devices: Devices) -> None:
+    """But put back if they were changed inside, as by a handler."""
+    with accelerator.entered([Lane(0, 1), Lane(1, 2)]):
+        before = devices.set
+        with accelerator.entered([Lane(0, 1), Lane(1, 2)]):
+            pass
+        assert devices.set == before
+        with accelerator.entered([Lane(0, 1), Lane(1, 2)]):
+            devices.set_stream(Lane(0, 9))
+        assert devices.state() == (0, [1, 2])
+
+
+def test_fresh_streams_come_in_turn(accelerator: TorchAccelerator, devices: Devices) -> None:
+    """As many as torch's pool has, each device's own."""
+    first = [accelerator.fresh(0) for _ in range(POOL_STREAMS)]
+    assert len({lane.stream_id for lane in first}) == POOL_STREAMS
+    assert [accelerator.fresh(0) for _ in range(POOL_STREAMS)] == first
+    assert accelerator.fresh(1).device_index == 1
+
+
+def test_the_current_stream_is_that_of_now(accelerator: TorchAccelerator, devices: Devices) -> None:
+    """However often it was asked for before, and however many there were."""
+    for number in [*range(2 * KNOWN_STREAMS), 5, 0, 5]:
+        devices.set_stream(Lane(0, number))
+        assert accelerator.current(0) == Lane(0, number)
+    assert accelerator.current(1) == Lane(1, 0)
+
+
 PLAIN: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: torch.zeros(2, 3),
     "transposed": lambda: torch.zeros(2, 3).t(),
@@ -182,6 +225,56 @@ def test_it_holds_strided_tensors_of_its_kind(host: TorchAccelerator, name: str)
     tensor = PLAIN[name]()
     assert host.holds(tensor)
     assert host.tensor(host.carrier(tensor), 0) is tensor
+
+
+def test_plain_tensors_are_described_in_few_steps(host: TorchAccelerator) -> None:
+    """Each by its own bytes, borrowed; the device map says where they go."""
+    route = Route(host, {torch.device("cpu"): torch.device("cuda:1")}, "other", "")
+    values = torch.arange(24, dtype=torch.float32)
+    tensor, scalar = values[4:16].view(3, 4).requires_grad_(), torch.tensor(7)
+    described = layout.describe_away([tensor, scalar], route)
+    assert described is not None
+    table, buffers = described
+    float32, int64 = layout.DTYPES.index(torch.float32), layout.DTYPES.index(torch.int64)
+    assert table == [
+        (0, 0, float32, (3, 4), None, layout.REQUIRES_GRAD, "cuda:1"),
+        (1, 0, int64, (), None, 0, "cuda:1"),
+    ]
+    assert buffers[0].carrier.view(torch.float32).tolist() == values[4:16].tolist()
+    assert [buffer.carrier.data_ptr() for buffer in buffers] == [tensor.data_ptr(), scalar.data_ptr()]
+    assert {buffer.target for buffer in buffers} == {"cuda:1"}
+
+
+@pytest.mark.parametrize(
+    "name", ["transposed", "conjugate", "negative", "empty", "shared", "freed", "attribute", "away"]
+)
+def test_others_are_described_in_general(host: TorchAccelerator, name: str) -> None:
+    """What takes more than bytes and a shape, and what no map names."""
+    route = Route(host, {torch.device("cuda:0" if name == "away" else "cpu"): torch.device("cuda:1")}, "other", "")
+    values = torch.zeros(4, 2)
+    kinds: dict[str, Callable[[], list[torch.Tensor]]] = {
+        "transposed": lambda: [values.t()],
+        "conjugate": lambda: [torch.zeros(2, dtype=torch.complex64).conj()],
+        "negative": lambda: [torch._neg_view(values)],
+        "empty": lambda: [torch.empty(0)],
+        "shared": lambda: [values[:2], values[2:]],
+        "freed": lambda: [_freed()],
+        "attribute": lambda: [_named()],
+        "away": lambda: [values],
+    }
+    assert layout.describe_away(kinds[name](), route) is None
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _named() -> torch.Tensor:
+    tensor = torch.zeros(4)
+    tensor.name_of_it = "name"  # type: ignore[attr-defined]  # as programs do
+    return tensor
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

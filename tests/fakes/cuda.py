@@ -79,7 +79,6 @@ class FakeCuda:
             [Stream(index, f"stream {number}") for number in range(1, POOL_STREAMS + 1)]
             for index in range(len(self.uuids))
         ]
-        self._spare = [Stream(index, "spare stream") for index in range(len(self.uuids))]
         self._turns = [0] * len(self.uuids)
         self._pools = [Pool(self.machine, index, memory, self.report) for index in range(len(self.uuids))]
         self._pinned: dict[int, tuple[int, Any]] = {}
@@ -175,10 +174,10 @@ class FakeCuda:
             self._turns[index] += 1
             return self._streams[index][self._turns[index] % POOL_STREAMS]
 
-    def spare(self, index: int) -> Stream:
-        """One beside the four."""
-        self.require_device(index)
-        return self._spare[index]
+    def is_idle(self, stream: Stream) -> bool:
+        """Nothing is left in its queue."""
+        with self.machine.lock:
+            return not stream.queue
 
     @contextmanager
     def entered(self, streams: Sequence[Stream]) -> Iterator[None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import os
 import queue
 import random
+import re
 import signal
 import threading
 from collections import Counter
@@ -462,16 +464,33 @@ def state() -> dict[str, float]:
     }
 
 
+def files() -> list[str]:
+    """What this process has open, without numbers."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing is gone
+            found.append(re.sub(r"\d+", "#", os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
 def bump(tensor: Tensor) -> Tensor:
     """One more."""
     return tensor + 1
 
 
-async def churn(messages: int, at_once: int) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Echo so many tensors of all sizes; what w0 and w1 held after a tenth of them, and at the end."""
+async def churn(messages: int, at_once: int) -> list[tuple[dict[str, float], dict[str, float], list[str]]]:
+    """Echo so many tensors of all sizes.
+
+    Returns what w0 and w1 held after a tenth of them, what at the end, and what each has open that it had not before.
+    """
     before = await _exchange(messages // 10, at_once)
+    open_before = [files(), await rpc.call("w1", files)]
     after = await _exchange(messages - messages // 10, at_once)
-    return list(zip(before, after, strict=True))
+    open_after = [files(), await rpc.call("w1", files)]
+    new = [
+        sorted((Counter(late) - Counter(early)).elements()) for early, late in zip(open_before, open_after, strict=True)
+    ]
+    return list(zip(before, after, new, strict=True))
 
 
 async def _exchange(messages: int, at_once: int) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("pair", ["auto", "staging
 def test_twenty_thousand_messages(pair: Pair) -> None:
     """Memory of both processes and of the device, descriptors and events are the same after them as after a tenth."""
     states = pair.run(bodies.churn, 20_000, 32, limit=150)
-    for name, (before, after) in zip(("w0", "w1"), states, strict=True):
+    for name, (before, after, opened) in zip(("w0", "w1"), states, strict=True):
         grown = {key: after[key] - before[key] for key in after}
         bad = {key: value for key, value in grown.items() if value > ALLOWED.get(key, 0)}
-        assert not bad, f"{name} has grown by {bad}"
+        assert not bad, f"{name} has grown by {bad}; opened since: {opened}"

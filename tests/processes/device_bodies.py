@@ -16,6 +16,9 @@ import torch
 
 import aiorpc as rpc
 from aiorpc import RpcBackendOptions, Worker
+from aiorpc.protocol.frames import Frame
+from aiorpc.protocol.messages import Parcel
+from aiorpc.runtime.links.reassembly import Reassembly
 
 from ..fakes.cuda import FakeCuda
 from .workers import Children, Link, Place, meeting_file, places, processes, wait_for
@@ -342,6 +345,23 @@ async def agive_back(value: Any) -> Any:
     """The same, later."""
     await asyncio.sleep(0)
     return value
+
+
+def note_openers() -> None:
+    """From now on the names of the threads are noted that take messages out of outboxes."""
+    original = Reassembly.open_one
+
+    def open_one(self: Reassembly, frame: Frame, parcel: Parcel) -> Any:
+        Home.state.setdefault("openers", []).append(threading.current_thread().name)
+        return original(self, frame, parcel)
+
+    Reassembly.open_one = open_one  # type: ignore[method-assign]  # in a process of the test's own
+
+
+def openers() -> list[str]:
+    """Those names."""
+    names: list[str] = Home.state["openers"]
+    return names
 
 
 class Picky(FakeCuda):

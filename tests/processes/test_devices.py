@@ -60,6 +60,20 @@ async def test_values_go_by_the_map_and_come_back_by_its_inverse(way: str) -> No
         assert report.calls.get("open", 0) == (0 if way == "staging" else 2), report.calls
 
 
+async def test_who_runs_a_call_takes_its_tensor() -> None:
+    """One call after the other: the thread that stands by is the only one that is woken, as for calls without."""
+
+    async def scenario(group: Group) -> None:
+        for mark in range(30):
+            answer = await group.ask("w1", bodies.plus, on_device(70_000, mark))
+            assert not wrong(answer, pattern(70_000, mark) + 1)
+        names = await group.ask("w1", bodies.openers)
+        assert set(names) - {"MainThread"}, "its loop"
+
+    here, there = setups()
+    await play(scenario, here, replace(there, breaks=bodies.note_openers))
+
+
 HANDLERS: list[Callable[..., Any]] = [
     bodies.plus,
     bodies.aplus,

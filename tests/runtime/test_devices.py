@@ -355,6 +355,32 @@ def index_of(x: Tensor) -> int | None:
     return x.device.index
 
 
+async def test_items_of_queues_are_waited_for(way: str) -> None:
+    """By whoever gets them, on whatever stream; from a producer here and elsewhere, alone and several at once."""
+    maps: list[dict[str, dict[Any, Any]]] = [{"worker1": CROSSED}, {"worker0": CROSSED}]
+    async with group(*maps, way=way) as (fake, (worker0, worker1)):
+        async with acting_as(worker0):
+            queue = aiorpc.Queue("items")
+        async with acting_as(worker1):
+            there = aiorpc.queue("items", owner="worker0")
+        for number in range(5):
+            await there.put(late(fake, number % 2, number))
+            got = await queue.get()
+            assert is_all(got, number) and got.device.index == 1 - number % 2
+            await queue.put(late(fake, number % 2, number))
+            with fake.entered([fake.fresh(0), fake.fresh(1)]):
+                got = await there.get()
+                assert is_all(got, number) and got.device.index == 1 - number % 2
+        for number in range(3):
+            await there.put({"x": late(fake, 0, number)})
+        items = await queue.get_many(3)
+        assert [is_all(item["x"], number) for number, item in enumerate(items)] == [True] * 3
+        del got, items
+        queue.close()
+        gc.collect()
+        await until_no_references([worker0, worker1])
+
+
 def make(index: int, fakes: list[str]) -> Any:
     """A tensor of the callee's own."""
     tensor = late(FAKES[fakes[0]], index, 5)

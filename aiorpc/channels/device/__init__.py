@@ -11,7 +11,7 @@ It has three ways, and takes all device buffers:
 `send` copies on the current streams of the thread that calls, so what it sends is what the tensor holds at that point
 of the stream: the sender may write to it right after. What does not fit into the outbox at once is cloned on the device
 and follows when there is room. `receive` enqueues its copies on the current streams, and has received a buffer when
-the last copy is enqueued.
+the last copy is enqueued. `receive_one` does the same in fewer steps for most: a buffer that lies in slots as a whole.
 
 What the ends tell each other is in `messages`. A transfer is one buffer on its way; a box is the outbox of one of the
 sender's devices.
@@ -23,13 +23,13 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import ProtocolError
 from ...protocol.frames import Buffer
 from .. import Arrived, Traffic, Wire
-from ..accelerator import Accelerator, DeviceBuffer
+from ..accelerator import Accelerator, DeviceBuffer, Stream
 from .messages import (
     MESSAGES,
     BoxOffer,
@@ -47,11 +47,14 @@ from .receiver import Receiver
 from .sender import PIECE_SIZE, Sender
 from .surroundings import DIRECT, IPC, STAGING, Surroundings
 
+_SLOTS = MESSAGES.write(Slots([]))[:1]  # how such a message begins
+
 __all__ = ["DIRECT", "IPC", "STAGING", "Devices", "Surroundings"]
 
 
 class Devices:
-    """One end. See the package. `send`, `withdraw`, `posted` and `flush` from any thread, the rest on the loop.
+    """One end. See the package. `send`, `withdraw`, `posted`, `flush` and `is_here` from any thread, the rest on the
+    loop; where it says so, also in a thread that has read what the connection has brought, and hands it out.
 
     accelerator: None where there are no devices; then only what is for the host can be received. way: "direct", "ipc"
     or "staging"; empty: `choose` will say. forced: no other one will do. box_size: bytes of an outbox. limit: bytes of
@@ -81,6 +84,7 @@ class Devices:
         self._closed = False
         self._let_go = self._gone = False
         self.released = self._receiver.released  # what `flush` would send
+        self.is_here = self._receiver.is_here
 
     def send(self, buffers: Sequence[DeviceBuffer], riders: list[Buffer]) -> list[Wire | None]:
         """Copy them, or begin to. Raises torch.OutOfMemoryError if there is no room on the device for a clone."""
@@ -93,6 +97,13 @@ class Devices:
             self.withdraw([wire for wire in wires if wire is not None], named=False)
             raise
         return wires
+
+    def send_one(self, buffer: DeviceBuffer) -> tuple[Wire, bool]:
+        """As `send`, for one; and whether nothing of it is still to come, so that `posted` need not be said."""
+        wire = self._sender.send(buffer)
+        size, chunks = wire[2], wire[3]
+        self.traffic.count_sent(size)
+        return wire, type(chunks) is int or (len(chunks) == 1 and chunks[0][3] == size)
 
     def posted(self, wires: Sequence[Wire], call: int) -> None:
         """The message that names these is on its way: what is still to come of them may follow. call: what it is of."""
@@ -114,6 +125,15 @@ class Devices:
             self.traffic.count_received(size)
         return received
 
+    def receive_one(self, wire: Wire, streams: Mapping[int, Stream]) -> DeviceBuffer:
+        """As `receive`, for one that `is_here`; raises what the device raises. See the class.
+
+        streams: those that are current, by device, as far as the caller knows them.
+        """
+        buffer = self._receiver.receive_one(wire, streams)
+        self.traffic.count_received(wire[2])
+        return buffer
+
     def size_of(self, wire: Wire, riders: Sequence[Buffer]) -> int:
         """As of other channels."""
         return int(DeviceTransfer(*wire).size)
@@ -123,17 +143,19 @@ class Devices:
         self._receiver.flush(more=more)
 
     def on_message(self, fields: list[Any]) -> None:
-        """From the other end. Raises ProtocolError."""
+        """From the other end; one that gives slots back not only on the loop, see the class. Raises ProtocolError."""
         if self._closed:
             return
-        message = MESSAGES.read(fields)
+        message: Any = fields
         sender, receiver = self._sender, self._receiver
         try:
+            if fields[:1] == _SLOTS and len(fields) == 2:  # one comes with most messages
+                sender.on_slots(fields[1])
+                return
+            message = MESSAGES.read(fields)
             match message:
                 case FilledSlots(number, chunks):
                     receiver.on_chunks(number, chunks)
-                case Slots(slots):
-                    sender.on_slots(slots)
                 case Got(number):
                     sender.on_got(number)
                 case Opened(box):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from ..inline import allocate
 from .messages import BoxOffer, BoxRefused, FilledSlot, Got, Opened, Slot, Slots, Stop, read_transfer
 from .outbox import Inbox
 from .surroundings import DIRECT, IPC, NONCE_SLOT, STAGING, Surroundings, failed
+
+_new: Any = tuple.__new__  # what Slot(...) does, without its call into Python
 
 
 @dataclass(eq=False)
@@ -61,6 +63,7 @@ class Receiver:
         self._around = surroundings
         self._limit = limit
         self._inboxes: dict[int, Inbox] = {}
+        self._targets: dict[int, str] = {}  # by the number of an open box: the device that it is for
         self._receiving: dict[int, _Receiving] = {}
         self._early: dict[int, _Early] = {}
         self._unwanted: set[int] = set()  # until their sender has said that nothing more comes
@@ -75,6 +78,47 @@ class Receiver:
         return self._driver
 
     # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def is_here(self, wire: Wire) -> bool:
+        """Whether that is a whole transfer to a device, all of it in slots of boxes that are open. Any thread."""
+        try:
+            number, target, total, chunks = wire
+            at = 0
+            for box, slot, start, size in chunks:
+                if not type(box) is type(slot) is type(start) is type(size) is int or slot < 0 or size < 1:
+                    return False
+                if start != at or self._targets.get(box) != target:
+                    return False
+                at += size
+        except (TypeError, ValueError):
+            return False
+        return type(number) is type(total) is int and type(target) is str and 0 < at == total <= self._limit
+
+    def receive_one(self, wire: Wire, streams: Mapping[int, Stream]) -> DeviceBuffer:
+        """As `receive`, for one that `is_here`, but raises what the device raises; its slots are given back then, too.
+
+        On the loop, or in a thread that has read the message: nothing else comes of the transfer. streams: those that
+        are current, by device, as far as they are known.
+        """
+        _, target, total, chunks = wire
+        driver, inbox = self._driver, self._inboxes.get(chunks[0][0])
+        try:
+            if inbox is None or driver is None:
+                raise RpcError("this worker is leaving")
+            index = inbox.index
+            stream = streams[index] if index in streams else driver.current(index)
+            memory = driver.empty(total, index)
+            address = memory.data_ptr()
+            for box, slot, start, size in chunks:
+                self._inboxes[box].get(slot, address + start, size, stream)
+                self.ways[IPC].count_received(size)
+        except (ValueError, IndexError) as error:
+            raise ProtocolError(f"chunks that cannot be: {chunks!r:.100}: {error}") from None
+        except Exception as error:
+            self._release_all(chunks)
+            raise failed(error) from error
+        self._release_all(chunks)
+        return DeviceBuffer(memory, index, target)
 
     def receive(self, wires: Sequence[Wire], arrived: Arrived) -> list[Any]:
         """Take memory for them on the current streams, and enqueue the copies of what has been sent so far.
@@ -184,14 +228,12 @@ class Receiver:
             raise
 
     def _release_all(self, chunks: Iterable[FilledSlot]) -> None:
-        for chunk in chunks:
-            self._release(chunk.box, chunk.slot)
+        for box, slot, _, _ in chunks:
+            self._release(box, slot)
 
     def _release(self, box: int, slot: int) -> None:
-        first = not self.released
-        self.released.append(Slot(box, slot))
-        if first:
-            self._around.on_release()
+        self.released.append(_new(Slot, (box, slot)))
+        self._around.on_release()
 
     def flush(self, *, more: bool = False) -> None:
         """Say which slots may be used again, if any. more: a message follows at once. Any thread."""
@@ -337,12 +379,14 @@ class Receiver:
             self._around.ended((), (inbox,))
             return
         self._inboxes[number] = inbox
+        self._targets[number] = f"{self._accelerator.kind}:{inbox.index}"
         self._around.post(Opened(number))
 
     def take_inboxes(self) -> dict[int, Inbox]:
         """What has to be closed, off the loop; nothing is received through it any more. Any thread."""
         self._left = True
         inboxes, self._inboxes = self._inboxes, {}
+        self._targets.clear()
         return inboxes
 
     @property

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import RpcError
 from .. import Traffic, Wire
@@ -30,6 +31,8 @@ WINDOW = 4
 NONCE_SIZE = 32
 # Seconds until an offer that is not answered counts as refused.
 OFFER_PATIENCE = 30.0
+
+_new: Any = tuple.__new__  # what FilledSlot(...) does, without its call into Python
 
 
 class _Box:
@@ -119,25 +122,25 @@ class Sender:
             raise RpcError("the connection to it has ended")
         number = next(self._numbers)
         index = device_index(buffer.target)
-        driver = self._accelerator
+        driver, size = self._accelerator, len(buffer)
         if buffer.ready is not None:
             driver.wait(buffer.ready, driver.current(buffer.index))
         if index >= 0 and self.way == DIRECT:
-            return [*DeviceTransfer(number, buffer.target, len(buffer), self._hand_over(buffer, index))]
+            return [*DeviceTransfer(number, buffer.target, size, self._hand_over(buffer, index))]
         box = self._box(buffer.index, index) if index >= 0 and self.way == IPC else None
         stream = driver.current(buffer.index)
         driver.keep(buffer.carrier, stream)  # it may be another stream's, and be dropped right after this
         chunks: list[FilledSlot] = []
         sent = 0
         if box is not None and box.open and not box.waiting:
-            sent = self._fill(box, buffer.carrier, 0, len(buffer), stream, chunks)
-        if sent < len(buffer):
+            sent = self._fill(box, buffer.carrier, 0, size, stream, chunks)
+        if sent < size:
             try:
                 self._clone(number, buffer, sent, box, index)
             except BaseException:
                 self._give_back(chunks)
                 raise
-        return [*DeviceTransfer(number, buffer.target, len(buffer), chunks)]
+        return [number, buffer.target, size, chunks]  # a DeviceTransfer
 
     def _hand_over(self, buffer: DeviceBuffer, index: int) -> int:
         driver = self._accelerator
@@ -166,7 +169,7 @@ class Sender:
                 for chunk in chunks:
                     outbox.give(chunk.slot)
                 raise
-            chunks.append(FilledSlot(box.number, slot, start, copied))
+            chunks.append(_new(FilledSlot, (box.number, slot, start, copied)))
             self.ways[IPC].count_sent(copied)
             start += copied
         return start
@@ -451,11 +454,21 @@ class Sender:
         self._refuse(box, f"the other end cannot open it: {reason}")
         self._free(box)
 
-    def on_slots(self, slots: list[Slot]) -> None:
-        """These are ours again. Raises ValueError for what was not lent."""
-        self._give_back(slots)
-        for box in {self._find_box(slot.box) for slot in slots}:
-            self._pump(box)
+    def on_slots(self, slots: Sequence[Any]) -> None:
+        """These are ours again. Also in a thread that has read so. Raises ValueError or TypeError for what was not
+        lent."""
+        boxes = list(self._boxes.values())
+        for number, slot in slots:
+            if not type(number) is type(slot) is int:
+                raise TypeError(f"no slot: {number!r:.40}, {slot!r:.40}")
+            if not 0 <= number < len(boxes):
+                raise ValueError(f"box {number} was not offered")
+            box = boxes[number]  # they are numbered as they are made
+            if box.outbox is not None:  # else the other end has closed it meanwhile
+                box.outbox.give(slot)
+        for box in boxes:
+            if box.waiting:  # whoever comes to wait now has its turn when its message is posted
+                self._around.on_loop(self._pump, box)
 
     def on_got(self, number: int) -> None:
         """A piece of that transfer was used."""
@@ -486,6 +499,9 @@ class Sender:
             box = self._find_box(number)
             box.open, box.refused = False, "the other worker has closed it"
             self._free(box)
+            for sending in list(box.waiting):
+                if sending.call:  # else it goes by staging once its message is posted
+                    self._end_sending(sending, box.refused)
 
     def _free(self, box: _Box) -> None:
         """Nobody else has it open."""

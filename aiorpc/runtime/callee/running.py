@@ -135,8 +135,8 @@ class Runner:
 
     # --- arguments ----------------------------------------------------------------------------------------------------
 
-    def decode(self, call: ServedCall) -> list[Any]:
-        """The values of a call. In the thread that will use them.
+    def decode(self, call: ServedCall, *, entered: bool = False) -> list[Any]:
+        """The values of a call. In the thread that will use them. entered: whether that is on the landing's streams.
 
         SerializationError for what unpickling raises: the function has not run, so it cannot have raised that.
         """
@@ -148,8 +148,8 @@ class Runner:
             raise call.permits.refusal(f"{call.function} with arguments whose pickle names classes or functions,")
         landing = call.landing or (self._devices and self._accelerators.landing()) or None
         try:
-            if landing is None:
-                return decode(call.arguments, call.segments, self._load_references, self._track, None, safe)
+            if landing is None or entered:
+                return decode(call.arguments, call.segments, self._load_references, self._track, landing, safe)
             with landing.entered():
                 return decode(call.arguments, call.segments, self._load_references, self._track, landing, safe)
         except SerializationError as error:
@@ -173,10 +173,10 @@ class Runner:
             f"{what} cannot be read on worker {self._engine.name!r}: {foreign.said(error)}; nothing was run{advice}"
         )
 
-    def _take_arguments(self, call: ServedCall) -> tuple[list[Any], dict[str, Any]]:
+    def _take_arguments(self, call: ServedCall, *, entered: bool = False) -> tuple[list[Any], dict[str, Any]]:
         values, _, _, pickled, _, table, references, _ = call.arguments
         if pickled or references or self._devices or call.landing is not None:
-            values = self.decode(call)
+            values = self.decode(call, entered=entered)
         elif table:
             values = decode(call.arguments, call.segments, self._load_references, self._track, None, self._engine.safe)
         # As `drop_arguments` does, for each call that runs.
@@ -261,7 +261,7 @@ class Runner:
         token = current_call.set(call)
         within = current_autograd.set(call.autograd) if call.autograd else None
         try:
-            args, kwargs = self._take_arguments(call)
+            args, kwargs = self._take_arguments(call, entered=call.landing is not None)  # by `_run_landed`
             if call.arrival is not None:
                 call.arrival.join()
             if call.landing is not None and mode is not Mode.BATCHED:

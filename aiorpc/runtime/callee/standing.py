@@ -5,7 +5,8 @@ one. Of a caller that makes one call after the other, the thread that has run a 
 stands by (`ThreadPool.stand_by`, `Connection.attach`), and is the only one to be woken.
 
 It takes calls of functions and of methods that run in the pool, and of them those whose message says nothing that is
-the loop's alone; and in front of such a call what it can do at once itself (`Mode.BRIEF`). All else is left to the
+the loop's alone; and in front of such a call what it can do at once itself (`Mode.BRIEF`, memory that is given back).
+A tensor for a device is no more than a copy to be enqueued, if all of it lies in an outbox. All else is left to the
 loop, as it came and in order, which costs a change of threads more. So a caller of whom something was left is given up
 for the next call, and for twice as many each time again.
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ...protocol.frames import CALL, PARCEL, RELEASE, Frame
+from ...protocol.frames import CALL, CHANNEL, PARCEL, RELEASE, Frame
 from ...protocol.messages import Call, Function, read_call
 from ...protocol.reference_messages import all_lent
 from ...transport.connection import Connection
@@ -81,7 +82,7 @@ class Standing:
             return False
         ahead: tuple[int, Call] | None = None
         for frame in frames:
-            if frame.kind == RELEASE:
+            if frame.kind == RELEASE or (frame.kind == CHANNEL and link.gives_slots(frame)):
                 continue
             if ahead is not None:  # several calls at once are handed out faster by the loop
                 return False

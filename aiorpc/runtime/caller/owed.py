@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ... import foreign
+from ...channels.accelerator import DeviceBuffer
 from ...channels.landing import Landing
 from ...errors import RpcCancelled, RpcError, RpcTimeout
 from ...futures import GRACE
@@ -42,6 +43,17 @@ logger = logging.getLogger("aiorpc")
 
 #: What stands for a call in `OwedCalls.pending`: its Future, or a part of the call of a group.
 OwedCall = CallFuture | MemberCall
+
+
+def _is_lone(result: Values, segments: Sequence[Any]) -> bool:
+    """Whether a result is one tensor that has arrived on a device: to read it is no work for any stream."""
+    _, _, opaque_at, pickled, _, table, references, said = result
+    return (
+        not (opaque_at or pickled or references or said)
+        and table is not None
+        and len(segments) == len(table) == 1
+        and type(segments[0]) is DeviceBuffer
+    )
 
 
 class ItemSink(Protocol):
@@ -314,6 +326,9 @@ class OwedCalls:
             landing = landing or (self._devices and self._accelerators.landing()) or None
             if landing is None:
                 values = decode(result, segments, self._peer.load_references, self._peer.track, None, self._engine.safe)
+            elif landing.streams and _is_lone(result, segments):
+                values = decode(result, segments, self._peer.load_references, None, landing, self._engine.safe)
+                future.arrival = landing.arrival()
             else:
                 with landing.entered():
                     values = decode(

@@ -111,7 +111,11 @@ def encode(
                 tensors.clear()
                 break
         # What `_in_general` gives for plain tensors among plain values, in half of its instructions.
-        described = layout.describe_plain(tensors) if tensors and (route is None or not route.host_target) else None
+        described = None
+        if tensors and not tensors[0].is_cpu:
+            described = layout.describe_away(tensors, route) if route is not None else None
+        elif tensors and (route is None or not route.host_target):
+            described = layout.describe_plain(tensors)
         if described is not None:
             buffers: Sequence[AnyBuffer]
             table, buffers = described

@@ -21,7 +21,7 @@ from ...channels import AnyBuffer
 from ...channels.accelerator import Accelerator, DeviceBuffer
 from ...channels.device import DIRECT, IPC, STAGING, Devices
 from ...channels.device.outbox import Inbox, Outbox
-from ...channels.landing import Arrival, Landing
+from ...channels.landing import Arrival, Landing, StreamPool
 from ...channels.routes import Route, Staying, going, returning
 from ...devices import DeviceClaims, devices_used, to_device_map
 from ...errors import DeviceMapError, WorkerClosed
@@ -71,6 +71,7 @@ class Accelerators:
         self.claims = claims
         self._engine = engine
         self._as_torch = as_torch
+        self._streams = None if accelerator is None else StreamPool(accelerator)
         self._used: list[int] = []
         self._threads = ThreadPool(f"{engine.name}-devices", _THREADS)
         self._retired: list[tuple[WorkerRecord, Outbox | Inbox]] = []
@@ -125,9 +126,9 @@ class Accelerators:
             self._used = sorted({*self._used, index})
 
     def land(self) -> Landing | None:
-        """Fresh streams for a message that brings tensors to devices: one for each device that calls use."""
+        """Streams of its own for a message that brings tensors to devices: one for each device that calls use."""
         driver = self.accelerator
-        return None if driver is None else Landing(driver, {index: driver.fresh(index) for index in self._used})
+        return None if driver is None else Landing(driver, self._streams, self._used)
 
     def landing(self) -> Landing | None:
         """A landing on the current streams, for a message that may bring tensors from a host to devices here."""

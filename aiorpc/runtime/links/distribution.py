@@ -129,6 +129,15 @@ class Distribution:
                     self._withdraw(lone, named=False)
                     raise
             sharing = None  # it has refused the buffer, and need not be asked again
+        if len(buffers) == 1 and type(buffers[0]) is DeviceBuffer:  # a short cut for these, too
+            away, whole = self.devices.send_one(buffers[0])
+            lone = ((DEVICE, away),)
+            try:
+                frame = encode_frame(PARCEL, call_id, pack((kind, lone, body)))
+                return Prepared(kind, call_id, body, frame, [frame], lone, away[2], not whole)
+            except BaseException:
+                self._withdraw(lone, named=False)
+                raise
         if DeviceBuffer in map(type, buffers):
             return self._prepare_with_devices(kind, call_id, body, buffers, copy)
         if sum(map(len, host)) < (self._least if len(host) > 1 else self._least_alone):

@@ -27,6 +27,8 @@ from ...channels import shared
 from ...channels.arena import Block
 from ...channels.bulk import Bulk
 from ...channels.device import Devices
+from ...channels.device.messages import MESSAGES as DEVICE_MESSAGES
+from ...channels.device.messages import Slots
 from ...channels.routes import Route
 from ...channels.shared import SharedMemory
 from ...errors import ProtocolError
@@ -53,6 +55,8 @@ from .second import SecondConnection
 # The kinds of frames that are for the link itself: `Link.admit` has to see them.
 OF_LINKS = frozenset((CHANNEL, PARCEL, CHUNK, RELEASE))
 _new: Any = tuple.__new__  # what Frame(...) does, without its call into Python
+# What the bodies of messages begin with that give back slots of outboxes.
+_SLOTS = write(messages.ChannelMessage(DEVICE, DEVICE_MESSAGES.write(Slots([]))))[:-1]
 KindMethod = Callable[[Frame], None]  # the method for one kind of messages
 # With at most so many calls under way, each message is written at once by the thread that made it. With more, the loop
 # writes, and joins messages that come meanwhile: waking the loop costs as much as a write, and takes the interpreter
@@ -331,7 +335,13 @@ class Link:
     def _open(self, frame: Frame) -> Frame | None:
         """The message in a PARCEL, or None if it has to wait: it is handed over later. Raises ProtocolError."""
         seen, self._seen = self._seen, None
-        parcel = seen[1] if seen is not None and seen[0] is frame else read_parcel(frame.body)
+        if seen is not None and seen[0] is not frame:
+            seen = None
+        parcel = seen[1] if seen is not None else read_parcel(frame.body)
+        if len(parcel.wires) == 1 and parcel.wires[0][0] == DEVICE:
+            if seen is not None or self.devices.is_here(parcel.wires[0][1]):
+                return self._reassembly.open_one(frame, parcel)
+            return self._reassembly.open(frame, parcel)
         sharing = self.distribution.shared
         if len(parcel.wires) == 1 and sharing is not None:  # most large messages are of this kind
             ((channel, wire),) = parcel.wires
@@ -370,9 +380,12 @@ class Link:
         sharing.on_release(read_release(frame.body).blocks, again=again)
 
     def opened_anywhere(self, frame: Frame, *kinds: int) -> Parcel | None:
-        """What a PARCEL says if it is of one of these kinds, of answers if none is named, and all there. Any thread."""
+        """What a PARCEL says if it is of one of these kinds, of answers if none is named, and all there. Any thread.
+
+        What lies on a device is not there for those who wait for answers: they may be interrupted as they take it.
+        """
         sharing = self.distribution.shared
-        if sharing is None:
+        if sharing is None and not (kinds and self.devices.opened):
             return None
         try:
             parcel = read_parcel(frame.body)
@@ -381,10 +394,18 @@ class Link:
         if parcel.kind not in (kinds or (REPLY, ERROR)) or len(parcel.wires) != 1:
             return None
         ((channel, wire),) = parcel.wires
-        if channel != SHARED or not sharing.is_here(wire):
+        if channel == DEVICE:
+            if not kinds or not self.devices.is_here(wire):
+                return None
+        elif channel != SHARED or sharing is None or not sharing.is_here(wire):
             return None
         self._seen = frame, parcel
         return parcel
+
+    @staticmethod
+    def gives_slots(frame: Frame) -> bool:
+        """Whether a CHANNEL frame gives back slots of outboxes, and so need not be the loop's. Any thread."""
+        return bytes(frame.body[: len(_SLOTS)]) == _SLOTS
 
     def has_taken(self, frame: Frame) -> bool:
         """Whether the memory of a PARCEL that this thread was about to handle is here now. After an interruption."""

@@ -12,13 +12,15 @@ from functools import partial
 from typing import Any, Protocol
 
 from ...channels.landing import Landing
-from ...errors import ProtocolError
+from ...errors import ProtocolError, RpcError
 from ...protocol.frames import Buffer, Frame
 from ...protocol.messages import Parcel
 from ...protocol.states import MESSAGE, MessageEvent, MessageState
 from .accelerators import Accelerators
 from .distribution import Distribution
 from .messages import DEVICE
+
+_new: Any = tuple.__new__  # what Message(...) does, without its call into Python
 
 
 class Message(Frame):
@@ -88,6 +90,29 @@ class Reassembly:
         self.held[frame.call_id] = held
         self._hand_over(frame.call_id, held)
         return None
+
+    def open_one(self, frame: Frame, parcel: Parcel) -> Message | None:
+        """The message in a parcel with one buffer, which lies whole where a device can reach it; None if that fails: it
+        is delivered as failed. Not only on the loop. Raises ProtocolError."""
+        try:
+            landing = self._link.accelerators.land()
+        except RuntimeError:
+            return self.open(frame, parcel)
+        assert landing is not None, "a box is open"
+        try:
+            with landing.entered():
+                buffer = self._link.distribution.devices.receive_one(parcel.wires[0][1], landing.streams)
+        except ProtocolError:
+            raise
+        except (RpcError, RuntimeError) as error:  # the device's: that message's trouble
+            held = Assembly(parcel)
+            held.failure = error
+            held.enter(MessageEvent.LAST_FAILED)
+            self._link.deliver(_message(frame.call_id, held), held)
+            return None
+        message: Message = _new(Message, (parcel.kind, frame.call_id, parcel.body, [buffer]))
+        message.landing = landing
+        return message
 
     def _receive_on_devices(self, frame: Frame, held: Assembly) -> None:
         landing: Landing | None = None
