@@ -67,7 +67,8 @@ class Interprocess(Protocol):
     """Memory and events shared with another process of the host. Addresses and sizes in bytes.
 
     All may be called from any thread, and raise RuntimeError with what the driver said. `allocate`, `free`, `open`,
-    `close`, `events` and `open_events` may block for milliseconds, or for as long as the device is busy: not on a loop.
+    `close`, `events`, `open_events` and `close_events` may block for milliseconds, or while the device is busy:
+    not on a loop.
     """
 
     def uuid(self, index: int) -> str:
@@ -98,7 +99,7 @@ class Interprocess(Protocol):
         """Enqueue a copy between addresses that the stream's device reaches."""
 
     def events(self, index: int, count: int) -> list[Event]:
-        """Events that can be exported. They live as long as somebody may wait for one."""
+        """Events that can be exported. They live until `close_events`, or as long as the process."""
 
     def export_event(self, event: Event) -> bytes:
         """What another process opens it by."""
@@ -107,8 +108,13 @@ class Interprocess(Protocol):
         """Events that another process made together, for device `index`; either process may record them and wait for
         them."""
 
-    def record(self, event: Event, stream: Stream) -> None:
-        """What the stream has been given so far is what those who wait from now on wait for."""
+    def close_events(self, events: Sequence[Event]) -> None:
+        """Let go of events that were made or opened together: what was enqueued with them is done, and nobody else uses
+        them."""
+
+    def record(self, event: Event, stream: Stream, *, again: bool = False) -> None:
+        """What the stream has been given so far is what those who wait from now on wait for. again: after a record that
+        was interrupted, and of which nobody knows how far it came."""
 
     def wait(self, event: Event, stream: Stream) -> None:
         """What the stream is given from now on comes after what the event recorded last."""

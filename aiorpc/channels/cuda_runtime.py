@@ -285,9 +285,15 @@ class CudaRuntime:
         with self._device(index):
             return open_signals(self, index, handles)
 
-    def record(self, event: Signal, stream: Stream) -> None:
+    def close_events(self, events: Sequence[Signal]) -> None:
+        """Let go of events that were made or opened together: what was enqueued with them is done."""
+        for event in events[:1]:
+            with self._device(event.index):
+                event.close()
+
+    def record(self, event: Signal, stream: Stream, *, again: bool = False) -> None:
         """What the stream has been given so far is what those who wait from now on wait for."""
-        event.record(stream)
+        event.record(stream, again=again)
 
     def wait(self, event: Signal, stream: Stream) -> None:
         """What the stream is given from now on comes after what the event recorded last."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -58,35 +58,48 @@ class StreamPool:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._free: dict[int, deque[Stream]] = {}
+        self._known: dict[int, set[int]] = {}  # all that are lent or free, by their ids
 
-    def take(self, indices: Sequence[int]) -> dict[int, Stream]:
-        """One for each of these devices, for the taker alone until it gives them back."""
-        return {index: self._take(index) for index in indices}
+    def take(self, indices: Sequence[int], lent: list[tuple[int, Stream]]) -> dict[int, Stream]:
+        """One for each of these devices. Those that are the taker's alone are added to `lent`, to be given back; where
+        all of torch's streams are taken, two have one."""
+        return {index: self._take(index, lent) for index in indices}
 
-    def _take(self, index: int) -> Stream:
-        free = self._free.get(index)
-        if free is None:
-            free = self._free[index] = deque()
+    def _take(self, index: int, lent: list[tuple[int, Stream]]) -> Stream:
+        free = self._free.setdefault(index, deque())
         for _ in range(_LOOKS):
             try:
                 stream = free.pop()  # that which was given back last
             except IndexError:
                 break
-            if self._accelerator.is_idle(stream):
+            if self._is_idle(stream):
+                lent.append((index, stream))
                 return stream
             free.appendleft(stream)  # what is given to it now would come after all that it has to do
-        return self._accelerator.fresh(index)
+        known = self._known.setdefault(index, set())
+        for _ in range(_STREAMS):
+            stream = self._accelerator.fresh(index)
+            if id(stream) not in known:
+                known.add(id(stream))
+                lent.append((index, stream))
+                break
+        return stream
 
-    def give(self, streams: Mapping[int, Stream]) -> None:
-        """They are free again; what they have still to do goes on."""
-        for index, stream in streams.items():
-            free = self._free[index]
-            if stream not in free and len(free) < _MOST_FREE:  # torch's own pool begins anew after its last one
-                free.append(stream)
+    def _is_idle(self, stream: Stream) -> bool:
+        try:
+            return self._accelerator.is_idle(stream)
+        except RuntimeError:  # an error of the device, which who uses the stream gets
+            return False
+
+    def give(self, lent: list[tuple[int, Stream]]) -> None:
+        """They are free again; what they have still to do goes on. Each step is one of the interpreter's: it is called
+        when an object ends, at any moment."""
+        for index, stream in lent:
+            self._free[index].append(stream)
 
 
 _LOOKS = 4  # at free streams, until one is taken that does nothing
-_MOST_FREE = 32
+_STREAMS = 32  # that torch gives out in turn
 
 
 class Landing:
@@ -98,13 +111,12 @@ class Landing:
         self.accelerator = accelerator
         self.carriers: list[tuple[int, Tensor]] = []  # of the tensors that were made, each with its device
         self._pool = pool
-        self._lent = {} if pool is None else pool.take(devices)
-        self.streams = dict(self._lent)  # by device
+        self._lent: list[tuple[int, Stream]] = []
+        self.streams = {} if pool is None else pool.take(devices, self._lent)  # by device
 
     def __del__(self) -> None:
-        pool, lent = getattr(self, "_pool", None), getattr(self, "_lent", None)
-        if pool is not None and lent:
-            pool.give(lent)
+        if self._pool is not None:
+            self._pool.give(self._lent)
 
     def entered(self) -> AbstractContextManager[object]:
         """Within it its streams are the current ones of this thread."""

@@ -13,7 +13,6 @@ it, and hands the ownership on by a message: so a process reads there what the o
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import struct
@@ -56,18 +55,24 @@ class Memops(Protocol):
 
 
 class _Page:
-    """Memory of some events. It goes with the last of them, after what was enqueued with them is done."""
+    """Memory of some events, registered and mapped until `close`, or else as long as the process lives: streams write
+    to it and wait for it, whatever has become of the objects."""
 
     def __init__(self, memops: Memops, mapping: Mapping) -> None:
         self.mapping = mapping
         self.address = memops.register(mapping.address, mapping.size)
-        self._memops = memops  # last: without it nothing is registered
+        self._memops = memops
+        _registered.add(self)
 
-    def __del__(self) -> None:
-        memops: Memops | None = getattr(self, "_memops", None)
-        if memops is not None:
-            with contextlib.suppress(RuntimeError):  # at exit the driver may be gone, and says so; nobody asks
-                memops.unregister(self.mapping.address)
+    def close(self) -> None:
+        """What was enqueued with its events is done. Idempotent."""
+        if self in _registered:
+            _registered.discard(self)
+            self._memops.unregister(self.mapping.address)
+
+
+# The driver's registrations concern the process, and outlive a worker that leaves some behind.
+_registered: set[_Page] = set()
 
 
 class Signal:
@@ -85,10 +90,11 @@ class Signal:
         self._address = page.address + place
         self._words = (ctypes.c_uint32 * _WORDS).from_address(page.mapping.address + place)
 
-    def record(self, stream: Stream) -> None:
-        """What the stream has been given so far is what those who wait from now on wait for."""
+    def record(self, stream: Stream, *, again: bool = False) -> None:
+        """What the stream has been given so far is what those who wait from now on wait for. again: it may have been
+        interrupted in this very thing: no number is written twice."""
         words, side = self._words, self._side
-        count = (words[_RECORDED + side] + 1) & _MASK
+        count = (words[_RECORDED + side] + (2 if again else 1)) & _MASK
         self._memops.write_value(self._address + 4 * side, count, stream)
         words[_RECORDED + side] = count
         words[_LAST] = side
@@ -105,6 +111,11 @@ class Signal:
 
     def _is_done(self, side: int) -> bool:
         return (self._words[side] - self._words[_RECORDED + side]) & _MASK < 1 << 31  # as the driver compares
+
+    def close(self) -> None:
+        """Let go of the memory of this event, and of all that were made or opened with it: what was enqueued with them
+        is done. Idempotent."""
+        self._page.close()
 
     def release(self) -> None:
         """The other process is dead, and its devices do nothing any more: what they owe counts as done."""

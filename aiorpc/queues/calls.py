@@ -157,8 +157,12 @@ class Calls:
             return
 
         def joined() -> None:
-            arrival.join()
-            then(value, error)
+            try:
+                arrival.join()
+            except Exception as failure:  # the device's
+                then(None, without_frames(failure))
+            else:
+                then(value, error)
 
         self._node.engine.run_on_loop(joined)
 

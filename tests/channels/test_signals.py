@@ -112,6 +112,7 @@ def host() -> Host:
 def events(host: Host) -> Iterator[list[Signal]]:
     made = make_signals(host, 0, 3)
     yield made
+    made[0].close()
     made.clear()  # pytest holds on to the list
 
 
@@ -194,8 +195,24 @@ def test_numbers_begin_anew_after_the_largest(events: list[Signal]) -> None:
         assert events[0].done() and waiting.run() == 0
 
 
-def test_memory_goes_with_the_last_event(host: Host) -> None:
-    """Nothing stays locked, and no descriptor is left."""
+def test_a_record_that_was_interrupted_is_made_again(events: list[Signal], other: Other) -> None:
+    """Nobody knows whether it was enqueued. Who waits for the second one waits for the first as well, and a late first
+    one is not taken for a later record."""
+    first, second, waiting = Lane(), Lane(), Lane()
+    Signal.record(events[0], first)
+    events[0]._words[2] = 0  # it was interrupted before it took note of that
+    events[0].record(first, again=True)
+    events[0].wait(second)
+    events[0].record(second)
+    events[0].wait(waiting)
+    assert (second.run(), waiting.run()) == (2, 1)
+    assert first.steps.pop(0)()  # the first one alone
+    assert (second.run(), waiting.run()) == (2, 1)
+    assert (first.run(), second.run(), waiting.run()) == (0, 0, 0)
+
+
+def test_memory_stays_until_it_is_closed(host: Host) -> None:
+    """Streams may still write to it, whatever has become of the objects; closed, nothing stays locked or open."""
     before = len(os.listdir("/proc/self/fd"))
     events = make_signals(host, 0, 200)
     assert list(host.registered.values()) == [8192]
@@ -204,10 +221,22 @@ def test_memory_goes_with_the_last_event(host: Host) -> None:
     events.clear()
     gc.collect()
     assert host.registered
+    last.close()
+    last.close()
+    assert not host.registered
     del last
     gc.collect()
-    assert not host.registered
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_that_nobody_closes_stays_registered(host: Host) -> None:
+    """As long as the process lives."""
+    (event,) = make_signals(host, 0, 1)
+    page = event._page
+    del event
+    gc.collect()
+    assert host.registered == {page.mapping.address: 4096}
+    page.close()
 
 
 def in_child(body: Callable[[], str]) -> str:
@@ -259,6 +288,7 @@ def test_what_cannot_be_opened_says_why(host: Host, events: list[Signal]) -> Non
     assert "nonce" in refusal(changed(nonce=bytes(16)))
     assert "a segment of" in refusal(changed(size=2 * size))
     gone = others[0].handle
+    others[0].close()
     others.clear()
     gc.collect()
     assert refusal([gone])

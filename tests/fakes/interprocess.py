@@ -267,6 +267,9 @@ class FakeInterprocess:
         """Several."""
         return [self.open_event(index, handle) for handle in handles]
 
+    def close_events(self, events: Sequence[InterprocessEvent]) -> None:
+        """They go with their objects."""
+
     def release(self, event: InterprocessEvent) -> None:
         """What the other process has recorded counts as done. Nothing is asked of the device."""
         event.words[_COMPLETED] = event.words[_RECORDED]
@@ -292,7 +295,7 @@ class FakeInterprocess:
         self._require_alive("open_event", event)
         return event
 
-    def record(self, event: InterprocessEvent, stream: Stream) -> None:
+    def record(self, event: InterprocessEvent, stream: Stream, *, again: bool = False) -> None:
         """Counts at the call; done when the stream comes to it."""
         self.begin("record", stream.index)
         if event.index != stream.index:

@@ -31,8 +31,7 @@ Tensor = torch.Tensor
 MIB = 1 << 20
 HERE = "cuda:0"
 START = 100.0  # seconds: the other process starts its device
-# Cycles of the device: about a fifth of a second at 2 GHz. Long against what a message takes. (torch keeps 32 bits of
-# what a kernel is told to sleep: see `sleep_long`.)
+# Cycles of the device: about a fifth of a second at 2 GHz. Long against what a message takes.
 LONG = 400_000_000
 # Each body runs first with short kernels: the first launch of any kernel loads it, which may wait for those that run.
 ROUNDS = (1, LONG)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,6 +74,19 @@ async def idle(worker: Worker) -> None:
     await until(lambda: pool.idle == pool.threads)
 
 
+async def most_are_taken(worker: Worker, read: list[bool], call: Callable[[int], Awaitable[None]]) -> None:
+    """A thread takes most of what threads read of these calls, and reads ten of a hundred at least.
+
+    A thread counts as idle shortly before it stands by, and until then the loop reads: on a busy machine more often.
+    """
+    for number in range(100):
+        await idle(worker)
+        await call(number)
+        if sum(read) >= 10 and 2 * sum(read) >= len(read):
+            return
+    pytest.fail(f"read by threads: {read}")
+
+
 def double(x: Any) -> Any:
     return 2 * x
 
@@ -139,19 +152,21 @@ async def test_calls_that_run_in_threads_are_read_by_them(
 ) -> None:
     """Plain functions, those that answer later, and batches."""
     assert await workers[0].call("worker1", function, 1) == 2  # the first one names the function, which is for the loop
-    for number in range(20):
-        await idle(workers[1])
+
+    async def call(number: int) -> None:
         assert await workers[0].call("worker1", function, number) == 2 * number
-    assert sum(read) >= 10, read
+
+    await most_are_taken(workers[1], read, call)
 
 
 async def test_methods_of_a_reference(workers: list[Worker], read: list[bool]) -> None:
     """Those that are `def` as well."""
     box = workers[0].remote("worker1", Box)
-    for number in range(20):
-        await idle(workers[1])
+
+    async def call(number: int) -> None:
         assert await box.rpc_async().double(number) == 2 * number
-    assert sum(read) >= 8, read
+
+    await most_are_taken(workers[1], read, call)
 
 
 async def test_lent_references_and_the_end_of_a_context(workers: list[Worker], read: list[bool]) -> None:
@@ -159,12 +174,13 @@ async def test_lent_references_and_the_end_of_a_context(workers: list[Worker], r
     current_node.set(workers[0].node)
     box = workers[0].remote("worker1", Box)
     await box
-    for number in range(20):
+
+    async def call(number: int) -> None:
         async with aiorpc.autograd.context():
-            await idle(workers[1])
             y = await workers[0].call("worker1", double_in, box, torch.full((2, 2), float(number), requires_grad=True))
             assert y.sum().item() == 8 * number
-    assert sum(read) >= 10, read
+
+    await most_are_taken(workers[1], read, call)
     assert len(workers[1].node.gradients) <= 1
 
 

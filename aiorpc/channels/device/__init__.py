@@ -100,10 +100,16 @@ class Devices:
 
     def send_one(self, buffer: DeviceBuffer) -> tuple[Wire, bool]:
         """As `send`, for one; and whether nothing of it is still to come, so that `posted` need not be said."""
-        wire = self._sender.send(buffer)
-        size, chunks = wire[2], wire[3]
-        self.traffic.count_sent(size)
-        return wire, type(chunks) is int or (len(chunks) == 1 and chunks[0][3] == size)
+        wire: Wire | None = None
+        try:
+            wire = self._sender.send(buffer)
+            size, chunks = wire[2], wire[3]
+            self.traffic.count_sent(size)
+            return wire, type(chunks) is int or (len(chunks) == 1 and chunks[0][3] == size)
+        except BaseException:
+            if wire is not None:
+                self.withdraw([wire], named=False)
+            raise
 
     def posted(self, wires: Sequence[Wire], call: int) -> None:
         """The message that names these is on its way: what is still to come of them may follow. call: what it is of."""
@@ -194,6 +200,7 @@ class Devices:
             return
         self._let_go = True
         inboxes = self._receiver.take_inboxes()
+        self._around.closing([*inboxes.values()])
         for inbox in inboxes.values():
             inbox.close()
         self._around.post(Closed(list(inboxes)))

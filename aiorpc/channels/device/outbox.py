@@ -68,6 +68,7 @@ class Outbox:
         except BaseException:
             driver.free(index, self._address)
             raise
+        self.gone = False  # whether nothing is left of it
         self._rooms = [room for _, room in self.slots]
         self._free = [list[int]() for _ in self.slots]  # by the first slot of a size: those that are free
         self._lock = threading.Lock()
@@ -113,9 +114,15 @@ class Outbox:
             if self._freed:
                 raise RuntimeError("the other worker has closed it")
             event = self._events[slot]
-            driver.wait(event, stream)
-            driver.copy(self._address + place, source.data_ptr() + start, size, stream)
-            driver.record(event, stream)
+            try:
+                driver.wait(event, stream)
+                driver.copy(self._address + place, source.data_ptr() + start, size, stream)
+                driver.record(event, stream)
+            except Exception:
+                raise
+            except BaseException:  # a signal handler has raised it: whoever has the slot next waits for what there is
+                driver.record(event, stream, again=True)
+                raise
         return size
 
     def release_waiters(self) -> None:
@@ -129,8 +136,10 @@ class Outbox:
             if self._freed:
                 return
             self._freed = True
-        self._driver.free(self.index, self._address)
-        self._events.clear()
+        self._driver.free(self.index, self._address)  # waits for the device
+        events, self._events = self._events, []
+        self._driver.close_events(events)
+        self.gone = True
 
 
 class Inbox:
@@ -154,6 +163,7 @@ class Inbox:
         except BaseException:
             driver.close(index, self._address)
             raise
+        self.gone = False  # whether nothing is left of it
         self._closed = False
         self._using = threading.Lock()  # held while something is enqueued
 
@@ -183,5 +193,7 @@ class Inbox:
             if self._closed:
                 return
             self._closed = True
-        self._driver.close(self.index, self._address)
-        self._events.clear()
+        self._driver.close(self.index, self._address)  # waits for the device
+        events, self._events = self._events, []
+        self._driver.close_events(events)
+        self.gone = True

@@ -49,6 +49,9 @@ class Surroundings(Protocol):
     def take_back(self, number: int) -> None:
         """Nobody will take that over. Whatever is left there goes with the link."""
 
+    def closing(self, inboxes: Sequence[Inbox]) -> None:
+        """These are being closed, which waits for streams that may wait for the other process."""
+
     def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
         """The link has ended; the other process may still use the outboxes."""
 

@@ -385,7 +385,9 @@ class ThreadPool:
                 if self._closed:
                     raise WorkerClosed(self._why_unusable()) from None
                 if ending:
-                    raise WorkerClosed(f"pool {self._name} has no thread, as the interpreter ends: {reason}") from None
+                    raise WorkerClosed(
+                        f"pool {self._name} has no idle thread, as the interpreter ends: {reason}"
+                    ) from None
                 raise NoThread(f"worker {self._name!r} cannot start a thread: {reason}; nothing was run") from None
 
     def _why_unusable(self) -> str:

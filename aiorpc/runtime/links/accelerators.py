@@ -39,6 +39,8 @@ logger = logging.getLogger("aiorpc")
 _THREADS = 4
 # Seconds in which the end of a process follows that of its connections.
 _DEATH_PATIENCE = 2.0
+# Seconds for which a worker that leaves waits to see whether the processes die whose connections have ended.
+_LAST_LOOK = 0.5
 # Seconds between two looks whether others have closed what is ours.
 _PAUSE = 0.005
 
@@ -75,6 +77,7 @@ class Accelerators:
         self._used: list[int] = []
         self._threads = ThreadPool(f"{engine.name}-devices", _THREADS)
         self._retired: list[tuple[WorkerRecord, Outbox | Inbox]] = []
+        self._held: list[tuple[WorkerRecord, Outbox | Inbox]] = []  # that streams may wait for: until they are gone
         self._reasons: set[str] = set()
         self._watch: ProcessWatch | None = None
 
@@ -240,10 +243,27 @@ class Accelerators:
             return
         self._retired += [(record, box) for box in outboxes]
         self._retired += [(record, box) for box in inboxes]
+        self.hold(record, [*outboxes, *inboxes])
         self.collect()
         if self._retired and self._watch is not None and record.pid != os.getpid():
-            self._watch.add(record)
             self._engine.loop.call_later(_DEATH_PATIENCE, self._close_inboxes)
+
+    def hold(self, record: WorkerRecord, boxes: Sequence[Outbox | Inbox]) -> None:
+        """Streams here may wait for what that worker's process has recorded in these: if it dies, they are let go."""
+        self._held = [each for each in self._held if not each[1].gone]
+        self._held += [(record, box) for box in boxes]
+        if boxes and self._watch is not None and record.pid != os.getpid():
+            self._watch.add(record)
+
+    def _release(self) -> bool:
+        """Let go of the streams that wait for dead processes; whether there are others whose end may come."""
+        living = False
+        for record, box in self._held:
+            if provably_dead(record, self._engine.record.host):
+                box.release_waiters()  # again if need be: what a dying process still does may undo it
+            elif not box.gone:
+                living = True
+        return living
 
     def _close_inboxes(self) -> None:
         """Of workers that live on: they do not need us for what they have recorded."""
@@ -254,10 +274,10 @@ class Accelerators:
 
     def collect(self) -> None:
         """Free the memory that only processes could still use which are gone."""
+        self._release()  # first: threads that free memory wait for streams, which may wait for those processes
         retired, self._retired = self._retired, []
         for record, box in retired:
             if provably_dead(record, self._engine.record.host):
-                box.release_waiters()  # at once: threads that free memory wait for streams, which may wait for this
                 self.in_background(self._let_go, record, box)
             else:
                 self._retired.append((record, box))
@@ -283,6 +303,9 @@ class Accelerators:
 
     async def close(self, limit: float) -> None:
         """Wait for no device any more. The threads that do so now are waited for at most `limit` seconds."""
+        end = time.monotonic() + min(limit, _LAST_LOOK)
+        while self._release() and time.monotonic() < end:  # noqa: ASYNC110  # a process ends later than its connections
+            await asyncio.sleep(_PAUSE)
         if self._watch is not None:
             self._watch.close()
         if self._threads.threads:

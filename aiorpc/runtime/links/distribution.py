@@ -130,13 +130,14 @@ class Distribution:
                     raise
             sharing = None  # it has refused the buffer, and need not be asked again
         if len(buffers) == 1 and type(buffers[0]) is DeviceBuffer:  # a short cut for these, too
-            away, whole = self.devices.send_one(buffers[0])
-            lone = ((DEVICE, away),)
+            given: tuple[_Given, ...] = ()
             try:
-                frame = encode_frame(PARCEL, call_id, pack((kind, lone, body)))
-                return Prepared(kind, call_id, body, frame, [frame], lone, away[2], not whole)
+                away, whole = self.devices.send_one(buffers[0])
+                given = ((DEVICE, away),)
+                frame = encode_frame(PARCEL, call_id, pack((kind, given, body)))
+                return Prepared(kind, call_id, body, frame, [frame], given, away[2], not whole)
             except BaseException:
-                self._withdraw(lone, named=False)
+                self._withdraw(given, named=False)
                 raise
         if DeviceBuffer in map(type, buffers):
             return self._prepare_with_devices(kind, call_id, body, buffers, copy)

@@ -46,7 +46,7 @@ class NeighbourInterprocess(FakeInterprocess):
 
     def begin(self, name: str, index: int) -> None:
         fake = self._fake
-        if name in ("allocate", "free", "open", "close", "open_event") and isinstance(fake, NeighbourCuda):
+        if name in ("allocate", "free", "open", "close", "event", "open_event") and isinstance(fake, NeighbourCuda):
             fake.require_thread(name)
         super().begin(name, index)
 
@@ -151,6 +151,9 @@ class DeviceAround:
 
     def take_back(self, number: int) -> None:
         self.left.pop(number, None)
+
+    def closing(self, inboxes: Sequence[Inbox]) -> None:
+        pass
 
     def ended(self, outboxes: Sequence[Outbox], inboxes: Sequence[Inbox]) -> None:
         self.retired += outboxes

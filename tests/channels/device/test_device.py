@@ -1091,3 +1091,37 @@ def test_memory_on_the_other_device_is_not_written_before_its_stream_is_done_wit
     finally:
         gate.set()
         fake.close()
+
+
+def test_an_interrupt_while_one_buffer_is_sent_loses_nothing() -> None:
+    """A signal handler that raises leaves no slot lent and nobody waiting behind what nobody will post."""
+    ends = IpcEnds(0)
+    ends.holds = False
+    first = ends.send([ends.make_on(0, "cuda:1", b"x" * 5000)])
+    ends.post(first)
+    ends.settle()
+    sender = ends.devices[0]
+    traffic = sender.traffic
+
+    class Interrupts:
+        def count_sent(self, size: int) -> None:
+            raise KeyboardInterrupt
+
+    sender.traffic = Interrupts()  # type: ignore[assignment]  # for a moment
+    for size in (100, 6_000_000):  # the latter is longer than the outbox, so part of it waits
+        with pytest.raises(KeyboardInterrupt):
+            sender.send_one(ends.make_on(0, "cuda:1", b"x" * size))
+    sender.traffic = traffic
+    later = []
+    for _ in range(3):
+        later.append(ends.send([ends.make_on(0, "cuda:1", b"y" * 100)]))
+        ends.post(later[-1])
+        ends.settle()
+    assert all(message.settled for message in later)
+    for message in (first, *later):
+        message.outcomes.clear()
+    ends.settle()
+    assert not any(sender.under_way.values()), sender.under_way
+    ends.dispose()
+    for fake in ends.fakes:
+        fake.close()
