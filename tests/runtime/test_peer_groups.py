@@ -230,15 +230,20 @@ async def test_a_thread_that_may_block_maps_by_for(four: list[Worker]) -> None:
     assert await asyncio.to_thread(ahead) <= 5  # two for each member, and the one that was given
     await until(lambda: not four[0].pending_calls())
 
-    def taken_for_another() -> int:
+    def taken_before_and_after_another() -> tuple[int, int]:
+        taken.clear()
         with group.map(name_of, items()) as results:
             next(results)
             wait_until(lambda: not four[0].pending_calls())
             before = len(taken)
             next(results)
-            return len(taken) - before
+            return before, len(taken)
 
-    assert await asyncio.to_thread(taken_for_another) == 1  # although results are there that could be given first
+    before, after = await asyncio.to_thread(taken_before_and_after_another)
+    # One for each that is given, although results are there that could be given first. Answers may be quicker than the
+    # thread takes items: then there were fewer before, and it makes up for them.
+    assert before < after <= 6 and before <= 5
+    assert before < 5 or after == 6
 
 
 async def test_a_blocking_map_raises_in_its_place_and_calls_off_the_rest(four: list[Worker]) -> None:
