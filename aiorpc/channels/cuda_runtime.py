@@ -146,17 +146,8 @@ class CudaRuntime:
         current: Callable[[], int] = torch.cuda.current_device,
     ) -> None:
         """driver: its own library; without it processes share no events. current: the thread's current device."""
-        self._functions: dict[str, Callable[..., int]] = {}
-        for name, arguments in SIGNATURES.items():
-            function = library[name]  # an object of our own: others may have declared other types
-            function.argtypes, function.restype = arguments, ctypes.c_int
-            self._functions[name] = function
-        self._driver_functions: dict[str, Callable[..., int]] = {}
-        if driver is not None:
-            for name, arguments in DRIVER_SIGNATURES.items():
-                function = driver[name]
-                function.argtypes, function.restype = arguments, ctypes.c_int
-                self._driver_functions[name] = function
+        self._functions = _declared(library, SIGNATURES)
+        self._driver_functions = {} if driver is None else _declared(driver, DRIVER_SIGNATURES)
         self._texts: list[Callable[[int], bytes]] = []
         for name in TEXTS:
             function = library[name]
@@ -272,7 +263,7 @@ class CudaRuntime:
     # Events: see `signals`.
 
     def events(self, index: int, count: int) -> list[Signal]:
-        """Events that can be exported. They live as long as somebody may wait for one."""
+        """Events that can be exported. They live until `close_events`, or as long as the process."""
         with self._device(index):
             return make_signals(self, index, count)
 
@@ -287,9 +278,9 @@ class CudaRuntime:
 
     def close_events(self, events: Sequence[Signal]) -> None:
         """Let go of events that were made or opened together: what was enqueued with them is done."""
-        for event in events[:1]:
-            with self._device(event.index):
-                event.close()
+        if events:
+            with self._device(events[0].index):
+                events[0].close()  # the memory of all of them
 
     def record(self, event: Signal, stream: Stream, *, again: bool = False) -> None:
         """What the stream has been given so far is what those who wait from now on wait for."""
@@ -361,6 +352,16 @@ class CudaRuntime:
 
     def _value(self, address: ctypes.c_void_p) -> int:
         return address.value or 0
+
+
+def _declared(library: ctypes.CDLL, signatures: dict[str, tuple[Any, ...]]) -> dict[str, Callable[..., int]]:
+    """Functions of a library by their names, with their types. AttributeError if it lacks one."""
+    functions: dict[str, Callable[..., int]] = {}
+    for name, arguments in signatures.items():
+        function = library[name]  # an object of our own: others may have declared other types
+        function.argtypes, function.restype = arguments, ctypes.c_int
+        functions[name] = function
+    return functions
 
 
 def _check_size(handle: bytes) -> None:

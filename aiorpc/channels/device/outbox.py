@@ -61,12 +61,14 @@ class Outbox:
         self.size = -(-size // GRANULE) * GRANULE
         self.slots = cut(self.size)
         self._address = driver.allocate(index, self.size)
+        self._events: list[Event] = []
         try:
             self.handle = driver.export(index, self._address)
-            self._events: list[Event] = driver.events(index, len(self.slots))
+            self._events = driver.events(index, len(self.slots))
             self.event_handles = [driver.export_event(event) for event in self._events]
         except BaseException:
             driver.free(index, self._address)
+            driver.close_events(self._events)
             raise
         self.gone = False  # whether nothing is left of it
         self._rooms = [room for _, room in self.slots]

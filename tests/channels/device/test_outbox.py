@@ -292,3 +292,19 @@ def test_a_copy_that_was_interrupted_is_waited_for(fake: NeighbourCuda) -> None:
     box.free()
     assert box.gone
     driver.made.clear()
+
+
+def test_an_outbox_that_cannot_be_made_leaves_no_events(fake: NeighbourCuda) -> None:
+    """Their memory would stay registered until the process ends."""
+    driver = Noting(driver_of(fake))
+    closed: list[Any] = []
+
+    def export_event(event: Any) -> bytes:
+        raise RuntimeError("not that one")
+
+    driver.__dict__.update(export_event=export_event, close_events=closed.extend)  # in front of the driver's
+    with pytest.raises(RuntimeError, match="not that one"):
+        Outbox(cast(NeighbourInterprocess, driver), 0, 4 * MIB)
+    assert closed == driver.made != []
+    closed.clear()
+    driver.made.clear()
