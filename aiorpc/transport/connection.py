@@ -71,6 +71,7 @@ class Connection(FrameWriter):
     takes: gives something if a waiter may have a PARCEL, as an answer. Any thread.
     on_stood: called with the frames that a thread which stands by has read; whether it takes them. They are for the
     loop otherwise, and nothing was done with them. An error it raises closes the connection.
+    on_heard: called on the loop when it has read something, once for each time.
     on_closed: called once on the loop with the cause, None when `close` was called here.
     on_open: with TLS, called once on the loop when the other side has shown its certificate; nothing may be sent before
     that. An error it raises closes the connection.
@@ -94,6 +95,7 @@ class Connection(FrameWriter):
         self.on_frames: Callable[[list[Frame]], None] | None = None
         self.takes: Callable[[Frame], object] | None = None
         self.on_stood: Callable[[list[Frame]], bool] | None = None
+        self.on_heard: Callable[[], None] | None = None
         self.on_closed: Callable[[BaseException | None], None] | None = None
         self.session = b""  # what its handshake has left for second connections, and for other sockets
         self.on_open: Callable[[], None] | None = None
@@ -111,6 +113,7 @@ class Connection(FrameWriter):
         self._left = False  # whether a thread has left something to the loop, there or in `tls`
         self._epoll: select.epoll | None = None  # what the loop watches, once a thread has read for itself
         self._sharing = False
+        self._kept = False  # whether a thread has taken the socket out of that for a moment
         self._silence = Silence()
         # What a waiter has read last, and the loop will not, with its thread: of all threads but the main one, and of
         # the main one, which alone is interrupted. So no other waiter puts its own in place of what is needed then.
@@ -188,10 +191,10 @@ class Connection(FrameWriter):
     def _readable(self) -> None:
         if not self._reading.acquire(False):  # a waiter reads; it tells us of what it leaves to us
             return
+        taken = 0
         try:
             if self._unread or self._left:
                 self._take_unread()
-            taken = 0
             tls = self.tls
             while not (self._closed or self._paused):
                 decoder = self._source  # now: it changes with a seal
@@ -219,6 +222,8 @@ class Connection(FrameWriter):
             self._fail_for(error)
         finally:
             self._reading.release()
+            if taken and self.on_heard is not None:
+                self.on_heard()
 
     def _fail_for(self, error: Exception) -> None:
         """What has arrived could not be read, or not be handled."""
@@ -442,8 +447,38 @@ class Connection(FrameWriter):
     def _look_again(self) -> None:
         """Have the loop told of what is in the socket, and put it behind all threads. By whoever holds `_reading`."""
         assert self._epoll is not None, "else only the loop reads"
-        self._epoll.unregister(self._fd)
+        if self._kept:
+            self._kept = False
+        else:
+            self._epoll.unregister(self._fd)
         self._epoll.register(self._fd, _EXCLUSIVE)
+
+    def keep_from_loop(self) -> bool:
+        """The loop is told of nothing until `leave_to_loop` or `read_once`; False if that cannot be now.
+
+        For a thread that has attached an epoll, and looks at it without sleeping: nobody else is to be woken meanwhile.
+        """
+        if not self._reading.acquire(False):
+            return False
+        try:
+            if self._kept or self._left or self._closed or self._closing or self._epoll is None:
+                return False
+            self._epoll.unregister(self._fd)
+            self._kept = True
+            return True
+        finally:
+            self._reading.release()
+            if self._left:  # as in `read_once`
+                self._call_on_loop(self._readable)
+
+    def leave_to_loop(self) -> None:
+        """The loop is told again of what comes while the thread does not wait. Idempotent."""
+        if self._kept:
+            with self._reading:
+                if self._kept and not self._closed:
+                    self._look_again()
+            if self._left:  # as in `read_once`
+                self._call_on_loop(self._readable)
 
     def read_once(self) -> None:
         """A thread, none in which signal handlers run, was told that there is something, and the loop was not."""
@@ -571,7 +606,7 @@ class Connection(FrameWriter):
                 self._epoll.close()
         on_closed, self.on_closed = self.on_closed, None
         # It refers to nobody any more: whoever let go of it is free at once, and no collector has to find the circle.
-        self.on_frames = self.on_stood = self.on_drained = self.on_open = self.takes = None
+        self.on_frames = self.on_stood = self.on_drained = self.on_open = self.takes = self.on_heard = None
         if on_closed is not None:
             on_closed(cause)
 

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from aiorpc.errors import WorkerClosed
+from aiorpc.runtime.engine import busy_poll
 from aiorpc.runtime.engine import pool as pool_module
 from aiorpc.runtime.engine.alarm import Alarm
+from aiorpc.runtime.engine.busy_poll import BackOff
 from aiorpc.runtime.engine.pool import NoThread, ThreadPool
 from tests.conditions import unmet
 from tests.limits import busy
@@ -625,6 +627,7 @@ class Source:
     """Bytes in a pipe, each of which becomes a job of the pool: it notes its thread, and stands by again.
 
     While no thread waits, somebody else has to read: `drain`. brought: how many bytes a thread has brought by itself.
+    keeps: whether a thread may look without sleeping. kept: how often one did; left: how often one has said its end.
     """
 
     def __init__(self, pool: ThreadPool, job: Callable[[], object] = lambda: None) -> None:
@@ -632,7 +635,17 @@ class Source:
         os.set_blocking(self.read, False)
         self.threads: list[str] = []
         self.brought = 0
+        self.keeps = True
+        self.kept = self.left = 0
+        self.back_off = BackOff()
         self._pool, self._job = pool, job
+
+    def keep(self) -> bool:
+        self.kept += self.keeps
+        return self.keeps
+
+    def leave(self) -> None:
+        self.left += 1
 
     def attach(self, epoll: select.epoll) -> bool:
         epoll.register(self.read, select.EPOLLIN)
@@ -816,6 +829,119 @@ def test_what_a_source_raises_ends_no_thread(
     done = threading.Event()
     pool.submit(done.set)
     assert done.wait(LIMIT_S)
+    assert "could not stand by" in caplog.text
+    caplog.clear()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that look without sleeping do so for long."""
+    monkeypatch.setattr(pool_module, "MOMENT", LIMIT_S)
+    monkeypatch.setattr(busy_poll, "_TAKEN", LIMIT_S)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_thread_looks_before_it_sleeps(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """It finds what comes for itself, as one that sleeps, and says each time that it looks no more."""
+    pool = pools(4, busy=LIMIT_S)
+    source = sources(pool)
+    pool.submit(source.run)
+    for number in range(1, 20):
+        wait_until(lambda expected=number: source.kept == expected and pool._looking)  # type: ignore[misc]  # no type for a default
+        assert (standing(pool), pool.idle, pool.is_active()) == (1, 1, True)
+        source.put()
+        wait_until(lambda expected=number + 1: len(source.threads) == expected)  # type: ignore[misc]  # no type for a default
+    assert source.brought == 19
+    assert source.back_off.worth()
+    wait_until(lambda: pool._looking)
+    pool.close(LIMIT_S)
+    assert source.left == source.kept == 20
+    assert not pool.is_active()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_thread_that_looks_takes_other_jobs(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """At the limit it is woken like any other that is idle, and nobody else is kept from the source."""
+    pool = pools(1, busy=LIMIT_S)
+    source = sources(pool)
+    pool.submit(source.run)
+    wait_until(lambda: pool._looking)
+    ran = threading.Event()
+    pool.submit(ran.set)
+    assert ran.wait(LIMIT_S)
+    wait_until(lambda: source.left == 1)
+    assert source.kept == 1 and source.brought == 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_one_thread_looks_at_a_time(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """The others stand by asleep."""
+    pool = pools(4, busy=LIMIT_S)
+    first, second = sources(pool), sources(pool)
+    pool.submit(first.run)
+    wait_until(lambda: pool._looking)
+    pool.submit(second.run)
+    wait_until(lambda: standing(pool) == 2)
+    second.put()
+    wait_until(lambda: second.brought == 1)
+    assert (first.kept, second.kept) == (1, 0)
+
+
+def test_one_thread_stands_by_for_a_source(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """Of two that have run its jobs at once: the other one would be woken in place of the one that looks."""
+    gate = Gate()
+    pool = pools(4)
+    source = sources(pool, gate)
+    pool.submit(source.run)
+    pool.submit(source.run)
+    gate.wait_entered(2)
+    gate.open.set()
+    wait_until(lambda: len(source.threads) == 2 and pool.idle == 2 and standing(pool) == 1)
+    source.put()
+    wait_until(lambda: source.brought == 1 and len(source.threads) == 3)
+
+
+def test_looking_in_vain_makes_it_rare(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """The thread sleeps then, standing by, and the next time it does so at once."""
+    pool = pools(1, busy=LIMIT_S)
+    source = sources(pool)
+    pool.submit(source.run)
+    wait_until(lambda: source.left == 1 and standing(pool) == 1)
+    assert source.kept == 1
+    source.put()
+    wait_until(lambda: len(source.threads) == 2 and standing(pool) == 1)
+    assert (source.brought, source.kept) == (1, 1)
+
+
+def test_a_source_may_refuse_it(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """The thread stands by asleep."""
+    pool = pools(1, busy=LIMIT_S)
+    source = sources(pool)
+    source.keeps = False
+    pool.submit(source.run)
+    for number in range(1, 4):
+        wait_until(lambda: standing(pool) == 1)
+        source.put()
+        wait_until(lambda expected=number: source.brought == expected)  # type: ignore[misc]  # no type for a default
+    assert source.left == 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_source_that_raises_hears_of_the_end(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the loop would never be told again."""
+    pool = pools(1, busy=LIMIT_S)
+    source = sources(pool)
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    source.bring = fail  # type: ignore[method-assign]  # as if what comes could not be read
+    pool.submit(source.run)
+    wait_until(lambda: pool._looking)
+    source.put()
+    wait_until(lambda: source.left == 1)
     assert "could not stand by" in caplog.text
     caplog.clear()
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,24 @@ class Stander:
                 self.connection.read_once()
                 return
 
+    def look(self) -> None:
+        """Wait as a thread does that does not sleep: the socket is kept from the loop until it has read."""
+        self._stop.clear()
+        self.waiting.clear()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        assert self.waiting.wait(LONG)
+
+    def _look(self) -> None:
+        assert self.connection.keep_from_loop()
+        self.waiting.set()
+        while not self._stop.is_set():
+            if self.epoll.poll(0):
+                self.told += 1
+                self.connection.read_once()
+                break
+        self.connection.leave_to_loop()
+
     def join(self) -> None:
         """Wait until it was told; blocks the loop, so nobody else can have read."""
         assert self._thread is not None
@@ -114,6 +133,91 @@ async def test_while_no_thread_waits_the_loop_reads(half: tuple[End, socket.sock
     stander.stop()
     far.send(encoded(9))
     assert [frame.call_id for frame in await end.received(4)] == [0, 2, 4, 9]
+
+
+async def test_a_thread_that_does_not_sleep_reads_alone(half: tuple[End, socket.socket], stander: Stander) -> None:
+    """What comes while it looks is its own, though it never waits; the loop is told of what comes later."""
+    end, far = half
+    for number in range(0, 60, 2):
+        stander.look()
+        far.send(encoded(number))
+        await asyncio.to_thread(stander.join)  # the loop would have read it meanwhile
+        far.send(encoded(number + 1))
+        await end.received(number // 2 + 1)
+    assert stander.taken == list(range(0, 60, 2))
+    assert [frame.call_id for frame in end.frames] == list(range(1, 60, 2))
+    stander.stop()
+
+
+async def test_what_comes_as_a_thread_stops_looking_is_the_loops(
+    half: tuple[End, socket.socket], stander: Stander
+) -> None:
+    """It was kept from the loop, which is told as soon as nobody looks any more."""
+    end, far = half
+    assert stander.connection.keep_from_loop()
+    far.send(encoded(1))
+    await asyncio.sleep(0.01)
+    assert end.frames == [] and unread(end.sock)
+    stander.connection.leave_to_loop()
+    stander.connection.leave_to_loop()
+    assert [frame.call_id for frame in await end.received(1)] == [1]
+    far.send(encoded(2))
+    assert [frame.call_id for frame in await end.received(2)] == [1, 2]
+    stander.stop()
+
+
+async def test_what_a_thread_refuses_after_a_look_goes_to_the_loop(
+    half: tuple[End, socket.socket], stander: Stander
+) -> None:
+    """In order, and also what it has left in the socket."""
+    end, far = half
+    end.connection.decoder.read_size = 4096
+    end.connection.decoder._buffer = bytearray(4096)
+    stander.takes = False
+    count = 200
+    assert stander.connection.keep_from_loop()
+    assert far.send(b"".join(encoded(number, bytes(60)) for number in range(count))) > 2 * 4096
+    stander.connection.read_once()
+    stander.connection.leave_to_loop()
+    assert [frame.call_id for frame in await end.received(count)] == list(range(count))
+    stander.stop()
+
+
+async def test_nothing_is_kept_from_a_loop_that_has_to_read(half: tuple[End, socket.socket], stander: Stander) -> None:
+    """Not twice, not while something was left to it, not while it reads, and not behind the end."""
+    end, far = half
+    connection = stander.connection
+    assert connection.keep_from_loop()
+    assert not connection.keep_from_loop()
+    connection.leave_to_loop()
+    stander.takes = False
+    stander.wait()
+    far.send(encoded(1))
+    stander.join()
+    assert not connection.keep_from_loop()
+    await end.received(1)
+    with connection._reading:
+        assert not await asyncio.to_thread(connection.keep_from_loop)
+    assert connection.keep_from_loop()
+    connection.abort()
+    connection.leave_to_loop()
+    assert not connection.keep_from_loop()
+    assert await end.closed() is None
+    stander.stop()
+
+
+async def test_another_thread_that_attaches_ends_it(half: tuple[End, socket.socket], stander: Stander) -> None:
+    """The loop is told again; who looked says its end later, which changes nothing."""
+    end, far = half
+    assert stander.connection.keep_from_loop()
+    with select.epoll() as other:
+        assert stander.connection.attach(other)
+        far.send(encoded(1))
+        await end.received(1)
+        stander.connection.leave_to_loop()
+        far.send(encoded(2))
+        await end.received(2)
+    stander.stop()
 
 
 async def test_what_is_refused_goes_to_the_loop_in_order(half: tuple[End, socket.socket], stander: Stander) -> None:
@@ -278,7 +382,7 @@ async def test_whoever_was_in_the_way_tells_the_loop(half: tuple[End, socket.soc
     let_go = threading.Event()
     holds = threading.Event()
 
-    class SlowEpoll:
+    class Reluctant:
         """Of a thread that is slow to attach it."""
 
         def register(self, *_: object) -> None:
@@ -294,7 +398,7 @@ async def test_whoever_was_in_the_way_tells_the_loop(half: tuple[End, socket.soc
             in_vain.set()
 
     end.connection._readable = readable  # type: ignore[method-assign]  # to see when it was called
-    slow = threading.Thread(target=end.connection.attach, args=(SlowEpoll(),))
+    slow = threading.Thread(target=end.connection.attach, args=(Reluctant(),))
     original_call = end.connection._call_on_loop
 
     def call_late(callback: Callable[..., None], *args: object) -> None:
@@ -314,6 +418,78 @@ async def test_whoever_was_in_the_way_tells_the_loop(half: tuple[End, socket.soc
     assert [frame.call_id for frame in await end.received(1)] == [1]
     await asyncio.to_thread(slow.join, LONG)
     stander.stop()
+
+
+async def test_whoever_begins_to_look_in_the_way_tells_the_loop(
+    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread is told of something while another one takes the socket from the loop, which comes in vain for that."""
+    end, far = half
+    slow = SlowEpoll(end.connection._epoll)
+    monkeypatch.setattr(end.connection, "_epoll", slow)
+    looking = threading.Thread(target=end.connection.keep_from_loop)
+    looking.start()
+    assert await asyncio.to_thread(slow.holds.wait, LONG)
+    far.send(encoded(1))
+    await asyncio.to_thread(end.connection.read_once)
+    await asyncio.sleep(0.01)  # time enough for the loop to come
+    assert end.frames == []
+    slow.let_go.set()
+    assert [frame.call_id for frame in await end.received(1)] == [1]
+    await asyncio.to_thread(looking.join, LONG)
+    end.connection.leave_to_loop()
+    stander.stop()
+
+
+async def test_whoever_stops_looking_in_the_way_tells_the_loop(
+    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread has left something, and the loop comes in vain for it while the socket is given back."""
+    end, far = half
+    connection = end.connection
+    stander.takes = False
+    assert connection.keep_from_loop()
+    slow = SlowEpoll(connection._epoll)
+    monkeypatch.setattr(connection, "_epoll", slow)
+    far.send(encoded(1))
+    original = connection._call_on_loop
+    late: list[Callable[[], None]] = []
+    monkeypatch.setattr(connection, "_call_on_loop", lambda callback: late.append(callback))
+    await asyncio.to_thread(connection.read_once)
+    monkeypatch.setattr(connection, "_call_on_loop", original)
+    looking = threading.Thread(target=connection.leave_to_loop)
+    looking.start()
+    assert await asyncio.to_thread(slow.holds.wait, LONG)
+    for callback in late:
+        callback()
+    assert end.frames == []
+    slow.let_go.set()
+    assert [frame.call_id for frame in await end.received(1)] == [1]
+    await asyncio.to_thread(looking.join, LONG)
+    stander.stop()
+
+
+class SlowEpoll:
+    """What the loop watches, slow to change."""
+
+    def __init__(self, epoll: Any) -> None:
+        self._epoll = epoll
+        self.holds, self.let_go = threading.Event(), threading.Event()
+
+    def unregister(self, fd: int) -> None:
+        self._wait()
+        self._epoll.unregister(fd)
+
+    def register(self, fd: int, events: int) -> None:
+        self._wait()
+        self._epoll.register(fd, events)
+
+    def _wait(self) -> None:
+        self.holds.set()
+        assert self.let_go.wait(LONG)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._epoll, name)
 
 
 async def test_a_thread_does_not_wait_for_the_loops_turn(half: tuple[End, socket.socket], stander: Stander) -> None:
@@ -372,8 +548,11 @@ async def test_each_frame_is_had_once_and_in_order(half: tuple[End, socket.socke
             epoll = select.epoll()  # another thread, as far as the socket knows
             if end.connection.attach(epoll):
                 for _ in range(mine.randrange(1, 40)):
-                    if epoll.poll(mine.random() / 300):
+                    kept = mine.random() < 0.5 and end.connection.keep_from_loop()
+                    if epoll.poll(0 if kept else mine.random() / 300):
                         end.connection.read_once()
+                    if kept:
+                        end.connection.leave_to_loop()
                     if mine.random() < 0.3:
                         time.sleep(mine.random() / 2000)
             epoll.close()

@@ -27,6 +27,7 @@ from ...protocol.messages import Call, Function, read_call
 from ...protocol.reference_messages import all_lent
 from ...transport.connection import Connection
 from ..calls.functions import Mode
+from ..engine.busy_poll import BackOff
 from ..links.link import Link
 
 # A caller is given up for so many calls at most.
@@ -60,6 +61,10 @@ class Standing:
         self.pause = 0
         self.attach = connection.attach
         self.bring = connection.read_once
+        self.leave = connection.leave_to_loop
+        self.back_off = BackOff()
+        self._connection = connection
+        self._taken = 0  # bytes that had come when a thread took a call last
         self._service = service
         self._runner = runner
         self._left = 0  # for how many calls the caller was given up last
@@ -71,9 +76,20 @@ class Standing:
         taken = self._take(frames)
         if self._runner.submitted != before:
             self._left = 0
+            self._taken = self._connection.bytes_received
         else:
             self._left = self.pause = min(2 * self._left + 1, _LONGEST)
         return taken
+
+    def keep(self) -> bool:
+        """See `JobSource`. Not if others have read what came since: a caller that makes several calls at once.
+
+        The loop is up then, and would have to wait for the interpreter each time that the thread looks.
+        """
+        if self._connection.bytes_received != self._taken:
+            self.back_off.failed()
+            return False
+        return self._connection.keep_from_loop()
 
     def _take(self, frames: list[Frame]) -> bool:
         service = self._service

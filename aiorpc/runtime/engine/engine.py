@@ -17,6 +17,7 @@ from ...rights import Rights, exposed
 from ...transport.certificates import Credentials
 from ...transport.lasting import LastingConnection
 from .bounds import Bounds
+from .busy_poll import MOMENT, LoopPoll
 from .counters import Counters
 from .lifetime import Lifetime, loop_has_ended
 from .observing import Observer
@@ -38,6 +39,7 @@ class Engine:
     its copies of all of them.
     rights: what this worker runs for whom.
     safe: whether the worker reads no pickles (option ``serialization``).
+    poll: what keeps the loop awake for a moment after each message; None if nothing does (option ``busy_wait``).
     bounds: replaced as a whole, by tests alone.
     observers: who is shown each message of the worker. Links read the tuple without a lock, so it is replaced as a
     whole and never changed.
@@ -79,13 +81,10 @@ class Engine:
         self.connections: weakref.WeakSet[LastingConnection] = weakref.WeakSet()
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
-        self.pool = ThreadPool(
-            self.name,
-            options.num_worker_threads,
-            prepare=prepare,
-            # A lone core is left to whoever has to answer.
-            busy=options.busy_wait if len(os.sched_getaffinity(0)) > 1 else 0.0,
-        )
+        # A lone core is left to whoever has to answer.
+        busy = options.busy_wait if len(os.sched_getaffinity(0)) > 1 else 0.0
+        self.pool = ThreadPool(self.name, options.num_worker_threads, prepare=prepare, busy=busy)
+        self.poll = LoopPoll(self.loop, min(busy, MOMENT), self.pool.is_active) if busy else None
         self.background = ThreadPool(f"{self.name}-background", 2, prepare=prepare)
 
     @property

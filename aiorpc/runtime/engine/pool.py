@@ -37,6 +37,7 @@ from ...callbacks import block_observer
 from ...errors import WorkerClosed
 from ...transport.writing import is_owned
 from .alarm import Alarm, Source
+from .busy_poll import MOMENT, BackOff, give_way
 from .forked import end_child
 
 logger = logging.getLogger("aiorpc")
@@ -62,6 +63,17 @@ class JobSource(Source, Protocol):
     @property
     def bring(self) -> Callable[[], None]:
         """Called when there is something, for which jobs are to be submitted now."""
+
+    @property
+    def back_off(self) -> BackOff:
+        """How it goes with looking for a moment before the thread sleeps (busy_poll.py)."""
+
+    def keep(self) -> bool:
+        """Called before that: nobody else is to be told of what comes until `leave`; False if that does not pay."""
+
+    @property
+    def leave(self) -> Callable[[], None]:
+        """Called when the thread looks no more, once it has brought what there was."""
 
 
 class NoThread(WorkerClosed):
@@ -98,7 +110,8 @@ class ThreadPool:
 
     name: shown in thread names. limit: jobs that may run at once, those that wait for a nested call not counted.
     linger: seconds a thread above the limit stays idle before it ends (starting one costs more than keeping one).
-    prepare: called first in each thread, to set its context variables. busy: seconds, see `stay_awake`.
+    prepare: called first in each thread, to set its context variables. busy: seconds, see `stay_awake`; so
+    many at most, and no more than `busy_poll.MOMENT`, a thread that stands by looks before it sleeps.
     may_stay_awake: whether there may be threads that wait without sleeping (`stay_awake`).
     All methods may be called from any thread. The pool lives until ``close``; it belongs to the process that made it.
     """
@@ -119,12 +132,15 @@ class ThreadPool:
         self._linger = linger
         self._prepare = prepare
         self._most_busy = busy
+        self._moment = min(busy, MOMENT)
         self.may_stay_awake = bool(busy)
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
         self._idle: list[threading.Lock | Alarm] = []  # woken from its end; those that stand by are in front
         self._standing: list[Alarm] = []
         self._most_standing = _MOST_STANDING
+        self._looking = False  # whether a thread looks for what comes without sleeping
+        self._first = threading.Lock()  # of the one that stands by so
         self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
         self._local = _Local()
         self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
@@ -163,6 +179,10 @@ class ThreadPool:
     def queued(self) -> int:
         """Jobs not started yet."""
         return len(self._jobs)
+
+    def is_active(self) -> bool:
+        """Whether a thread runs a job, or looks without sleeping for what comes."""
+        return self._busy() > 0 or self._looking
 
     def is_pool_thread(self) -> bool:
         """Whether the calling thread is one of this pool's."""
@@ -234,8 +254,10 @@ class ThreadPool:
             return
         try:
             until = time.monotonic() + (most if timeout is None else min(most, timeout))
+            self._looking = True
             look(lambda: done() or bool(self._jobs) or time.monotonic() > until)
         finally:
+            self._looking = False
             self._awake.release()
 
     def waited(self, seconds: float) -> None:
@@ -469,6 +491,8 @@ class ThreadPool:
         surplus = self._threads + len(self._starting) - self._blocked > self._limit
         if surplus or len(standing) >= self._most_standing:
             return
+        if standing and any(each.watched() is source for each in standing.copy()):  # one is enough for each
+            return
         try:
             alarm = local.alarm
             if alarm is None or alarm.watched() is not source:
@@ -484,28 +508,65 @@ class ThreadPool:
                     return
             del source  # what has ended meanwhile need not be there until we wake up
             found: list[tuple[int, int]] = []
+            kept: JobSource | None = None
             standing.append(alarm)
             self._idle.insert(0, alarm)
             try:
-                if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
-                    found = alarm.epoll.poll(_STANDING, 2)
-            finally:
-                standing.remove(alarm)
                 try:
-                    self._idle.remove(alarm)  # as `_unpark`
-                except ValueError:
-                    alarm.take()  # somebody has taken us from the list, and says so
-                else:
-                    if found and alarm.event in (found[0][0], found[-1][0]):
-                        alarm.take()  # we have been woken with everybody
-            if found and (len(found) > 1 or found[0][0] != alarm.event):
-                watched: JobSource | None = alarm.watched()
-                if watched is not None:
-                    self._waking = True  # we take the jobs that we bring ourselves
-                    watched.bring()
+                    if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
+                        if self._moment:
+                            kept, found = self._look(alarm)
+                        if not found:
+                            found = alarm.epoll.poll(_STANDING, 2)
+                finally:
+                    standing.remove(alarm)
+                    try:
+                        self._idle.remove(alarm)  # as `_unpark`
+                    except ValueError:
+                        alarm.take()  # somebody has taken us from the list, and says so
+                    else:
+                        if found and alarm.event in (found[0][0], found[-1][0]):
+                            alarm.take()  # we have been woken with everybody
+                if found and (len(found) > 1 or found[0][0] != alarm.event):
+                    watched: JobSource | None = alarm.watched()
+                    if watched is not None:
+                        self._waking = True  # we take the jobs that we bring ourselves
+                        watched.bring()
+            finally:
+                if kept is not None:
+                    kept.leave()
         except BaseException as error:
             said = "a thread of pool %s could not stand by; the pool goes on"
             foreign.log_error(logger, logging.ERROR, error, said, self._name)
+
+    def _look(self, alarm: Alarm) -> tuple[JobSource | None, list[tuple[int, int]]]:
+        """Look for a moment what comes, without sleeping: what there is, and the source, which was kept for that."""
+        source: JobSource | None = alarm.watched()
+        if source is None or not source.back_off.worth() or not self._first.acquire(False):
+            return None, []
+        kept = False
+        try:
+            kept = self._looking = source.keep()
+            if not kept:
+                return None, []
+            poll = alarm.epoll.poll
+            began = time.monotonic()
+            now: float | None = began
+            until = began + self._moment
+            while now is not None and now < until:
+                found = poll(0, 2)
+                if found:
+                    source.back_off.succeeded()
+                    kept = False
+                    return source, found
+                now = give_way(time.monotonic())
+            source.back_off.failed()
+            return None, []
+        finally:
+            self._looking = False
+            self._first.release()
+            if kept:
+                source.leave()
 
     def _unpark(self, wake: threading.Lock) -> bool:
         """Stop being idle; False if somebody has already taken us from the list to wake us."""

@@ -65,6 +65,8 @@ def make_connection(engine: Engine, sock: socket.socket, label: str, *, opener: 
         context, own = engine.credentials.context(opener=opener)
         tls = TlsLayer(context, decoder, opener=opener, own=own)
     connection = LastingConnection(engine.loop, sock, decoder, label=label, tls=tls)
+    if engine.poll is not None:
+        connection.on_heard = engine.poll.heard
     engine.connections.add(connection)
     return connection
 
