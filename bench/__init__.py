@@ -10,7 +10,6 @@ rounds with its minimum and maximum, and every ratio is taken within a round bef
     gradient_clients.py    of gradients across workers
     rank.py         one worker process: joins, then obeys its parent
     cohort.py       the worker processes of one side, started from a fork server
-    awake.py        keeps cores from halting
     stage.py        the cohorts that are up, and the loop of rounds
     latency.py, throughput.py, bulk.py, scaling.py, idle.py, memory.py, training.py, gradients.py    the measurements
     dropin.py       one more, of a whole program: dropin_program.py

@@ -34,7 +34,6 @@ def parser() -> argparse.ArgumentParser:
         + ", ".join(each.name for each in counting.OPERATIONS),
     )
     options.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
-    options.add_argument("--halting", action="store_true", help="let idle cores halt also while callers await")
     options.add_argument("--null", action="store_true", help="torch against itself, to see the noise")
     options.add_argument(
         "--merge", metavar="JSON", type=Path, nargs="+", help="measure nothing: the README's table out of these results"
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = suite.choose(options.only.split(",") if options.only else None)
     except ValueError as error:
         parser().error(str(error))
-    outcome = suite.run(chosen, _plan(options), given, null=options.null, halting=options.halting)
+    outcome = suite.run(chosen, _plan(options), given, null=options.null)
     report.show(outcome)
     _write(outcome, options.out)
     missed = options.check and any(row.passed is False for row in outcome.rows)
@@ -101,8 +100,8 @@ def _read(path: Path) -> Outcome:
 
 
 def _gpu(options: argparse.Namespace, given: Sequence[str]) -> int:
-    if options.only or options.null or options.check or options.halting:
-        parser().error("--gpu has one measurement without targets, which blocks: no --only, --null, --check, --halting")
+    if options.only or options.null or options.check:
+        parser().error("--gpu has one measurement without targets, which blocks: no --only, --null, --check")
     out = None if options.out == DEFAULT_OUT else options.out
     return gpu.main(_plan(options), given, out)
 

@@ -154,8 +154,7 @@ def pair(
     stage: Stage, style: Style, options: Mapping[str, Any] | None = None, *, counted: bool = True
 ) -> Iterator[Cohort]:
     """Two workers that count. options: further ones. counted: whether they count functions."""
-    # Cores that are kept awake would only be in the way.
-    with stage.halting(), stage.start("aiorpc", PAIR, style, {**OPTIONS, **(options or {})}, counted=counted) as cohort:
+    with stage.start("aiorpc", PAIR, style, {**OPTIONS, **(options or {})}, counted=counted) as cohort:
         yield cohort
 
 

@@ -45,33 +45,15 @@ def shards(stage: Stage) -> list[Row]:
     """Two large layers: how much a pass takes beyond its computation and its copies.
 
     Both are measured in turn with it, in the same process. The copies are two round trips with another tensor of that
-    size each way, by the same library outside of contexts. Waits are long here, so that blocked threads of aiorpc sleep
-    and cores halt, and a virtual machine may compute more slowly then, with RPC or without: cores are kept awake as
-    torch's workers keep them (see `awake`), and what it is without that is measured besides, in turn. New processes
-    for each round: how fast one computes depends on where its memory happens to lie, for as long as it lives.
+    size each way, by the same library outside of contexts. New processes for each round: how fast one computes depends
+    on where its memory happens to lie, for as long as it lives.
     """
-    in_pair = partial(
-        _in_new_pair,
-        stage,
-        function=gradient_clients.shards,
-        size=SHARD_WIDTH,
-        batch=SHARD_BATCH,
-        seconds=stage.plan.seconds,
-        least=stage.plan.transfers,
-    )
-    cases: dict[str, Callable[[], Figures]] = {
-        "aiorpc": partial(in_pair, "aiorpc", awake=True),
-        "halting": partial(in_pair, "aiorpc"),
-        "torch": partial(in_pair, "torch"),
-    }
-    results = stage.alternate_anew(cases)
-    halting = {"aiorpc": results["halting"], "torch": results["torch"]}
+    layers = {"size": SHARD_WIDTH, "batch": SHARD_BATCH}
+    results = _anew(stage, gradient_clients.shards, **layers, seconds=stage.plan.seconds, least=stage.plan.transfers)
     note = f"2 layers of {SHARD_WIDTH}, batch {SHARD_BATCH}"
     return [
         _row("autograd_shards", "forward and backward", "ms", results, "pass", note),
         _row("autograd_shards", "the same in one process", "ms", results, "compute", note),
-        _row("autograd_shards", "forward and backward where idle cores may halt", "ms", halting, "pass", note),
-        _row("autograd_shards", "in one process where idle cores may halt", "ms", halting, "compute", note),
         _row("autograd_shards", "copies alone, two each way", "ms", results, "copies", note),
         _row(
             "autograd_shards", "that by one process and copies together", "x", results, "times", note, limit=MOST_TIMES
@@ -113,10 +95,8 @@ def _anew(stage: Stage, function: Callable[..., Any], **kwargs: Any) -> dict[str
     return stage.alternate_anew(cases)
 
 
-def _in_new_pair(
-    stage: Stage, side: SideName, function: Callable[..., Any], *, awake: bool = False, **kwargs: Any
-) -> Figures:
-    with stage.start(side, PAIR, awake=awake) as cohort:
+def _in_new_pair(stage: Stage, side: SideName, function: Callable[..., Any], **kwargs: Any) -> Figures:
+    with stage.start(side, PAIR) as cohort:
         figures: Figures = cohort.run("client", function, **kwargs)
     return figures
 

@@ -13,12 +13,7 @@ from collections.abc import Sequence
 DISTRIBUTIONS = ("aiorpc", "torch", "uvloop", "msgpack", "numpy", "ray")
 
 
-AWAKE = "; cores kept awake while aiorpc awaits, as torch's polling workers keep them (see noop_halting)"
-
-
-def facts(
-    arguments: Sequence[str], rounds: int, seconds: float, *, null: bool = False, halting: bool = False
-) -> dict[str, str]:
+def facts(arguments: Sequence[str], rounds: int, seconds: float, *, null: bool = False) -> dict[str, str]:
     """Machine, versions, how it was measured, and the command that does it again."""
     return {
         "sides": f"{'torch.distributed.rpc, for the noise,' if null else 'aiorpc'} against torch.distributed.rpc",
@@ -31,7 +26,7 @@ def facts(
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         **{name: _version(name) for name in DISTRIBUTIONS},
         "load": f"{os.getloadavg()[0]:.2f} when it began",
-        "method": _method(rounds, seconds) + ("" if halting else AWAKE),
+        "method": _method(rounds, seconds),
     }
 
 

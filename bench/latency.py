@@ -30,23 +30,22 @@ def noop_blocking(stage: Stage) -> list[Row]:
     return [_row("noop_blocking", quantity, results, target) for quantity, target in (("p50", 3.0), ("p99", None))]
 
 
-def noop_halting(stage: Stage) -> list[Row]:
-    """No-ops again on cores that may halt when idle, which a quiet machine's do: what each option does about it."""
+def noop_options(stage: Stage) -> list[Row]:
+    """No-ops again, by the kind of the handler and the options that have to do with waiting."""
     if stage.null:
         return []
     cases = {
-        "awaited, async def handler": _case(stage, "aiorpc awaited", functions.async_noop),
         "awaited, def handler": _case(stage, "aiorpc awaited", functions.noop),
+        "awaited, async def handler, busy_wait=0": _case(stage, "aiorpc awaited, sleepy", functions.async_noop),
         "awaited, async def handler, dedicated_loop": _case(stage, "aiorpc dedicated", functions.async_noop),
         "blocking, def handler, busy_wait=0": _case(stage, "aiorpc sleepy", functions.noop),
         "blocking, async def handler": _case(stage, "aiorpc", functions.async_noop),
         "torch": _case(stage, "torch", functions.noop),
     }
-    with stage.halting():
-        results = stage.alternate(cases)
+    results = stage.alternate(cases)
     theirs = results.pop("torch")
     return [
-        _row("noop_halting", "p50", {"aiorpc": ours, "torch": theirs}, None, note) for note, ours in results.items()
+        _row("noop_options", "p50", {"aiorpc": ours, "torch": theirs}, None, note) for note, ours in results.items()
     ]
 
 

@@ -72,7 +72,7 @@ def _send(stage: Stage, side: SideName, count: int) -> Figures:
 
 
 def _ray(stage: Stage, environment: dict[str, str]) -> Figures:
-    stage.make_room("blocking")
+    stage.pause()
     return ray_side.run("publish", environment=environment, size=SIZE, readers=READERS, times=TIMES)
 
 

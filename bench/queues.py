@@ -57,7 +57,7 @@ def _small(quantity: str, ours: tuple[float, ...], theirs: tuple[float, ...]) ->
 
 
 def _ray(stage: Stage, under_way: int) -> Figures:
-    stage.make_room("awaited")
+    stage.pause()
     return ray_side.run("queue", seconds=stage.plan.seconds, under_way=under_way)
 
 

@@ -11,12 +11,19 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal
 
-from .awake import Keepers
 from .cohort import Cohort
 from .hosts import Hosts
 from .sides import SideName, Style
 
-Key = Literal["aiorpc", "aiorpc awaited", "aiorpc dedicated", "aiorpc patient", "aiorpc sleepy", "torch"]
+Key = Literal[
+    "aiorpc",
+    "aiorpc awaited",
+    "aiorpc awaited, sleepy",
+    "aiorpc dedicated",
+    "aiorpc patient",
+    "aiorpc sleepy",
+    "torch",
+]
 Figures = dict[str, float]
 
 PAIR = ("server", "client")
@@ -72,6 +79,7 @@ class Setup:
 _SETUPS: dict[Key, Setup] = {
     "aiorpc": Setup("aiorpc"),
     "aiorpc awaited": Setup("aiorpc", "awaited"),
+    "aiorpc awaited, sleepy": Setup("aiorpc", "awaited", {"busy_wait": 0}),
     "aiorpc dedicated": Setup("aiorpc", "awaited", {"dedicated_loop": True}),
     "aiorpc patient": Setup("aiorpc", options={"switch_interval": None}),
     "aiorpc sleepy": Setup("aiorpc", options={"busy_wait": 0}),
@@ -87,30 +95,16 @@ def style_of(key: Key) -> Style:
 class Stage:
     """Starts a pair (server and client) of workers when it is first asked for and keeps it for later measurements.
 
-    halting: let idle cores halt (see ``awake``). null: an A/A run, torch.distributed.rpc on both sides, whose ratios
-    must be near 1: it shows the noise.
+    null: an A/A run, torch.distributed.rpc on both sides, whose ratios must be near 1: it shows the noise.
     """
 
-    def __init__(self, plan: Plan, *, null: bool = False, halting: bool = False) -> None:
+    def __init__(self, plan: Plan, *, null: bool = False) -> None:
         self.plan = plan
         self.null = null
         self._pairs: dict[Key, Cohort] = {}
         self._active: Cohort | None = None
-        self._keepers = Keepers()
-        self._halting = halting
         self.due = math.inf  # on `time.monotonic`: from then on no further rounds
         self.cut = False  # whether rounds were left out since `due` was set
-
-    @contextlib.contextmanager
-    def halting(self) -> Iterator[None]:
-        """Let idle cores halt within this context."""
-        before, self._halting = self._halting, True
-        self.pause()
-        try:
-            yield
-        finally:
-            self._halting = before
-            self.pause()
 
     def side(self, side: SideName) -> SideName:
         """The side to really use: torch in the place of aiorpc in an A/A run."""
@@ -132,44 +126,23 @@ class Stage:
         *,
         counted: bool = False,
         hosts: Hosts | None = None,
-        awake: bool = False,
     ) -> Cohort:
-        """Start a cohort, which the caller closes, while all others are paused. In an A/A run torch plays aiorpc.
-
-        awake: keep cores awake for aiorpc although its callers block, as they wait for too long to do so themselves.
-        """
+        """Start a cohort, which the caller closes, while all others are paused. In an A/A run torch plays aiorpc."""
         self.pause()
         cohort = Cohort(self.side(side), names, style, options, counted=counted, hosts=hosts)
-        self._keep_awake(cohort, awake)
         self._active = cohort.start()
         return cohort
-
-    def _keep_awake(self, cohort: Cohort, always: bool = False) -> None:
-        if cohort.side == "aiorpc" and (always or cohort.style == "awaited"):
-            self._resume_keepers()
-
-    def _resume_keepers(self) -> None:
-        if not self._halting:
-            self._keepers.resume()
 
     def activate(self, cohort: Cohort) -> Cohort:
         """Let this cohort run and no other."""
         if self._active is not cohort:
             self.pause()
-            self._keep_awake(cohort)
             cohort.resume()
             self._active = cohort
         return cohort
 
-    def make_room(self, style: Style) -> None:
-        """Let no cohort run, for processes of another kind. Cores are kept awake as for aiorpc in that style."""
-        self.pause()
-        if style == "awaited":
-            self._resume_keepers()
-
     def pause(self) -> None:
         """Let no cohort run."""
-        self._keepers.pause()
         if self._active is not None:
             self._active.pause()
             self._active = None
@@ -224,7 +197,6 @@ class Stage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._keepers.close)
             stack.callback(self.reset)
             if kind is None:
                 for cohort in self._pairs.values():

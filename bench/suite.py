@@ -53,7 +53,7 @@ class Measurement:
 MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement("noop_blocking", "rpc_sync of a Python no-op, µs", latency.noop_blocking, 12),
     Measurement("noop_awaited", "awaited no-op against torch's rpc_sync, µs", latency.noop_awaited, 16),
-    Measurement("noop_halting", "no-ops on cores that halt when idle, by options, µs", latency.noop_halting, 26),
+    Measurement("noop_options", "no-ops by options, µs", latency.noop_options, 26),
     Measurement("inflight512", "calls/s with 512 under way", throughput.in_flight, 20),
     Measurement("tensor_2x2", "a 2x2 tensor echoed, blocking and awaited, µs", latency.tensor_2x2, 15),
     Measurement("tensors", "4 KB to 256 MB sent and echoed, blocking, µs", bulk.tensors, 100),
@@ -122,17 +122,15 @@ def dues(chosen: Sequence[Measurement], limit: float) -> list[float]:
     return [end if each.share else math.inf for each, end in zip(chosen, itertools.islice(ends, 1, None), strict=True)]
 
 
-def run(
-    chosen: Sequence[Measurement], plan: Plan, arguments: Sequence[str], *, null: bool = False, halting: bool = False
-) -> Outcome:
+def run(chosen: Sequence[Measurement], plan: Plan, arguments: Sequence[str], *, null: bool = False) -> Outcome:
     """Take the measurements one after another. One that fails is reported and does not stop the others."""
     begin = time.monotonic()
-    found = hardware.facts(arguments, plan.rounds, plan.seconds, null=null, halting=halting) | machine.speed()
+    found = hardware.facts(arguments, plan.rounds, plan.seconds, null=null) | machine.speed()
     rows: list[Row] = []
     failures: list[Failure] = []
     took: dict[str, float] = {}
     cut: list[str] = []
-    with Stage(plan, null=null, halting=halting) as stage:
+    with Stage(plan, null=null) as stage:
         for measurement, due in zip(chosen, dues(chosen, plan.limit), strict=True):
             before = time.monotonic()
             progress(f"{before - begin:5.0f} s  {measurement.name}: {measurement.summary}")

@@ -18,21 +18,21 @@ from bench.stats import BenchError
 
 
 class Stage:
-    """What the measurements need of one, and the styles that room was made for."""
+    """What the measurements need of one, and how often it let nobody run."""
 
     null = False
     plan = SimpleNamespace(seconds=0.1)
 
     def __init__(self) -> None:
-        self.styles: list[str] = []
+        self.pauses = 0
         self.cases: dict[str, Callable[[], Any]] = {}
 
     @contextlib.contextmanager
     def start(self, *_: object) -> Any:
         yield SimpleNamespace(names=["one", "two"], run=lambda *_, **__: 10.0)
 
-    def make_room(self, style: str) -> None:
-        self.styles.append(style)
+    def pause(self) -> None:
+        self.pauses += 1
 
     def alternate(self, cases: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
         found = {label: [{"rate": 20.0}] for label in cases if label != "ray"}
@@ -78,7 +78,7 @@ def test_published_values_are_compared_with_ray(environments: list[dict[str, str
         ("Ray, zero copies", (5.0,), None),
     ]
     assert environments == list(publishing.RAY_WAYS.values())
-    assert stage.styles == ["blocking", "blocking"]
+    assert stage.pauses == 2
 
 
 @pytest.mark.usefixtures("environments")
@@ -87,7 +87,7 @@ def test_small_items_are_compared_with_ray() -> None:
     stage = Stage()
     rows = queues.queue(stage)  # type: ignore[arg-type]  # what it needs of one
     assert [(row.ratios, row.passed) for row in rows if row.against] == [((20.0,), True), ((5.0,), False)]
-    assert stage.styles == ["awaited"]
+    assert stage.pauses == 1
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, program: str) -> list[str]:

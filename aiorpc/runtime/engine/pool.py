@@ -491,8 +491,6 @@ class ThreadPool:
         surplus = self._threads + len(self._starting) - self._blocked > self._limit
         if surplus or len(standing) >= self._most_standing:
             return
-        if standing and any(each.watched() is source for each in standing.copy()):  # one is enough for each
-            return
         try:
             alarm = local.alarm
             if alarm is None or alarm.watched() is not source:
@@ -506,10 +504,16 @@ class ThreadPool:
                 self._wakes.add(alarm)
                 if not alarm.watch(source):
                     return
+            standing.append(alarm)
+            for each in standing.copy():
+                if each is alarm:
+                    break
+                if each.watched() is source:  # one is enough for each, and the first one of two that come at once stays
+                    standing.remove(alarm)
+                    return
             del source  # what has ended meanwhile need not be there until we wake up
             found: list[tuple[int, int]] = []
             kept: JobSource | None = None
-            standing.append(alarm)
             self._idle.insert(0, alarm)
             try:
                 try:
