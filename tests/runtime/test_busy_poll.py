@@ -11,7 +11,7 @@ import pytest
 
 from aiorpc import RpcBackendOptions
 from aiorpc.runtime.engine import busy_poll
-from aiorpc.runtime.engine.busy_poll import MOST_SKIPPED, BackOff, LoopPoll, give_way
+from aiorpc.runtime.engine.busy_poll import LEAST_TAKEN, MOST_SKIPPED, STREAK, BackOff, LoopPoll, give_way
 from aiorpc.testing import cluster
 
 from .waiting import LIMIT, until
@@ -28,7 +28,7 @@ def skips(back_off: BackOff) -> int:
 
 
 def test_failures_make_it_rare_and_successes_bring_it_back() -> None:
-    """It sleeps for twice as many times with each failure, and for one less with each success."""
+    """It sleeps for twice as many times with each failure, and for half as many with each streak of successes."""
     back_off = BackOff()
     found = []
     for _ in range(15):
@@ -37,10 +37,24 @@ def test_failures_make_it_rare_and_successes_bring_it_back() -> None:
     assert found[:6] == [0, 1, 3, 7, 15, 31]
     assert found[-1] == MOST_SKIPPED
     assert skips(back_off) == MOST_SKIPPED
-    for _ in range(MOST_SKIPPED - 2):
+    for _ in range(10 * STREAK):
         back_off.succeeded()
     back_off.failed()
-    assert skips(back_off) == 2 * 2 + 1
+    assert skips(back_off) == 2 * (MOST_SKIPPED >> 10) + 1
+    for _ in range(100):
+        for _ in range(STREAK - 1):  # no streak
+            back_off.succeeded()
+        back_off.failed()
+    assert skips(back_off) == MOST_SKIPPED
+
+
+def test_a_core_that_is_wanted_costs_more() -> None:
+    """The first failure of that kind already, and as many as others from then on."""
+    back_off = BackOff()
+    back_off.failed(LEAST_TAKEN)
+    assert skips(back_off) == LEAST_TAKEN
+    back_off.failed(LEAST_TAKEN)
+    assert skips(back_off) == 2 * LEAST_TAKEN + 1
 
 
 class Wakes:
@@ -67,6 +81,17 @@ async def wakes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wakes]:
     yield made
     made.wanted = True
     await until(lambda: not made.awake)
+
+
+@pytest.fixture
+async def loop_errors() -> AsyncIterator[list[BaseException]]:
+    """What callbacks of the loop have raised, in place of a line in the log."""
+    loop = asyncio.get_running_loop()
+    found: list[BaseException] = []
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: found.append(context["exception"]))
+    yield found
+    loop.set_exception_handler(before)
 
 
 async def test_a_loop_stays_awake_after_a_message(wakes: Wakes) -> None:
@@ -101,10 +126,11 @@ async def test_a_message_begins_the_moment_anew(wakes: Wakes) -> None:
     wakes.poll._back_off.failed()
     assert skips(wakes.poll._back_off) == 1
     wakes.poll.heard()
-    wakes.poll._waited = LONG * 2
-    wakes.poll.heard()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    for _ in range(STREAK):
+        wakes.poll._waited = LONG * 2
+        wakes.poll.heard()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
     assert wakes.awake and wakes.failures == 0
     assert wakes.poll._waited < 1.0
 
@@ -131,7 +157,25 @@ async def test_a_core_that_others_want_is_theirs(monkeypatch: pytest.MonkeyPatch
     wakes = Wakes()
     wakes.poll.heard()
     await until(lambda: not wakes.awake)
-    assert wakes.failures == 1
+    assert wakes.failures == LEAST_TAKEN
+
+
+async def test_an_interruption_does_not_end_it(wakes: Wakes, loop_errors: list[BaseException]) -> None:
+    """A signal handler raises in the midst of a look: the next message begins anew."""
+
+    def interrupted() -> bool:
+        raise TimeoutError("an alarm")
+
+    original, wakes.poll._yields = wakes.poll._yields, interrupted
+    wakes.poll.heard()
+    await until(lambda: loop_errors)
+    wakes.poll._yields = original
+    assert (wakes.awake, wakes.failures) == (False, 0)
+    wakes.poll.heard()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (wakes.awake, wakes.failures) == (True, 0)
+    assert [str(error) for error in loop_errors] == ["an alarm"]
 
 
 async def test_no_context_of_callers_is_kept(wakes: Wakes) -> None:

@@ -92,3 +92,26 @@ async def test_a_member_of_another_user_is_watched_by_its_process(pair: list[Wor
     other = replace(record, incarnation="other", host=of_another_user(record.host), pid=os.getppid())
     assert group.watch(other)
     assert not group.watch(replace(other, incarnation="far", host=ELSEWHERE))
+
+
+def test_cores_are_those_of_the_process_and_its_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the groups that it is in, one within the other, the least; a group without a limit, or unseen, has none."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    own = tmp_path / "own"
+    groups = tmp_path / "groups"
+    pod = groups / "pods" / "mine"
+    pod.mkdir(parents=True)
+    assert host.cores(groups, own) == 8
+    own.write_text("4:memory:/elsewhere\n0::/pods/mine\n")
+    assert host.cores(groups, own) == 8
+    (pod / "cpu.max").write_text("max 100000\n")
+    assert host.cores(groups, own) == 8
+    (groups / "pods" / "cpu.max").write_text("150000 100000\n")
+    assert host.cores(groups, own) == 1.5
+    (pod / "cpu.max").write_text("50000 100000\n")
+    assert host.cores(groups, own) == 0.5
+    own.write_text("0::/\n")  # as a container is shown its own group
+    (groups / "cpu.max").write_text("200000 100000\n")
+    assert host.cores(groups, own) == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert host.cores(groups, own) == 1

@@ -667,6 +667,7 @@ class Source:
         self._pool.stand_by(self)
         self._job()
         self.threads.append(threading.current_thread().name)
+        self._pool.get_ready()  # as before an answer is sent
 
     def put(self) -> None:
         os.write(self.write, b"x")
@@ -871,6 +872,40 @@ def test_a_thread_that_looks_takes_other_jobs(pools: Callable[..., ThreadPool], 
     assert ran.wait(LIMIT_S)
     wait_until(lambda: source.left == 1)
     assert source.kept == 1 and source.brought == 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_whoever_gets_another_job_looks_no_more(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
+) -> None:
+    """Ready for the next job of its source, the thread finds another one: others are told before that is run."""
+    pool = pools(1, busy=LIMIT_S)
+    source = sources(pool)
+    left: list[tuple[int, int]] = []
+
+    def job() -> None:
+        pool.stand_by(source)
+        pool.get_ready()
+        pool.get_ready()  # an error that is sent in place of an answer
+        pool.submit(lambda: left.append((source.kept, source.left)))
+
+    pool.submit(job)
+    wait_until(lambda: left == [(1, 1)])
+    assert not pool._looking
+
+
+def test_nobody_is_ready_without_a_source(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
+    """Nor in threads of others, nor in a pool whose threads do not stay awake."""
+    awake, asleep = pools(1, busy=LIMIT_S), pools(1)
+    awake.get_ready()
+    done = threading.Event()
+    awake.submit(awake.get_ready)
+    awake.submit(done.set)
+    assert done.wait(LIMIT_S)
+    source = sources(asleep)
+    asleep.submit(source.run)
+    wait_until(lambda: standing(asleep) == 1)
+    assert source.kept == 0
 
 
 @pytest.mark.usefixtures("patient")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -342,3 +343,56 @@ async def test_no_thread_tries_to_where_none_may_read(monkeypatch: pytest.Monkey
             assert await workers[0].call("worker1", double, number) == 2 * number
             await idle(workers[1])
         assert bool(made) is not bool(grace)
+
+
+class Read:
+    """A connection of which somebody has read."""
+
+    def __init__(self) -> None:
+        self.bytes_received = 0
+        self.on_stood: Callable[[list[Frame]], bool] | None = None
+
+    def attach(self, _: object) -> bool:
+        return True
+
+    def read_once(self) -> None: ...
+
+    def leave_to_loop(self) -> None: ...
+
+    def keep_from_loop(self) -> bool:
+        return True
+
+
+def test_a_thread_looks_behind_calls_that_it_has_read_alone() -> None:
+    """Not behind one that the loop has read; that more came while it ran is a failure."""
+    connection: Any = Read()
+    nobody: Any = None
+    standing = Standing(nobody, nobody, connection)
+    standing.running, standing._taken, connection.bytes_received, standing._read = 5, 5, 100, 100
+    assert standing.keep()
+    standing.running = 6
+    assert not standing.keep()
+    assert standing.back_off.worth()
+    standing.running, connection.bytes_received = 5, 120
+    assert not standing.keep()
+    assert not standing.back_off.worth()
+
+
+@pytest.mark.usefixtures("events")
+async def test_a_caller_that_makes_one_call_after_the_other_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, read: list[bool]
+) -> None:
+    """The thread that has run its call keeps what comes from the loop from the answer on."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    kept: list[bool] = []
+    original = Standing.keep
+
+    def keep(self: Standing) -> bool:
+        kept.append(original(self))
+        return kept[-1]
+
+    monkeypatch.setattr(Standing, "keep", keep)
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as made, asyncio.timeout(LIMIT):
+        while not any(kept):
+            assert await made[0].call("worker1", double, 1) == 2
+            await idle(made[1])

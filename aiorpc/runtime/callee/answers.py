@@ -146,6 +146,8 @@ class Answers:
             frame = write_plain(REPLY, call.call_id, (), values, self._caller.max_body)
             if frame is not None:
                 if self._may_answer(call):
+                    if self._engine.pool.may_stay_awake:
+                        self._engine.pool.get_ready()
                     # With few other calls under way there is little to join it with: no reason to wait for the loop.
                     link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
                 return
@@ -180,6 +182,8 @@ class Answers:
         if not buffers or (not copy and link.distribution.rides(buffers)):
             if self._may_answer(call):
                 frame = encode_frame(REPLY, call.call_id, body, buffers)
+                if self._engine.pool.may_stay_awake:
+                    self._engine.pool.get_ready()
                 link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
         elif not copy and link.distribution.too_long_for_loop(buffers):
             settled = self._accelerators.settled(buffers)
@@ -219,6 +223,8 @@ class Answers:
         if prepared is None:
             return
         if self._may_answer(call):
+            if self._engine.pool.may_stay_awake:
+                self._engine.pool.get_ready()
             self._link.post(prepared, urgent=len(self.calls) < FEW + self.system, call=call)
         else:
             self._link.distribution.withdraw(prepared)
@@ -227,6 +233,8 @@ class Answers:
         self, kind: int, call: ServedCall, body: bytes, buffers: Sequence[Buffer] = (), *, more: bool = False
     ) -> None:
         frame = encode_frame(kind, call.call_id, body, buffers)
+        if self._engine.pool.may_stay_awake:
+            self._engine.pool.get_ready()
         self._link.send(kind, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, more=more, call=call)
 
     # --- errors -------------------------------------------------------------------------------------------------------

@@ -254,6 +254,7 @@ class Runner:
             if standing.pause:
                 standing.pause -= 1
             else:
+                standing.running = call.call_id
                 self._engine.pool.stand_by(standing)
         handler = call.handler
         assert handler is not None, "it was found before the call was started"

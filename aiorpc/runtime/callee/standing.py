@@ -54,7 +54,8 @@ class RunnerForStanding(Protocol):
 class Standing:
     """See the module: what a thread of the pool stands by for (`engine.pool.JobSource`).
 
-    pause: for how many calls the caller is given up; whoever has a thread stand by counts them.
+    pause: for how many calls the caller is given up; whoever has a thread stand by counts them, and says in `running`
+    which call it runs.
     """
 
     def __init__(self, service: ServiceForStanding, runner: RunnerForStanding, connection: Connection) -> None:
@@ -63,8 +64,10 @@ class Standing:
         self.bring = connection.read_once
         self.leave = connection.leave_to_loop
         self.back_off = BackOff()
+        self.running: int | None = None
+        self._taken: int | None = None  # the call that a thread took last
+        self._read = 0  # bytes that had come by then
         self._connection = connection
-        self._taken = 0  # bytes that had come when a thread took a call last
         self._service = service
         self._runner = runner
         self._left = 0  # for how many calls the caller was given up last
@@ -76,17 +79,20 @@ class Standing:
         taken = self._take(frames)
         if self._runner.submitted != before:
             self._left = 0
-            self._taken = self._connection.bytes_received
+            self._read = self._connection.bytes_received
         else:
             self._left = self.pause = min(2 * self._left + 1, _LONGEST)
         return taken
 
     def keep(self) -> bool:
-        """See `JobSource`. Not if others have read what came since: a caller that makes several calls at once.
+        """See `JobSource`. Not behind a call that the loop has read, nor if more has come since a thread read this one.
 
-        The loop is up then, and would have to wait for the interpreter each time that the thread looks.
+        The latter is a caller that makes several calls at once: the loop is up then, and two threads that are both
+        awake wait for the interpreter at each of their system calls.
         """
-        if self._connection.bytes_received != self._taken:
+        if self.running != self._taken:
+            return False
+        if self._connection.bytes_received != self._read:
             self.back_off.failed()
             return False
         return self._connection.keep_from_loop()
@@ -119,6 +125,8 @@ class Standing:
             if mode is not Mode.BRIEF:
                 ahead = frame.call_id, call
         service.ahead = ahead
+        if ahead is not None:
+            self._taken = ahead[0]
         try:
             link.on_frames(frames)
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from ...transport.lasting import LastingConnection
 from .bounds import Bounds
 from .busy_poll import MOMENT, LoopPoll
 from .counters import Counters
+from .host import cores
 from .lifetime import Lifetime, loop_has_ended
 from .observing import Observer
 from .pool import NoThread, ThreadPool
@@ -82,7 +82,7 @@ class Engine:
         self.on_handler_error = on_handler_error
         self.observers: tuple[Observer, ...] = ()  # links ask them in this order
         # A lone core is left to whoever has to answer.
-        busy = options.busy_wait if len(os.sched_getaffinity(0)) > 1 else 0.0
+        busy = options.busy_wait if cores() >= 2 else 0.0
         self.pool = ThreadPool(self.name, options.num_worker_threads, prepare=prepare, busy=busy)
         self.poll = LoopPoll(self.loop, min(busy, MOMENT), self.pool.is_active) if busy else None
         self.background = ThreadPool(f"{self.name}-background", 2, prepare=prepare)

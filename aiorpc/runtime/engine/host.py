@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import resource
@@ -39,6 +40,24 @@ def sees(here: str, host: str) -> bool:
 
 def _without_user(host: str) -> str:
     return host.partition("@")[2]
+
+
+def cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """How many cores this process may keep busy: those it may run on, and no more than its control groups have.
+
+    A container may be on a host of many cores and have the time of one (``cpu.max`` of cgroup v2): who takes more is
+    halted for the rest of each tenth of a second. groups, own: where the kernel shows the groups, and which are ours.
+    """
+    count = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError):
+        for line in own.read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::/"):
+                group = groups / line.removeprefix("0::/")
+                for each in (group, *group.parents):
+                    with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                        share, period = (each / "cpu.max").read_text(encoding="utf-8").split()
+                        count = min(count, int(share) / int(period))
+    return count
 
 
 def main_identity() -> str:

@@ -37,7 +37,7 @@ from ...callbacks import block_observer
 from ...errors import WorkerClosed
 from ...transport.writing import is_owned
 from .alarm import Alarm, Source
-from .busy_poll import MOMENT, BackOff, give_way
+from .busy_poll import LEAST_TAKEN, MOMENT, BackOff, give_way
 from .forked import end_child
 
 logger = logging.getLogger("aiorpc")
@@ -69,7 +69,7 @@ class JobSource(Source, Protocol):
         """How it goes with looking for a moment before the thread sleeps (busy_poll.py)."""
 
     def keep(self) -> bool:
-        """Called before that: nobody else is to be told of what comes until `leave`; False if that does not pay."""
+        """Called before that, by `get_ready`: nobody else is told of what comes until `leave`. False if not now."""
 
     @property
     def leave(self) -> Callable[[], None]:
@@ -97,12 +97,14 @@ class _Local(threading.local):
 
     depth: how many nested waits it is in; -1 in threads that do not belong to the pool. typical_wait: how many seconds
     its waits take on average. source: what it is to stand by for when it finds no job. alarm: of its own, once it did.
+    kept: the source that it is going to look for without sleeping, of which nobody else is told.
     """
 
     depth = -1
     typical_wait = 0.0
     source: JobSource | None = None
     alarm: Alarm | None = None
+    kept: JobSource | None = None
 
 
 class ThreadPool:
@@ -216,6 +218,32 @@ class ThreadPool:
         """Have the calling thread of the pool wait for jobs from there, too, the next time it finds none."""
         self._local.source = source
         self._sources.append(id(source))
+
+    def get_ready(self) -> None:
+        """The calling thread is about to send what the next job of the source follows that it is to stand by for.
+
+        If it is going to look for that without sleeping, nobody else is told of it: not even of what comes before the
+        thread is done with the job that it runs. Any thread; nothing where that is to stand by for nothing.
+        """
+        local = self._local
+        source = local.source
+        if source is None or not self._moment or local.kept is not None or self._jobs:
+            return
+        if source.back_off.worth() and self._first.acquire(False):
+            self._looking = source.keep()
+            if self._looking:
+                local.kept = source
+            else:
+                self._first.release()
+
+    def _let_go(self) -> None:
+        """The calling thread does not look for what its source has, although it was ready to."""
+        local = self._local
+        source, local.kept = local.kept, None
+        if source is not None:
+            self._looking = False
+            self._first.release()
+            source.leave()
 
     def enter_blocked(self) -> None:
         """The calling pool thread is about to wait: another may run meanwhile. Nothing in other threads. May nest."""
@@ -448,6 +476,8 @@ class ThreadPool:
                     if fresh and self._jobs and not self._waking:
                         self._look_again()  # one that was just woken passes the wake-up on first
                     fresh = False
+                    if local.kept is not None:
+                        self._let_go()
                     try:
                         fn(*args)
                     except BaseException as error:
@@ -458,6 +488,7 @@ class ThreadPool:
                         end_child(f"a thread of {self._name}")
                     continue
             if self._closed and not self._jobs:
+                self._let_go()
                 self._leave(wake)
                 return
             if local.source is not None:
@@ -489,9 +520,9 @@ class ThreadPool:
         source, local.source = local.source, None
         assert source is not None, "somebody has asked for it"
         surplus = self._threads + len(self._starting) - self._blocked > self._limit
-        if surplus or len(standing) >= self._most_standing:
-            return
         try:
+            if surplus or len(standing) >= self._most_standing:
+                return
             alarm = local.alarm
             if alarm is None or alarm.watched() is not source:
                 if len({*self._sources}) > _MOST_STANDING:
@@ -513,64 +544,52 @@ class ThreadPool:
                     return
             del source  # what has ended meanwhile need not be there until we wake up
             found: list[tuple[int, int]] = []
-            kept: JobSource | None = None
             self._idle.insert(0, alarm)
             try:
-                try:
-                    if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
-                        if self._moment:
-                            kept, found = self._look(alarm)
-                        if not found:
-                            found = alarm.epoll.poll(_STANDING, 2)
-                finally:
-                    standing.remove(alarm)
-                    try:
-                        self._idle.remove(alarm)  # as `_unpark`
-                    except ValueError:
-                        alarm.take()  # somebody has taken us from the list, and says so
-                    else:
-                        if found and alarm.event in (found[0][0], found[-1][0]):
-                            alarm.take()  # we have been woken with everybody
-                if found and (len(found) > 1 or found[0][0] != alarm.event):
-                    watched: JobSource | None = alarm.watched()
-                    if watched is not None:
-                        self._waking = True  # we take the jobs that we bring ourselves
-                        watched.bring()
+                if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
+                    if local.kept is not None:
+                        found = self._look(alarm, local.kept)
+                    if not found:
+                        found = alarm.epoll.poll(_STANDING, 2)
             finally:
-                if kept is not None:
-                    kept.leave()
+                standing.remove(alarm)
+                try:
+                    self._idle.remove(alarm)  # as `_unpark`
+                except ValueError:
+                    alarm.take()  # somebody has taken us from the list, and says so
+                else:
+                    if found and alarm.event in (found[0][0], found[-1][0]):
+                        alarm.take()  # we have been woken with everybody
+            if found and (len(found) > 1 or found[0][0] != alarm.event):
+                watched: JobSource | None = alarm.watched()
+                if watched is not None:
+                    self._waking = True  # we take the jobs that we bring ourselves
+                    watched.bring()
         except BaseException as error:
             said = "a thread of pool %s could not stand by; the pool goes on"
             foreign.log_error(logger, logging.ERROR, error, said, self._name)
-
-    def _look(self, alarm: Alarm) -> tuple[JobSource | None, list[tuple[int, int]]]:
-        """Look for a moment what comes, without sleeping: what there is, and the source, which was kept for that."""
-        source: JobSource | None = alarm.watched()
-        if source is None or not source.back_off.worth() or not self._first.acquire(False):
-            return None, []
-        kept = False
-        try:
-            kept = self._looking = source.keep()
-            if not kept:
-                return None, []
-            poll = alarm.epoll.poll
-            began = time.monotonic()
-            now: float | None = began
-            until = began + self._moment
-            while now is not None and now < until:
-                found = poll(0, 2)
-                if found:
-                    source.back_off.succeeded()
-                    kept = False
-                    return source, found
-                now = give_way(time.monotonic())
-            source.back_off.failed()
-            return None, []
         finally:
-            self._looking = False
-            self._first.release()
-            if kept:
-                source.leave()
+            if local.kept is not None:
+                self._let_go()
+
+    def _look(self, alarm: Alarm, source: JobSource) -> list[tuple[int, int]]:
+        """Look for a moment what comes, without sleeping: what there is."""
+        poll, back_off = alarm.epoll.poll, source.back_off
+        until = time.monotonic() + self._moment
+        while True:
+            found = poll(0, 2)
+            if found:
+                back_off.succeeded()
+                return found
+            now = time.monotonic()
+            if now >= until:
+                back_off.failed()
+                break
+            if give_way(now) is None:
+                back_off.failed(LEAST_TAKEN)
+                break
+        self._let_go()
+        return []
 
     def _unpark(self, wake: threading.Lock) -> bool:
         """Stop being idle; False if somebody has already taken us from the list to wake us."""
