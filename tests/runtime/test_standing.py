@@ -378,6 +378,22 @@ def test_a_thread_looks_behind_calls_that_it_has_read_alone() -> None:
     assert not standing.back_off.worth()
 
 
+def is_free() -> bool:
+    """Handler: whether its thread is to stand by for nobody yet."""
+    node = current_node.get()
+    assert node is not None
+    return node.engine.pool._local.source is None
+
+
+async def test_nothing_is_kept_from_the_loop_while_a_handler_runs(workers: list[Worker], read: list[bool]) -> None:
+    """It may wait for what its caller says meanwhile; its thread stands by behind the handler alone."""
+
+    async def call(_: int) -> None:
+        assert await workers[0].call("worker1", is_free)
+
+    await most_are_taken(workers[1], read, call)
+
+
 @pytest.mark.usefixtures("events")
 async def test_a_caller_that_makes_one_call_after_the_other_is_looked_for(
     monkeypatch: pytest.MonkeyPatch, read: list[bool]

@@ -249,13 +249,6 @@ class Runner:
         if backlog.queue.size + backlog.bulk.unsent + backlog.held > backlog.half and not call.system:
             backlog.park(call)
             return
-        standing = self.standing
-        if standing is not None and len(self._answers.calls) < 2:  # else the loop is better, which reads many at once
-            if standing.pause:
-                standing.pause -= 1
-            else:
-                standing.running = call.call_id
-                self._engine.pool.stand_by(standing)
         handler = call.handler
         assert handler is not None, "it was found before the call was started"
         mode = handler.mode
@@ -293,6 +286,15 @@ class Runner:
             current_call.reset(token)
             if within is not None:
                 current_autograd.reset(within)
+            # Behind the handler: while that runs, the loop hears of all that its caller has to say.
+            standing = self.standing
+            # Where there are more calls the loop is better, which reads many at once.
+            if standing is not None and len(self._answers.calls) < 2:
+                if standing.pause:
+                    standing.pause -= 1
+                else:
+                    standing.running = call.call_id
+                    self._engine.pool.stand_by(standing)
         try:
             if mode is Mode.DEFERRED:
                 self._defer(call, result.pop())
