@@ -476,7 +476,10 @@ class Connection(FrameWriter):
         if self._kept:
             with self._reading:
                 if self._kept and not self._closed:
-                    self._look_again()
+                    try:
+                        self._look_again()
+                    except OSError as error:  # as in `attach`
+                        self._call_on_loop(self._broke, error)
             if self._left:  # as in `read_once`
                 self._call_on_loop(self._readable)
 

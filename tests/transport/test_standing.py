@@ -206,6 +206,31 @@ async def test_nothing_is_kept_from_a_loop_that_has_to_read(half: tuple[End, soc
     stander.stop()
 
 
+async def test_a_loop_that_cannot_be_told_again_ends_the_connection(
+    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hear of nothing any more; the thread that looked goes on."""
+    end, _ = half
+
+    class Full:
+        """An epoll of a system that has no memory left."""
+
+        def __init__(self, epoll: Any) -> None:
+            self._epoll = epoll
+
+        def register(self, *_: object) -> None:
+            raise OSError(12, "no memory")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._epoll, name)
+
+    assert end.connection.keep_from_loop()
+    monkeypatch.setattr(end.connection, "_epoll", Full(end.connection._epoll))
+    await asyncio.to_thread(end.connection.leave_to_loop)
+    assert isinstance(await end.closed(), OSError)
+    stander.stop()
+
+
 async def test_another_thread_that_attaches_ends_it(half: tuple[End, socket.socket], stander: Stander) -> None:
     """The loop is told again; who looked says its end later, which changes nothing."""
     end, far = half
