@@ -216,6 +216,7 @@ async def test_a_call_whose_next_try_is_being_written_is_under_way(gate: Gate) -
     options = [RpcBackendOptions(max_pending_calls=1), RpcBackendOptions()]
     async with cluster(2, dynamic=True, options=options) as (worker, _):
         assert await worker.call("worker1", abs, -3) == 3
+        await until(lambda: worker.node.peers.find("worker1").refusal() is None)  # what follows the answer is sent
         held = worker.call("worker1", for_ever)
         call = worker.peer("worker1", timeout=0, retries=9, backoff=(1000, 1000)).call(str, PickledAtTheGate())
         (paused,) = worker.node.retries.paused
