@@ -854,13 +854,13 @@ def test_a_thread_looks_before_it_sleeps(pools: Callable[..., ThreadPool], sourc
     source = sources(pool)
     pool.submit(source.run)
     for number in range(1, 20):
-        wait_until(lambda expected=number: source.kept == expected and pool._looking)  # type: ignore[misc]  # no type for a default
+        wait_until(lambda expected=number: source.kept == expected and pool._look_lock.locked())  # type: ignore[misc]  # no type for a default
         assert (standing(pool), pool.idle, pool.is_active()) == (1, 1, True)
         source.put()
         wait_until(lambda expected=number + 1: len(source.threads) == expected)  # type: ignore[misc]  # no type for a default
     assert source.brought == 19
     assert source.back_off.worth()
-    wait_until(lambda: pool._looking)
+    wait_until(lambda: pool._look_lock.locked())
     pool.close(LIMIT_S)
     assert source.left == source.kept == 20
     assert not pool.is_active()
@@ -872,7 +872,7 @@ def test_a_thread_that_looks_takes_other_jobs(pools: Callable[..., ThreadPool], 
     pool = pools(1, busy=LIMIT_S)
     source = sources(pool)
     pool.submit(source.run)
-    wait_until(lambda: pool._looking)
+    wait_until(lambda: pool._look_lock.locked())
     ran = threading.Event()
     pool.submit(ran.set)
     assert ran.wait(LIMIT_S)
@@ -897,7 +897,7 @@ def test_whoever_gets_another_job_looks_no_more(
 
     pool.submit(job)
     wait_until(lambda: left == [(1, 1)])
-    assert not pool._looking
+    assert not pool._look_lock.locked()
 
 
 def test_nobody_is_ready_without_a_source(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
@@ -920,7 +920,7 @@ def test_one_thread_looks_at_a_time(pools: Callable[..., ThreadPool], sources: C
     pool = pools(4, busy=LIMIT_S)
     first, second = sources(pool), sources(pool)
     pool.submit(first.run)
-    wait_until(lambda: pool._looking)
+    wait_until(lambda: pool._look_lock.locked())
     pool.submit(second.run)
     wait_until(lambda: standing(pool) == 2)
     second.put()
@@ -980,7 +980,7 @@ def test_a_source_that_raises_hears_of_the_end(
 
     source.bring = fail  # type: ignore[method-assign]  # as if what comes could not be read
     pool.submit(source.run)
-    wait_until(lambda: pool._looking)
+    wait_until(lambda: pool._look_lock.locked())
     source.put()
     wait_until(lambda: source.left == 1)
     assert "could not stand by" in caplog.text

@@ -37,7 +37,7 @@ _TURN = 20e-6
 
 
 class BackOff:
-    """Whether to look for what comes next, by how that went before. See the module. Of one thread."""
+    """Whether to look for what comes next, by how that went before. See the module. For one thread at a time."""
 
     __slots__ = ("_failed", "_skipped", "_streak")
 

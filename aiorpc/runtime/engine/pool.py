@@ -141,8 +141,7 @@ class ThreadPool:
         self._idle: list[threading.Lock | Alarm] = []  # woken from its end; those that stand by are in front
         self._standing: list[Alarm] = []
         self._most_standing = _MOST_STANDING
-        self._looking = False  # whether a thread looks for what comes without sleeping
-        self._first = threading.Lock()  # of the one that stands by so
+        self._look_lock = threading.Lock()  # of the thread that stands by without sleeping, from `get_ready` on
         self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
         self._local = _Local()
         self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
@@ -159,6 +158,7 @@ class ThreadPool:
         self._closed = False
         self._in_child = False
         self._awake = threading.RLock()  # of the thread that stays awake; what it unpickles then may wait, too
+        self._is_awake = False  # whether one does
 
     # Looking in.
 
@@ -184,7 +184,7 @@ class ThreadPool:
 
     def is_active(self) -> bool:
         """Whether a thread runs a job, or looks without sleeping for what comes."""
-        return self._busy() > 0 or self._looking
+        return self._busy() > 0 or self._is_awake or self._look_lock.locked()
 
     def is_pool_thread(self) -> bool:
         """Whether the calling thread is one of this pool's."""
@@ -229,20 +229,18 @@ class ThreadPool:
         source = local.source
         if source is None or not self._moment or local.kept is not None or self._jobs:
             return
-        if source.back_off.worth() and self._first.acquire(False):
-            self._looking = source.keep()
-            if self._looking:
+        if source.back_off.worth() and self._look_lock.acquire(False):
+            if source.keep():
                 local.kept = source
             else:
-                self._first.release()
+                self._look_lock.release()
 
     def _let_go(self) -> None:
         """The calling thread does not look for what its source has, although it was ready to."""
         local = self._local
         source, local.kept = local.kept, None
         if source is not None:
-            self._looking = False
-            self._first.release()
+            self._look_lock.release()
             source.leave()
 
     def enter_blocked(self) -> None:
@@ -282,10 +280,10 @@ class ThreadPool:
             return
         try:
             until = time.monotonic() + (most if timeout is None else min(most, timeout))
-            self._looking = True
+            self._is_awake = True
             look(lambda: done() or bool(self._jobs) or time.monotonic() > until)
         finally:
-            self._looking = False
+            self._is_awake = False
             self._awake.release()
 
     def waited(self, seconds: float) -> None:
