@@ -854,8 +854,8 @@ def test_a_thread_looks_before_it_sleeps(pools: Callable[..., ThreadPool], sourc
     source = sources(pool)
     pool.submit(source.run)
     for number in range(1, 20):
-        wait_until(lambda expected=number: source.kept == expected and pool._look_lock.locked())  # type: ignore[misc]  # no type for a default
-        assert (standing(pool), pool.idle, pool.is_active()) == (1, 1, True)
+        wait_until(lambda expected=number: source.kept == expected and pool.idle == 1)  # type: ignore[misc]  # no type for a default
+        assert (standing(pool), pool.is_active()) == (1, True)
         source.put()
         wait_until(lambda expected=number + 1: len(source.threads) == expected)  # type: ignore[misc]  # no type for a default
     assert source.brought == 19
@@ -917,11 +917,14 @@ def test_nobody_is_ready_without_a_source(pools: Callable[..., ThreadPool], sour
 @pytest.mark.usefixtures("patient")
 def test_one_thread_looks_at_a_time(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
     """The others stand by asleep."""
+    gate = Gate()
     pool = pools(4, busy=LIMIT_S)
-    first, second = sources(pool), sources(pool)
+    first, second = sources(pool), sources(pool, gate)
+    pool.submit(second.run)  # first, so that no thread that begins to look finds a job
+    gate.wait_entered(1)
     pool.submit(first.run)
     wait_until(lambda: pool._look_lock.locked())
-    pool.submit(second.run)
+    gate.open.set()
     wait_until(lambda: standing(pool) == 2)
     second.put()
     wait_until(lambda: second.brought == 1)
