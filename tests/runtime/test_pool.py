@@ -311,6 +311,25 @@ def test_close_ends_idle_threads_at_once(pools: Callable[..., ThreadPool]) -> No
     assert pool.close(0.0) == 0
 
 
+def test_close_returns_when_the_threads_are_gone(
+    pools: Callable[..., ThreadPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only counted out: a program that forks behind it, or looks what threads there are, finds none."""
+    pool = pools(2)
+    pool.submit(lambda: None)
+    wait_until(lambda: pool.idle == 1)
+    wake_all = pool._wake_all
+
+    def slowly() -> None:
+        if pool.is_pool_thread():  # the last that a thread does
+            time.sleep(0.1)
+        wake_all()
+
+    monkeypatch.setattr(pool, "_wake_all", slowly)
+    assert pool.close(LIMIT_S) == 0
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("aiorpc-test-")]
+
+
 def test_submit_after_close_is_refused(pools: Callable[..., ThreadPool]) -> None:
     """A closed pool takes no job and says so."""
     pool = pools(1)

@@ -145,7 +145,8 @@ class ThreadPool:
         self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
         self._local = _Local()
         self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
-        self._idents: dict[threading.Lock, int] = {}  # of the threads, by what wakes them
+        self._running: dict[threading.Lock, threading.Thread] = {}  # the threads, by what wakes them
+        self._ending: list[threading.Thread] = []  # those that count no more, and may not be gone yet
         # Reentrant: who is interrupted gives it back, and a signal handler may submit something, too.
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
@@ -295,7 +296,8 @@ class ThreadPool:
         local.typical_wait += _WEIGHT * (min(seconds, 2 * self._most_busy) - local.typical_wait)
 
     def close(self, timeout: float) -> int:
-        """Take no more jobs; end idle threads at once; wait up to ``timeout`` seconds for the jobs taken so far.
+        """Take no more jobs; end idle threads at once; wait up to ``timeout`` seconds for the jobs taken so far, and
+        for their threads.
 
         Returns how many jobs are unfinished (running, or queued behind them); these go on in daemon threads. Called
         from a job, that job is neither waited for nor counted; nor are those in `excused`. Idempotent; does nothing in
@@ -306,9 +308,13 @@ class ThreadPool:
         self._closed = True
         self._wake_all()
         own = int(self.is_pool_thread())
+        until = time.monotonic() + timeout
         with self._ended:
             self._ended.wait_for(lambda: self.threads <= own + self._excused, timeout)
-            return max(0, self.threads - own - self._excused - len(self._idle)) + len(self._jobs)
+            left = max(0, self.threads - own - self._excused - len(self._idle)) + len(self._jobs)
+        for thread in self._ending:  # so that who looks for threads afterwards finds none of the pool
+            thread.join(max(0.0, until - time.monotonic()))
+        return left
 
     def end_jobs(self, timeout: float) -> None:
         """Before the interpreter exits: raise ProcessExits in the jobs that run, and wait so long for their threads.
@@ -322,9 +328,10 @@ class ThreadPool:
         self._jobs.clear()
         if not self.close(min(timeout, _IDLE_LEAVE)):
             return
-        for ident in list(self._idents.values()):
-            if ident != threading.get_ident():
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(ProcessExits))
+        for thread in list(self._running.values()):
+            if thread is not threading.current_thread():
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ProcessExits))
         own = int(self.is_pool_thread())
         with self._ended:
             self._ended.wait_for(lambda: self._threads <= own + self._blocked, timeout)
@@ -452,7 +459,7 @@ class ThreadPool:
             self._threads += 1
             self._starting.discard(announced)
             self._wakes.add(wake)
-            self._idents[wake] = threading.get_ident()
+            self._running[wake] = threading.current_thread()
         self._local.depth = 0
         block_observer.set(self)
         if self._prepare is not None:
@@ -610,7 +617,7 @@ class ThreadPool:
     def _end(self, wake: threading.Lock) -> None:
         """This thread counts no more. With the lock held."""
         self._wakes.discard(wake)
-        self._idents.pop(wake, None)
+        self._ending = [*(each for each in self._ending if each.is_alive()), self._running.pop(wake)]
         self._threads -= 1
         self._ended.notify_all()
 
