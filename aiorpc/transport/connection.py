@@ -466,20 +466,27 @@ class Connection(FrameWriter):
             self._epoll.unregister(self._fd)
             self._kept = True
             return True
+        except OSError as error:  # it could not be given back before
+            self._call_on_loop(self._broke, error)
+            return False
         finally:
             self._reading.release()
             if self._left:  # as in `read_once`
                 self._call_on_loop(self._readable)
 
     def leave_to_loop(self) -> None:
-        """The loop is told again of what comes while the thread does not wait. Idempotent."""
+        """The loop is told again of what comes while the thread does not wait. Idempotent; it waits for nobody."""
         if self._kept:
-            with self._reading:
+            if not self._reading.acquire(False):  # the loop has its turn, which may take a while, and says so itself
+                self._call_on_loop(self.leave_to_loop)
+                return
+            try:
                 if self._kept and not self._closed:
-                    try:
-                        self._look_again()
-                    except OSError as error:  # as in `attach`
-                        self._call_on_loop(self._broke, error)
+                    self._look_again()
+            except OSError as error:  # as in `attach`
+                self._call_on_loop(self._broke, error)
+            finally:
+                self._reading.release()
             if self._left:  # as in `read_once`
                 self._call_on_loop(self._readable)
 

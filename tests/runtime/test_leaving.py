@@ -32,6 +32,7 @@ from aiorpc.protocol.states import WorkerState
 from aiorpc.runtime.calls.values import LARGE_PICKLE
 from aiorpc.runtime.engine.bounds import Bounds
 from aiorpc.runtime.engine.observing import Passage
+from aiorpc.runtime.engine.pool import ThreadPool
 from aiorpc.testing import cluster
 from aiorpc.transport import sockets
 from tests.runtime.observers import seen, standing_still
@@ -71,6 +72,10 @@ def wait_at_the_gate() -> None:
 
 async def for_ever() -> None:
     await asyncio.Event().wait()
+
+
+def do_nothing() -> None:
+    pass
 
 
 async def leave() -> ShutdownReport:
@@ -311,6 +316,23 @@ async def test_a_handler_may_shut_its_worker_down(pair: list[Worker]) -> None:
         await pair[0].call("worker1", leave)
     assert await asyncio.wait_for(pair[1].shutdown(), LONG) == ShutdownReport()
     assert pair[1].node.engine.pool.threads == 0 and not os.path.exists(pair[1].node.engine.record.unix_path)
+
+
+async def test_no_thread_is_there_once_a_worker_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its handlers, nor of what it does beside them: whoever forks next, or counts threads, finds none."""
+    end = ThreadPool._leave
+
+    def slowly(pool: ThreadPool, wake: Any) -> None:
+        end(pool, wake)
+        threading.Event().wait(0.3 if "background" in threading.current_thread().name else 0.1)
+
+    monkeypatch.setattr(ThreadPool, "_leave", slowly)
+    async with cluster(2) as workers:
+        assert await workers[0].call("worker1", abs, -1) == 1
+        for worker in workers:
+            worker.node.engine.in_background(do_nothing)
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in threads if name.startswith("aiorpc-worker")]
 
 
 async def test_shutdown_that_is_cancelled_while_it_closes_ends_all_the_same(gate: Gate) -> None:

@@ -919,6 +919,46 @@ def test_whoever_gets_another_job_looks_no_more(
     assert not pool._look_lock.locked()
 
 
+@pytest.mark.usefixtures("patient")
+def test_nobody_is_ready_for_what_an_earlier_job_has_asked_for(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source]
+) -> None:
+    """The job that runs may send something, too, and go on for long: others hear of that source meanwhile."""
+    pool = pools(1, busy=LIMIT_S)
+    source = sources(pool)
+    seen: list[int] = []
+
+    def later() -> None:
+        pool.get_ready()
+        seen.append(source.kept)
+
+    def first() -> None:
+        pool.submit(later)
+        source.run()
+
+    pool.submit(first)
+    wait_until(lambda: standing(pool) == 1)
+    assert (seen, source.kept) == ([0], 0)
+
+
+def test_a_source_that_cannot_be_kept_keeps_nobody_from_looking(
+    pools: Callable[..., ThreadPool], sources: Callable[..., Source], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing says then that a thread looks which does not."""
+    pool = pools(1, busy=LIMIT_S)
+    source = sources(pool)
+
+    def fail() -> bool:
+        raise OSError("on purpose")
+
+    source.keep = fail  # type: ignore[method-assign]  # as if the system refused it
+    pool.submit(source.run)
+    wait_until(lambda: standing(pool) == 1)
+    assert not pool.is_active()
+    assert "on purpose" in caplog.text
+    caplog.clear()
+
+
 def test_nobody_is_ready_without_a_source(pools: Callable[..., ThreadPool], sources: Callable[..., Source]) -> None:
     """Nor in threads of others, nor in a pool whose threads do not stay awake."""
     awake, asleep = pools(1, busy=LIMIT_S), pools(1)

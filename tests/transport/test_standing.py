@@ -166,6 +166,35 @@ async def test_what_comes_as_a_thread_stops_looking_is_the_loops(
     stander.stop()
 
 
+async def test_a_thread_that_stops_looking_does_not_wait_for_the_loops_turn(
+    half: tuple[End, socket.socket], stander: Stander
+) -> None:
+    """It may have a job to run; the loop is told again behind its turn."""
+    end, far = half
+    connection = end.connection
+    assert connection.keep_from_loop()
+    waited: list[bool] = []
+    on_frames = connection.on_frames
+    assert on_frames is not None
+
+    def in_a_turn(frames: list[Frame]) -> None:
+        if not waited:
+            thread = threading.Thread(target=connection.leave_to_loop)
+            thread.start()
+            thread.join(1.0)
+            waited.append(thread.is_alive())
+        on_frames(frames)
+
+    connection.on_frames = in_a_turn
+    far.send(encoded(1))
+    connection._readable()
+    assert waited == [False]
+    await asyncio.sleep(0.01)
+    far.send(encoded(2))
+    assert [frame.call_id for frame in await end.received(2)] == [1, 2]
+    stander.stop()
+
+
 async def test_what_a_thread_refuses_after_a_look_goes_to_the_loop(
     half: tuple[End, socket.socket], stander: Stander
 ) -> None:

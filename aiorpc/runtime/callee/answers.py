@@ -203,6 +203,8 @@ class Answers:
         if self._may_answer(call):
             self._send(REPLY, call, _NOTHING, more=True)
         self._references.settle_created(call, value)
+        if self._engine.pool.may_stay_awake:
+            self._engine.pool.get_ready()
         self._connection.push()
 
     def _answer_buffers(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer], size: int) -> None:
@@ -233,8 +235,6 @@ class Answers:
         self, kind: int, call: ServedCall, body: bytes, buffers: Sequence[Buffer] = (), *, more: bool = False
     ) -> None:
         frame = encode_frame(kind, call.call_id, body, buffers)
-        if self._engine.pool.may_stay_awake:
-            self._engine.pool.get_ready()
         self._link.send(kind, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, more=more, call=call)
 
     # --- errors -------------------------------------------------------------------------------------------------------

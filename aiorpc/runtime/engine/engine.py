@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 from ...errors import WorkerClosed, WouldBlockLoop
@@ -187,4 +189,9 @@ class Engine:
         """
         await self.tasks.end(self.bounds.tasks)
         self.background.close(0.0)
-        return await self.steps.run(lambda: self.pool.close(patience))
+        return await self.steps.run(partial(self._end_threads, time.monotonic() + patience))
+
+    def _end_threads(self, until: float) -> int:
+        left = self.pool.close(max(0.0, until - time.monotonic()))
+        self.background.close(max(0.0, until - time.monotonic()))
+        return left

@@ -97,6 +97,7 @@ class _Local(threading.local):
 
     depth: how many nested waits it is in; -1 in threads that do not belong to the pool. typical_wait: how many seconds
     its waits take on average. source: what it is to stand by for when it finds no job. alarm: of its own, once it did.
+    ready: whether the job that it runs has asked for that source, and so is done but for its answer.
     kept: the source that it is going to look for without sleeping, of which nobody else is told.
     """
 
@@ -104,6 +105,7 @@ class _Local(threading.local):
     typical_wait = 0.0
     source: JobSource | None = None
     alarm: Alarm | None = None
+    ready = False
     kept: JobSource | None = None
 
 
@@ -217,24 +219,29 @@ class ThreadPool:
 
     def stand_by(self, source: JobSource) -> None:
         """Have the calling thread of the pool wait for jobs from there, too, the next time it finds none."""
-        self._local.source = source
+        local = self._local
+        local.source = source
+        local.ready = True
         self._sources.append(id(source))
 
     def get_ready(self) -> None:
         """The calling thread is about to send what the next job of the source follows that it is to stand by for.
 
         If it is going to look for that without sleeping, nobody else is told of it: not even of what comes before the
-        thread is done with the job that it runs. Any thread; nothing where that is to stand by for nothing.
+        thread is done with the job that it runs. So nothing may follow that takes long. Any thread; nothing unless that
+        job has said `stand_by` itself: what an earlier job has asked for waits until this one ends.
         """
         local = self._local
         source = local.source
-        if source is None or not self._moment or local.kept is not None or self._jobs:
+        if source is None or not local.ready or not self._moment or local.kept is not None or self._jobs:
             return
         if source.back_off.worth() and self._look_lock.acquire(False):
-            if source.keep():
-                local.kept = source
-            else:
-                self._look_lock.release()
+            try:
+                if source.keep():
+                    local.kept = source
+            finally:
+                if local.kept is None:
+                    self._look_lock.release()
 
     def _let_go(self) -> None:
         """The calling thread does not look for what its source has, although it was ready to."""
@@ -483,6 +490,7 @@ class ThreadPool:
                     fresh = False
                     if local.kept is not None:
                         self._let_go()
+                    local.ready = False
                     try:
                         fn(*args)
                     except BaseException as error:
