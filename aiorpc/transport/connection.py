@@ -59,6 +59,8 @@ _DONT_WAIT = int(socket.MSG_DONTWAIT)
 # Threads are told before the loop is, and one at a time.
 _EXCLUSIVE = select.EPOLLIN | select.EPOLLEXCLUSIVE
 _ANSWERS = (REPLY, ERROR, RELEASE)  # what comes with an answer among them
+# Seconds that the loop waits at most for a thread that has read something and hands it out.
+_STANDS_BY = 0.001
 _ENDED = "the other side closed the connection"
 _MAIN = threading.main_thread().ident  # the only thread that runs signal handlers
 _NO_ANSWERS: tuple[int, Sequence[Frame]] = 0, ()  # of no thread
@@ -189,7 +191,9 @@ class Connection(FrameWriter):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        if not self._reading.acquire(False):  # a waiter reads; it tells us of what it leaves to us
+        # A waiter that reads tells us of what it leaves to us. A thread that stands by is done in microseconds; it
+        # needs the interpreter for that, which a loop that is told again and again would take from it.
+        if not self._reading.acquire(True, 0 if self.on_stood is None else _STANDS_BY):
             return
         taken = 0
         try:

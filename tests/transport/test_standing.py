@@ -15,6 +15,7 @@ import pytest
 
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.frames import Frame, Kind
+from aiorpc.transport import connection as connection_module
 from aiorpc.transport.connection import Connection
 from tests.transport.ends import LONG, End, encoded, unread, until
 
@@ -192,6 +193,33 @@ async def test_a_thread_that_stops_looking_does_not_wait_for_the_loops_turn(
     await asyncio.sleep(0.01)
     far.send(encoded(2))
     assert [frame.call_id for frame in await end.received(2)] == [1, 2]
+    stander.stop()
+
+
+async def test_the_loop_does_not_look_again_and_again_while_a_thread_hands_out(
+    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More has come meanwhile. The thread needs the interpreter, which such a loop would take from it."""
+    end, far = half
+    connection = end.connection
+    lock = Counted(connection._reading)
+    monkeypatch.setattr(connection, "_reading", lock)
+    begun = threading.Event()
+
+    def hand_out(frames: list[Frame]) -> bool:
+        begun.set()
+        time.sleep(0.1)
+        return True
+
+    connection.on_stood = hand_out
+    stander.wait()
+    far.send(encoded(1))
+    assert await asyncio.to_thread(begun.wait, LONG)
+    far.send(encoded(2))
+    before, started = lock.tries, time.monotonic()
+    await end.received(1)
+    assert lock.tries - before <= 10 + 2 * (time.monotonic() - started) / connection_module._STANDS_BY
+    assert [frame.call_id for frame in end.frames] == [2]
     stander.stop()
 
 
@@ -521,6 +549,25 @@ async def test_whoever_stops_looking_in_the_way_tells_the_loop(
     assert [frame.call_id for frame in await end.received(1)] == [1]
     await asyncio.to_thread(looking.join, LONG)
     stander.stop()
+
+
+class Counted:
+    """A lock, and how often somebody has tried to take it."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.tries = 0
+        self._lock = lock
+        self.release = lock.release
+
+    def acquire(self, *how: Any) -> bool:
+        self.tries += 1
+        return self._lock.acquire(*how)
+
+    def __enter__(self) -> bool:
+        return self._lock.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._lock.release()
 
 
 class SlowEpoll:
