@@ -22,6 +22,7 @@ from aiorpc import RpcBackendOptions, RpcError, RpcTimeout, RpcUsageError, RRef,
 from aiorpc.errors import ProtocolError
 from aiorpc.protocol.reference_messages import LENT, Add, Never, PassedReference, ReferenceId
 from aiorpc.runtime.calls.current import current_node
+from aiorpc.runtime.references import references as references_module
 from aiorpc.testing import Faults, cluster
 from tests.runtime.waiting import until, until_no_references
 
@@ -798,6 +799,39 @@ async def test_references_dropped_in_other_threads(apart: list[Worker]) -> None:
 
     assert await asyncio.gather(*(asyncio.to_thread(script, worker) for worker in apart)) == [sum(range(50))] * 3
     await until_no_references(apart)
+
+
+async def test_where_handles_die_often_the_loop_is_not_woken_for_each(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks by itself, as long as there are any; the next one that dies after that wakes it again."""
+    monkeypatch.setattr(references_module, "_OFTEN", 60.0)
+    monkeypatch.setattr(references_module, "_FLUSH_PAUSE", 0.2)
+    references = workers[0].node.references
+    soon = references._flush_soon
+    woken: list[int] = []
+
+    def post(function: Callable[[], Any]) -> None:
+        woken.append(1)
+        references.engine.call_on_loop(function)
+
+    monkeypatch.setattr(soon, "_post", post)
+
+    async def drop(count: int) -> None:
+        await asyncio.to_thread(lambda: [references.refer_to(Thing(number)) for number in range(count)].clear())
+
+    await drop(1)
+    await until(lambda: references.counts().owned == 0)
+    await drop(1)
+    await until(lambda: references.counts().owned == 0)
+    assert len(woken) == 2 and references._attentive
+    await drop(100)
+    assert len(woken) == 2
+    await until(lambda: references.counts().owned == 0)
+    await until(lambda: not references._attentive)
+    await drop(1)
+    await until(lambda: references.counts().owned == 0)
+    assert len(woken) == 3
 
 
 async def test_arguments_of_calls_that_do_not_run_are_released(workers: list[Worker]) -> None:

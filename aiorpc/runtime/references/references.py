@@ -7,7 +7,7 @@ Invariants
 1. The table is used under `_lock` only. What it sends is queued under the same lock, so that messages leave in the
    order in which the table has decided on them.
 2. `RRef.__del__` may run anywhere, inside of any lock and of the garbage collector. So it takes no lock: it appends to
-   a deque and wakes the loop (`drop_later`).
+   a deque and wakes the loop (`drop_later`), which looks by itself now and then where handles die often (`_look`).
 3. A value is dropped outside of the lock, because its destructor is code of the user.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -60,6 +61,9 @@ from .rref import PeerForRRef, PeersForReferences, RRef
 # by itself would wake up the loops of both workers in the midst of that call. No longer: a group that leaves would take
 # for held what is about to be told.
 _FLUSH_PAUSE = 0.001
+# Where handles die again within so many seconds, the loop looks after such pauses, and is not woken: it would take the
+# interpreter from the thread that has let go of the handle, as a rule in the midst of its next call.
+_OFTEN = 0.002
 
 _new: Any = tuple.__new__  # what PassedReference(...) and ReferenceId(...) do, without their calls into Python
 
@@ -160,7 +164,9 @@ class References:
         self._handles: WeakValueDictionary[ReferenceId, RRef[Any]] = WeakValueDictionary()
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
         self._pausing = False  # whether `flush` will be called, after a pause
-        self._flush_soon = Soon(self.engine.call_on_loop, self.flush)
+        self._flush_soon = Soon(self.engine.call_on_loop, self._flush_dropped)
+        self._attentive = False  # whether the loop looks by itself which handles have died: `_look`
+        self._last_woken = 0.0
         self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
         self._closed = False
 
@@ -418,8 +424,25 @@ class References:
         if self._closed:
             return
         self._dropped.append((rref, fork))
-        if not self._pausing:
+        if not self._pausing and not self._attentive:
             self._flush_soon()
+
+    def _flush_dropped(self) -> None:
+        """A handle has died, and whoever let go of it has woken the loop."""
+        self.flush()
+        now = time.monotonic()
+        self._last_woken, before = now, self._last_woken
+        if now - before < _OFTEN and not self._attentive:
+            self._attentive = True
+            self.engine.loop.call_later(_FLUSH_PAUSE, self._look)
+
+    def _look(self) -> None:
+        if self._dropped:
+            self.engine.loop.call_later(_FLUSH_PAUSE, self._look)
+        else:
+            self._attentive = False  # before the last look: whoever lets go of one later wakes the loop
+        if self._dropped:
+            self.flush()
 
     def coming(self, passed: Sequence[PassedReference]) -> None:
         """A call with these references has arrived: messages about them leave together a little later. On the loop."""
