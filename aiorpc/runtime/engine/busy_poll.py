@@ -29,7 +29,7 @@ MOST_SKIPPED = 4095
 # For so many there is none at least, where others wanted the core.
 LEAST_TAKEN = 63
 # Successes in a row after which failures count half.
-STREAK = 32
+STREAK = 4
 # Seconds after which the core was somebody else's meanwhile: no thread is put back so soon behind one that computes.
 _TAKEN = 50e-6
 # Seconds that a turn of the loop counts at most: what it has run beside this was no waiting.
