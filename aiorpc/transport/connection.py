@@ -478,11 +478,14 @@ class Connection(FrameWriter):
             if self._left:  # as in `read_once`
                 self._call_on_loop(self._readable)
 
-    def leave_to_loop(self) -> None:
-        """The loop is told again of what comes while the thread does not wait. Idempotent; it waits for nobody."""
+    def leave_to_loop(self, patience: float = 0.0) -> None:
+        """The loop is told again of what comes while the thread does not wait. Idempotent.
+
+        patience: seconds to wait for whoever reads. After that the loop sees to it; no thread waits for its turn.
+        """
         if self._kept:
-            if not self._reading.acquire(False):  # the loop has its turn, which may take a while, and says so itself
-                self._call_on_loop(self.leave_to_loop)
+            if not self._reading.acquire(True, patience):
+                self._call_on_loop(self.leave_to_loop, _STANDS_BY)
                 return
             try:
                 if self._kept and not self._closed:
