@@ -48,6 +48,20 @@ def test_failures_make_it_rare_and_successes_bring_it_back() -> None:
     assert skips(back_off) == MOST_SKIPPED
 
 
+def test_one_failure_among_twenty_makes_it_no_less_often() -> None:
+    """A training step has a pause now and then that is longer than a moment."""
+    back_off = BackOff()
+    looked, tried = 0, 2000
+    for _ in range(tried):
+        if back_off.worth():
+            looked += 1
+            if looked % 20:
+                back_off.succeeded()
+            else:
+                back_off.failed()
+    assert looked > 0.9 * tried
+
+
 def test_a_core_that_is_wanted_costs_more() -> None:
     """The first failure of that kind already, and as many as others from then on."""
     back_off = BackOff()

@@ -223,6 +223,36 @@ async def test_the_loop_does_not_look_again_and_again_while_a_thread_hands_out(
     stander.stop()
 
 
+async def test_the_loop_waits_for_whoever_reads_as_it_gives_the_socket_back(
+    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread has left that to the loop, which does not try again and again meanwhile."""
+    end, far = half
+    connection = end.connection
+    lock = Counted(connection._reading)
+    monkeypatch.setattr(connection, "_reading", lock)
+    holds, let_go = threading.Event(), threading.Event()
+    assert connection.keep_from_loop()
+
+    def hold() -> None:
+        with lock:
+            holds.set()
+            assert let_go.wait(LONG)
+
+    reading = threading.Thread(target=hold)
+    reading.start()
+    assert await asyncio.to_thread(holds.wait, LONG)
+    before, started = lock.tries, time.monotonic()
+    await asyncio.to_thread(connection.leave_to_loop)
+    await asyncio.sleep(0.1)
+    let_go.set()
+    await asyncio.to_thread(reading.join, LONG)
+    far.send(encoded(1))
+    assert [frame.call_id for frame in await end.received(1)] == [1]
+    assert lock.tries - before <= 10 + 2 * (time.monotonic() - started) / connection_module._STANDS_BY
+    stander.stop()
+
+
 async def test_what_a_thread_refuses_after_a_look_goes_to_the_loop(
     half: tuple[End, socket.socket], stander: Stander
 ) -> None:
