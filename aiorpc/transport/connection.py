@@ -440,10 +440,7 @@ class Connection(FrameWriter):
             attached = not (self._closed or self._closing)
             if attached:
                 epoll.register(self._fd, _EXCLUSIVE)
-                try:
-                    self._look_again()
-                except OSError as error:  # the loop hears of nothing any more
-                    self._call_on_loop(self._broke, error)
+                self._look_again()
         if self._left:  # as in `read_once`
             self._call_on_loop(self._readable)
         return attached
@@ -451,11 +448,14 @@ class Connection(FrameWriter):
     def _look_again(self) -> None:
         """Have the loop told of what is in the socket, and put it behind all threads. By whoever holds `_reading`."""
         assert self._epoll is not None, "else only the loop reads"
-        if self._kept:
-            self._kept = False
-        else:
-            self._epoll.unregister(self._fd)
-        self._epoll.register(self._fd, _EXCLUSIVE)
+        try:
+            if self._kept:
+                self._kept = False
+            else:
+                self._epoll.unregister(self._fd)
+            self._epoll.register(self._fd, _EXCLUSIVE)
+        except OSError as error:  # the loop hears of nothing any more
+            self._call_on_loop(self._broke, error)
 
     def keep_from_loop(self) -> bool:
         """The loop is told of nothing until `leave_to_loop` or `read_once`; False if that cannot be now.
@@ -490,8 +490,6 @@ class Connection(FrameWriter):
             try:
                 if self._kept and not self._closed:
                     self._look_again()
-            except OSError as error:  # as in `attach`
-                self._call_on_loop(self._broke, error)
             finally:
                 self._reading.release()
             if self._left:  # as in `read_once`

@@ -99,6 +99,41 @@ class Stander:
         self.epoll.close()
 
 
+class Counted:
+    """A lock, and how often somebody has tried to take it since `begin`."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.tries = 0
+        self._lock = lock
+        self._begun = 0.0
+        self.release = lock.release
+
+    def acquire(self, *how: Any) -> bool:
+        self.tries += 1
+        return self._lock.acquire(*how)
+
+    def __enter__(self) -> bool:
+        return self._lock.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._lock.release()
+
+    def begin(self) -> None:
+        self.tries, self._begun = 0, time.monotonic()
+
+    def check(self) -> None:
+        """Nobody has tried again and again meanwhile: each try waits for some time."""
+        assert self.tries <= 10 + 2 * (time.monotonic() - self._begun) / connection_module._STANDS_BY
+
+
+@pytest.fixture
+def counted(half: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """The lock of whoever reads from the connection."""
+    lock = Counted(half[0].connection._reading)
+    monkeypatch.setattr(half[0].connection, "_reading", lock)
+    return lock
+
+
 @pytest.fixture
 async def stander(half: tuple[End, socket.socket]) -> Stander:
     """Of a connection; attached, and not waiting yet."""
@@ -197,13 +232,11 @@ async def test_a_thread_that_stops_looking_does_not_wait_for_the_loops_turn(
 
 
 async def test_the_loop_does_not_look_again_and_again_while_a_thread_hands_out(
-    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
+    half: tuple[End, socket.socket], stander: Stander, counted: Counted
 ) -> None:
     """More has come meanwhile. The thread needs the interpreter, which such a loop would take from it."""
     end, far = half
     connection = end.connection
-    lock = Counted(connection._reading)
-    monkeypatch.setattr(connection, "_reading", lock)
     begun = threading.Event()
 
     def hand_out(frames: list[Frame]) -> bool:
@@ -216,40 +249,38 @@ async def test_the_loop_does_not_look_again_and_again_while_a_thread_hands_out(
     far.send(encoded(1))
     assert await asyncio.to_thread(begun.wait, LONG)
     far.send(encoded(2))
-    before, started = lock.tries, time.monotonic()
+    counted.begin()
     await end.received(1)
-    assert lock.tries - before <= 10 + 2 * (time.monotonic() - started) / connection_module._STANDS_BY
+    counted.check()
     assert [frame.call_id for frame in end.frames] == [2]
     stander.stop()
 
 
 async def test_the_loop_waits_for_whoever_reads_as_it_gives_the_socket_back(
-    half: tuple[End, socket.socket], stander: Stander, monkeypatch: pytest.MonkeyPatch
+    half: tuple[End, socket.socket], stander: Stander, counted: Counted
 ) -> None:
     """A thread has left that to the loop, which does not try again and again meanwhile."""
     end, far = half
     connection = end.connection
-    lock = Counted(connection._reading)
-    monkeypatch.setattr(connection, "_reading", lock)
     holds, let_go = threading.Event(), threading.Event()
     assert connection.keep_from_loop()
 
     def hold() -> None:
-        with lock:
+        with counted:
             holds.set()
             assert let_go.wait(LONG)
 
     reading = threading.Thread(target=hold)
     reading.start()
     assert await asyncio.to_thread(holds.wait, LONG)
-    before, started = lock.tries, time.monotonic()
+    counted.begin()
     await asyncio.to_thread(connection.leave_to_loop)
     await asyncio.sleep(0.1)
     let_go.set()
     await asyncio.to_thread(reading.join, LONG)
     far.send(encoded(1))
     assert [frame.call_id for frame in await end.received(1)] == [1]
-    assert lock.tries - before <= 10 + 2 * (time.monotonic() - started) / connection_module._STANDS_BY
+    counted.check()
     stander.stop()
 
 
@@ -579,25 +610,6 @@ async def test_whoever_stops_looking_in_the_way_tells_the_loop(
     assert [frame.call_id for frame in await end.received(1)] == [1]
     await asyncio.to_thread(looking.join, LONG)
     stander.stop()
-
-
-class Counted:
-    """A lock, and how often somebody has tried to take it."""
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self.tries = 0
-        self._lock = lock
-        self.release = lock.release
-
-    def acquire(self, *how: Any) -> bool:
-        self.tries += 1
-        return self._lock.acquire(*how)
-
-    def __enter__(self) -> bool:
-        return self._lock.__enter__()
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._lock.release()
 
 
 class SlowEpoll:

@@ -99,6 +99,10 @@ class Answers:
                 self.streams -= 1
             if call.system:
                 self.system -= 1
+        # The answer is sent next, and what its caller says then is for this thread, if that has read this call: never
+        # a creation, behind whose answer come the users of its value.
+        if call.replied and self._engine.pool.may_stay_awake:
+            self._engine.pool.get_ready()
         return call.replied
 
     # --- results ------------------------------------------------------------------------------------------------------
@@ -146,8 +150,6 @@ class Answers:
             frame = write_plain(REPLY, call.call_id, (), values, self._caller.max_body)
             if frame is not None:
                 if self._may_answer(call):
-                    if self._engine.pool.may_stay_awake:
-                        self._engine.pool.get_ready()
                     # With few other calls under way there is little to join it with: no reason to wait for the loop.
                     link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
                 return
@@ -182,8 +184,6 @@ class Answers:
         if not buffers or (not copy and link.distribution.rides(buffers)):
             if self._may_answer(call):
                 frame = encode_frame(REPLY, call.call_id, body, buffers)
-                if self._engine.pool.may_stay_awake:
-                    self._engine.pool.get_ready()
                 link.send(REPLY, call.call_id, frame, urgent=len(self.calls) < FEW + self.system, call=call)
         elif not copy and link.distribution.too_long_for_loop(buffers):
             settled = self._accelerators.settled(buffers)
@@ -203,8 +203,6 @@ class Answers:
         if self._may_answer(call):
             self._send(REPLY, call, _NOTHING, more=True)
         self._references.settle_created(call, value)
-        if self._engine.pool.may_stay_awake:
-            self._engine.pool.get_ready()
         self._connection.push()
 
     def _answer_buffers(self, call: ServedCall, body: bytes, buffers: Sequence[AnyBuffer], size: int) -> None:
@@ -225,8 +223,6 @@ class Answers:
         if prepared is None:
             return
         if self._may_answer(call):
-            if self._engine.pool.may_stay_awake:
-                self._engine.pool.get_ready()
             self._link.post(prepared, urgent=len(self.calls) < FEW + self.system, call=call)
         else:
             self._link.distribution.withdraw(prepared)
