@@ -241,5 +241,5 @@ async def test_where_nobody_stays_awake(monkeypatch: pytest.MonkeyPatch, cores: 
         assert await workers[0].call("worker1", answer) == 7
         for worker in workers:
             engine = worker.node.engine
-            assert engine.poll is None and engine.pool._moment == 0
+            assert engine.poll is None and engine.pool.lookout._moment == 0
             assert all(connection.on_heard is None for connection in engine.connections)

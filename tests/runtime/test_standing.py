@@ -382,7 +382,7 @@ def is_free() -> bool:
     """Handler: whether its thread is to stand by for nobody yet."""
     node = current_node.get()
     assert node is not None
-    return node.engine.pool._local.source is None
+    return node.engine.pool.lookout.stance.source is None
 
 
 async def test_nothing_is_kept_from_the_loop_while_a_handler_runs(workers: list[Worker], read: list[bool]) -> None:

@@ -102,7 +102,7 @@ class Answers:
         # The answer is sent next, and what its caller says then is for this thread, if that has read this call: never
         # a creation, behind whose answer come the users of its value.
         if call.replied and self._engine.pool.may_stay_awake:
-            self._engine.pool.get_ready()
+            self._engine.pool.lookout.get_ready()
         return call.replied
 
     # --- results ------------------------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ class Runner:
                     standing.pause -= 1
                 else:
                     standing.running = call.call_id
-                    self._engine.pool.stand_by(standing)
+                    self._engine.pool.lookout.stand_by(standing)
         try:
             if mode is Mode.DEFERRED:
                 self._defer(call, result.pop())

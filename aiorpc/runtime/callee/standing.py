@@ -2,7 +2,7 @@
 
 A `def` handler runs in a thread of the pool. As the loop reads calls, each would wake two threads: the loop's, and that
 one. Of a caller that makes one call after the other, the thread that has run a call waits for the next one itself: it
-stands by (`ThreadPool.stand_by`, `Connection.attach`), and is the only one to be woken.
+stands by (`Lookout.stand_by`, `Connection.attach`), and is the only one to be woken.
 
 It takes calls of functions and of methods that run in the pool, and of them those whose message says nothing that is
 the loop's alone; and in front of such a call what it can do at once itself (`Mode.BRIEF`, memory that is given back).
@@ -52,7 +52,7 @@ class RunnerForStanding(Protocol):
 
 
 class Standing:
-    """See the module: what a thread of the pool stands by for (`engine.pool.JobSource`).
+    """See the module: what a thread of the pool stands by for (`engine.lookout.JobSource`).
 
     pause: for how many calls the caller is given up; whoever has a thread stand by counts them, and says in `running`
     which call it runs.

@@ -5,10 +5,11 @@ appends the job, then looks for an idle thread; a thread that goes idle announce
 comes second sees the other, so no job can lie beside a sleeping thread. Every step that frees a place under the limit
 (going idle, waiting for a nested call, ending) is followed by that same second look.
 
-A thread without a job may stand by for the next one at its source (`stand_by`): it waits for a descriptor, brings in
-what has come, and so runs it without having been woken by another thread. These are the leader and the followers of
-Schmidt, Stal, Rohnert and Buschmann (Pattern-Oriented Software Architecture 2), but for the loop, which goes on with
-all other sources. Such a thread is idle like any other, is woken last, and in place of it a new one is started.
+A thread without a job may stand by for the next one at its source (`Lookout.stand_by`): it waits for a descriptor,
+brings in what has come, and so runs it without having been woken by another thread. These are the leader and the
+followers of Schmidt, Stal, Rohnert and Buschmann (Pattern-Oriented Software Architecture 2), but for the loop, which
+goes on with all other sources. Such a thread is idle like any other, is woken last, and in place of it a new one is
+started.
 
 ``submit`` may be called in the main thread, where a signal handler may raise between any two instructions. It changes
 nothing then that the pool could not go on from. The number of threads (`_threads`) is changed by threads of the pool
@@ -30,15 +31,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ... import foreign
 from ...callbacks import block_observer
 from ...errors import WorkerClosed
 from ...transport.writing import is_owned
-from .alarm import Alarm, Source
-from .busy_poll import LEAST_TAKEN, MOMENT, BackOff, give_way
+from .alarm import Alarm
+from .busy_poll import MOMENT
 from .forked import end_child
+from .lookout import JobSource, Lookout
 
 logger = logging.getLogger("aiorpc")
 
@@ -47,33 +49,12 @@ _Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 # The weight of a new wait in the moving average of its thread.
 _WEIGHT = 0.25
-# So many threads stand by at most, and none begins to where jobs come from more sources than that: the loop reads for
-# all of them at once, and no thread would get two jobs of one in a row. It goes by the last jobs, so many of them.
+# So many threads stand by at most.
 _MOST_STANDING = 8
-_RECENT = 32
 # So many seconds the threads that have no job have to leave, as the process exits.
 _IDLE_LEAVE = 0.1
 # For so many seconds without a job a thread stands by. Then another one may.
 _STANDING = 1.0
-
-
-class JobSource(Source, Protocol):
-    """Where jobs come from, for a thread that has none."""
-
-    @property
-    def bring(self) -> Callable[[], None]:
-        """Called when there is something, for which jobs are to be submitted now."""
-
-    @property
-    def back_off(self) -> BackOff:
-        """How it goes with looking for a moment before the thread sleeps (busy_poll.py)."""
-
-    def keep(self) -> bool:
-        """Called before that, by `get_ready`: nobody else is told of what comes until `leave`. False if not now."""
-
-    @property
-    def leave(self) -> Callable[[], None]:
-        """Called when the thread looks no more, once it has brought what there was."""
 
 
 class NoThread(WorkerClosed):
@@ -96,17 +77,11 @@ class _Local(threading.local):
     """What a thread knows of its own waits.
 
     depth: how many nested waits it is in; -1 in threads that do not belong to the pool. typical_wait: how many seconds
-    its waits take on average. source: what it is to stand by for when it finds no job. alarm: of its own, once it did.
-    ready: whether the job that it runs has asked for that source, and so is done but for its answer.
-    kept: the source that it is going to look for without sleeping, of which nobody else is told.
+    its waits take on average.
     """
 
     depth = -1
     typical_wait = 0.0
-    source: JobSource | None = None
-    alarm: Alarm | None = None
-    ready = False
-    kept: JobSource | None = None
 
 
 class ThreadPool:
@@ -136,15 +111,13 @@ class ThreadPool:
         self._linger = linger
         self._prepare = prepare
         self._most_busy = busy
-        self._moment = min(busy, MOMENT)
         self.may_stay_awake = bool(busy)
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
+        self.lookout = Lookout(min(busy, MOMENT), self._jobs)
         self._idle: list[threading.Lock | Alarm] = []  # woken from its end; those that stand by are in front
         self._standing: list[Alarm] = []
         self._most_standing = _MOST_STANDING
-        self._look_lock = threading.Lock()  # of the thread that stands by without sleeping, from `get_ready` on
-        self._sources: deque[int] = deque(maxlen=_RECENT)  # of the last jobs, by their ids
         self._local = _Local()
         self._wakes: set[threading.Lock | Alarm] = set()  # of all threads, those that sleep and those that do not
         self._running: dict[threading.Lock, threading.Thread] = {}  # the threads, by what wakes them
@@ -187,7 +160,7 @@ class ThreadPool:
 
     def is_active(self) -> bool:
         """Whether a thread runs a job, or looks without sleeping for what comes."""
-        return self._busy() > 0 or self._is_awake or self._look_lock.locked()
+        return self._busy() > 0 or self._is_awake or self.lookout.looks()
 
     def is_pool_thread(self) -> bool:
         """Whether the calling thread is one of this pool's."""
@@ -216,40 +189,6 @@ class ThreadPool:
         except BaseException:  # a signal handler has raised it
             self._mend()
             raise
-
-    def stand_by(self, source: JobSource) -> None:
-        """Have the calling thread of the pool wait for jobs from there, too, the next time it finds none."""
-        local = self._local
-        local.source = source
-        local.ready = True
-        self._sources.append(id(source))
-
-    def get_ready(self) -> None:
-        """The calling thread is about to send what the next job of the source follows that it is to stand by for.
-
-        If it is going to look for that without sleeping, nobody else is told of it: not even of what comes before the
-        thread is done with the job that it runs. So nothing may follow that takes long. Any thread; nothing unless that
-        job has said `stand_by` itself: what an earlier job has asked for waits until this one ends.
-        """
-        local = self._local
-        source = local.source
-        if source is None or not local.ready or not self._moment or local.kept is not None or self._jobs:
-            return
-        if source.back_off.worth() and self._look_lock.acquire(False):
-            try:
-                if source.keep():
-                    local.kept = source
-            finally:
-                if local.kept is None:
-                    self._look_lock.release()
-
-    def _let_go(self) -> None:
-        """The calling thread does not look for what its source has, although it was ready to."""
-        local = self._local
-        source, local.kept = local.kept, None
-        if source is not None:
-            self._look_lock.release()
-            source.leave()
 
     def enter_blocked(self) -> None:
         """The calling pool thread is about to wait: another may run meanwhile. Nothing in other threads. May nest."""
@@ -471,7 +410,7 @@ class ThreadPool:
         block_observer.set(self)
         if self._prepare is not None:
             self._prepare()
-        local = self._local
+        stance = self.lookout.stance
         fresh = True
         self._waking = False
         while True:
@@ -488,9 +427,9 @@ class ThreadPool:
                     if fresh and self._jobs and not self._waking:
                         self._look_again()  # one that was just woken passes the wake-up on first
                     fresh = False
-                    if local.kept is not None:
-                        self._let_go()
-                    local.ready = False
+                    if stance.kept is not None:
+                        self.lookout.let_go()
+                    stance.ready = False
                     try:
                         fn(*args)
                     except BaseException as error:
@@ -501,10 +440,10 @@ class ThreadPool:
                         end_child(f"a thread of {self._name}")
                     continue
             if self._closed and not self._jobs:
-                self._let_go()
+                self.lookout.let_go()
                 self._leave(wake)
                 return
-            if local.source is not None:
+            if stance.source is not None:
                 self._stand_by()
             elif not self._park(wake):
                 return
@@ -529,19 +468,19 @@ class ThreadPool:
 
     def _stand_by(self) -> None:
         """Sleep until woken, or until there is something for the thread itself; or not at all."""
-        local, standing = self._local, self._standing
-        source, local.source = local.source, None
+        stance, standing = self.lookout.stance, self._standing
+        source, stance.source = stance.source, None
         assert source is not None, "somebody has asked for it"
         surplus = self._threads + len(self._starting) - self._blocked > self._limit
         try:
             if surplus or len(standing) >= self._most_standing:
                 return
-            alarm = local.alarm
+            alarm = stance.alarm
             if alarm is None or alarm.watched() is not source:
-                if len({*self._sources}) > _MOST_STANDING:
+                if self.lookout.crowded():
                     return
                 if alarm is None:
-                    alarm = local.alarm = Alarm.make()
+                    alarm = stance.alarm = Alarm.make()
                 if alarm is None:
                     self._most_standing = 0
                     return
@@ -560,8 +499,8 @@ class ThreadPool:
             self._idle.insert(0, alarm)
             try:
                 if not (self._closed if not self._jobs else self._busy() < self._limit):  # as in `_park`
-                    if local.kept is not None:
-                        found = self._look(alarm, local.kept)
+                    if stance.kept is not None:
+                        found = self.lookout.look(alarm, stance.kept)
                     if not found:
                         found = alarm.epoll.poll(_STANDING, 2)
             finally:
@@ -582,27 +521,8 @@ class ThreadPool:
             said = "a thread of pool %s could not stand by; the pool goes on"
             foreign.log_error(logger, logging.ERROR, error, said, self._name)
         finally:
-            if local.kept is not None:
-                self._let_go()
-
-    def _look(self, alarm: Alarm, source: JobSource) -> list[tuple[int, int]]:
-        """Look for a moment what comes, without sleeping: what there is."""
-        poll, back_off = alarm.epoll.poll, source.back_off
-        until = time.monotonic() + self._moment
-        while True:
-            found = poll(0, 2)
-            if found:
-                back_off.succeeded()
-                return found
-            now = time.monotonic()
-            if now >= until:
-                back_off.failed()
-                break
-            if give_way(now) is None:
-                back_off.failed(LEAST_TAKEN)
-                break
-        self._let_go()
-        return []
+            if stance.kept is not None:
+                self.lookout.let_go()
 
     def _unpark(self, wake: threading.Lock) -> bool:
         """Stop being idle; False if somebody has already taken us from the list to wake us."""
@@ -630,7 +550,7 @@ class ThreadPool:
         self._ended.notify_all()
 
     def _close_alarm(self) -> None:
-        alarm = self._local.alarm
+        alarm = self.lookout.stance.alarm
         if alarm is not None:
             self._wakes.discard(alarm)
             alarm.close()
