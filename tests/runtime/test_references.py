@@ -824,11 +824,11 @@ async def test_where_handles_die_often_the_loop_is_not_woken_for_each(
     await until(lambda: references.counts().owned == 0)
     await drop(1)
     await until(lambda: references.counts().owned == 0)
-    assert len(woken) == 2 and references._attentive
+    assert len(woken) == 2 and references._looking.near
     await drop(100)
     assert len(woken) == 2
     await until(lambda: references.counts().owned == 0)
-    await until(lambda: not references._attentive)
+    await until(lambda: not references._looking.near)
     await drop(1)
     await until(lambda: references.counts().owned == 0)
     assert len(woken) == 3

@@ -4,20 +4,14 @@ Nobody is told when the last view of a block has died (`channels/shm.py`): that 
 where an exception is lost. What is sent takes along what can be given back; where nothing is sent, this looks now and
 then, as long as something is borrowed: soon after something has come or was given back, and more and more seldom
 after that.
-
-    state      until
-    idle       something is borrowed or let go: `watch`
-    attentive  a look has found nothing: `_look`
-    leisurely  something is borrowed or let go
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from ..engine.engine import Engine
-from ..engine.soon import Soon
+from ..engine.looking import Looking
 
 # Seconds between two looks at most: memory that was in use for long is given back so late at worst.
 LONGEST = 0.5
@@ -33,36 +27,15 @@ class Returns:
         self._engine = engine
         self._flush = flush
         self._borrowed = borrowed
-        self._attentive = False
-        self._attend = Soon(engine.call_on_loop, self._begin)
-        self._pause = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._looking = Looking(engine, self._look, self._shortest)
+        self.watch = self._looking.ask  # something was borrowed here, or let go
+        self.close = self._looking.close
 
-    def watch(self) -> None:
-        """Something was borrowed here, or let go. Any thread."""
-        if not self._attentive:
-            self._attend()
+    def _shortest(self) -> float:
+        return self._engine.bounds.release_pause
 
-    def _begin(self) -> None:
-        self.close()
-        self._attentive = True
-        self._plan(self._engine.bounds.release_pause)
-
-    def _plan(self, pause: float) -> None:
-        self._pause = pause
-        self._timer = self._engine.loop.call_later(pause, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        self._attentive = False  # before the look: whoever borrows something later asks again
-        given_back = self._flush()
-        if given_back or self._borrowed():
-            least = self._engine.bounds.release_pause
-            self._attentive = given_back
-            self._plan(least if given_back else max(least, min(2 * self._pause, LONGEST)))
-
-    def close(self) -> None:
-        """Look no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _look(self) -> float | None:
+        shortest = self._shortest()
+        if self._flush():
+            return shortest
+        return max(shortest, min(2 * self._looking.pause, LONGEST)) if self._borrowed() else None

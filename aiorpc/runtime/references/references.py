@@ -53,6 +53,7 @@ from ...sites import describe_site
 from ..calls.current import ServedCall
 from ..calls.failures import came_from_afar
 from ..engine.engine import Engine
+from ..engine.looking import Looking
 from ..engine.soon import Soon
 from ..links.accelerators import Accelerators
 from .rref import PeerForRRef, PeersForReferences, RRef
@@ -165,7 +166,7 @@ class References:
         self._dropped: deque[tuple[ReferenceId, ReferenceId]] = deque()
         self._pausing = False  # whether `flush` will be called, after a pause
         self._flush_soon = Soon(self.engine.call_on_loop, self._flush_dropped)
-        self._attentive = False  # whether the loop looks by itself which handles have died: `_look`
+        self._looking = Looking(self.engine, self._look, lambda: _FLUSH_PAUSE)  # where handles die often
         self._last_woken = 0.0
         self._unsaid: set[PeerForRRef] = set()  # peers to whom messages were queued that leave with that `flush`
         self._closed = False
@@ -424,7 +425,7 @@ class References:
         if self._closed:
             return
         self._dropped.append((rref, fork))
-        if not self._pausing and not self._attentive:
+        if not self._pausing and not self._looking.near:
             self._flush_soon()
 
     def _flush_dropped(self) -> None:
@@ -432,17 +433,14 @@ class References:
         self.flush()
         now = time.monotonic()
         self._last_woken, before = now, self._last_woken
-        if now - before < _OFTEN and not self._attentive:
-            self._attentive = True
-            self.engine.loop.call_later(_FLUSH_PAUSE, self._look)
+        if now - before < _OFTEN:
+            self._looking.begin()
 
-    def _look(self) -> None:
-        if self._dropped:
-            self.engine.loop.call_later(_FLUSH_PAUSE, self._look)
-        else:
-            self._attentive = False  # before the last look: whoever lets go of one later wakes the loop
-        if self._dropped:
-            self.flush()
+    def _look(self) -> float | None:
+        if not self._dropped:
+            return None
+        self.flush()
+        return _FLUSH_PAUSE
 
     def coming(self, passed: Sequence[PassedReference]) -> None:
         """A call with these references has arrived: messages about them leave together a little later. On the loop."""
@@ -535,6 +533,7 @@ class References:
     def close(self) -> None:
         """The worker closes: drop all values. Whoever waits for one gets an error."""
         self._closed = True
+        self._looking.close()
         values = list(self._values.values())
         self._values.clear()
         for value in values:
