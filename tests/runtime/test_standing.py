@@ -160,6 +160,19 @@ async def test_calls_that_run_in_threads_are_read_by_them(
     await most_are_taken(workers[1], read, call)
 
 
+async def test_those_of_a_worker_that_waits_in_shutdown(read: list[bool]) -> None:
+    """It has asked the leader all the time whether it may leave, which is no reason for the leader's loop to read."""
+    async with cluster(2, options=RpcBackendOptions(dedicated_loop=True)) as made, asyncio.timeout(LIMIT):
+        leaving = asyncio.create_task(made[1].shutdown())
+        await until(lambda: made[0].node.group.entered)
+
+        async def call(number: int) -> None:
+            assert await made[1].call("worker0", double, number) == 2 * number
+
+        await most_are_taken(made[0], read, call)
+        await asyncio.gather(leaving, made[0].shutdown())
+
+
 async def test_methods_of_a_reference(workers: list[Worker], read: list[bool]) -> None:
     """Those that are `def` as well."""
     box = workers[0].remote("worker1", Box)

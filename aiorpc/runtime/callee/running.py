@@ -288,8 +288,9 @@ class Runner:
                 current_autograd.reset(within)
             # Behind the handler: while that runs, the loop hears of all that its caller has to say.
             standing = self.standing
-            # Where there are more calls the loop is better, which reads many at once.
-            if standing is not None and len(self._answers.calls) < 2:
+            # Where there are more calls the loop is better, which reads many at once. The runtime's own do not count: a
+            # worker that waits for the others in `shutdown` has one at the leader all the time.
+            if standing is not None and len(self._answers.calls) < 2 + self._answers.system:
                 if standing.pause:
                     standing.pause -= 1
                 else:
